@@ -1,0 +1,44 @@
+# Everything starts from nothing but Python 3.11+, make and a package registry.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: serve demo test lint unit bench soak clean help
+
+help:  ## what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	# torch first and by itself: a plain requirement would pull gigabytes of CUDA packages
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+serve: $(READY)  ## serve the embedded default model at tcp://127.0.0.1:7777
+	$(BIN)/symbiosis serve $(ARGS)
+
+demo: $(READY)  ## three tenants fine-tune at once on the default model while a fourth chats
+	$(BIN)/symbiosis demo $(ARGS)
+
+test: lint unit  ## everything CI runs
+
+lint: $(READY)  ## ruff, strict types, import contract, forbidden words
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@! grep -rnE '\b(pickle|cloudpickle|recv_pyobj|send_pyobj|torch\.load|eval)\(' src/ || (echo 'forbidden near outside input' && false)
+
+unit: $(READY)  ## the tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu'
+
+bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 10 minutes on 2 cores
+	$(BIN)/python -m benchmarks.policies
+
+soak: $(READY)  ## long proofs: faults by the thousand
+	$(BIN)/pytest -m slow
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,25 @@
+"""Symbiosis: one frozen base model, many tenants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Executor", "connect", "errors"]
+
+if TYPE_CHECKING:
+    from symbiosis import errors
+    from symbiosis.launch import Executor, connect
+
+
+def __getattr__(name: str) -> Any:
+    # torch and transformers take seconds to import: only when somebody needs them
+    if name in ("Executor", "connect"):
+        from symbiosis import launch
+
+        return getattr(launch, name)
+    if name == "errors":
+        import importlib
+
+        return importlib.import_module("symbiosis.errors")
+    raise AttributeError(f"module 'symbiosis' has no attribute {name!r}")

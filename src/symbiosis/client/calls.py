@@ -1,0 +1,123 @@
+"""Layer calls under autograd: forward asks the executor, backward asks it again. It keeps nothing between.
+
+Shapes: x is [..., I]; batch and sequence are flattened to rows, nothing is padded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from symbiosis.client.session import Session
+from symbiosis.types import Direction, LayerKind, LayerSpec
+
+_OPPOSITE = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Direction.FORWARD}
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1, tensor.shape[-1])
+
+
+def _widths(layers: tuple[LayerSpec, ...], direction: Direction) -> list[int]:
+    if direction is Direction.FORWARD:
+        return [layer.out_width for layer in layers]
+    return [layers[0].in_width]
+
+
+def _ask(
+    session: Session, layers: tuple[LayerSpec, ...], direction: Direction, tensors: tuple[Tensor, ...], *, training: bool
+) -> tuple[Tensor, ...]:
+    rows = tuple(_rows(t) for t in tensors)
+    if rows[0].shape[0] == 0:
+        return tuple(rows[0].new_empty(0, width) for width in _widths(layers, direction))
+    return session.call(layers, direction, rows, training=training)
+
+
+class _MatrixCall(torch.autograd.Function):
+    """One or several matrices over the same rows; in the backward direction exactly one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, session: Session, layers: tuple[LayerSpec, ...], direction: Direction) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.session, ctx.layers, ctx.direction, ctx.shape = session, layers, direction, x.shape
+        results = _ask(session, layers, direction, (x,), training=ctx.needs_input_grad[0])
+        return tuple(result.view(*x.shape[:-1], result.shape[-1]) for result in results)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        present = [(layer, grad) for layer, grad in zip(ctx.layers, grads, strict=True) if grad is not None]
+        if not present or not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        layers, tensors = tuple(layer for layer, _ in present), tuple(grad for _, grad in present)
+        result = _ask(ctx.session, layers, _OPPOSITE[ctx.direction], tensors, training=True)[0]
+        return result.view(ctx.shape), None, None, None
+
+
+def call_matrices(session: Session, layers: tuple[LayerSpec, ...], x: Tensor) -> tuple[Tensor, ...]:
+    """x @ Wᵀ for each layer, in one call."""
+    return _MatrixCall.apply(x, session, layers, Direction.FORWARD)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def call_transposed(session: Session, layer: LayerSpec, x: Tensor) -> Tensor:
+    """x @ W: the backward direction, used as a forward computation."""
+    return _MatrixCall.apply(x, session, (layer,), Direction.BACKWARD)[0]  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _BlockCall(torch.autograd.Function):
+    """A whole row-wise sub-module; backward sends the rows again and the executor recomputes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, session: Session, layer: LayerSpec) -> Tensor:
+        ctx.session, ctx.layer = session, layer
+        ctx.save_for_backward(x)
+        result = _ask(session, (layer,), Direction.FORWARD, (x,), training=ctx.needs_input_grad[0])[0]
+        return result.view(*x.shape[:-1], layer.out_width)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        result = _ask(ctx.session, (ctx.layer,), Direction.BACKWARD, (x, grad), training=True)[0]
+        return result.view(x.shape), None, None
+
+
+def call_block(session: Session, layer: LayerSpec, x: Tensor) -> Tensor:
+    return _BlockCall.apply(x, session, layer)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _ExpertsCall(torch.autograd.Function):
+    """Experts of an MoE: gradients for the rows and for the router's weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, weight: Tensor, session: Session, layer: LayerSpec) -> Tensor:
+        ctx.session, ctx.layer = session, layer
+        ctx.save_for_backward(x, index, weight)
+        training = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
+        return _ask(session, (layer,), Direction.FORWARD, (x, index, weight), training=training)[0]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, index, weight = ctx.saved_tensors
+        dx, dweight = _ask(ctx.session, (ctx.layer,), Direction.BACKWARD, (x, index, weight, grad), training=True)
+        return dx, None, dweight.to(weight.dtype), None, None
+
+
+def call_experts(session: Session, layer: LayerSpec, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    if x.shape[0] == 0:
+        return torch.zeros_like(x)
+    return _ExpertsCall.apply(x, index.long(), weight, session, layer)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def call_embedding(session: Session, layer: LayerSpec, ids: Tensor) -> Tensor:
+    """Rows for ids; frozen, so nothing to differentiate."""
+    assert layer.kind is LayerKind.EMBEDDING, layer
+    if ids.numel() == 0:
+        return torch.empty(*ids.shape, layer.out_width, dtype=getattr(torch, session.manifest.dtype), device=ids.device)
+    with torch.no_grad():
+        rows = session.call((layer,), Direction.FORWARD, (ids.reshape(-1, 1).long(),), training=False)[0]
+    return rows.view(*ids.shape, layer.out_width)

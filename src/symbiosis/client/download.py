@@ -1,0 +1,37 @@
+"""Downloading a blob over a link into this host's cache, once per host."""
+
+from __future__ import annotations
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from symbiosis.errors import BadMessage
+from symbiosis.links.base import Link
+from symbiosis.messages import Kind, Message
+from symbiosis.models import cache
+from symbiosis.types import BlobRef
+
+CHUNK_BYTES = 4 << 20
+_SHOW_FROM_BYTES = 8 << 20
+
+
+def download(link: Link, ref: BlobRef) -> None:
+    """Fetch `ref` unless it is here. Raises `BadMessage` if the content is not what its name says."""
+    if cache.has_blob(ref):
+        return
+    with cache.locked(f"blob-{ref.sha256[:16]}"):
+        if cache.has_blob(ref):
+            return
+        with cache.new_file(cache.root() / "blobs") as path:
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            with path.open("wb") as file, Progress(*columns, disable=ref.size < _SHOW_FROM_BYTES) as progress:
+                task = progress.add_task("client part", total=ref.size)
+                while file.tell() < ref.size:
+                    body = {"sha256": ref.sha256, "offset": file.tell()}
+                    reply = link.request(Message(Kind.BLOB, body=body))
+                    if not reply.tensors or not reply.tensors[0].numel():
+                        raise BadMessage("the executor ended a download early")
+                    file.write(reply.tensors[0].view(-1).numpy().tobytes()[: int(reply.body["bytes"])])
+                    progress.update(task, completed=file.tell())
+            if cache.hash_file(path) != ref:
+                raise BadMessage(f"the executor's blob {ref.sha256[:12]}… has other content than its name says: not used")
+            cache.adopt(path)

@@ -1,0 +1,74 @@
+"""Fewer calls: layers that read the same rows travel together, learned by watching.
+
+When q is called, k and v will be called next with the very same tensor. The
+first pass shows who follows whom; from then on the first of them asks for
+all, and the others find their result waiting. A wrong guess costs a little
+work, never a wrong result: a result is used only for the same tensor object,
+unchanged since, under the same modes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symbiosis.client.calls import call_matrices
+from symbiosis.client.session import Session
+from symbiosis.messages import MAX_LAYERS
+from symbiosis.types import LayerSpec
+
+_Key = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Calls in a row that read the same tensor."""
+
+    tensor: Callable[[], Tensor | None] = lambda: None
+    key: _Key = ()
+    members: list[LayerSpec] = field(default_factory=list)
+    waiting: dict[int, Tensor] = field(default_factory=dict)
+    guessed: bool = False
+
+
+class Groups:
+    """What one session has learned; each thread watches its own calls."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._local = threading.local()
+        self._learned: dict[int, tuple[LayerSpec, ...]] = {}
+
+    def call(self, layer: LayerSpec, x: Tensor, seen: Tensor) -> Tensor:
+        """x @ Wᵀ. `seen` is the tensor the layer was called with, `x` the same after any cast."""
+        if seen.is_inference():
+            # no version counter: a change in place between two calls could not be seen
+            return call_matrices(self._session, (layer,), x)[0]
+        run: _Run = getattr(self._local, "run", None) or _Run()
+        key = (seen._version, x.dtype, x.requires_grad, torch.is_grad_enabled())
+        if run.tensor() is seen and run.key == key:
+            run.members.append(layer)
+            result = run.waiting.pop(layer.handle, None)
+            return result if result is not None else call_matrices(self._session, (layer,), x)[0]
+        self._learn(run)
+        group = self._learned.get(layer.handle, (layer,))
+        results = call_matrices(self._session, group, x)
+        waiting = {member.handle: result for member, result in zip(group, results, strict=True)}
+        mine = waiting.pop(layer.handle)
+        self._local.run = _Run(weakref.ref(seen), key, [layer], waiting, len(group) > 1)
+        return mine
+
+    def _learn(self, run: _Run) -> None:
+        if not run.members or (run.guessed and not run.waiting):
+            return
+        distinct = {m.handle: m for m in run.members if m.in_width == run.members[0].in_width}
+        self._learned[run.members[0].handle] = tuple(distinct.values())[:MAX_LAYERS]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Groups:
+        return self

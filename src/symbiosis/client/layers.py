@@ -1,0 +1,321 @@
+"""Virtual layers: real layers to PEFT and transformers, without a weight.
+
+`VirtualLinear` is an `nn.Linear`, `VirtualConv1D` a `Conv1D`, and so on. The
+bias, if any, is a real parameter: it stays with the tenant. A layer turns
+local, with a weight of its own, only if the tenant writes to its weight or
+trains it; then nothing of that reaches the executor.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.client.calls import call_block, call_embedding, call_experts
+from symbiosis.client.groups import Groups
+from symbiosis.client.session import Session
+from symbiosis.client.weight import VirtualWeight
+from symbiosis.errors import BadCall
+from symbiosis.types import LayerSpec
+
+_log = logging.getLogger("symbiosis")
+
+
+class VirtualLayer(nn.Module):
+    """What all virtual layers share: hosted weights that are looked at, fetched or made local on demand."""
+
+    spec: LayerSpec
+    session: Session
+
+    def _become(self, spec: LayerSpec, session: Session, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec, self.session = spec, session
+        self._hosted = {name for name, _ in spec.weights}
+        # an empty tensor that follows the model through .to(): it carries dtype and device
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self._fetched: dict[str, Tensor] = {}
+        self._read: set[str] = set()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._like.device
+
+    @property
+    def is_local(self) -> bool:
+        return any(self._parameters.get(name) is not None for name in self._hosted)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_hosted", ()) and self._parameters.get(name) is None:
+            return VirtualWeight(self, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_hosted", ()) and name not in self._parameters:
+            if isinstance(value, VirtualWeight) and value.layer.spec.identity == self.spec.identity:
+                return  # tying a hosted weight to itself
+            self._parameters[name] = None  # nn.Module takes only names it does not know otherwise
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._hosted and name not in self._parameters:
+            raise AttributeError(f"the weight of {self.spec.paths[0]} lives in the executor and cannot be deleted")
+        super().__delattr__(name)
+
+    # -- weights ----------------------------------------------------------------------------
+
+    def fetched(self, name: str) -> Tensor:
+        """The numbers of a hosted weight, the tenant's own if it has changed them."""
+        own = self._parameters.get(name)
+        if own is not None:
+            return own.detach()
+        self._read.add(name)
+        if name not in self._fetched:
+            _log.info("fetching %s.%s: a method needs its numbers", self.spec.paths[0], name)
+            with torch.inference_mode(False):
+                self._fetched[name] = self.session.fetch_weight(self.spec, name).to(self.device, self.dtype)
+        return self._fetched[name]
+
+    def has_fetched(self, name: str) -> bool:
+        return name in self._fetched
+
+    def keep_if_changed(self, name: str, before: int) -> None:
+        """After somebody computed with a fetched weight: if it was written to, it is the tenant's now."""
+        weight = self._fetched.get(name)
+        if weight is not None and weight._version != before:
+            self.make_local(name, weight)
+
+    def make_local(self, name: str, value: Tensor | None = None, *, trainable: bool = False) -> None:
+        """Give the tenant a weight of its own here; the executor's stays as it is."""
+        value = self.fetched(name) if value is None else value
+        if tuple(value.shape) != dict(self.spec.weights)[name]:
+            raise BadCall(f"{self.spec.paths[0]}.{name} has shape {dict(self.spec.weights)[name]}, got {tuple(value.shape)}")
+        self._fetched.pop(name, None)
+        self._parameters[name] = nn.Parameter(value.to(self.device), requires_grad=trainable)
+        for other in self._hosted - {name}:
+            if self._parameters.get(other) is None:
+                self.make_local(other)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        if requires_grad:
+            for name in self._hosted:
+                if self._parameters.get(name) is None:
+                    self.make_local(name, trainable=True)
+        return super().requires_grad_(requires_grad)
+
+    def _drop_unread(self) -> None:
+        """Forget fetched numbers that were read before, but not since the last call (initialisation reads once)."""
+        for name in list(self._fetched):
+            if name in self._read:
+                self._read.discard(name)
+            else:
+                del self._fetched[name]
+
+    # -- nn.Module --------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        moved = fn(self._like)
+        self._like = moved if moved.device.type != "meta" else self._like
+        self._fetched = {name: fn(weight) for name, weight in self._fetched.items()}
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        if not any(type(part) is self.session.model_class for part in memo.values()):
+            # A copy of one layer is made to train it (PEFT's modules_to_save): it needs weights of its own.
+            for name in made._hosted:
+                if made._parameters.get(name) is None:
+                    made.make_local(name)
+        return made
+
+    def extra_repr(self) -> str:
+        place = "local" if self.is_local else f"layer {self.spec.handle} of the executor"
+        return f"{self.spec.in_width} -> {self.spec.out_width}, {place}"
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """Rows as the plain layer would see them. Raises `BadCall` where it would fail."""
+        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        elif x.dtype != self.dtype:
+            raise BadCall(
+                f"{self.spec.paths[0]} computes in {self.dtype}, got {x.dtype}: cast the input, or the model with .to()"
+            )
+        if x.dim() == 0 or x.shape[-1] != self.spec.in_width:
+            raise BadCall(f"{self.spec.paths[0]} takes inputs of width {self.spec.in_width}, got shape {tuple(x.shape)}")
+        return x
+
+
+class _VirtualMatrix(VirtualLayer):
+    groups: Groups
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, spec: LayerSpec, groups: Groups, session: Session, bias: nn.Parameter | None, dtype: torch.dtype
+    ) -> None:
+        nn.Module.__init__(self)
+        self._become(spec, session, dtype, torch.device("cpu"))
+        self.groups = groups
+        self.bias = bias
+        self.note_bias()
+
+    def note_bias(self) -> None:
+        """Remember the bias as it is now: the executor's."""
+        self._bias_version = self.bias._version if self.bias is not None else 0
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        unchanged = self.bias is None or self.bias._version == self._bias_version
+        super()._apply(fn, recurse)
+        if unchanged:
+            self.note_bias()
+        return self
+
+    def pristine(self) -> bool:
+        """Whether the executor would compute exactly this layer, bias included."""
+        bias = self.bias
+        changed = bias is not None and (bias._version != self._bias_version or (bias.requires_grad and torch.is_grad_enabled()))
+        return not (changed or self.is_local or self._forward_hooks or self._forward_pre_hooks or self._backward_hooks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._fetched:
+            self._drop_unread()
+        if self.is_local:
+            weight: Any = self.weight
+            return F.linear(x, weight if isinstance(self, nn.Linear) else weight.T, self.bias)
+        rows = self._cast(x)
+        result = self.groups.call(self.spec, rows, x)
+        if self.bias is None:
+            return result
+        return result + self.bias.to(result.dtype)
+
+
+class VirtualLinear(_VirtualMatrix, nn.Linear):
+    """An `nn.Linear` whose weight is in the executor."""
+
+    def __init__(
+        self, spec: LayerSpec, groups: Groups, session: Session, bias: nn.Parameter | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__(spec, groups, session, bias, dtype)
+        self.in_features, self.out_features = spec.in_width, spec.out_width
+
+
+class VirtualConv1D(_VirtualMatrix, Conv1D):
+    """A `Conv1D` whose weight is in the executor."""
+
+    def __init__(
+        self, spec: LayerSpec, groups: Groups, session: Session, bias: nn.Parameter | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__(spec, groups, session, bias, dtype)
+        self.nx, self.nf = spec.in_width, spec.out_width
+
+
+class VirtualEmbedding(VirtualLayer, nn.Embedding):
+    """Word embeddings in the executor, where the provider moved them there."""
+
+    def __init__(self, spec: LayerSpec, session: Session, padding_idx: int | None, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self._become(spec, session, dtype, torch.device("cpu"))
+        self.num_embeddings, self.embedding_dim, self.padding_idx = spec.experts, spec.out_width, padding_idx
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self._fetched:
+            self._drop_unread()
+        if self.is_local:
+            return F.embedding(ids, self.weight, self.padding_idx)
+        return call_embedding(self.session, self.spec, ids).to(self.dtype)
+
+
+class VirtualExperts(VirtualLayer):
+    """Mixed into the class of an MoE's experts; the router that chooses among them stays with the tenant."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_hosted", ()) and self._parameters.get(name) is None:
+            # Whoever asks for stacked weights (PEFT's target_parameters) registers things on them: give real ones.
+            self.make_local(name)
+        return super().__getattr__(name)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        if not self.is_local:
+            for name in sorted(self._hosted):
+                weight: Any = VirtualWeight(self, name)
+                yield f"{prefix}.{name}" if prefix else name, weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = None if self.is_local else self._inputs(args, kwargs)
+        if inputs is None:
+            if not self.is_local:
+                self.make_local(next(iter(self._hosted)))
+            return super().forward(*args, **kwargs)
+        return call_experts(self.session, self.spec, *inputs)
+
+    def _inputs(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(rows, indices, weights) of a call, or None if it is not of that form."""
+        bound = inspect.signature(super().forward).bind(*args, **kwargs)
+        values = list(bound.arguments.values())
+        if len(values) != 3 or not all(isinstance(v, Tensor) and v.dim() == 2 for v in values):
+            return None
+        if values[1].is_floating_point() or values[0].shape[1] != self.spec.in_width:
+            return None
+        x, index, weight = values
+        if index.shape != weight.shape or x.shape[0] != index.shape[0]:
+            return None
+        return x, index, weight
+
+
+class VirtualBlock(nn.Module):
+    """Mixed into the class of a row-wise sub-module: one call for all of it while no adapter is inside."""
+
+    _block: LayerSpec
+    _parts: tuple[nn.Module, ...]
+    _matrices: tuple[_VirtualMatrix, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and self._runs_whole(args[0]):
+            return call_block(self._matrices[0].session, self._block, args[0])
+        return super().forward(*args, **kwargs)
+
+    def _runs_whole(self, x: Any) -> bool:
+        if not isinstance(x, Tensor) or x.dim() == 0 or (self.training and not self._block.train_safe):
+            return False
+        if x.dtype != self._matrices[0].dtype or x.shape[-1] != self._block.in_width or x.numel() == 0:
+            return False
+        if torch.is_autocast_enabled(x.device.type):
+            return False
+        parts = tuple(self.modules())
+        if len(parts) != len(self._parts) or any(a is not b for a, b in zip(parts, self._parts, strict=True)):
+            return False
+        if any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in parts[1:]):
+            return False
+        return all(matrix.pristine() for matrix in self._matrices)
+
+
+def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Make `module` an instance of its own class with `mixin` in front; to everybody else its class looks the same."""
+    original = type(module)
+    module.__class__ = type(
+        original.__name__, (mixin, original), {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    )
+
+
+def make_block(module: nn.Module, spec: LayerSpec) -> None:
+    mix_in(module, VirtualBlock)
+    parts = tuple(module.modules())
+    object.__setattr__(module, "_block", spec)
+    object.__setattr__(module, "_parts", parts)
+    object.__setattr__(module, "_matrices", tuple(part for part in parts if isinstance(part, _VirtualMatrix)))

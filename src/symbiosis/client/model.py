@@ -1,0 +1,105 @@
+"""Putting a connected model together: skeleton, virtual layers, client part."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from symbiosis.client.download import download
+from symbiosis.client.groups import Groups
+from symbiosis.client.layers import (
+    VirtualConv1D,
+    VirtualEmbedding,
+    VirtualExperts,
+    VirtualLayer,
+    VirtualLinear,
+    make_block,
+    mix_in,
+)
+from symbiosis.client.session import Session
+from symbiosis.errors import BadMessage, CannotSave, CannotSplit
+from symbiosis.links.base import Link
+from symbiosis.messages import Kind, Message
+from symbiosis.models.part import build_skeleton, fill, load_weights, resolve_class
+from symbiosis.types import LayerKind, LayerSpec, Limits, Manifest
+
+
+def assemble(link: Link, limits: dict[str, Any], device: torch.device) -> PreTrainedModel:
+    """The connected model: a plain transformers model that holds no base weights."""
+    try:
+        manifest = Manifest.from_json(link.request(Message(Kind.MANIFEST)).body)
+        bounds = Limits.from_json(limits)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadMessage(f"the executor's description of its model makes no sense: {error!r}") from error
+    model_class = link.model_class() or resolve_class(manifest.model_class)
+    session = Session(link, manifest, bounds, model_class)
+    tensors = link.client_tensors()
+    if tensors is None:
+        if manifest.client_weights is None:
+            raise BadMessage("the executor names no client part")
+        download(link, manifest.client_weights)
+        tensors = load_weights(manifest.client_weights)
+    model = build_skeleton(manifest, model_class)
+    put_virtual_layers(model, session)
+    fill(model, tensors, manifest.ties, torch.device("cpu"))
+    for module in model.modules():
+        if isinstance(module, VirtualLinear | VirtualConv1D):
+            module.note_bias()
+    model.eval()
+    model.to(device)  # type: ignore[arg-type]
+    model.symbiosis = session
+    model.save_pretrained = _cannot_save  # type: ignore[method-assign,assignment]
+    return model
+
+
+def _cannot_save(*_: Any, **__: Any) -> NoReturn:
+    raise CannotSave(
+        "a connected model holds no base weights, so it cannot be saved whole: wrap it with PEFT "
+        "(get_peft_model) and save the adapter, which `save_pretrained` of the PEFT model does"
+    )
+
+
+def put_virtual_layers(model: nn.Module, session: Session) -> None:
+    """Stand a virtual layer in every place the executor hosts one. Raises `CannotSplit` if the model differs."""
+    groups, dtype = Groups(session), getattr(torch, session.manifest.dtype)
+    for spec in session.manifest.layers:
+        try:
+            module = model.get_submodule(spec.paths[0])
+        except AttributeError:
+            raise CannotSplit(f"the executor hosts {spec.paths[0]}, which this model does not have") from None
+        if spec.kind is LayerKind.BLOCK:
+            make_block(module, spec)
+        elif spec.kind is LayerKind.EXPERTS:
+            _make_experts(module, spec, session, dtype)
+        else:
+            _replace(model, spec, _virtual(module, spec, groups, session, dtype))
+
+
+def _virtual(module: nn.Module, spec: LayerSpec, groups: Groups, session: Session, dtype: torch.dtype) -> VirtualLayer:
+    shape = tuple(getattr(module, "weight", torch.empty(0)).shape)
+    if shape != dict(spec.weights).get("weight"):
+        raise CannotSplit(f"the executor's {spec.paths[0]} is {dict(spec.weights)}, this model's is {shape}: other versions?")
+    if spec.kind is LayerKind.EMBEDDING:
+        return VirtualEmbedding(spec, session, getattr(module, "padding_idx", None), dtype)
+    bias = getattr(module, "bias", None)
+    made = VirtualLinear if spec.kind is LayerKind.LINEAR else VirtualConv1D
+    return made(spec, groups, session, bias, dtype)
+
+
+def _replace(model: nn.Module, spec: LayerSpec, layer: VirtualLayer) -> None:
+    for path in spec.paths:
+        parent, _, leaf = path.rpartition(".")
+        model.get_submodule(parent)._modules[leaf] = layer
+
+
+def _make_experts(module: nn.Module, spec: LayerSpec, session: Session, dtype: torch.dtype) -> None:
+    own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+    if own != dict(spec.weights):
+        raise CannotSplit(f"the executor's {spec.paths[0]} is {dict(spec.weights)}, this model's is {own}: other versions?")
+    for name in own:
+        del module._parameters[name]
+    mix_in(module, VirtualExperts)
+    VirtualLayer._become(module, spec, session, dtype, torch.device("cpu"))  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""A tenant's session with an executor: layer calls, weights where allowed, tokenizer, figures."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from symbiosis.client.download import download
+from symbiosis.errors import NoTokenizer
+from symbiosis.links.base import Link
+from symbiosis.messages import Kind, Message
+from symbiosis.models.part import unpack_tokenizer
+from symbiosis.types import Direction, LayerSpec, Limits, Manifest
+
+_SPARE_BYTES = 4096  # alignment of tensors within a message
+
+
+class Session:
+    """What stands behind `model.symbiosis`. Copies of a model share it; it cannot be pickled."""
+
+    def __init__(self, link: Link, manifest: Manifest, limits: Limits, model_class: type) -> None:
+        self.model_class = model_class
+        self.manifest = manifest
+        self.limits = limits
+        self._link = link
+        self._row_squares: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, from the executor. Raises `NoTokenizer`."""
+        ref = self.manifest.tokenizer
+        if ref is None:
+            raise NoTokenizer(f"the executor serves {self.manifest.name!r} without a tokenizer: load the tokenizer yourself")
+        download(self._link, ref)
+        return AutoTokenizer.from_pretrained(unpack_tokenizer(ref), trust_remote_code=False)
+
+    def stats(self) -> dict[str, Any]:
+        """The executor's figures: calls, batches, mean batch, tokens, per tenant."""
+        return self._link.request(Message(Kind.STATS)).body
+
+    def close(self) -> None:
+        """End the session; layer calls raise `Closed` from now on."""
+        self._link.close()
+
+    def call(
+        self, layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...], *, training: bool
+    ) -> tuple[Tensor, ...]:
+        """One layer call; cut into several where it is longer than the executor takes. Rows are 2-D."""
+        count, step = rows[0].shape[0], self._rows_per_call(layers, direction, rows)
+        handles = tuple(layer.handle for layer in layers)
+        parts = []
+        for start in range(0, count, step):
+            part = rows if count <= step else tuple(t[start : start + step] for t in rows)
+            message = Message(Kind.CALL, layers=handles, direction=direction, training=training, tensors=part)
+            parts.append(self._link.request(message).tensors)
+        results = parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        return tuple(result.to(rows[0].device) for result in results)
+
+    def _rows_per_call(self, layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> int:
+        sent = sum(t.shape[1] * t.element_size() for t in rows)
+        back = sum(layer.out_width if direction is Direction.FORWARD else layer.in_width for layer in layers)
+        wire = max(sent, back * max(4, rows[0].element_size()))
+        return max(1, min(self.limits.max_rows, (self.limits.max_bytes - _SPARE_BYTES) // wire))
+
+    def fetch_weight(self, layer: LayerSpec, name: str) -> Tensor:
+        """A base weight itself. Raises `WeightsWithheld` where the provider does not allow it."""
+        shape = dict(layer.weights)[name]
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size
+        parts: list[Tensor] = []
+        while (start := sum(part.shape[0] for part in parts)) < rows:
+            body = {"what": "weight", "name": name, "start": start}
+            parts.append(self._link.request(Message(Kind.FETCH, layers=(layer.handle,), body=body)).tensors[0])
+        return torch.cat(parts).reshape(shape).clone()
+
+    def row_squares(self, layer: LayerSpec) -> Tensor:
+        """Squared norm of each output's weights in float64, [O]."""
+        with self._lock:
+            if layer.handle not in self._row_squares:
+                message = Message(Kind.FETCH, layers=(layer.handle,), body={"what": "row_squares"})
+                self._row_squares[layer.handle] = self._link.request(message).tensors[0][0].clone()
+            return self._row_squares[layer.handle]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a session with an executor cannot be pickled: connect again in the other process")

@@ -1,0 +1,271 @@
+"""The weight of a virtual layer: a tensor that knows its shape, dtype and device, but holds no numbers.
+
+What is asked of it decides what happens, cheapest first:
+- its shape, dtype, device: answered here;
+- a product with it (`F.linear`, `@`): a layer call;
+- the norm of its rows, also plus a low-rank change (DoRA): row norms from the
+  executor and one small layer call;
+- anything else: the numbers are fetched, where the provider allows it, and
+  kept while they are in use. Writing to them makes the layer the tenant's own:
+  the shared weight never changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from symbiosis.client.calls import call_matrices, call_transposed
+from symbiosis.errors import CannotMerge
+from symbiosis.types import LayerKind
+
+if TYPE_CHECKING:
+    from symbiosis.client.layers import VirtualLayer
+
+_T = torch.Tensor
+_METADATA = {
+    getattr(_T, name).__get__
+    for name in (
+        "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cuda",
+        "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "itemsize", "nbytes",
+    )
+} | {
+    _T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex,
+    _T.stride, _T.is_contiguous, _T.storage_offset, _T.get_device, _T.is_inference, _T.__len__, _T.is_signed,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+}  # fmt: skip
+_SAME = {_T.detach, _T.contiguous, _T.data.__get__, _T.requires_grad_, _T.clone, torch.clone, torch.detach}
+_CASTS = {_T.float: torch.float32, _T.double: torch.float64, _T.half: torch.float16, _T.bfloat16: torch.bfloat16}
+_TRANSPOSE = {_T.T.__get__, _T.mT.__get__, _T.t, torch.t}
+_SWAP = {_T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes}
+_ADD = {_T.add, _T.__add__, _T.__radd__, torch.add}
+_PRODUCT = {_T.matmul, _T.__matmul__, torch.matmul, _T.mm, torch.mm}
+_NORM = {torch.linalg.norm, torch.norm, _T.norm, torch.linalg.vector_norm}
+_MERGES = {"merge", "merge_and_unload", "merge_adapter", "_unload_and_optionally_merge", "_merge_and_unload"}
+
+
+class VirtualWeight(torch.Tensor):
+    """A view of a hosted weight: perhaps transposed, cast, or with a change added that is not applied yet."""
+
+    _is_param = True  # isinstance(…, nn.Parameter) holds, as it does for a real layer's weight
+    layer: VirtualLayer
+    parameter: str
+    turned: bool
+    plus: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        layer: VirtualLayer,
+        name: str,
+        *,
+        turned: bool = False,
+        dtype: torch.dtype | None = None,
+        plus: Tensor | None = None,
+    ) -> VirtualWeight:
+        shape = dict(layer.spec.weights)[name]
+        self: VirtualWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tuple(reversed(shape)) if turned else shape, dtype=dtype or layer.dtype, device=layer.device
+        )
+        self.layer, self.parameter, self.turned, self.plus = layer, name, turned, plus
+        return self
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"VirtualWeight({self.layer.spec.paths[0]}.{self.parameter}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.numbers().clone()
+
+    def numbers(self) -> Tensor:
+        """The weight itself, fetched. Raises `WeightsWithheld`, or `CannotMerge` when asked in order to merge."""
+        refuse_to_merge(self.layer)
+        weight = self.layer.fetched(self.parameter)
+        if self.turned:
+            weight = weight.transpose(0, 1)
+        weight = weight.to(self.dtype)
+        return weight if self.plus is None else weight + self.plus
+
+    @property
+    def by_outputs(self) -> bool | None:
+        """True if this is [outputs, inputs] of a matrix, False if [inputs, outputs], None if no plain matrix."""
+        kind = self.layer.spec.kind
+        if kind not in (LayerKind.LINEAR, LayerKind.CONV1D) or self.plus is not None or self.layer.is_local:
+            return None
+        return (kind is LayerKind.LINEAR) != self.turned
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = _cheap_answer(func, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
+        holders = [a for a in (*args, *kwargs.values()) if isinstance(a, VirtualWeight)]
+        versions = {id(w.layer): (w.layer, w.parameter, w.numbers_version()) for w in holders}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*_plain(args), **_plain(kwargs))
+        for layer, name, before in versions.values():
+            layer.keep_if_changed(name, before)
+        return result
+
+    def numbers_version(self) -> int:
+        refuse_to_merge(self.layer)
+        return self.layer.fetched(self.parameter)._version
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*_plain(args), **_plain(kwargs or {}))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, VirtualWeight):
+        return value.numbers()
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        made = [_plain(item) for item in value]
+        return made if isinstance(value, list) else tuple(made)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _cheap_answer(func: Any, args: Any, kwargs: Any) -> Any:
+    """The answer where the numbers are not needed, else NotImplemented."""
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func is F.linear:
+        return _linear(*args, **kwargs)
+    if func in _PRODUCT:
+        return _product(*args, **kwargs)
+    weight = args[0] if args else None
+    if func in _ADD and not kwargs and len(args) == 2:
+        return _sum(args[0], args[1])
+    if not isinstance(weight, VirtualWeight):
+        return NotImplemented
+    if func is _T.data.__set__:
+        refuse_to_merge(weight.layer)
+        weight.layer.make_local(weight.parameter, _plain(args[1]).detach())
+        return None
+    if func is _T.requires_grad.__set__ or (func is _T.requires_grad_ and (len(args) == 1 or args[1])):
+        if func is _T.requires_grad_ or args[1]:
+            weight.layer.make_local(weight.parameter, trainable=True)
+        return weight
+    if func in _NORM:
+        return _norm(weight, *args[1:], **kwargs)
+    return _view(func, weight, args, kwargs)
+
+
+def _view(func: Any, weight: VirtualWeight, args: Any, kwargs: Any) -> Any:
+    """Casts, transposes and aliases stay virtual."""
+
+    def again(*, turned: bool = weight.turned, dtype: torch.dtype = weight.dtype) -> VirtualWeight:
+        return VirtualWeight(weight.layer, weight.parameter, turned=turned, dtype=dtype, plus=weight.plus)
+
+    if func in _SAME and not (func in (_T.clone, torch.clone)):
+        return weight if func is _T.data.__get__ else again()
+    if func in _CASTS:
+        return again(dtype=_CASTS[func])
+    if func is _T.to and not kwargs.get("copy"):
+        try:
+            device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **{k: v for k, v in kwargs.items() if k != "copy"})  # type: ignore[attr-defined]
+        except (RuntimeError, TypeError):
+            return NotImplemented
+        if device is None or device == weight.device or (device.type == weight.device.type and device.index is None):
+            return again(dtype=dtype or weight.dtype)
+        return NotImplemented
+    if weight.plus is None and weight.ndim == 2:
+        if func in _TRANSPOSE:
+            return again(turned=not weight.turned)
+        if func in _SWAP and len(args) == 3 and {args[1] % 2, args[2] % 2} == {0, 1}:
+            return again(turned=not weight.turned)
+    return NotImplemented
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if not isinstance(weight, VirtualWeight) or isinstance(x, VirtualWeight) or weight.by_outputs is None:
+        return NotImplemented
+    layer = weight.layer
+    result = (
+        call_matrices(layer.session, (layer.spec,), x)[0]
+        if weight.by_outputs
+        else call_transposed(layer.session, layer.spec, x)
+    )
+    return result if bias is None else result + _plain(bias)
+
+
+def _product(left: Any, right: Any) -> Any:
+    """`x @ W` and `W @ x` as layer calls."""
+    if isinstance(right, VirtualWeight) and not isinstance(left, VirtualWeight) and right.by_outputs is not None:
+        return _linear(left, right.T)
+    if (
+        isinstance(left, VirtualWeight)
+        and not isinstance(right, VirtualWeight)
+        and left.by_outputs is not None
+        and right.ndim == 2
+    ):
+        return _linear(right.T, left).T
+    return NotImplemented
+
+
+def _sum(left: Any, right: Any) -> Any:
+    weight, other = (left, right) if isinstance(left, VirtualWeight) else (right, left)
+    if isinstance(other, VirtualWeight) or not isinstance(other, Tensor) or other.shape != weight.shape:
+        return NotImplemented
+    if weight.by_outputs is None or other.requires_grad or weight.layer.has_fetched(weight.parameter):
+        return NotImplemented
+    return VirtualWeight(weight.layer, weight.parameter, turned=weight.turned, dtype=weight.dtype, plus=other)
+
+
+def _norm(weight: VirtualWeight, *args: Any, **kwargs: Any) -> Any:
+    """Row norms of W, or of W plus a low-rank change, without W: |w|² + 2 w·d + |d|² for each row."""
+    if args or set(kwargs) - {"dim", "p", "ord", "keepdim"} or kwargs.get("dim") not in (1, -1):
+        return NotImplemented
+    if kwargs.get("p", 2) not in (2, "fro") or kwargs.get("ord") not in (None, 2) or kwargs.get("keepdim"):
+        return NotImplemented
+    layer, change = weight.layer, weight.plus
+    whole = VirtualWeight(layer, weight.parameter, turned=weight.turned)
+    if whole.by_outputs is not True or layer.has_fetched(weight.parameter):
+        return NotImplemented
+    squares = layer.session.row_squares(layer.spec).to(weight.device)
+    if change is not None and change.any():
+        factors = _low_rank(change.float())
+        if factors is None:
+            return NotImplemented
+        left, right = factors
+        products = call_matrices(layer.session, (layer.spec,), right.to(layer.dtype))[0]
+        squares = squares + 2 * (left.double() * products.T.double()).sum(dim=1) + change.double().square().sum(dim=1)
+    return squares.clamp(min=0).sqrt().to(weight.dtype)
+
+
+@torch.no_grad()
+def _low_rank(change: Tensor) -> tuple[Tensor, Tensor] | None:
+    """change = left @ right with few columns, or None if its rank is not low."""
+    scale = float(torch.linalg.norm(change))
+    generator = torch.Generator().manual_seed(0)
+    rank = 16
+    while rank <= min(change.shape) // 2 or rank == 16:
+        rank = min(rank, *change.shape)
+        probe = torch.randn(change.shape[1], rank, generator=generator).to(change)
+        left, _ = torch.linalg.qr(change @ probe)
+        right = left.T @ change
+        if float(torch.linalg.norm(change - left @ right)) <= 1e-6 * scale:
+            return left, right
+        rank *= 4
+    return None
+
+
+def refuse_to_merge(layer: VirtualLayer) -> None:
+    """Raise `CannotMerge` if PEFT is merging an adapter right now: that would pull the base model into the tenant."""
+    frame = sys._getframe(1)
+    for _ in range(40):
+        if frame.f_code.co_name in _MERGES and "peft" in frame.f_code.co_filename:
+            raise CannotMerge(
+                f"{layer.spec.paths[0]} lives in the executor, so an adapter cannot be merged into it. Save the adapter "
+                "(save_pretrained) and merge it into a full copy of the model with plain PEFT, or serve it unmerged"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back

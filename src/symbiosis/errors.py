@@ -1,0 +1,157 @@
+"""The error tree. Every error has a code that crosses links unchanged.
+
+A message says what was wrong, what was expected and what to do about it. An
+error raised in the executor is raised again at the tenant as the same class.
+"""
+
+from __future__ import annotations
+
+
+class SymbiosisError(RuntimeError):
+    """Root of everything this package raises on purpose."""
+
+    code = "error"
+
+
+class UnknownModel(SymbiosisError):
+    """The model named is neither a folder, nor a hub id that could be loaded."""
+
+    code = "unknown_model"
+
+
+class CannotSplit(SymbiosisError):
+    """The model has no layer the executor could host, or cannot be rebuilt at a tenant."""
+
+    code = "cannot_split"
+
+
+class BadAddress(SymbiosisError):
+    """An address that is not of the form a link takes."""
+
+    code = "bad_address"
+
+
+class AddressInUse(SymbiosisError):
+    """Somebody else listens there already."""
+
+    code = "address_in_use"
+
+
+class InsecureListen(SymbiosisError):
+    """Listening beyond this machine without tokens."""
+
+    code = "insecure_listen"
+
+
+class Unreachable(SymbiosisError):
+    """Nobody answers at the address."""
+
+    code = "unreachable"
+
+
+class ExecutorLost(SymbiosisError):
+    """The executor went away and did not come back within the grace period."""
+
+    code = "executor_lost"
+
+
+class ModelChanged(SymbiosisError):
+    """The executor came back with another model."""
+
+    code = "model_changed"
+
+
+class VersionMismatch(SymbiosisError):
+    """The two ends speak different versions of the protocol."""
+
+    code = "version_mismatch"
+
+
+class Unauthorized(SymbiosisError):
+    """No token, or one the executor does not know."""
+
+    code = "unauthorized"
+
+
+class HelloFirst(SymbiosisError):
+    """A call from a peer the executor does not know: it was restarted, or the peer skipped HELLO."""
+
+    code = "hello_first"
+
+
+class BadMessage(SymbiosisError):
+    """Bytes that are not a message of this protocol."""
+
+    code = "bad_message"
+
+
+class BadCall(SymbiosisError):
+    """A call whose rows do not fit the layer: width, dtype, number of tensors, range of indices."""
+
+    code = "bad_call"
+
+
+class UnknownLayer(SymbiosisError):
+    """A layer the executor does not host."""
+
+    code = "unknown_layer"
+
+
+class TooLarge(SymbiosisError):
+    """More rows or bytes than the provider allows."""
+
+    code = "too_large"
+
+
+class TooManyCalls(SymbiosisError):
+    """A second call on a channel whose first one has not been answered, or too many sessions."""
+
+    code = "too_many_calls"
+
+
+class WeightsWithheld(SymbiosisError):
+    """A method needs a base weight itself, and the provider does not hand weights out."""
+
+    code = "weights_withheld"
+
+
+class CannotMerge(SymbiosisError):
+    """An adapter cannot be merged into a weight that lives in the executor."""
+
+    code = "cannot_merge"
+
+
+class CannotSave(SymbiosisError):
+    """A connected model holds no base weights, so it cannot be saved whole."""
+
+    code = "cannot_save"
+
+
+class NoTokenizer(SymbiosisError):
+    """The executor was started from a model without a tokenizer."""
+
+    code = "no_tokenizer"
+
+
+class Closed(SymbiosisError):
+    """The session or executor was closed."""
+
+    code = "closed"
+
+
+class LayerFailed(SymbiosisError):
+    """The layer itself failed in the executor; only this call was affected."""
+
+    code = "layer_failed"
+
+
+def _tree(root: type[SymbiosisError]) -> dict[str, type[SymbiosisError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def from_code(code: str, message: str) -> SymbiosisError:
+    """The error an answer from the other end stands for."""
+    return _tree(SymbiosisError).get(code, SymbiosisError)(message)

@@ -1,0 +1,58 @@
+"""What a batch costs: seconds per layer, direction and rows, learned from the batches that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+_FADE = 0.98  # old batches count less: machines get busier and calmer
+
+
+@dataclass(slots=True)
+class _Line:
+    """A fading least-squares line: seconds = fixed + per_row × rows."""
+
+    n: float = 0.0
+    rows: float = 0.0
+    seconds: float = 0.0
+    rows2: float = 0.0
+    rows_seconds: float = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.n = self.n * _FADE + 1
+        self.rows = self.rows * _FADE + rows
+        self.seconds = self.seconds * _FADE + seconds
+        self.rows2 = self.rows2 * _FADE + rows * rows
+        self.rows_seconds = self.rows_seconds * _FADE + rows * seconds
+
+    def fit(self) -> tuple[float, float]:
+        if self.n == 0:
+            return 0.0, 0.0
+        spread = self.n * self.rows2 - self.rows * self.rows
+        if spread <= 1e-9 * self.rows2 * self.n:
+            return 0.0, self.seconds / max(1.0, self.rows)  # one size seen so far: nothing known to be saved
+        per_row = max(0.0, (self.n * self.rows_seconds - self.rows * self.seconds) / spread)
+        return max(0.0, (self.seconds - per_row * self.rows) / self.n), per_row
+
+
+class Costs:
+    """Estimates for a policy. `observe` is called once a batch, `estimate` a few times a decision."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Hashable, _Line] = {}
+
+    def observe(self, shape: Hashable, rows: int, seconds: float) -> None:
+        self._lines.setdefault(shape, _Line()).add(rows, seconds)
+
+    def estimate(self, shape: Hashable, rows: int) -> float:
+        """Seconds a batch of so many rows takes; 0.0 while nothing is known."""
+        line = self._lines.get(shape)
+        if line is None:
+            return 0.0
+        fixed, per_row = line.fit()
+        return fixed + per_row * rows
+
+    def saving(self, shape: Hashable) -> float:
+        """Seconds saved by running two batches as one: the fixed part."""
+        line = self._lines.get(shape)
+        return line.fit()[0] if line else 0.0

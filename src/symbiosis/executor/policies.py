@@ -1,0 +1,193 @@
+"""When do queued calls run, and together with whom? Pure objects: they see the queue and a time, nothing else.
+
+A policy is asked again and again: "given these pending calls, these open
+sessions and this time, what now?" It answers with a batch to run at once, or
+with the time at which to ask again. It has no clock, no threads, no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from symbiosis.executor.costs import Costs
+from symbiosis.types import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKey:
+    """Calls with equal keys can run as one: same layers, same direction, same shapes."""
+
+    layers: tuple[int, ...]
+    direction: Direction
+    shape: tuple[int | str, ...] = ()
+    """Kinds and widths: what costs are learned by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A checked call in the queue, as a policy sees it."""
+
+    number: int
+    """Order of arrival."""
+    session: int
+    key: BatchKey
+    rows: int
+    training: bool
+    arrived: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Either a batch (run now) or a time to ask again (None: when something new arrives)."""
+
+    batch: tuple[Pending, ...] = ()
+    ask_again_at: float | None = None
+
+
+class Policy(Protocol):
+    name: str
+
+    def decide(self, pending: Sequence[Pending], heard: Mapping[int, float], costs: Costs, now: float) -> Decision:
+        """`heard` tells for each open session when it last sent or was sent something."""
+
+
+def _fill(calls: Iterable[Pending], max_rows: int) -> tuple[Pending, ...]:
+    """As many calls as fit, at least one, in the order given."""
+    batch: list[Pending] = []
+    rows = 0
+    for call in calls:
+        if batch and rows + call.rows > max_rows:
+            continue
+        batch.append(call)
+        rows += call.rows
+    return tuple(batch)
+
+
+def _by_key(pending: Sequence[Pending]) -> dict[BatchKey, list[Pending]]:
+    groups: dict[BatchKey, list[Pending]] = {}
+    for call in pending:
+        groups.setdefault(call.key, []).append(call)
+    return groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alone:
+    """Every call by itself, first come first served: the plain reference for the other two."""
+
+    name: str = "none"
+    max_wait_s: float = 0.0
+    """Nobody ever waits here; the setting exists so that all policies take it."""
+
+    def decide(self, pending: Sequence[Pending], heard: Mapping[int, float], costs: Costs, now: float) -> Decision:
+        return Decision(batch=(min(pending, key=lambda call: call.number),)) if pending else Decision()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lockstep:
+    """Waits until every active session has a call, then lets the ones furthest behind catch up.
+
+    So sessions that do the same work walk through the layers together in the
+    largest batches, at the pace of the slowest.
+    """
+
+    name: str = "lockstep"
+    max_wait_s: float = 1.0
+    """Longest time a call waits for the others."""
+    max_rows: int = 8192
+    """Most rows of one batch."""
+
+    def decide(self, pending: Sequence[Pending], heard: Mapping[int, float], costs: Costs, now: float) -> Decision:
+        if not pending:
+            return Decision()
+        oldest = min(pending, key=lambda call: call.number)
+        overdue = oldest.arrived + self.max_wait_s
+        active = {session for session, last in heard.items() if now - last <= self.max_wait_s}
+        if not active <= {call.session for call in pending} and now < overdue:
+            return Decision(ask_again_at=overdue)
+        groups = _by_key(pending)
+        key = oldest.key if now >= overdue else min(groups, key=_progress)
+        return Decision(batch=_fill(sorted(groups[key], key=lambda call: call.number), self.max_rows))
+
+
+def _progress(key: BatchKey) -> tuple[int, int]:
+    """How far a pass through the model has come when it asks for this key."""
+    forward = key.direction is Direction.FORWARD
+    return (0, min(key.layers)) if forward else (1, -min(key.layers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opportunistic:
+    """Runs what is there; big calls may wait a little for company where that pays.
+
+    Small calls go first and never wait. A big call waits at most a share of
+    its own time, at most what a merged batch would save, at most `max_wait_s`,
+    and not at all if every active session is queued already.
+    """
+
+    name: str = "opportunistic"
+    max_wait_s: float = 0.02
+    """Longest time any call is held back or passed over."""
+    max_rows: int = 8192
+    """Most rows of one batch."""
+    small_rows: int = 64
+    """Calls up to this size are decode-like: they never wait."""
+    company_s: float = 0.1
+    """A session not heard for so long is not expected to come."""
+    wait_share: float = 0.1
+    """Longest wait as a share of the call's own measured time."""
+
+    def decide(self, pending: Sequence[Pending], heard: Mapping[int, float], costs: Costs, now: float) -> Decision:
+        if not pending:
+            return Decision()
+        here = {call.session for call in pending}
+        others = any(session not in here and now - last <= self.company_s for session, last in heard.items())
+        groups = _by_key(pending)
+        ready: list[tuple[tuple[bool, bool, bool, int], BatchKey]] = []
+        ask_again: float | None = None
+        for key, calls in groups.items():
+            wait_until = self._wait_until(key, calls, others, costs)
+            if now >= wait_until:
+                ready.append((self._rank(calls, now), key))
+            else:
+                ask_again = wait_until if ask_again is None else min(ask_again, wait_until)
+        if not ready:
+            return Decision(ask_again_at=ask_again)
+        _, key = min(ready)
+        return Decision(batch=self._gather(groups[key], now))
+
+    def _wait_until(self, key: BatchKey, calls: list[Pending], others: bool, costs: Costs) -> float:
+        """When the group must run at the latest; in the past if at once."""
+        first = min(call.arrived for call in calls)
+        rows = sum(call.rows for call in calls)
+        if not others or rows >= self.max_rows or any(call.rows <= self.small_rows for call in calls):
+            return first
+        gain = costs.saving(key.shape)
+        return first + min(self.max_wait_s, gain, self.wait_share * costs.estimate(key.shape, rows))
+
+    def _rank(self, calls: list[Pending], now: float) -> tuple[bool, bool, bool, int]:
+        """Smaller goes first: overdue, then inference, then small, then first come."""
+        oldest = min(call.number for call in calls)
+        overdue = any(now - call.arrived > self.max_wait_s for call in calls)
+        if overdue:
+            return (False, False, False, oldest)
+        training = all(call.training for call in calls)
+        big = all(call.rows > self.small_rows for call in calls)
+        return (True, training, big, oldest)
+
+    def _gather(self, calls: list[Pending], now: float) -> tuple[Pending, ...]:
+        """Who travels together: inference before training, first come first; small calls take no big ones along."""
+        calls = sorted(calls, key=lambda call: (call.rows > self.small_rows, call.training, call.number))
+        overdue = any(now - call.arrived > self.max_wait_s for call in calls)
+        limit = self.max_rows
+        if calls[0].rows <= self.small_rows and not overdue:
+            limit = max(2 * self.small_rows, sum(c.rows for c in calls if c.rows <= self.small_rows))
+        return _fill(calls, min(limit, self.max_rows))
+
+
+POLICIES: dict[str, type[Opportunistic] | type[Lockstep] | type[Alone]] = {
+    "opportunistic": Opportunistic,
+    "lockstep": Lockstep,
+    "none": Alone,
+}

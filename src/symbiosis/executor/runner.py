@@ -1,0 +1,80 @@
+"""Runs a batch: joins the rows of its calls, runs the layers once, splits the result.
+
+Nothing is kept. If a joined run fails, each call is run alone, so that only
+the one at fault gets the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import LayerFailed, SymbiosisError
+from symbiosis.executor.layers import BaseLayer, Rows, run
+from symbiosis.executor.policies import Pending
+from symbiosis.executor.sessions import Session
+from symbiosis.types import Direction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A checked layer call with its rows, from the queue to the answer."""
+
+    pending: Pending
+    session: Session
+    request: int
+    layers: tuple[BaseLayer, ...]
+    rows: Rows
+
+    @property
+    def direction(self) -> Direction:
+        return self.pending.key.direction
+
+
+@torch.no_grad()
+def run_batch(calls: Sequence[Call]) -> list[Rows | SymbiosisError]:
+    """The result of each call, in order; the calls have equal batch keys."""
+    if len(calls) > 1:
+        try:
+            return list(_joined(calls))
+        except Exception:  # whatever one call's rows did must not reach the others: find it by running each alone
+            pass
+    results: list[Rows | SymbiosisError] = []
+    for call in calls:
+        try:
+            results.extend(_joined([call]))
+        except Exception as error:  # reported to its tenant, by name
+            results.append(LayerFailed(f"{call.layers[0].spec.paths[0]} failed: {type(error).__name__}: {error}"))
+    return results
+
+
+def _joined(calls: Sequence[Call]) -> list[Rows]:
+    first = calls[0]
+    layer = first.layers[0]
+    joined = tuple(_join([call.rows[i] for call in calls], layer) for i in range(len(first.rows)))
+    results = run(first.layers, first.direction, joined)
+    if len(calls) == 1:
+        return [tuple(_give_back(result, first.rows[0], alone=True) for result in results)]
+    split, at = [], 0
+    for call in calls:
+        end = at + call.pending.rows
+        split.append(tuple(_give_back(result[at:end], call.rows[0], alone=False) for result in results))
+        at = end
+    return split
+
+
+def _join(parts: list[Tensor], layer: BaseLayer) -> Tensor:
+    """The rows of all calls below each other, on the layer's device and (if floating) in its dtype."""
+    ready = [p.to(layer.device, layer.dtype if p.is_floating_point() else None) for p in parts]
+    return ready[0] if len(ready) == 1 else torch.cat(ready)
+
+
+def _give_back(result: Tensor, rows: Tensor, *, alone: bool) -> Tensor:
+    """A call's own result: in the dtype it came in, sharing memory with nobody."""
+    dtype = rows.dtype if rows.is_floating_point() else result.dtype
+    if result.dtype != dtype or result.device != rows.device:
+        return result.to(rows.device, dtype)
+    return result if alone else result.clone()

@@ -1,0 +1,302 @@
+"""What the executor does with each message: check first, then queue, answer exactly once.
+
+Everything about a call is checked here, before its rows meet anybody else's.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from symbiosis.errors import (
+    BadCall,
+    HelloFirst,
+    SymbiosisError,
+    TooLarge,
+    TooManyCalls,
+    UnknownLayer,
+    WeightsWithheld,
+)
+from symbiosis.executor.costs import Costs
+from symbiosis.executor.layers import BaseLayer, Matrix
+from symbiosis.executor.policies import BatchKey, Pending, Policy
+from symbiosis.executor.runner import Call, run_batch
+from symbiosis.executor.sessions import Session, Sessions
+from symbiosis.links.base import Peer
+from symbiosis.messages import PROTOCOL, Kind, Message
+from symbiosis.models import cache
+from symbiosis.types import BlobRef, Direction, Limits, Manifest
+
+_FORGET_AFTER_S = 120.0
+_BLOB_CHUNK = 4 << 20
+_NAME = re.compile(r"[\w.@:-]{1,64}")
+
+
+class Service:
+    """The executor's one desk. Used by one thread, the loop's; `stats` may be read by any."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        name: str,
+        layers: list[BaseLayer],
+        manifest: Callable[[], Manifest],
+        policy: Policy,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model, self.name, self.policy, self.limits = model, name, policy, limits
+        self._layers = layers
+        self._manifest = manifest
+        self._clock = clock
+        self._costs = Costs()
+        self._sessions = Sessions(limits.max_sessions)
+        self._queue: dict[int, Call] = {}
+        self._numbers = 0
+        self._batches = self._calls = self._rows = self._tokens = 0
+        self._busy_s = 0.0
+        self._started = clock()
+        self._entry = {
+            0,
+            *(layer.spec.handle for layer in layers if layers[0].spec.paths[0].startswith(f"{layer.spec.paths[0]}.")),
+        }
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def handle(self, peer: Peer, message: Message | SymbiosisError) -> None:
+        """Take one message; every one ends in exactly one answer, now or when its batch has run."""
+        if isinstance(message, SymbiosisError):
+            self._refuse(peer, 0, message)
+            return
+        try:
+            if message.kind is Kind.CALL:
+                self._enqueue(self._session(peer), message)
+            else:
+                self._answer(peer, message, self._other(peer, message))
+        except SymbiosisError as error:
+            self._refuse(peer, message.request, error)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            self._refuse(peer, message.request, BadCall(f"a {message.kind.name} that does not make sense: {error!r}"))
+
+    def _session(self, peer: Peer) -> Session:
+        if peer.state is None:
+            raise HelloFirst("the executor does not know this channel (was it restarted?): say HELLO first")
+        session: Session = peer.state
+        session.last_seen = self._clock()
+        return session
+
+    def _other(self, peer: Peer, message: Message) -> Message:
+        if message.kind is Kind.HELLO:
+            return self._welcome(peer, message)
+        session = self._session(peer)
+        if message.kind is Kind.PING:
+            return Message(Kind.PING, body={"known": session.busy and session.request == message.request})
+        if message.kind is Kind.MANIFEST:
+            return Message(Kind.REPLY, body=self._manifest().to_json())
+        if message.kind is Kind.BLOB:
+            return self._blob(message)
+        if message.kind is Kind.FETCH:
+            return self._fetch(message)
+        if message.kind is Kind.STATS:
+            return Message(Kind.REPLY, body=self.stats())
+        if message.kind is Kind.BYE:
+            return Message(Kind.BYE)
+        raise BadCall(f"a tenant does not send {message.kind.name}")
+
+    def _welcome(self, peer: Peer, message: Message) -> Message:
+        if peer.state is None:
+            if len(self._sessions.open) >= self.limits.max_sessions:
+                raise TooManyCalls(f"the executor already has {self.limits.max_sessions} channels open: try again later")
+            given = str(message.body.get("name") or "")
+            tenant = peer.tenant or (given if _NAME.fullmatch(given) else "tenant")
+            self._sessions.add(peer, tenant, self._clock())
+        session: Session = peer.state
+        body = {"model": self.model, "tenant": session.tenant, "protocol": PROTOCOL, "limits": self.limits.to_json()}
+        return Message(Kind.WELCOME, body={**body, "policy": self.policy.name})
+
+    def _blob(self, message: Message) -> Message:
+        manifest = self._manifest()
+        ref = BlobRef(sha256=str(message.body["sha256"]), size=0)
+        known = {known.sha256: known for known in (manifest.client_weights, manifest.tokenizer) if known}
+        if ref.sha256 not in known:
+            raise BadCall("no such blob: only the model's client part and tokenizer are handed out")
+        offset = int(message.body["offset"])
+        with cache.blob_path(known[ref.sha256]).open("rb") as file:
+            file.seek(max(0, offset))
+            chunk = file.read(min(_BLOB_CHUNK, self.limits.max_bytes))
+        tensor = (
+            torch.frombuffer(bytearray(chunk), dtype=torch.uint8)[None, :] if chunk else torch.empty(1, 0, dtype=torch.uint8)
+        )
+        return Message(Kind.REPLY, tensors=(tensor,), body={"bytes": len(chunk)})
+
+    def _fetch(self, message: Message) -> Message:
+        layer = self._layer(message.layers[0]) if message.layers else self._layer(-1)
+        if message.body.get("what") == "row_squares":
+            return Message(Kind.REPLY, tensors=(layer.row_squares(),))
+        if not self.limits.weights:
+            raise WeightsWithheld(
+                f"this needs the weight of {layer.spec.paths[0]} itself, and the provider hands no weights out "
+                "(--no-weights): use a method that only calls layers, such as LoRA, DoRA, IA3 or prefix tuning"
+            )
+        weight = layer.weights.get(str(message.body.get("name")))
+        if weight is None:
+            raise BadCall(f"{layer.spec.paths[0]} has no weight {message.body.get('name')!r}")
+        flat = weight.reshape(-1, weight.shape[-1])
+        start = int(message.body["start"])
+        count = max(1, self.limits.max_bytes // (flat.shape[1] * flat.element_size()))
+        if not 0 <= start < flat.shape[0]:
+            raise BadCall(f"rows from {start} on: the weight has {flat.shape[0]}")
+        return Message(Kind.REPLY, tensors=(flat[start : start + count].clone(),))
+
+    def _layer(self, handle: int) -> BaseLayer:
+        if not 0 <= handle < len(self._layers):
+            raise UnknownLayer(f"no layer {handle}: this model has layers 0 to {len(self._layers) - 1}")
+        return self._layers[handle]
+
+    # -- calls ------------------------------------------------------------------------------
+
+    def _enqueue(self, session: Session, message: Message) -> None:
+        if session.busy:
+            if session.request == message.request:
+                return  # sent again while it waits: it will be answered once
+            raise TooManyCalls("this channel's last call has not been answered yet: one at a time")
+        layers = tuple(self._layer(handle) for handle in message.layers)
+        rows = self._check(layers, message)
+        shape = (
+            message.direction,
+            *(x for layer in layers for x in (layer.spec.kind, layer.spec.in_width, layer.spec.out_width)),
+        )
+        key = BatchKey(message.layers, message.direction, (*shape, *(t.shape[1] for t in rows)))
+        self._numbers += 1
+        pending = Pending(self._numbers, session.number, key, rows[0].shape[0], message.training, session.last_seen)
+        self._queue[pending.number] = Call(pending, session, message.request, layers, rows)
+        session.busy, session.request = True, message.request
+
+    def _check(self, layers: tuple[BaseLayer, ...], message: Message) -> tuple[torch.Tensor, ...]:
+        # Integers decide which memory is read: take them out of the tenant's reach before looking at them.
+        rows = tuple(t if t.is_floating_point() else t.clone() for t in message.tensors)
+        if not layers or not rows:
+            raise BadCall("a call names at least one layer and carries rows")
+        count = rows[0].shape[0]
+        if any(t.shape[0] != count for t in rows):
+            raise BadCall(f"all tensors of a call have the same number of rows, got {[t.shape[0] for t in rows]}")
+        if not 1 <= count <= self.limits.max_rows:
+            raise TooLarge(f"a call carries 1 to {self.limits.max_rows} rows, got {count}: cut it into several")
+        if len(layers) == 1:
+            layers[0].check(message.direction, rows)
+            return rows
+        if not all(isinstance(layer, Matrix) for layer in layers) or len({layer.spec.in_width for layer in layers}) > 1:
+            raise BadCall("only matrices that read rows of one width can be called together")
+        if message.direction is Direction.FORWARD:
+            layers[0].check(message.direction, rows)
+            return rows
+        if len(rows) != len(layers):
+            raise BadCall(f"backward of {len(layers)} layers takes as many gradients, got {len(rows)}")
+        for layer, grad in zip(layers, rows, strict=True):
+            layer.check(message.direction, (grad,))
+        return rows
+
+    def step(self) -> float | None:
+        """Run the next batch if one is due. The seconds until the next may be; 0.0 if one ran, None if never."""
+        now = self._clock()
+        waiting = [call.pending for call in self._queue.values()]
+        decision = self.policy.decide(waiting, self._sessions.heard(), self._costs, now)
+        if not decision.batch:
+            return None if decision.ask_again_at is None else max(1e-5, decision.ask_again_at - now)
+        calls = [self._queue.pop(pending.number) for pending in decision.batch]
+        results = run_batch(calls)
+        self._count(calls, now, self._clock())
+        for call, result in zip(calls, results, strict=True):
+            call.session.busy = False
+            if isinstance(result, SymbiosisError):
+                self._refuse(call.session.peer, call.request, result)
+            else:
+                self._answer(call.session.peer, Message(Kind.CALL, call.request), Message(Kind.REPLY, tensors=result))
+        return 0.0
+
+    def _count(self, calls: list[Call], started: float, ended: float) -> None:
+        key = calls[0].pending.key
+        rows = sum(call.pending.rows for call in calls)
+        self._costs.observe(key.shape, rows, ended - started)
+        self._batches += 1
+        self._calls += len(calls)
+        self._rows += rows
+        self._busy_s += ended - started
+        enters = key.direction is Direction.FORWARD and not self._entry.isdisjoint(key.layers)
+        for call in calls:
+            counts = self._sessions.counts[call.session.tenant]
+            counts.calls += 1
+            counts.rows += call.pending.rows
+            counts.training_rows += call.pending.rows if call.pending.training else 0
+            counts.waited_s += started - call.pending.arrived
+            if enters:
+                counts.tokens += call.pending.rows
+                self._tokens += call.pending.rows
+            call.session.last_seen = ended
+
+    def _answer(self, peer: Peer, asked: Message, reply: Message) -> None:
+        reply.request = asked.request
+        sent = peer.port.reply(peer, reply)
+        if (not sent or asked.kind is Kind.BYE) and peer.state is not None:
+            self._forget(peer.state)
+
+    def _refuse(self, peer: Peer, request: int, error: SymbiosisError) -> None:
+        if peer.state is not None:
+            self._sessions.counts[peer.state.tenant].errors += 1
+        peer.port.reply(peer, Message(Kind.ERROR, request, body={"code": error.code, "message": str(error)}))
+
+    def _forget(self, session: Session) -> None:
+        for number in [n for n, call in self._queue.items() if call.session is session]:
+            del self._queue[number]
+        self._sessions.remove(session)
+
+    def tidy(self) -> None:
+        """Forget channels that have been silent for long; one that speaks again says HELLO again."""
+        for session in self._sessions.idle(self._clock() - _FORGET_AFTER_S):
+            self._forget(session)
+
+    # -- figures ----------------------------------------------------------------------------
+
+    def bytes_held(self) -> int:
+        """Bytes of all weights in memory, shared ones once. The executor holds nothing else."""
+        storages: dict[int, int] = {}
+        for layer in self._layers:
+            module = getattr(layer, "module", None)
+            tensors = [*layer.weights.values(), *(module.parameters() if module is not None else ())]
+            for tensor in tensors:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
+        return sum(storages.values())
+
+    def stats(self) -> dict[str, Any]:
+        sessions = list(self._sessions.open.values())
+        tenants: dict[str, Any] = {name: counts.as_dict() for name, counts in list(self._sessions.counts.items())}
+        for figures in tenants.values():
+            figures.update(sessions=0, last_seen_s=None)
+        now = self._clock()
+        for session in sessions:
+            figures = tenants[session.tenant]
+            figures["sessions"] += 1
+            silent = round(now - session.last_seen, 3)
+            figures["last_seen_s"] = silent if figures["last_seen_s"] is None else min(silent, figures["last_seen_s"])
+        return {
+            "model": self.name,
+            "policy": self.policy.name,
+            "uptime_s": round(now - self._started, 3),
+            "busy_s": round(self._busy_s, 3),
+            "calls": self._calls,
+            "batches": self._batches,
+            "mean_batch": round(self._calls / self._batches, 4) if self._batches else 0.0,
+            "mean_rows": round(self._rows / self._batches, 2) if self._batches else 0.0,
+            "rows": self._rows,
+            "tokens": self._tokens,
+            "queued": len(self._queue),
+            "sessions": len(sessions),
+            "layers": len(self._layers),
+            "bytes_held": self.bytes_held(),
+            "tenants": tenants,
+        }

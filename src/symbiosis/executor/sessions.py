@@ -1,0 +1,81 @@
+"""Who is connected, and the figures about each: the executor's only memory of a tenant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from symbiosis.links.base import Peer
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the start."""
+
+    calls: int = 0
+    rows: int = 0
+    training_rows: int = 0
+    tokens: int = 0
+    """Rows that entered the model's first layer forward."""
+    errors: int = 0
+    waited_s: float = 0.0
+    """Time calls spent in the queue."""
+
+    def as_dict(self) -> dict[str, float]:
+        mean_wait = self.waited_s / self.calls if self.calls else 0.0
+        return {
+            "calls": self.calls,
+            "rows": self.rows,
+            "training_rows": self.training_rows,
+            "tokens": self.tokens,
+            "errors": self.errors,
+            "mean_wait_ms": round(mean_wait * 1e3, 4),
+        }
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One channel of a tenant."""
+
+    number: int
+    tenant: str
+    peer: Peer
+    last_seen: float
+    busy: bool = False
+    """A call of this session is queued or running."""
+    request: int = 0
+    """The request it is busy with."""
+
+
+@dataclass(slots=True)
+class Sessions:
+    """All channels, and per-tenant totals that outlive them."""
+
+    max_sessions: int
+    open: dict[int, Session] = field(default_factory=dict)
+    counts: dict[str, Counts] = field(default_factory=dict)
+    _numbers: int = 0
+
+    def add(self, peer: Peer, tenant: str, now: float) -> Session:
+        self._numbers += 1
+        session = Session(self._numbers, tenant, peer, now)
+        self.open[session.number] = session
+        if tenant not in self.counts and len(self.counts) >= 4 * self.max_sessions:
+            # names without tokens are free to invent: do not let them fill the memory
+            gone = next((name for name in self.counts if all(s.tenant != name for s in self.open.values())), None)
+            if gone is not None:
+                del self.counts[gone]
+        self.counts.setdefault(tenant, Counts())
+        peer.state = session
+        return session
+
+    def remove(self, session: Session) -> None:
+        self.open.pop(session.number, None)
+        session.peer.state = None
+        session.peer.port.forget(session.peer)
+
+    def heard(self) -> dict[int, float]:
+        """When each session was last heard."""
+        return {number: session.last_seen for number, session in self.open.items()}
+
+    def idle(self, since: float) -> list[Session]:
+        return [s for s in self.open.values() if not s.busy and s.last_seen < since]

@@ -1,0 +1,240 @@
+"""The only place that wires objects together: an executor with its links, and a tenant's connection to one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from symbiosis.client.model import assemble
+from symbiosis.errors import BadAddress, Closed, SymbiosisError
+from symbiosis.executor.layers import make_layer
+from symbiosis.executor.loop import Loop
+from symbiosis.executor.policies import POLICIES, Policy
+from symbiosis.executor.service import Service
+from symbiosis.links.base import Link, Port
+from symbiosis.links.inproc import InprocLink, InprocPort
+from symbiosis.links.shm import ShmLink, ShmPort
+from symbiosis.links.tcp import TcpLink, TcpPort
+from symbiosis.messages import Kind, Message
+from symbiosis.models.part import load_weights, store_bytes, store_weights
+from symbiosis.models.source import ModelSource, load
+from symbiosis.models.split import Progress, Split, split
+from symbiosis.types import BlobRef, Limits, Manifest
+
+_PORTS: dict[str, type[TcpPort] | type[ShmPort]] = {"tcp": TcpPort, "shm": ShmPort}
+_LINKS: dict[str, type[TcpLink] | type[ShmLink]] = {"tcp": TcpLink, "shm": ShmLink}
+
+
+class Executor:
+    """Holds the base layers of one model once and serves them to tenants. A context manager.
+
+    `model_or_path` is a `PreTrainedModel` (its weights are used as they are:
+    do not train it afterwards), a folder, a hub id, or None for the default
+    model. `tokens` maps tenants' names to their secrets; without any, only
+    this machine may connect.
+    """
+
+    def __init__(
+        self,
+        model_or_path: ModelSource = None,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype | None = None,
+        policy: str | Policy = "opportunistic",
+        *,
+        tokens: Mapping[str, str] | None = None,
+        tokenizer: Any = None,
+        host_head: bool = False,
+        host_embeddings: bool = False,
+        weights: bool = True,
+        max_wait_ms: float | None = None,
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        self.tokens = _check_tokens(tokens or {})
+        chosen = _policy(policy, max_wait_ms)
+        source = load(model_or_path, device=torch.device(device), dtype=_dtype(dtype), tokenizer=tokenizer)
+        self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
+        self.model_class = type(source.model)
+        self.limits = Limits(weights=weights)
+        self._client_weights: BlobRef | None = None
+        self._tokenizer = store_bytes(source.tokenizer) if source.tokenizer else None
+        self._about = _about(source.model, source.name)
+        if not source.borrowed:
+            # What tenants hold need not stay here: it lies in a file that they map or download.
+            self._store_client_part()
+            self.split.client_tensors.clear()
+        del source
+        self._service = Service(
+            model=self._model_hash(),
+            name=self._about["name"],
+            layers=[make_layer(layer.spec, layer.weights, layer.module) for layer in self.split.layers],
+            manifest=self.manifest,
+            policy=chosen,
+            limits=self.limits,
+        )
+        self._inproc = InprocPort()
+        self._loop = Loop(self._service)
+        self._loop.start()
+        self._loop.add(self._inproc)
+        self._closed = False
+
+    def listen(self, address: str = "tcp://127.0.0.1:0") -> str:
+        """Accept tenants at `tcp://HOST:PORT` (port 0: any) or `shm://NAME` (no name: any). The address to connect to."""
+        if self._closed:
+            raise Closed("the executor was closed")
+        self._store_client_part()
+        kind = _PORTS.get(_scheme(address))
+        if kind is None:
+            raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT or shm://NAME")
+        port: Port = kind(address, tokens=self.tokens, max_bytes=self.limits.max_bytes)
+        self._loop.add(port)
+        return port.address
+
+    def stats(self) -> dict[str, Any]:
+        """Calls, batches, mean batch, tokens, bytes held, and figures per tenant."""
+        return self._service.stats()
+
+    def manifest(self) -> Manifest:
+        """The model as tenants see it."""
+        return Manifest(
+            **self._about,
+            layers=tuple(layer.spec for layer in self.split.layers),
+            ties=self.split.ties,
+            client_weights=self._client_weights,
+            tokenizer=self._tokenizer,
+        )
+
+    def close(self) -> None:
+        """Stop serving. Waiting calls get an error; tenants may find the next executor within their grace period."""
+        if not self._closed:
+            self._closed = True
+            self._loop.stop()
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def link(self, hello: dict[str, Any]) -> Link:
+        """A link for a tenant in this process."""
+        return InprocLink(self._inproc, hello=hello, model_class=self.model_class, client_tensors=self._own_tensors)
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        if self.split.client_tensors:
+            return {name: tensor.detach().cpu().clone() for name, tensor in self.split.client_tensors.items()}
+        assert self._client_weights is not None, "stored before the tensors were let go"
+        return load_weights(self._client_weights)
+
+    def _store_client_part(self) -> None:
+        if self._client_weights is None:
+            self._client_weights = store_weights(self.split.client_tensors)
+
+    def _model_hash(self) -> str:
+        about = json.dumps(self._about, sort_keys=True, default=str)
+        digest = hashlib.sha256(about.encode())
+        for layer in self.split.layers:
+            digest.update(layer.spec.identity.encode())
+        return digest.hexdigest()
+
+
+def connect(
+    address: str | Executor,
+    *,
+    token: str | None = None,
+    device: str | torch.device | None = None,
+    privacy: str | None = None,
+    mode: str = "auto",
+    name: str | None = None,
+    grace_s: float = 60.0,
+) -> PreTrainedModel:
+    """A model whose base layers are in the executor; plain transformers and PEFT from here on.
+
+    `address` is what `listen` returned, or an `Executor` of this process.
+    `name` is how this tenant shows in the figures where no token says who it
+    is. An executor that is away for up to `grace_s` seconds is waited for.
+    """
+    if privacy is not None:
+        raise SymbiosisError(f"privacy={privacy!r}: this version has no privacy modes; activations travel as they are")
+    if mode not in ("auto", "executor"):
+        raise SymbiosisError(f"mode={mode!r}: expected 'auto' or 'executor'")
+    hello = {"name": name or ""}
+    link: Link
+    if isinstance(address, Executor):
+        link = address.link(hello)
+        limits = address.limits.to_json()
+    else:
+        kind = _LINKS.get(_scheme(address))
+        if kind is None:
+            raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT, shm://NAME or an Executor of this process")
+        wire = kind(address, token=token, hello=hello, grace_s=grace_s)
+        link, limits = wire, wire.welcome.get("limits", {})
+    try:
+        return assemble(link, limits, torch.device(device or "cpu"))
+    except BaseException:
+        link.close()
+        raise
+
+
+def fetch_stats(address: str, *, token: str | None = None) -> dict[str, Any]:
+    """An executor's figures without building a model: what `symbiosis top` shows."""
+    kind = _LINKS.get(_scheme(address))
+    if kind is None:
+        raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT or shm://NAME")
+    link = kind(address, token=token, hello={"name": "top"}, grace_s=10.0)
+    try:
+        return link.request(Message(Kind.STATS)).body
+    finally:
+        link.close()
+
+
+def _scheme(address: str) -> str:
+    return address.partition("://")[0] if isinstance(address, str) and "://" in address else ""
+
+
+def _policy(policy: str | Policy, max_wait_ms: float | None) -> Policy:
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES:
+        raise SymbiosisError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
+    if max_wait_ms is None:
+        return POLICIES[policy]()
+    if not 0 <= max_wait_ms <= 60_000:
+        raise SymbiosisError(f"max_wait_ms={max_wait_ms}: expected 0 to 60000")
+    return POLICIES[policy](max_wait_s=max_wait_ms / 1e3)
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise SymbiosisError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
+        return found
+    return dtype
+
+
+def _check_tokens(tokens: Mapping[str, str]) -> dict[str, str]:
+    if any(not name or not secret for name, secret in tokens.items()):
+        raise SymbiosisError("a token needs a tenant's name and a secret, neither empty")
+    if len(set(tokens.values())) != len(tokens):
+        raise SymbiosisError("two tenants have the same token: the executor could not tell them apart")
+    return dict(tokens)
+
+
+def _about(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    config = model.config.to_dict()
+    attention = getattr(model.config, "_attn_implementation", None)
+    generation = getattr(model, "generation_config", None)
+    return {
+        "name": name,
+        "model_class": type(model).__name__,
+        "config": json.loads(json.dumps(config, default=str)),
+        "generation_config": json.loads(json.dumps(generation.to_dict(), default=str)) if generation else None,
+        "attention": attention if attention in ("eager", "sdpa") else None,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,113 @@
+"""The link between processes of one user on one host: rows lie in shared memory, only headers travel.
+
+The executor makes each channel's arena as a sealed anonymous file: a tenant
+cannot shrink it under the executor's feet, and nothing is left behind when
+either side is killed. The first half carries calls, the second answers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from symbiosis.errors import AddressInUse, BadAddress, BadMessage
+from symbiosis.links.base import Peer
+from symbiosis.links.wire import WireLink, WirePort, runtime_folder
+from symbiosis.messages import Message
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,48}")
+_ARENA_PATH = re.compile(r"/proc/\d+/fd/\d+")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def parse(address: str) -> str:
+    """The name in `shm://NAME`; empty for "choose one". Raises `BadAddress`."""
+    name = address.removeprefix("shm://").removesuffix("/")
+    if not address.startswith("shm://") or (name and not _NAME.fullmatch(name)):
+        raise BadAddress(f"{address!r} is no address: expected shm://NAME, with letters, digits, '.', '_' and '-'")
+    return name
+
+
+@dataclass(slots=True)
+class Arena:
+    fd: int
+    memory: mmap.mmap
+
+    @classmethod
+    def create(cls, size: int) -> Arena:
+        fd = os.memfd_create("symbiosis-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return cls(fd, mmap.mmap(fd, size))
+
+    def close(self) -> None:
+        os.close(self.fd)  # the mapping goes with its last view
+
+
+class ShmPort(WirePort):
+    def __init__(self, address: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
+        name = parse(address) or f"executor-{os.getpid()}-{secrets.token_hex(4)}"
+        folder = runtime_folder()
+        self._lock: TextIO = (folder / f"{name}.lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise AddressInUse(f"shm://{name} is taken by another executor: choose another name") from None
+        self._files = [folder / name, folder / f"{name}.lock"]
+        super().__init__(f"ipc://{folder / name}", tokens=tokens, max_bytes=max_bytes)
+        self.address = f"shm://{name}"
+
+    def _welcome(self, peer: Peer, message: Message) -> None:
+        super()._welcome(peer, message)
+        if peer.link_state.arena is None:
+            peer.link_state.arena = Arena.create(2 * self._max_bytes)
+        path = f"/proc/{os.getpid()}/fd/{peer.link_state.arena.fd}"
+        message.body["arena"] = {"path": path, "bytes": 2 * self._max_bytes}
+
+    def _arena_in(self, peer: Peer) -> memoryview | None:
+        arena = peer.link_state.arena
+        return memoryview(arena.memory)[: self._max_bytes] if arena else None
+
+    def _arena_out(self, peer: Peer) -> memoryview | None:
+        arena = peer.link_state.arena
+        return memoryview(arena.memory)[self._max_bytes :] if arena else None
+
+    def forget(self, peer: Peer) -> None:
+        super().forget(peer)
+        if peer.link_state.arena is not None:
+            peer.link_state.arena.close()
+            peer.link_state.arena = None
+
+    def close(self) -> None:
+        super().close()
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        self._lock.close()
+
+
+class ShmLink(WireLink):
+    def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
+        name = parse(address)
+        if not name:
+            raise BadAddress("shm:// needs the name that the executor's listen() returned")
+        super().__init__(address, f"ipc://{runtime_folder() / name}", token=token, hello=hello, grace_s=grace_s)
+
+    def open_arena(self, welcome: Message) -> Any:
+        path, size = str(welcome.body["arena"]["path"]), int(welcome.body["arena"]["bytes"])
+        if not _ARENA_PATH.fullmatch(path):
+            raise BadMessage(f"the executor names {path!r} as shared memory, which is none")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            # a sealed anonymous file and nothing else: never write into whatever a stranger names
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS or os.fstat(fd).st_size != size:
+                raise BadMessage(f"{path} is no arena of {size} bytes")
+            return memoryview(mmap.mmap(fd, size))
+        finally:
+            os.close(fd)

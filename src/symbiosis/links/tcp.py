@@ -1,0 +1,49 @@
+"""The link between hosts (or processes) over TCP. Loopback may be open; beyond it tokens are a must."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from symbiosis.errors import BadAddress, InsecureListen
+from symbiosis.links.wire import WireLink, WirePort
+
+_ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?")
+
+
+def parse(address: str) -> tuple[str, int]:
+    """Host and port of `tcp://HOST:PORT`. Raises `BadAddress`."""
+    match = _ADDRESS.fullmatch(address)
+    if not match or int(match["port"]) > 65535:
+        raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT, such as tcp://127.0.0.1:7777")
+    host = "127.0.0.1" if match["host"] == "localhost" else match["host"]
+    return host, int(match["port"])
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class TcpPort(WirePort):
+    def __init__(self, address: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
+        host, port = parse(address)
+        if not tokens and not is_loopback(host):
+            raise InsecureListen(
+                f"{address} can be reached from other machines, and no tenant has a token: "
+                "give tokens (--token NAME=SECRET), or listen at 127.0.0.1"
+            )
+        super().__init__(f"tcp://{host}:{port or '*'}", tokens=tokens, max_bytes=max_bytes)
+        self.address = self.endpoint
+
+
+class TcpLink(WireLink):
+    def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
+        host, port = parse(address)
+        if port == 0:
+            raise BadAddress(f"{address!r} has port 0: use the address the executor's listen() returned")
+        super().__init__(address, f"tcp://{host}:{port}", token=token, hello=hello, grace_s=grace_s)

@@ -1,0 +1,53 @@
+"""Waiting for any of several ports, or for a wake-up from another thread."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import zmq
+
+
+class Wakeup:
+    """Something any thread can ring and the loop can wait for."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ring(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Waiter:
+    """Waits on the waitables of ports."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+
+    def add(self, waitable: Any) -> None:
+        self._poller.register(waitable, zmq.POLLIN)
+
+    def remove(self, waitable: Any) -> None:
+        self._poller.unregister(waitable)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether something is there to drain. None waits for ever."""
+        if timeout_s is None:
+            return bool(self._poller.poll())
+        whole_ms = int(timeout_s * 1000)
+        if whole_ms == 0 and timeout_s > 0 and not self._poller.poll(0):
+            time.sleep(timeout_s)  # the poller counts in milliseconds
+        return bool(self._poller.poll(whole_ms))

@@ -1,0 +1,199 @@
+"""What crosses a link: a fixed header, a bounded JSON body, dense 2-D buffers. No pickle.
+
+    header | layer handles | tensor descriptors | JSON body | padding | tensor bytes
+
+A reader trusts nothing: every count, dimension and offset is checked against
+its bound and against the size of the frame before any byte is used. Tensors
+are matrices of rows; with an arena (shared memory) their bytes lie there and
+the descriptor's offset points into it instead of into the frame.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from symbiosis.errors import BadMessage, TooLarge, VersionMismatch
+from symbiosis.types import Direction
+
+PROTOCOL = 1
+MAGIC = b"SYMB"
+MAX_LAYERS = 16
+MAX_TENSORS = 32
+MAX_BODY = 16 << 20
+ALIGN = 64
+
+_HEADER = struct.Struct("<4sBBBBQBBHI")  # magic, version, kind, flags, tensors, request, layers, direction, 0, body
+_LAYER = struct.Struct("<I")
+_TENSOR = struct.Struct("<BBHIQQQ")  # dtype, place, 0, 0, rows, width, offset
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_IN_FRAME, _IN_ARENA = 0, 1
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    MANIFEST = 3
+    BLOB = 4
+    CALL = 5
+    FETCH = 6
+    STATS = 7
+    PING = 8
+    BYE = 9
+    REPLY = 10
+    ERROR = 11
+
+
+class Flag(IntEnum):
+    TRAINING = 1
+
+
+@dataclass(slots=True)
+class Message:
+    """One message, either way. Only `kind` and `request` are always meaningful."""
+
+    kind: Kind
+    request: int = 0
+    layers: tuple[int, ...] = ()
+    direction: Direction = Direction.FORWARD
+    training: bool = False
+    tensors: tuple[Tensor, ...] = ()
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN) * ALIGN
+
+
+def _as_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    flat = tensor.detach().contiguous().cpu()
+    array: np.ndarray[Any, np.dtype[np.uint8]] = flat.view(torch.uint8).reshape(-1).numpy()
+    return array
+
+
+def encode(message: Message, arena: memoryview | None = None) -> bytearray:
+    """The frame for a message. With an arena, tensor bytes are written there."""
+    body = json.dumps(message.body, separators=(",", ":")).encode() if message.body else b""
+    fixed = _HEADER.size + _LAYER.size * len(message.layers) + _TENSOR.size * len(message.tensors)
+    payload = _aligned(fixed + len(body))
+    place = _IN_FRAME if arena is None else _IN_ARENA
+    offset, offsets = (payload if arena is None else 0), []
+    for tensor in message.tensors:
+        offsets.append(offset)
+        offset = _aligned(offset + tensor_bytes(tensor))
+    if arena is not None and offset > len(arena):
+        raise TooLarge(f"{offset} bytes do not fit the shared arena of {len(arena)} bytes")
+    frame = bytearray(offset if arena is None and message.tensors else payload)
+    _HEADER.pack_into(
+        frame,
+        0,
+        MAGIC,
+        PROTOCOL,
+        message.kind,
+        Flag.TRAINING if message.training else 0,
+        len(message.tensors),
+        message.request,
+        len(message.layers),
+        message.direction,
+        0,
+        len(body),
+    )
+    at = _HEADER.size
+    for handle in message.layers:
+        _LAYER.pack_into(frame, at, handle)
+        at += _LAYER.size
+    target = np.frombuffer(frame if arena is None else arena, dtype=np.uint8)
+    for tensor, start in zip(message.tensors, offsets, strict=True):
+        rows, width = tensor.shape
+        _TENSOR.pack_into(frame, at, _DTYPE_CODES[tensor.dtype], place, 0, 0, rows, width, start)
+        at += _TENSOR.size
+        target[start : start + tensor_bytes(tensor)] = _as_bytes(tensor)
+    frame[at : at + len(body)] = body
+    return frame
+
+
+def decode(frame: memoryview, *, max_bytes: int, arena: memoryview | None = None) -> Message:
+    """The message in a frame from outside. Raises `BadMessage`, `TooLarge` or `VersionMismatch`.
+
+    Tensors from a frame are copies; tensors from an arena are views into it,
+    which its other owner can change at any time.
+    """
+    if len(frame) < _HEADER.size:
+        raise BadMessage(f"a frame of {len(frame)} bytes is shorter than the header of {_HEADER.size}")
+    magic, version, kind, flags, tensors, request, layers, direction, zero, body_size = _HEADER.unpack_from(frame)
+    if magic != MAGIC:
+        raise BadMessage("the frame does not start with this protocol's mark; is the other end Symbiosis?")
+    if version != PROTOCOL:
+        raise VersionMismatch(
+            f"the other end speaks protocol {version}, this end {PROTOCOL}: install the same version of symbiosis"
+        )
+    if kind not in Kind._value2member_map_ or direction not in Direction._value2member_map_ or zero or flags > 1:
+        raise BadMessage(f"unknown kind {kind}, direction {direction} or flags {flags} in the header")
+    if tensors > MAX_TENSORS or layers > MAX_LAYERS or body_size > MAX_BODY:
+        raise BadMessage(f"{tensors} tensors, {layers} layers or a body of {body_size} bytes is beyond the bounds")
+    fixed = _HEADER.size + _LAYER.size * layers + _TENSOR.size * tensors
+    if fixed + body_size > len(frame):
+        raise BadMessage(f"the header announces {fixed + body_size} bytes, the frame has {len(frame)}")
+    at = _HEADER.size
+    handles = tuple(_LAYER.unpack_from(frame, at + i * _LAYER.size)[0] for i in range(layers))
+    at += layers * _LAYER.size
+    found = []
+    for i in range(tensors):
+        found.append(_read_tensor(frame, at + i * _TENSOR.size, arena, max_bytes))
+    at += tensors * _TENSOR.size
+    body = _read_body(frame[at : at + body_size])
+    return Message(
+        kind=Kind(kind),
+        request=request,
+        layers=handles,
+        direction=Direction(direction),
+        training=bool(flags & Flag.TRAINING),
+        tensors=tuple(found),
+        body=body,
+    )
+
+
+def _read_tensor(frame: memoryview, at: int, arena: memoryview | None, max_bytes: int) -> Tensor:
+    code, place, zero, zero2, rows, width, offset = _TENSOR.unpack_from(frame, at)
+    if code >= len(_DTYPES) or place not in (_IN_FRAME, _IN_ARENA) or zero or zero2:
+        raise BadMessage(f"unknown dtype {code} or place {place} of a tensor")
+    dtype = _DTYPES[code]
+    size = rows * width * dtype.itemsize  # Python integers: no overflow
+    if size > max_bytes:
+        raise TooLarge(f"a tensor of {rows} x {width} {dtype} is beyond the {max_bytes} bytes a message may carry")
+    source = arena if place == _IN_ARENA else frame
+    if source is None:
+        raise BadMessage("a tensor in shared memory, on a link that shares none")
+    if offset + size > len(source) or offset % ALIGN:
+        raise BadMessage(f"a tensor of {size} bytes at {offset} lies outside its buffer of {len(source)}")
+    raw = np.frombuffer(source, dtype=np.uint8, count=size, offset=offset)
+    if place == _IN_ARENA:
+        return torch.from_numpy(raw).view(dtype).reshape(rows, width)
+    tensor = torch.empty(rows, width, dtype=dtype)
+    tensor.view(-1).view(torch.uint8).numpy()[:] = raw
+    return tensor
+
+
+def _read_body(raw: memoryview) -> dict[str, Any]:
+    if not raw:
+        return {}
+    try:
+        body = json.loads(bytes(raw))
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadMessage("the body is not a JSON object")
+    return body

@@ -1,0 +1,66 @@
+"""Files kept on this host between runs: the default model, and blobs named by their content's hash.
+
+Everything here can be deleted at any time; it is fetched or made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from symbiosis.types import BlobRef
+
+
+def root() -> Path:
+    """The cache folder: `SYMBIOSIS_CACHE`, or the user's cache folder."""
+    named = os.environ.get("SYMBIOSIS_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symbiosis"
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold a lock among all processes of this host, so that work is done once."""
+    root().mkdir(parents=True, exist_ok=True)
+    with (root() / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def blob_path(ref: BlobRef) -> Path:
+    return root() / "blobs" / ref.sha256
+
+
+def has_blob(ref: BlobRef) -> bool:
+    path = blob_path(ref)
+    return path.is_file() and path.stat().st_size == ref.size
+
+
+@contextmanager
+def new_file(folder: Path) -> Iterator[Path]:
+    """A private path in `folder` to write to; removed at the end unless it was renamed away."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".{os.getpid()}-{os.urandom(6).hex()}.part"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def hash_file(path: Path) -> BlobRef:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return BlobRef(sha256=digest, size=path.stat().st_size)
+
+
+def adopt(path: Path) -> BlobRef:
+    """Move a finished file into the blob store under its hash."""
+    ref = hash_file(path)
+    blob_path(ref).parent.mkdir(parents=True, exist_ok=True)
+    os.replace(path, blob_path(ref))
+    return ref

@@ -1,0 +1,123 @@
+"""The client part: everything of a model that is not a base layer, and how a tenant gets it.
+
+The executor writes it once as safetensors, named by the hash of its content;
+a tenant on the same host maps that very file, others download it once.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from symbiosis.errors import CannotSplit
+from symbiosis.models import cache
+from symbiosis.types import BlobRef, Manifest
+
+_TOKENIZER_FILES = (".json", ".txt", ".model", ".jinja", ".bpe", ".vocab", ".spm")
+_MAX_TOKENIZER_BYTES = 256 << 20
+
+
+def store_weights(tensors: dict[str, Tensor]) -> BlobRef:
+    """Write the client part's tensors into the cache."""
+    with cache.new_file(cache.root() / "blobs") as path:
+        # clone: safetensors refuses tensors that share memory, as views of one buffer do
+        save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+        return cache.adopt(path)
+
+
+def store_bytes(content: bytes) -> BlobRef:
+    with cache.new_file(cache.root() / "blobs") as path:
+        path.write_bytes(content)
+        return cache.adopt(path)
+
+
+def load_weights(ref: BlobRef) -> dict[str, Tensor]:
+    """The tensors of a cached client part, mapped from the file."""
+    return load_file(cache.blob_path(ref))
+
+
+def unpack_tokenizer(ref: BlobRef) -> Path:
+    """A folder with the tokenizer's files. Only plain names and known endings are written."""
+    folder = cache.root() / "tokenizers" / ref.sha256
+    if folder.is_dir():
+        return folder
+    with cache.locked(f"tokenizer-{ref.sha256[:16]}"), zipfile.ZipFile(cache.blob_path(ref)) as archive:
+        entries = archive.infolist()
+        if len(entries) > 64 or sum(entry.file_size for entry in entries) > _MAX_TOKENIZER_BYTES:
+            raise CannotSplit("the executor's tokenizer is larger than a tokenizer can be: not unpacked")
+        scratch = folder.with_name(f"{folder.name}.part")
+        scratch.mkdir(parents=True, exist_ok=True)
+        for entry in entries:
+            if Path(entry.filename).name != entry.filename or not entry.filename.endswith(_TOKENIZER_FILES):
+                raise CannotSplit(
+                    f"the executor's tokenizer holds {entry.filename!r}, which is no tokenizer file: not unpacked"
+                )
+            (scratch / entry.filename).write_bytes(archive.read(entry))
+        if not folder.is_dir():
+            scratch.rename(folder)
+    return folder
+
+
+def resolve_class(name: str) -> type[PreTrainedModel]:
+    """A model class by its name, from transformers and nowhere else."""
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise CannotSplit(
+            f"the executor serves a {name!r}, which transformers {transformers.__version__} does not have; "
+            "install the executor's version of transformers, or connect in process for a class of your own"
+        )
+    return found
+
+
+def build_skeleton(manifest: Manifest, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    """The model without weights: parameters on the meta device, everything else as usual."""
+    settings = {key: value for key, value in manifest.config.items() if key != "auto_map"}
+    config = model_class.config_class.from_dict(settings)  # type: ignore[union-attr]
+    config._name_or_path = manifest.name
+    dtype = getattr(torch, manifest.dtype)
+    options: dict[str, Any] = {"attn_implementation": manifest.attention} if manifest.attention else {}
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        model = model_class._from_config(config, dtype=dtype, **options)
+    if manifest.generation_config is not None and model.can_generate():
+        model.generation_config = GenerationConfig.from_dict(manifest.generation_config)
+    return model
+
+
+def fill(model: nn.Module, tensors: dict[str, Tensor], ties: dict[str, str], device: torch.device) -> None:
+    """Put the client part's tensors into the skeleton. Raises `CannotSplit` if one is missing."""
+    placed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        placed[name] = _place(model, name, tensor.to(device))
+    for name, other in ties.items():
+        if other not in placed:
+            raise CannotSplit(f"the client part ties {name} to {other}, which it does not hold")
+        _place(model, name, placed[other])
+    missing = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta]
+    if missing:
+        raise CannotSplit(f"the client part lacks {missing[:5]}: executor and tenant differ in their version of transformers?")
+
+
+def _place(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        raise CannotSplit(f"the client part holds {name}, which this model does not have") from None
+    if leaf in module._parameters:
+        if not isinstance(tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+        module._parameters[leaf] = tensor
+    elif leaf in module._buffers:
+        module._buffers[leaf] = tensor
+    else:
+        raise CannotSplit(f"the client part holds {name}, which this model does not have")
+    return tensor

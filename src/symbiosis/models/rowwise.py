@@ -1,0 +1,93 @@
+"""Does a module treat each row alone? Asked of the module itself, by running it.
+
+Rows of many tenants are joined before a hosted layer runs, so a module may be
+hosted as one block only if every row of its result depends on that row alone.
+Its structure cannot tell (attention over one input looks like an MLP), so we
+run it on random rows, together and one by one, and compare.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
+_COARSE = 5e-2  # half precision rounds differently for different shapes; mixing rows changes everything
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    in_width: int
+    out_width: int
+    train_safe: bool
+
+
+def probe_block(module: nn.Module, widths: list[int], dtype: torch.dtype, device: torch.device) -> BlockShape | None:
+    """The shape of a one-input row-wise module, or None if it is not one."""
+    if not _takes_one_tensor(module):
+        return None
+    was_training = module.training
+    try:
+        for width in dict.fromkeys(widths):
+            generator = torch.Generator().manual_seed(width)
+            x = torch.randn(2, 5, width, generator=generator).to(device, dtype)
+            out_width = _rowwise_width(module.eval(), x)
+            if out_width is not None:
+                with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                    calm = module.eval()(x)
+                    train_safe = torch.equal(calm, module.train()(x)) and torch.equal(calm, module.train()(x))
+                return BlockShape(width, out_width, train_safe)
+        return None
+    finally:
+        module.train(was_training)
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) == 1 and len(parameters) == 1
+
+
+@torch.no_grad()
+def _rowwise_width(module: nn.Module, x: Tensor) -> int | None:
+    try:
+        together = module(x)
+        if not isinstance(together, Tensor) or together.shape[:-1] != x.shape[:-1] or together.dtype != x.dtype:
+            return None
+        flat = module(x.reshape(-1, x.shape[-1]))
+        alone = torch.stack([torch.stack([module(row.reshape(1, 1, -1)).reshape(-1) for row in seq]) for seq in x])
+    except Exception:  # wrong width, another rank, hidden inputs: not a row-wise block of this width
+        return None
+    if not isinstance(flat, Tensor) or flat.shape != (x.shape[0] * x.shape[1], together.shape[-1]):
+        return None
+    if not _close(together, alone) or not _close(flat.reshape_as(together), alone):
+        return None
+    return int(together.shape[-1])
+
+
+@torch.no_grad()
+def probe_experts(module: nn.Module, width: int, experts: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `module(rows, indices, weights)` treats each row alone and gives rows of the same width."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(6, width, generator=generator).to(device, dtype)
+    chosen = min(2, experts)
+    index = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(6)]).to(device)
+    weight = torch.rand(6, chosen, generator=generator).to(device, dtype)
+    try:
+        together = module(x, index, weight)
+        alone = torch.cat([module(x[i : i + 1], index[i : i + 1], weight[i : i + 1]) for i in range(6)])
+    except Exception:  # another calling convention: the module stays with the tenant
+        return False
+    return isinstance(together, Tensor) and together.shape == x.shape and _close(together, alone)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    tolerance = _TOLERANCE.get(a.dtype, _COARSE)
+    scale = float(b.abs().max())
+    return a.shape == b.shape and scale > 0 and float((a - b).abs().max()) <= tolerance * scale

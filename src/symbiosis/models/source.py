@@ -1,0 +1,104 @@
+"""Where a model comes from: an instance, a folder, a hub id, or the embedded default."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from symbiosis.errors import UnknownModel
+from symbiosis.models.default import NAME as DEFAULT_NAME
+from symbiosis.models.default import default_model_folder
+
+ModelSource = PreTrainedModel | str | PathLike[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A loaded model, its name, and its tokenizer's files packed into one zip."""
+
+    model: PreTrainedModel
+    name: str
+    tokenizer: bytes | None
+    borrowed: bool
+    """True if the model is the caller's own instance, which must stay as it is."""
+
+
+def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None, tokenizer: Any = None) -> Source:
+    """Load whatever `source` stands for. Raises `UnknownModel`, saying what was tried."""
+    if isinstance(source, PreTrainedModel):
+        if hasattr(source, "peft_config"):
+            raise UnknownModel("this model already carries adapters; serve the plain base model")
+        if any(p.device != device or (dtype and p.is_floating_point() and p.dtype != dtype) for p in source.parameters()):
+            source = source.to(device=device, dtype=dtype)  # type: ignore[call-overload]
+        name = getattr(source.config, "_name_or_path", "") or type(source).__name__
+        return Source(source, name, _pack(tokenizer), borrowed=True)
+    if source is None:
+        folder, name = str(default_model_folder()), DEFAULT_NAME
+    else:
+        folder = name = str(source)
+    model = _from_pretrained(folder, device, dtype)
+    return Source(model, name, _pack(tokenizer or _tokenizer(folder)), borrowed=False)
+
+
+def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+    where = Path(name)
+    if where.exists() and not (where / "config.json").is_file():
+        raise UnknownModel(f"{name} has no config.json: expected a folder as `save_pretrained` writes it")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        model_class = model_class_of(config)
+        model = model_class.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype or "auto",
+            device_map={"": device} if device.type != "cpu" else None,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except UnknownModel:
+        raise
+    except Exception as error:  # transformers raises a dozen kinds here; all mean the same to the caller
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UnknownModel(
+            f"{name!r} is neither a model folder on this machine nor a model the hub could give ({reason}). "
+            "Give a folder as `save_pretrained` writes it, a hub id, or nothing for the default model"
+        ) from error
+    return model  # type: ignore[no-any-return]
+
+
+def model_class_of(config: Any) -> Any:
+    """The transformers class the checkpoint was saved from, or the best automatic choice."""
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
+
+
+def _tokenizer(name: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception:  # a model without a tokenizer is fine: `tokenizer()` tells the tenant
+        return None
+
+
+def _pack(tokenizer: Any) -> bytes | None:
+    """The files of a tokenizer as one zip with fixed times, so that equal content has one hash."""
+    if tokenizer is None:
+        return None
+    packed = io.BytesIO()
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).iterdir()):
+            if path.is_file():
+                archive.writestr(zipfile.ZipInfo(path.name, (1980, 1, 1, 0, 0, 0)), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return packed.getvalue()

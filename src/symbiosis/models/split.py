@@ -1,0 +1,373 @@
+"""Cut any transformers model into base layers for the executor and a client part for tenants.
+
+No list of architectures: walk the modules. A layer is hosted only if that is
+safe; what is not stays with the tenant, with the reason. Weights are never
+copied: the executor's layers and the model they came from share them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.errors import CannotSplit
+from symbiosis.models.rowwise import BlockShape, probe_block, probe_experts
+from symbiosis.types import LayerKind, LayerSpec
+
+Progress = Callable[[int, int], None]
+
+# What code may ask of a virtual layer's weight for free; anything else needs the numbers.
+_METADATA = "dtype|device|shape|ndim|size|dim|numel|is_cuda|element_size|requires_grad"
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True)
+class HostedLayer:
+    """A base layer: its spec, the weights it computes with and, beyond plain matrices, its module."""
+
+    spec: LayerSpec
+    weights: dict[str, Tensor]
+    module: nn.Module | None = None
+
+
+@dataclass(slots=True)
+class Split:
+    """A model cut in two."""
+
+    layers: list[HostedLayer] = field(default_factory=list)
+    client_tensors: dict[str, Tensor] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    """Names in the client part that are another name's tensor."""
+    kept: dict[str, str] = field(default_factory=dict)
+    """Layers that look hostable but stay with the tenant, with the reason."""
+    parameters: int = 0
+    hosted_parameters: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.hosted_parameters / max(1, self.parameters)
+
+    def summary(self) -> str:
+        """What is hosted and what is not, for people."""
+        kinds: dict[str, int] = {}
+        for layer in self.layers:
+            kinds[layer.spec.kind.value] = kinds.get(layer.spec.kind.value, 0) + 1
+        hosted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        lines = [f"hosts {hosted}: {self.share:.1%} of {self.parameters / 1e6:,.1f} M parameters"]
+        reasons: dict[str, list[str]] = {}
+        for path, reason in self.kept.items():
+            reasons.setdefault(reason, []).append(path)
+        for reason, paths in reasons.items():
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            lines.append(f"left with the tenants: {paths[0]}{more} ({reason})")
+        return "\n".join(lines)
+
+
+def split(
+    model: PreTrainedModel,
+    *,
+    host_head: bool = False,
+    host_embeddings: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Split:
+    """Cut `model`. Raises `CannotSplit` if nothing in it can be hosted."""
+    result = Split(parameters=sum(p.numel() for p in model.parameters()))
+    modules = _paths_by_module(model)
+    chosen = _choose(model, modules, host_head=host_head, host_embeddings=host_embeddings, kept=result.kept)
+    if not chosen:
+        raise CannotSplit(
+            f"{type(model).__name__} has no linear, Conv1D or expert layer that could be hosted: {result.kept or 'none found'}"
+        )
+    identities: dict[nn.Module, str] = {}
+    counted: set[int] = set()
+    for done, (module, kind) in enumerate(chosen.items()):
+        layer = _host(module, kind, len(result.layers), modules[module])
+        identities[module] = layer.spec.identity
+        result.layers.append(layer)
+        for weight in layer.weights.values():
+            if weight.data_ptr() not in counted:
+                counted.add(weight.data_ptr())
+                result.hosted_parameters += weight.numel()
+        progress(done + 1, len(chosen))
+    result.layers.extend(_blocks(model, modules, identities, len(result.layers)))
+    _collect_client_part(model, chosen, result)
+    return result
+
+
+def _paths_by_module(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    paths: dict[nn.Module, tuple[str, ...]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths[module] = (*paths.get(module, ()), path)
+    return paths
+
+
+def _choose(
+    model: PreTrainedModel,
+    modules: dict[nn.Module, tuple[str, ...]],
+    *,
+    host_head: bool,
+    host_embeddings: bool,
+    kept: dict[str, str],
+) -> dict[nn.Module, LayerKind]:
+    """The modules to host, in the order of the model."""
+    head, embeddings = model.get_output_embeddings(), _embeddings(model)
+    chosen: dict[nn.Module, LayerKind] = {}
+    for module, paths in modules.items():
+        kind = _kind_of(module)
+        if kind is None or (kind is LayerKind.EMBEDDING and not host_embeddings):
+            continue
+        reason = _reason_to_keep(model, module, kind, paths)
+        if reason is None and module is head and not host_head:
+            reason = "the head"
+        if reason is None and kind is LayerKind.EMBEDDING and module not in embeddings:
+            reason = "not the model's word embeddings"
+        if reason is None:
+            chosen[module] = kind
+        else:
+            kept[paths[0]] = reason
+    # A weight that also serves something that stays behind must stay too.
+    owners: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    stays = True
+    while stays:
+        stays = False
+        for module in list(chosen):
+            shared = [o for name in _weight_names(module) for o in owners[id(getattr(module, name))] if o not in chosen]
+            if shared:
+                kept[modules[module][0]] = f"shares its weight with {modules[shared[0]][0]}"
+                del chosen[module]
+                stays = True
+    return chosen
+
+
+def _embeddings(model: PreTrainedModel) -> set[nn.Module]:
+    return {module for module in model.modules() if isinstance(module, nn.Embedding) and module is model.get_input_embeddings()}
+
+
+def _kind_of(module: nn.Module) -> LayerKind | None:
+    if isinstance(module, nn.Linear):
+        return LayerKind.LINEAR
+    if isinstance(module, Conv1D):
+        return LayerKind.CONV1D
+    if isinstance(module, nn.Embedding):
+        return LayerKind.EMBEDDING
+    stacked = any(p.dim() == 3 for p in module.parameters(recurse=False)) and not type(module).__module__.startswith("torch.")
+    return LayerKind.EXPERTS if stacked and not any(list(child.parameters()) for child in module.children()) else None
+
+
+_PLAIN_FORWARD = {
+    LayerKind.LINEAR: nn.Linear.forward,
+    LayerKind.CONV1D: Conv1D.forward,
+    LayerKind.EMBEDDING: nn.Embedding.forward,
+}
+
+
+def _reason_to_keep(model: nn.Module, module: nn.Module, kind: LayerKind, paths: tuple[str, ...]) -> str | None:
+    if hasattr(module, "parametrizations") or module._forward_hooks or module._forward_pre_hooks:
+        return "changed by hooks or parametrisations"
+    if any(not p.is_floating_point() for p in module.parameters(recurse=False)):
+        return "not stored as floating point"
+    if kind is LayerKind.EXPERTS:
+        return None if _experts_width(module) else "stacked weights with a calling convention of their own"
+    if type(module).forward is not _PLAIN_FORWARD[kind]:
+        return f"{type(module).__name__} has a forward of its own"
+    if kind is LayerKind.EMBEDDING:
+        assert isinstance(module, nn.Embedding)
+        return "renormalises its rows" if module.max_norm is not None else None
+    if min(getattr(module, "weight").shape) == 0:
+        return "has no rows or no columns"
+    for path in paths:
+        reader = _direct_reader(model, path)
+        if reader:
+            return f"its weight is read directly by {reader}"
+    return None
+
+
+def _direct_reader(model: nn.Module, path: str) -> str | None:
+    """The class around this layer whose code uses the weight's numbers itself, if any."""
+    parts = path.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        around = model.get_submodule(".".join(parts[:depth]))
+        own = type(around)
+        if own.__module__.startswith("torch.nn") and not isinstance(around, _CONTAINERS):
+            return own.__name__
+        name = next((part for part in reversed(parts[depth:]) if not part.isdigit()), None)
+        if name and _reads_weight(own, name):
+            return own.__name__
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _reads_weight(owner: type[nn.Module], name: str) -> bool:
+    pattern = re.compile(rf"\b{re.escape(name)}(\[[^\]]*\])?\.weight\b(?!\s*\.\s*({_METADATA})\b)")
+    for base in owner.__mro__:
+        if base.__module__.startswith("torch.") or base in (object, PreTrainedModel):
+            continue
+        for attribute, value in vars(base).items():
+            if attribute in ("__init__", "_init_weights", "reset_parameters", "tie_weights"):
+                continue
+            code = inspect.unwrap(value) if callable(value) else value
+            if not inspect.isfunction(code):
+                continue
+            try:
+                source = inspect.getsource(code)
+            except (OSError, TypeError):
+                continue
+            if pattern.search(source):
+                return True
+    return False
+
+
+def _weight_names(module: nn.Module) -> list[str]:
+    """Which parameters of a hosted module live in the executor: all but the bias of a matrix."""
+    if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
+        return ["weight"]
+    return [name for name, _ in module.named_parameters(recurse=False)]
+
+
+def _experts_width(module: nn.Module) -> int:
+    """The row width of an experts module that can be hosted, or 0."""
+    stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+    count = stacked[0].shape[0]
+    if any(p.shape[0] != count for p in module.parameters(recurse=False)) or list(module.buffers()):
+        return 0
+    was_training, first = module.training, stacked[0]
+    widths = dict.fromkeys(
+        [getattr(module, "hidden_dim", 0), getattr(module, "hidden_size", 0), first.shape[2], first.shape[1]]
+    )
+    try:
+        for width in widths:
+            if isinstance(width, int) and width and probe_experts(module.eval(), width, count, first.dtype, first.device):
+                return width
+        return 0
+    finally:
+        module.train(was_training)
+
+
+def _host(module: nn.Module, kind: LayerKind, handle: int, paths: tuple[str, ...]) -> HostedLayer:
+    weights = {name: getattr(module, name).detach() for name in _weight_names(module)}
+    experts = 0
+    if kind is LayerKind.LINEAR:
+        out_width, in_width = weights["weight"].shape
+    elif kind is LayerKind.CONV1D:
+        in_width, out_width = weights["weight"].shape
+    elif kind is LayerKind.EMBEDDING:
+        experts, out_width = weights["weight"].shape
+        in_width = 1
+    else:
+        in_width = out_width = _experts_width(module)
+        experts = next(w for w in weights.values() if w.dim() == 3).shape[0]
+    spec = LayerSpec(
+        handle=handle,
+        identity=_identity(kind.value, weights),
+        kind=kind,
+        paths=paths,
+        in_width=in_width,
+        out_width=out_width,
+        weights=tuple((name, tuple(w.shape)) for name, w in weights.items()),
+        experts=experts,
+    )
+    return HostedLayer(spec, weights, _skeleton(module) if kind is LayerKind.EXPERTS else None)
+
+
+def _identity(kind: str, weights: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(kind.encode())
+    for name, weight in weights.items():
+        digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
+        flat = weight.contiguous().view(-1).view(torch.uint8)
+        for chunk in flat.split(64 << 20):
+            digest.update(memoryview(chunk.cpu().numpy()))
+    return digest.hexdigest()
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    """A copy of the module in evaluation mode that shares its weights and can never train them."""
+    memo: dict[int, object] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    return copy.deepcopy(module, memo).eval()
+
+
+def _blocks(
+    model: nn.Module, modules: dict[nn.Module, tuple[str, ...]], identities: dict[nn.Module, str], first_handle: int
+) -> Iterable[HostedLayer]:
+    """Outermost sub-modules of several hosted matrices, nothing else, that treat each row alone."""
+    taken: list[str] = []
+    probed: dict[tuple[object, ...], BlockShape | None] = {}
+    handle = first_handle
+    for module, paths in modules.items():
+        if any(path.startswith(outer) for path in paths for outer in taken):
+            continue
+        inner = [m for m in module.modules() if m in identities]
+        if len(inner) < 2 or any(_kind_of(m) not in (LayerKind.LINEAR, LayerKind.CONV1D) for m in inner):
+            continue
+        others = [m for m in module.modules() if m not in identities]
+        if any(list(m.parameters(recurse=False)) for m in others) or list(module.buffers()) or isinstance(module, _CONTAINERS):
+            continue
+        key = (type(module), _structure(module))
+        if key not in probed:
+            weight: Tensor = getattr(inner[0], "weight")
+            widths = [w for m in inner for w in getattr(m, "weight").shape]
+            probed[key] = probe_block(module, widths, weight.dtype, weight.device)
+        shape = probed[key]
+        if shape is None:
+            continue
+        taken.extend(f"{path}." for path in paths)
+        digest = hashlib.sha256(repr((type(module).__qualname__, _structure(module))).encode())
+        for child in inner:
+            digest.update(identities[child].encode())
+            bias = getattr(child, "bias", None)
+            if bias is not None:
+                digest.update(_identity("bias", {"bias": bias.detach()}).encode())
+        spec = LayerSpec(
+            handle=handle,
+            identity=digest.hexdigest(),
+            kind=LayerKind.BLOCK,
+            paths=paths,
+            in_width=shape.in_width,
+            out_width=shape.out_width,
+            train_safe=shape.train_safe,
+        )
+        handle += 1
+        yield HostedLayer(spec, {}, _skeleton(module))
+
+
+def _structure(module: nn.Module) -> tuple[object, ...]:
+    """What decides a module's behaviour besides its weights: types, shapes, plain settings."""
+    found: list[object] = []
+    for path, part in module.named_modules():
+        plain = sorted((k, v) for k, v in vars(part).items() if isinstance(v, int | float | str | bool) and k != "layer_idx")
+        shapes = sorted((n, tuple(p.shape), str(p.dtype)) for n, p in part.named_parameters(recurse=False))
+        found.append((path, f"{type(part).__module__}.{type(part).__qualname__}", tuple(plain), tuple(shapes)))
+    return tuple(found)
+
+
+def _collect_client_part(model: nn.Module, chosen: dict[nn.Module, LayerKind], result: Split) -> None:
+    hosted = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        if module in chosen
+        for name in _weight_names(module)
+    }
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if name in hosted:
+            continue
+        if id(tensor) in first:
+            result.ties[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+            result.client_tensors[name] = tensor.detach()

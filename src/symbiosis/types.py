@@ -1,0 +1,167 @@
+"""Ids and small frozen value objects that everybody may know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Any
+
+
+class Direction(IntEnum):
+    """Which way the rows of a layer call go."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+class LayerKind(StrEnum):
+    """What a base layer computes."""
+
+    LINEAR = "linear"
+    """`nn.Linear`: weight is [out, in]. The bias stays with the tenant."""
+    CONV1D = "conv1d"
+    """transformers' `Conv1D`: weight is [in, out]. The bias stays with the tenant."""
+    EMBEDDING = "embedding"
+    """`nn.Embedding`, only where the provider moved it to the executor."""
+    EXPERTS = "experts"
+    """A module of stacked expert weights: rows, expert indices and expert weights in, rows out."""
+    BLOCK = "block"
+    """A sub-module made of hosted layers that treats each row alone, such as a whole MLP."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """What a tenant must know of a base layer to stand a virtual layer in its place."""
+
+    handle: int
+    """Number of the layer in calls."""
+    identity: str
+    """Hash of kind, shapes and weights: equal identities are one layer in memory."""
+    kind: LayerKind
+    paths: tuple[str, ...]
+    """Where the layer stands in the model (several where one module is used in several places)."""
+    in_width: int
+    out_width: int
+    train_safe: bool = True
+    """For blocks: whether training mode computes the same as evaluation mode."""
+    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Names and shapes of the weights that live in the executor."""
+    experts: int = 0
+    """For experts: how many there are. For embeddings: how many rows."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "handle": self.handle,
+            "identity": self.identity,
+            "kind": self.kind.value,
+            "paths": list(self.paths),
+            "in_width": self.in_width,
+            "out_width": self.out_width,
+            "train_safe": self.train_safe,
+            "weights": [[name, list(shape)] for name, shape in self.weights],
+            "experts": self.experts,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> LayerSpec:
+        return cls(
+            handle=int(data["handle"]),
+            identity=str(data["identity"]),
+            kind=LayerKind(data["kind"]),
+            paths=tuple(str(path) for path in data["paths"]),
+            in_width=int(data["in_width"]),
+            out_width=int(data["out_width"]),
+            train_safe=bool(data["train_safe"]),
+            weights=tuple((str(n), tuple(int(d) for d in shape)) for n, shape in data["weights"]),
+            experts=int(data["experts"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlobRef:
+    """A file the executor hands out, named by the hash of its content."""
+
+    sha256: str
+    size: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sha256": self.sha256, "size": self.size}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> BlobRef:
+        digest, size = str(data["sha256"]), int(data["size"])
+        if len(digest) != 64 or set(digest) - set("0123456789abcdef") or size < 0:
+            raise ValueError(f"not a blob reference: {data!r}")
+        return cls(sha256=digest, size=size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A model as a tenant sees it: how to build it, which layers are elsewhere, where the rest is."""
+
+    name: str
+    model_class: str
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None
+    attention: str | None
+    dtype: str
+    layers: tuple[LayerSpec, ...]
+    ties: dict[str, str]
+    """Names in the client part that are another name's tensor."""
+    client_weights: BlobRef | None
+    tokenizer: BlobRef | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "model_class": self.model_class,
+            "config": self.config,
+            "generation_config": self.generation_config,
+            "attention": self.attention,
+            "dtype": self.dtype,
+            "layers": [layer.to_json() for layer in self.layers],
+            "ties": self.ties,
+            "client_weights": self.client_weights.to_json() if self.client_weights else None,
+            "tokenizer": self.tokenizer.to_json() if self.tokenizer else None,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Manifest:
+        weights, tokenizer = data["client_weights"], data["tokenizer"]
+        return cls(
+            name=str(data["name"]),
+            model_class=str(data["model_class"]),
+            config=dict(data["config"]),
+            generation_config=data["generation_config"],
+            attention=data["attention"],
+            dtype=str(data["dtype"]),
+            layers=tuple(LayerSpec.from_json(layer) for layer in data["layers"]),
+            ties={str(name): str(other) for name, other in data["ties"].items()},
+            client_weights=BlobRef.from_json(weights) if weights else None,
+            tokenizer=BlobRef.from_json(tokenizer) if tokenizer else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the executor accepts, told to each tenant at the start."""
+
+    max_rows: int = 8192
+    """Most rows one layer call may carry; clients cut longer calls."""
+    max_bytes: int = 32 << 20
+    """Most bytes one message may carry; clients cut longer calls."""
+    max_sessions: int = 1024
+    """Most channels open at once, over all tenants."""
+    weights: bool = True
+    """Whether a tenant may fetch a base weight for a method that needs it."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"max_rows": self.max_rows, "max_bytes": self.max_bytes, "weights": self.weights}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Limits:
+        return cls(
+            max_rows=max(1, int(data["max_rows"])),
+            max_bytes=max(1 << 16, int(data["max_bytes"])),
+            weights=bool(data["weights"]),
+        )
