@@ -72,7 +72,7 @@ class Executor:
         self._service = Service(
             model=self._model_hash(),
             name=self._about["name"],
-            layers=[make_layer(layer.spec, layer.weights, layer.module) for layer in self.split.layers],
+            layers=[make_layer(layer.spec, layer.weights, layer.bias, layer.module) for layer in self.split.layers],
             manifest=self.manifest,
             policy=chosen,
             limits=self.limits,

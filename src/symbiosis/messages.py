@@ -28,6 +28,8 @@ MAGIC = b"SYMB"
 MAX_LAYERS = 16
 MAX_TENSORS = 32
 MAX_BODY = 16 << 20
+"""Most bytes of JSON an executor sends (its model's description)."""
+MAX_DIM = 1 << 31
 ALIGN = 64
 
 _HEADER = struct.Struct("<4sBBBBQBBHI")  # magic, version, kind, flags, tensors, request, layers, direction, 0, body
@@ -125,11 +127,12 @@ def encode(message: Message, arena: memoryview | None = None) -> bytearray:
     return frame
 
 
-def decode(frame: memoryview, *, max_bytes: int, arena: memoryview | None = None) -> Message:
+def decode(frame: memoryview, *, max_bytes: int, max_body: int = MAX_BODY, arena: memoryview | None = None) -> Message:
     """The message in a frame from outside. Raises `BadMessage`, `TooLarge` or `VersionMismatch`.
 
     Tensors from a frame are copies; tensors from an arena are views into it,
-    which its other owner can change at any time.
+    which its other owner can change at any time. All tensors of a message
+    together have at most `max_bytes`.
     """
     if len(frame) < _HEADER.size:
         raise BadMessage(f"a frame of {len(frame)} bytes is shorter than the header of {_HEADER.size}")
@@ -142,7 +145,7 @@ def decode(frame: memoryview, *, max_bytes: int, arena: memoryview | None = None
         )
     if kind not in Kind._value2member_map_ or direction not in Direction._value2member_map_ or zero or flags > 1:
         raise BadMessage(f"unknown kind {kind}, direction {direction} or flags {flags} in the header")
-    if tensors > MAX_TENSORS or layers > MAX_LAYERS or body_size > MAX_BODY:
+    if tensors > MAX_TENSORS or layers > MAX_LAYERS or body_size > max_body:
         raise BadMessage(f"{tensors} tensors, {layers} layers or a body of {body_size} bytes is beyond the bounds")
     fixed = _HEADER.size + _LAYER.size * layers + _TENSOR.size * tensors
     if fixed + body_size > len(frame):
@@ -150,9 +153,11 @@ def decode(frame: memoryview, *, max_bytes: int, arena: memoryview | None = None
     at = _HEADER.size
     handles = tuple(_LAYER.unpack_from(frame, at + i * _LAYER.size)[0] for i in range(layers))
     at += layers * _LAYER.size
-    found = []
+    found: list[Tensor] = []
     for i in range(tensors):
+        # what is left of the budget: many tensors over the same bytes must not add up to more than was sent
         found.append(_read_tensor(frame, at + i * _TENSOR.size, arena, max_bytes))
+        max_bytes -= tensor_bytes(found[-1])
     at += tensors * _TENSOR.size
     body = _read_body(frame[at : at + body_size])
     return Message(
@@ -170,6 +175,8 @@ def _read_tensor(frame: memoryview, at: int, arena: memoryview | None, max_bytes
     code, place, zero, zero2, rows, width, offset = _TENSOR.unpack_from(frame, at)
     if code >= len(_DTYPES) or place not in (_IN_FRAME, _IN_ARENA) or zero or zero2:
         raise BadMessage(f"unknown dtype {code} or place {place} of a tensor")
+    if rows > MAX_DIM or width > MAX_DIM:
+        raise TooLarge(f"a tensor of {rows} x {width} is beyond what any message carries")
     dtype = _DTYPES[code]
     size = rows * width * dtype.itemsize  # Python integers: no overflow
     if size > max_bytes:
@@ -179,6 +186,8 @@ def _read_tensor(frame: memoryview, at: int, arena: memoryview | None, max_bytes
         raise BadMessage("a tensor in shared memory, on a link that shares none")
     if offset + size > len(source) or offset % ALIGN:
         raise BadMessage(f"a tensor of {size} bytes at {offset} lies outside its buffer of {len(source)}")
+    if size == 0:
+        return torch.empty(rows, width, dtype=dtype)
     raw = np.frombuffer(source, dtype=np.uint8, count=size, offset=offset)
     if place == _IN_ARENA:
         return torch.from_numpy(raw).view(dtype).reshape(rows, width)

@@ -7,6 +7,10 @@ from enum import IntEnum, StrEnum
 from typing import Any
 
 
+WITH_BIAS = 1 << 31
+"""Added to a matrix's handle in a forward call: the executor adds the bias, since the tenant has not changed it."""
+
+
 class Direction(IntEnum):
     """Which way the rows of a layer call go."""
 
@@ -18,9 +22,9 @@ class LayerKind(StrEnum):
     """What a base layer computes."""
 
     LINEAR = "linear"
-    """`nn.Linear`: weight is [out, in]. The bias stays with the tenant."""
+    """`nn.Linear`: weight is [out, in]. The tenant has the bias too, and may train it."""
     CONV1D = "conv1d"
-    """transformers' `Conv1D`: weight is [in, out]. The bias stays with the tenant."""
+    """transformers' `Conv1D`: weight is [in, out]. The tenant has the bias too, and may train it."""
     EMBEDDING = "embedding"
     """`nn.Embedding`, only where the provider moved it to the executor."""
     EXPERTS = "experts"

@@ -21,6 +21,12 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1, tensor.shape[-1])
 
 
+def _shaped(rows: Tensor, *shape: int) -> Tensor:
+    """Rows in the tenant's shape. Not a view to autograd: adapters add to results in place."""
+    shaped: Tensor = torch.ops.aten._unsafe_view(rows, shape)
+    return shaped
+
+
 def _widths(layers: tuple[LayerSpec, ...], direction: Direction) -> list[int]:
     if direction is Direction.FORWARD:
         return [layer.out_width for layer in layers]
@@ -28,43 +34,53 @@ def _widths(layers: tuple[LayerSpec, ...], direction: Direction) -> list[int]:
 
 
 def _ask(
-    session: Session, layers: tuple[LayerSpec, ...], direction: Direction, tensors: tuple[Tensor, ...], *, training: bool
+    session: Session,
+    layers: tuple[LayerSpec, ...],
+    direction: Direction,
+    tensors: tuple[Tensor, ...],
+    *,
+    training: bool,
+    with_bias: tuple[bool, ...] = (),
 ) -> tuple[Tensor, ...]:
     rows = tuple(_rows(t) for t in tensors)
     if rows[0].shape[0] == 0:
         return tuple(rows[0].new_empty(0, width) for width in _widths(layers, direction))
-    return session.call(layers, direction, rows, training=training)
+    return session.call(layers, direction, rows, training=training, with_bias=with_bias)
 
 
 class _MatrixCall(torch.autograd.Function):
     """One or several matrices over the same rows; in the backward direction exactly one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, session: Session, layers: tuple[LayerSpec, ...], direction: Direction) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, session: Session, layers: tuple[LayerSpec, ...], with_bias: tuple[bool, ...], direction: Direction
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.session, ctx.layers, ctx.direction, ctx.shape = session, layers, direction, x.shape
-        results = _ask(session, layers, direction, (x,), training=ctx.needs_input_grad[0])
-        return tuple(result.view(*x.shape[:-1], result.shape[-1]) for result in results)
+        results = _ask(session, layers, direction, (x,), training=ctx.needs_input_grad[0], with_bias=with_bias)
+        return tuple(_shaped(result, *x.shape[:-1], result.shape[-1]) for result in results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         present = [(layer, grad) for layer, grad in zip(ctx.layers, grads, strict=True) if grad is not None]
         if not present or not ctx.needs_input_grad[0]:
-            return None, None, None, None
+            return None, None, None, None, None
         layers, tensors = tuple(layer for layer, _ in present), tuple(grad for _, grad in present)
         result = _ask(ctx.session, layers, _OPPOSITE[ctx.direction], tensors, training=True)[0]
-        return result.view(ctx.shape), None, None, None
+        return result.view(ctx.shape), None, None, None, None
 
 
-def call_matrices(session: Session, layers: tuple[LayerSpec, ...], x: Tensor) -> tuple[Tensor, ...]:
-    """x @ Wᵀ for each layer, in one call."""
-    return _MatrixCall.apply(x, session, layers, Direction.FORWARD)  # type: ignore[no-untyped-call,no-any-return]
+def call_matrices(
+    session: Session, layers: tuple[LayerSpec, ...], x: Tensor, with_bias: tuple[bool, ...] = ()
+) -> tuple[Tensor, ...]:
+    """x @ Wᵀ for each layer, plus its bias where asked for, in one call."""
+    return _MatrixCall.apply(x, session, layers, with_bias, Direction.FORWARD)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def call_transposed(session: Session, layer: LayerSpec, x: Tensor) -> Tensor:
     """x @ W: the backward direction, used as a forward computation."""
-    return _MatrixCall.apply(x, session, (layer,), Direction.BACKWARD)[0]  # type: ignore[no-untyped-call,no-any-return]
+    return _MatrixCall.apply(x, session, (layer,), (), Direction.BACKWARD)[0]  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _BlockCall(torch.autograd.Function):
@@ -75,10 +91,10 @@ class _BlockCall(torch.autograd.Function):
         ctx.session, ctx.layer = session, layer
         ctx.save_for_backward(x)
         result = _ask(session, (layer,), Direction.FORWARD, (x,), training=ctx.needs_input_grad[0])[0]
-        return result.view(*x.shape[:-1], layer.out_width)
+        return _shaped(result, *x.shape[:-1], layer.out_width)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         result = _ask(ctx.session, (ctx.layer,), Direction.BACKWARD, (x, grad), training=True)[0]
@@ -100,7 +116,7 @@ class _ExpertsCall(torch.autograd.Function):
         return _ask(session, (layer,), Direction.FORWARD, (x, index, weight), training=training)[0]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, index, weight = ctx.saved_tensors
         dx, dweight = _ask(ctx.session, (ctx.layer,), Direction.BACKWARD, (x, index, weight, grad), training=True)

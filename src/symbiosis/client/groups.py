@@ -26,14 +26,22 @@ from symbiosis.types import LayerSpec
 _Key = tuple[object, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A layer as it is called: with the executor's bias or without."""
+
+    layer: LayerSpec
+    with_bias: bool
+
+
 @dataclass(slots=True)
 class _Run:
     """Calls in a row that read the same tensor."""
 
     tensor: Callable[[], Tensor | None] = lambda: None
     key: _Key = ()
-    members: list[LayerSpec] = field(default_factory=list)
-    waiting: dict[int, Tensor] = field(default_factory=dict)
+    members: list[_Member] = field(default_factory=list)
+    waiting: dict[_Member, Tensor] = field(default_factory=dict)
     guessed: bool = False
 
 
@@ -43,32 +51,36 @@ class Groups:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._local = threading.local()
-        self._learned: dict[int, tuple[LayerSpec, ...]] = {}
+        self._learned: dict[_Member, tuple[_Member, ...]] = {}
 
-    def call(self, layer: LayerSpec, x: Tensor, seen: Tensor) -> Tensor:
-        """x @ Wᵀ. `seen` is the tensor the layer was called with, `x` the same after any cast."""
+    def call(self, layer: LayerSpec, x: Tensor, seen: Tensor, *, with_bias: bool) -> Tensor:
+        """x @ Wᵀ, plus the bias if asked for. `seen` is what the layer was called with, `x` the same after any cast."""
+        me = _Member(layer, with_bias)
         if seen.is_inference():
             # no version counter: a change in place between two calls could not be seen
-            return call_matrices(self._session, (layer,), x)[0]
+            return self._ask((me,), x)[0]
         run: _Run = getattr(self._local, "run", None) or _Run()
         key = (seen._version, x.dtype, x.requires_grad, torch.is_grad_enabled())
         if run.tensor() is seen and run.key == key:
-            run.members.append(layer)
-            result = run.waiting.pop(layer.handle, None)
-            return result if result is not None else call_matrices(self._session, (layer,), x)[0]
+            run.members.append(me)
+            result = run.waiting.pop(me, None)
+            return result if result is not None else self._ask((me,), x)[0]
         self._learn(run)
-        group = self._learned.get(layer.handle, (layer,))
-        results = call_matrices(self._session, group, x)
-        waiting = {member.handle: result for member, result in zip(group, results, strict=True)}
-        mine = waiting.pop(layer.handle)
-        self._local.run = _Run(weakref.ref(seen), key, [layer], waiting, len(group) > 1)
+        group = self._learned.get(me, (me,))
+        waiting = dict(zip(group, self._ask(group, x), strict=True))
+        mine = waiting.pop(me)
+        self._local.run = _Run(weakref.ref(seen), key, [me], waiting, len(group) > 1)
         return mine
+
+    def _ask(self, members: tuple[_Member, ...], x: Tensor) -> tuple[Tensor, ...]:
+        layers, with_bias = tuple(m.layer for m in members), tuple(m.with_bias for m in members)
+        return call_matrices(self._session, layers, x, with_bias)
 
     def _learn(self, run: _Run) -> None:
         if not run.members or (run.guessed and not run.waiting):
             return
-        distinct = {m.handle: m for m in run.members if m.in_width == run.members[0].in_width}
-        self._learned[run.members[0].handle] = tuple(distinct.values())[:MAX_LAYERS]
+        distinct = dict.fromkeys(m for m in run.members if m.layer.in_width == run.members[0].layer.in_width)
+        self._learned[run.members[0]] = tuple(distinct)[:MAX_LAYERS]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Groups:
         return self

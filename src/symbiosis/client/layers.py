@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from symbiosis.client.calls import call_block, call_embedding, call_experts
 from symbiosis.client.groups import Groups
 from symbiosis.client.session import Session
 from symbiosis.client.weight import VirtualWeight
-from symbiosis.errors import BadCall
+from symbiosis.errors import BadCall, WeightsWithheld
 from symbiosis.types import LayerSpec
 
 _log = logging.getLogger("symbiosis")
@@ -38,22 +39,30 @@ class VirtualLayer(nn.Module):
     def _become(self, spec: LayerSpec, session: Session, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self.session = spec, session
         self._hosted = {name for name, _ in spec.weights}
-        # an empty tensor that follows the model through .to(): it carries dtype and device
-        self._like = torch.empty(0, dtype=dtype, device=device)
+        # An empty parameter that follows the model through .to() and carries dtype and device; so code that
+        # asks for a module's first parameter finds one, though there are no weights.
+        self._parameters["like"] = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
         self._fetched: dict[str, Tensor] = {}
+        self._changed: dict[str, Tensor] = {}
         self._read: set[str] = set()
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._like.dtype
+        return self._carrier().dtype
 
     @property
     def device(self) -> torch.device:
-        return self._like.device
+        return self._carrier().device
+
+    def _carrier(self) -> Tensor:
+        like = self._parameters.get("like")
+        if like is not None:
+            return like
+        return next(p for p in (self._parameters[name] for name in self._hosted) if p is not None)
 
     @property
     def is_local(self) -> bool:
-        return any(self._parameters.get(name) is not None for name in self._hosted)
+        return bool(self._changed) or any(self._parameters.get(name) is not None for name in self._hosted)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_hosted", ()) and self._parameters.get(name) is None:
@@ -78,13 +87,21 @@ class VirtualLayer(nn.Module):
         """The numbers of a hosted weight, the tenant's own if it has changed them."""
         own = self._parameters.get(name)
         if own is not None:
-            return own.detach()
+            return own
+        if name in self._changed:
+            return self._changed[name]
         self._read.add(name)
         if name not in self._fetched:
             _log.info("fetching %s.%s: a method needs its numbers", self.spec.paths[0], name)
             with torch.inference_mode(False):
-                self._fetched[name] = self.session.fetch_weight(self.spec, name).to(self.device, self.dtype)
+                self._fetched[name] = self._fetch(name).to(self.device, self.dtype)
         return self._fetched[name]
+
+    def _fetch(self, name: str) -> Tensor:
+        try:
+            return self.session.fetch_weight(self.spec, name)
+        except WeightsWithheld as error:
+            raise WeightsWithheld(f"{_asking_method()}: {error}") from None
 
     def has_fetched(self, name: str) -> bool:
         return name in self._fetched
@@ -93,24 +110,28 @@ class VirtualLayer(nn.Module):
         """After somebody computed with a fetched weight: if it was written to, it is the tenant's now."""
         weight = self._fetched.get(name)
         if weight is not None and weight._version != before:
-            self.make_local(name, weight)
+            self.change(name, weight)
 
-    def make_local(self, name: str, value: Tensor | None = None, *, trainable: bool = False) -> None:
-        """Give the tenant a weight of its own here; the executor's stays as it is."""
-        value = self.fetched(name) if value is None else value
+    def change(self, name: str, value: Tensor) -> None:
+        """The tenant's own numbers for a weight, from now on; the executor's stay as they are."""
         if tuple(value.shape) != dict(self.spec.weights)[name]:
             raise BadCall(f"{self.spec.paths[0]}.{name} has shape {dict(self.spec.weights)[name]}, got {tuple(value.shape)}")
-        self._fetched.pop(name, None)
-        self._parameters[name] = nn.Parameter(value.to(self.device), requires_grad=trainable)
-        for other in self._hosted - {name}:
-            if self._parameters.get(other) is None:
-                self.make_local(other)
+        for other in self._hosted:
+            self._changed[other] = value if other == name else self.fetched(other)
+        self._fetched.clear()
+
+    def make_parameters(self, *, trainable: bool) -> None:
+        """Turn the hosted weights into real parameters of the tenant's."""
+        for name in self._hosted:
+            if self._parameters.get(name) is None:
+                self._parameters[name] = nn.Parameter(self.fetched(name), requires_grad=trainable)
+        self._fetched.clear()
+        self._changed.clear()
+        self._parameters.pop("like", None)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         if requires_grad:
-            for name in self._hosted:
-                if self._parameters.get(name) is None:
-                    self.make_local(name, trainable=True)
+            self.make_parameters(trainable=True)
         return super().requires_grad_(requires_grad)
 
     def _drop_unread(self) -> None:
@@ -125,9 +146,8 @@ class VirtualLayer(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        moved = fn(self._like)
-        self._like = moved if moved.device.type != "meta" else self._like
         self._fetched = {name: fn(weight) for name, weight in self._fetched.items()}
+        self._changed = {name: fn(weight) for name, weight in self._changed.items()}
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -136,9 +156,7 @@ class VirtualLayer(nn.Module):
         made.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
         if not any(type(part) is self.session.model_class for part in memo.values()):
             # A copy of one layer is made to train it (PEFT's modules_to_save): it needs weights of its own.
-            for name in made._hosted:
-                if made._parameters.get(name) is None:
-                    made.make_local(name)
+            made.make_parameters(trainable=False)
         return made
 
     def extra_repr(self) -> str:
@@ -182,23 +200,25 @@ class _VirtualMatrix(VirtualLayer):
             self.note_bias()
         return self
 
+    def bias_is_shared(self) -> bool:
+        """Whether the executor's bias is this layer's bias, and nobody trains it right now."""
+        bias = self.bias
+        return bias is None or (bias._version == self._bias_version and not (bias.requires_grad and torch.is_grad_enabled()))
+
     def pristine(self) -> bool:
         """Whether the executor would compute exactly this layer, bias included."""
-        bias = self.bias
-        changed = bias is not None and (bias._version != self._bias_version or (bias.requires_grad and torch.is_grad_enabled()))
-        return not (changed or self.is_local or self._forward_hooks or self._forward_pre_hooks or self._backward_hooks)
+        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
+        return not (hooked or self.is_local) and self.bias_is_shared()
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fetched:
             self._drop_unread()
         if self.is_local:
-            weight: Any = self.weight
+            weight = self.fetched("weight")
             return F.linear(x, weight if isinstance(self, nn.Linear) else weight.T, self.bias)
-        rows = self._cast(x)
-        result = self.groups.call(self.spec, rows, x)
-        if self.bias is None:
-            return result
-        return result + self.bias.to(result.dtype)
+        rows, shared = self._cast(x), self.bias_is_shared()
+        result = self.groups.call(self.spec, rows, x, with_bias=shared and self.bias is not None)
+        return result if shared else result + self.bias.to(result.dtype)  # type: ignore[union-attr]
 
 
 class VirtualLinear(_VirtualMatrix, nn.Linear):
@@ -234,7 +254,7 @@ class VirtualEmbedding(VirtualLayer, nn.Embedding):
         if self._fetched:
             self._drop_unread()
         if self.is_local:
-            return F.embedding(ids, self.weight, self.padding_idx)
+            return F.embedding(ids, self.fetched("weight"), self.padding_idx)
         return call_embedding(self.session, self.spec, ids).to(self.dtype)
 
 
@@ -244,7 +264,7 @@ class VirtualExperts(VirtualLayer):
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_hosted", ()) and self._parameters.get(name) is None:
             # Whoever asks for stacked weights (PEFT's target_parameters) registers things on them: give real ones.
-            self.make_local(name)
+            self.make_parameters(trainable=False)
         return super().__getattr__(name)
 
     def named_parameters(
@@ -259,8 +279,7 @@ class VirtualExperts(VirtualLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = None if self.is_local else self._inputs(args, kwargs)
         if inputs is None:
-            if not self.is_local:
-                self.make_local(next(iter(self._hosted)))
+            self.make_parameters(trainable=False)
             return super().forward(*args, **kwargs)
         return call_experts(self.session, self.spec, *inputs)
 
@@ -303,6 +322,17 @@ class VirtualBlock(nn.Module):
         if any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in parts[1:]):
             return False
         return all(matrix.pristine() for matrix in self._matrices)
+
+
+def _asking_method() -> str:
+    """The PEFT method whose code is running right now, for an error that names it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        parts = frame.f_code.co_filename.replace("\\", "/").split("/")
+        if "tuners" in parts[:-1]:
+            return f"PEFT's {parts[parts.index('tuners') + 1].removesuffix('.py')} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return "this computation"
 
 
 def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from symbiosis.errors import NoTokenizer
 from symbiosis.links.base import Link
 from symbiosis.messages import Kind, Message
 from symbiosis.models.part import unpack_tokenizer
-from symbiosis.types import Direction, LayerSpec, Limits, Manifest
+from symbiosis.types import WITH_BIAS, Direction, LayerSpec, Limits, Manifest
 
 _SPARE_BYTES = 4096  # alignment of tensors within a message
 
@@ -47,11 +47,19 @@ class Session:
         self._link.close()
 
     def call(
-        self, layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...], *, training: bool
+        self,
+        layers: tuple[LayerSpec, ...],
+        direction: Direction,
+        rows: tuple[Tensor, ...],
+        *,
+        training: bool,
+        with_bias: tuple[bool, ...] = (),
     ) -> tuple[Tensor, ...]:
         """One layer call; cut into several where it is longer than the executor takes. Rows are 2-D."""
         count, step = rows[0].shape[0], self._rows_per_call(layers, direction, rows)
         handles = tuple(layer.handle for layer in layers)
+        if any(with_bias):
+            handles = tuple(handle | (WITH_BIAS * flag) for handle, flag in zip(handles, with_bias, strict=True))
         parts = []
         for start in range(0, count, step):
             part = rows if count <= step else tuple(t[start : start + step] for t in rows)

@@ -145,13 +145,13 @@ def _cheap_answer(func: Any, args: Any, kwargs: Any) -> Any:
         return _sum(args[0], args[1])
     if not isinstance(weight, VirtualWeight):
         return NotImplemented
-    if func is _T.data.__set__:
+    if func == _T.data.__set__:
         refuse_to_merge(weight.layer)
-        weight.layer.make_local(weight.parameter, _plain(args[1]).detach())
+        weight.layer.change(weight.parameter, _plain(args[1]).detach())
         return None
-    if func is _T.requires_grad.__set__ or (func is _T.requires_grad_ and (len(args) == 1 or args[1])):
+    if func == _T.requires_grad.__set__ or (func is _T.requires_grad_ and (len(args) == 1 or args[1])):
         if func is _T.requires_grad_ or args[1]:
-            weight.layer.make_local(weight.parameter, trainable=True)
+            weight.layer.make_parameters(trainable=True)
         return weight
     if func in _NORM:
         return _norm(weight, *args[1:], **kwargs)
@@ -165,7 +165,7 @@ def _view(func: Any, weight: VirtualWeight, args: Any, kwargs: Any) -> Any:
         return VirtualWeight(weight.layer, weight.parameter, turned=turned, dtype=dtype, plus=weight.plus)
 
     if func in _SAME and not (func in (_T.clone, torch.clone)):
-        return weight if func is _T.data.__get__ else again()
+        return weight if func == _T.data.__get__ else again()
     if func in _CASTS:
         return again(dtype=_CASTS[func])
     if func is _T.to and not kwargs.get("copy"):
@@ -214,30 +214,47 @@ def _sum(left: Any, right: Any) -> Any:
     weight, other = (left, right) if isinstance(left, VirtualWeight) else (right, left)
     if isinstance(other, VirtualWeight) or not isinstance(other, Tensor) or other.shape != weight.shape:
         return NotImplemented
-    if weight.by_outputs is None or other.requires_grad or weight.layer.has_fetched(weight.parameter):
+    if weight.by_outputs is None or weight.layer.has_fetched(weight.parameter):
         return NotImplemented
     return VirtualWeight(weight.layer, weight.parameter, turned=weight.turned, dtype=weight.dtype, plus=other)
 
 
 def _norm(weight: VirtualWeight, *args: Any, **kwargs: Any) -> Any:
-    """Row norms of W, or of W plus a low-rank change, without W: |w|² + 2 w·d + |d|² for each row."""
+    """Row norms of W, or of W plus a change, as `torch.linalg.norm(…, dim=1)`."""
     if args or set(kwargs) - {"dim", "p", "ord", "keepdim"} or kwargs.get("dim") not in (1, -1):
         return NotImplemented
     if kwargs.get("p", 2) not in (2, "fro") or kwargs.get("ord") not in (None, 2) or kwargs.get("keepdim"):
         return NotImplemented
     layer, change = weight.layer, weight.plus
-    whole = VirtualWeight(layer, weight.parameter, turned=weight.turned)
+    whole = VirtualWeight(layer, weight.parameter, turned=weight.turned, dtype=weight.dtype)
     if whole.by_outputs is not True or layer.has_fetched(weight.parameter):
         return NotImplemented
-    squares = layer.session.row_squares(layer.spec).to(weight.device)
-    if change is not None and change.any():
-        factors = _low_rank(change.float())
-        if factors is None:
-            return NotImplemented
-        left, right = factors
+    if change is None:
+        return layer.session.row_squares(layer.spec).sqrt().to(weight.device, weight.dtype)
+    factors = _low_rank(change.detach().float())
+    if factors is None:
+        return NotImplemented
+    return _ChangedRowNorms.apply(change, whole, *factors)  # type: ignore[no-untyped-call]
+
+
+class _ChangedRowNorms(torch.autograd.Function):
+    """Row norms of W + left @ right without W: |w|² + 2 w·d + |d|² for each row. Only a gradient needs W itself."""
+
+    @staticmethod
+    def forward(ctx: Any, change: Tensor, whole: VirtualWeight, left: Tensor, right: Tensor) -> Tensor:
+        layer = whole.layer
+        squares = layer.session.row_squares(layer.spec).to(change.device)
         products = call_matrices(layer.session, (layer.spec,), right.to(layer.dtype))[0]
         squares = squares + 2 * (left.double() * products.T.double()).sum(dim=1) + change.double().square().sum(dim=1)
-    return squares.clamp(min=0).sqrt().to(weight.dtype)
+        norms = squares.clamp(min=0).sqrt().to(whole.dtype)
+        ctx.whole = whole
+        ctx.save_for_backward(change, norms)
+        return norms
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        change, norms = ctx.saved_tensors
+        return (ctx.whole.numbers() + change) * (grad / norms)[:, None], None, None, None
 
 
 @torch.no_grad()

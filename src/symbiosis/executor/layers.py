@@ -48,10 +48,14 @@ class BaseLayer:
             raise BadCall(f"{self.spec.paths[0]} takes rows of width {width}, got {tensor.shape[1]}")
 
     def forward(self, rows: Rows) -> Rows:
-        raise NotImplementedError
+        raise BadCall(f"{self.spec.paths[0]} has no forward call")
 
     def backward(self, rows: Rows) -> Rows:
-        raise NotImplementedError
+        raise BadCall(f"{self.spec.paths[0]} has no backward call")
+
+    def with_bias(self) -> BaseLayer:
+        """The same layer with its bias added in forward."""
+        raise BadCall(f"{self.spec.paths[0]} has no bias to add")
 
     def row_squares(self) -> Tensor:
         """Squared norm of each output's weights, [1, O]: what DoRA needs of a matrix."""
@@ -59,20 +63,29 @@ class BaseLayer:
 
 
 class Matrix(BaseLayer):
-    """`nn.Linear` or `Conv1D` without its bias, which stays with the tenant."""
+    """`nn.Linear` or `Conv1D`. Without its bias, unless the tenant asks for it: tenants may train their own."""
 
-    def __init__(self, spec: LayerSpec, weights: dict[str, Tensor]) -> None:
+    def __init__(self, spec: LayerSpec, weights: dict[str, Tensor], bias: Tensor | None = None) -> None:
         super().__init__(spec, weights)
         self.weight_OI = weights["weight"] if spec.kind is LayerKind.LINEAR else weights["weight"].t()
+        self.bias: Tensor | None = None
+        self._with_bias: Matrix | None = None
+        if bias is not None:
+            self._with_bias = Matrix(spec, weights)
+            self._with_bias.bias = bias
+
+    def with_bias(self) -> BaseLayer:
+        return self._with_bias or super().with_bias()
 
     def forward(self, rows: Rows) -> Rows:
-        return (F.linear(rows[0], self.weight_OI),)
+        return (F.linear(rows[0], self.weight_OI, self.bias),)
 
     def backward(self, rows: Rows) -> Rows:
         return (rows[0] @ self.weight_OI,)
 
     def row_squares(self) -> Tensor:
-        return self.weight_OI.double().square().sum(dim=1)[None, :]
+        # a few rows at a time: the whole matrix in float64 may be larger than all that is free
+        return torch.cat([part.double().square().sum(dim=1) for part in torch.split(self.weight_OI, 1024)])[None, :]
 
 
 class Embedding(BaseLayer):
@@ -148,9 +161,9 @@ def check_index(index: Tensor, spec: LayerSpec) -> None:
         raise BadCall(f"{spec.paths[0]} has indices 0 to {spec.experts - 1}, got {low} to {high}")
 
 
-def make_layer(spec: LayerSpec, weights: dict[str, Tensor], module: nn.Module | None) -> BaseLayer:
+def make_layer(spec: LayerSpec, weights: dict[str, Tensor], bias: Tensor | None, module: nn.Module | None) -> BaseLayer:
     if spec.kind in (LayerKind.LINEAR, LayerKind.CONV1D):
-        return Matrix(spec, weights)
+        return Matrix(spec, weights, bias)
     if spec.kind is LayerKind.EMBEDDING:
         return Embedding(spec, weights)
     assert module is not None, "experts and blocks come with their module"

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import Future
 
+from symbiosis.errors import Closed
 from symbiosis.executor.service import Service
 from symbiosis.links.base import Port
 from symbiosis.links.waiting import Waiter, Wakeup
 
-_DRAIN_AT_ONCE = 256
+_DRAIN_AT_ONCE = 64
 _TIDY_EVERY_S = 10.0
+_log = logging.getLogger("symbiosis")
 
 
 class Loop:
-    """Owns the ports. Everything they bring is handled on one thread, so nothing needs a lock."""
+    """Owns the ports. Everything they bring is handled on one thread, so nothing needs a lock.
+
+    However the loop ends, its ports are closed: nobody waits for an answer
+    that will not come.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -24,18 +31,20 @@ class Loop:
         self._wakeup = Wakeup()
         self._waiter.add(self._wakeup)
         self._new: list[tuple[Port, Future[None]]] = []
-        self._stopping = False
+        self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def add(self, port: Port) -> None:
-        """Serve one more port; returns when the loop has it."""
+        """Serve one more port; returns when the loop has it. Raises `Closed` (and closes the port) if it has ended."""
         taken: Future[None] = Future()
         self._new.append((port, taken))
         self._wakeup.ring()
-        taken.result(timeout=60)
+        if self._ended:  # perhaps after it looked for the last time
+            self._turn_away()
+        taken.result()
 
     def stop(self) -> None:
         self._stopping = True
@@ -43,6 +52,18 @@ class Loop:
         self._thread.join(timeout=60)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            _log.exception("the executor's loop failed")
+            raise
+        finally:
+            self._ended = True
+            for port in self._ports:
+                _close(port)
+            self._turn_away()
+
+    def _serve(self) -> None:
         tidied = time.monotonic()
         timeout: float | None = None
         while not self._stopping:
@@ -54,12 +75,40 @@ class Loop:
                 self._ports.append(port)
                 self._waiter.add(port.waitable())
                 taken.set_result(None)
-            for port in self._ports:
-                for peer, message in port.drain(_DRAIN_AT_ONCE):
-                    self._service.handle(peer, message)
+            for port in list(self._ports):
+                self._take(port)
             timeout = self._service.step()
             if time.monotonic() - tidied > _TIDY_EVERY_S:
                 self._service.tidy()
                 tidied = time.monotonic()
-        for port in self._ports:
-            port.close()
+
+    def _take(self, port: Port) -> None:
+        """Handle what has arrived at a port, as far as there is room for it."""
+        if self._service.is_full():
+            return
+        try:
+            for peer, message in port.drain(_DRAIN_AT_ONCE):
+                self._service.handle(peer, message)
+                if self._service.is_full():
+                    return
+        except Exception:  # noqa: BLE001 - one port's end is not the others'
+            _log.exception("%s cannot be read any more: closed", port.address)
+            self._ports.remove(port)
+            self._waiter.remove(port.waitable())
+            _close(port)
+
+    def _turn_away(self) -> None:
+        while True:
+            try:
+                port, taken = self._new.pop(0)
+            except IndexError:  # `add` and the loop's end may both be at it
+                return
+            _close(port)
+            taken.set_exception(Closed("the executor was closed"))
+
+
+def _close(port: Port) -> None:
+    try:
+        port.close()
+    except Exception:  # noqa: BLE001 - the other ports are to be closed too
+        _log.exception("%s could not be closed", port.address)

@@ -6,6 +6,7 @@ the one at fault gets the error.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,10 @@ from symbiosis.errors import LayerFailed, SymbiosisError
 from symbiosis.executor.layers import BaseLayer, Rows, run
 from symbiosis.executor.policies import Pending
 from symbiosis.executor.sessions import Session
+from symbiosis.messages import tensor_bytes
 from symbiosis.types import Direction
+
+_log = logging.getLogger("symbiosis")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +37,9 @@ class Call:
     def direction(self) -> Direction:
         return self.pending.key.direction
 
+    def bytes(self) -> int:
+        return sum(tensor_bytes(rows) for rows in self.rows)
+
 
 @torch.no_grad()
 def run_batch(calls: Sequence[Call]) -> list[Rows | SymbiosisError]:
@@ -40,13 +47,13 @@ def run_batch(calls: Sequence[Call]) -> list[Rows | SymbiosisError]:
     if len(calls) > 1:
         try:
             return list(_joined(calls))
-        except Exception:  # whatever one call's rows did must not reach the others: find it by running each alone
-            pass
+        except Exception as error:  # noqa: BLE001 - what one call's rows did must not reach the others: run each alone
+            _log.warning("a joined run of %d calls failed (%r): running each alone", len(calls), error)
     results: list[Rows | SymbiosisError] = []
     for call in calls:
         try:
             results.extend(_joined([call]))
-        except Exception as error:  # reported to its tenant, by name
+        except Exception as error:  # noqa: BLE001 - reported to its tenant, by name
             results.append(LayerFailed(f"{call.layers[0].spec.paths[0]} failed: {type(error).__name__}: {error}"))
     return results
 

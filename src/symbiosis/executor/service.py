@@ -5,6 +5,7 @@ Everything about a call is checked here, before its rows meet anybody else's.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -22,18 +23,22 @@ from symbiosis.errors import (
     WeightsWithheld,
 )
 from symbiosis.executor.costs import Costs
-from symbiosis.executor.layers import BaseLayer, Matrix
+from symbiosis.executor.layers import BaseLayer, Matrix, Rows
 from symbiosis.executor.policies import BatchKey, Pending, Policy
 from symbiosis.executor.runner import Call, run_batch
 from symbiosis.executor.sessions import Session, Sessions
 from symbiosis.links.base import Peer
 from symbiosis.messages import PROTOCOL, Kind, Message
 from symbiosis.models import cache
-from symbiosis.types import BlobRef, Direction, Limits, Manifest
+from symbiosis.types import WITH_BIAS, BlobRef, Direction, Limits, Manifest
 
 _FORGET_AFTER_S = 120.0
+_LOOK_AFTER_S = 10.0
+_QUEUE_CALLS = 8  # longest calls that may wait in memory; more stay in the links
 _BLOB_CHUNK = 4 << 20
 _NAME = re.compile(r"[\w.@:-]{1,64}")
+_MAX_ERROR = 1000
+_log = logging.getLogger("symbiosis")
 
 
 class Service:
@@ -57,6 +62,7 @@ class Service:
         self._costs = Costs()
         self._sessions = Sessions(limits.max_sessions)
         self._queue: dict[int, Call] = {}
+        self._queued_bytes = 0
         self._numbers = 0
         self._batches = self._calls = self._rows = self._tokens = 0
         self._busy_s = 0.0
@@ -82,6 +88,9 @@ class Service:
             self._refuse(peer, message.request, error)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             self._refuse(peer, message.request, BadCall(f"a {message.kind.name} that does not make sense: {error!r}"))
+        except Exception as error:  # noqa: BLE001 - the desk stays open: only this message fails
+            _log.exception("a %s from %s failed", message.kind.name, peer.tenant)
+            self._refuse(peer, message.request, SymbiosisError(f"the executor failed: {type(error).__name__}"))
 
     def _session(self, peer: Peer) -> Session:
         if peer.state is None:
@@ -111,7 +120,10 @@ class Service:
     def _welcome(self, peer: Peer, message: Message) -> Message:
         if peer.state is None:
             if len(self._sessions.open) >= self.limits.max_sessions:
-                raise TooManyCalls(f"the executor already has {self.limits.max_sessions} channels open: try again later")
+                silent = self._sessions.expendable()
+                if silent is None:
+                    raise TooManyCalls(f"the executor has {self.limits.max_sessions} channels busy: try again later")
+                self._forget(silent)
             given = str(message.body.get("name") or "")
             tenant = peer.tenant or (given if _NAME.fullmatch(given) else "tenant")
             self._sessions.add(peer, tenant, self._clock())
@@ -127,7 +139,7 @@ class Service:
             raise BadCall("no such blob: only the model's client part and tokenizer are handed out")
         offset = int(message.body["offset"])
         with cache.blob_path(known[ref.sha256]).open("rb") as file:
-            file.seek(max(0, offset))
+            file.seek(min(max(0, offset), known[ref.sha256].size))
             chunk = file.read(min(_BLOB_CHUNK, self.limits.max_bytes))
         tensor = (
             torch.frombuffer(bytearray(chunk), dtype=torch.uint8)[None, :] if chunk else torch.empty(1, 0, dtype=torch.uint8)
@@ -135,7 +147,7 @@ class Service:
         return Message(Kind.REPLY, tensors=(tensor,), body={"bytes": len(chunk)})
 
     def _fetch(self, message: Message) -> Message:
-        layer = self._layer(message.layers[0]) if message.layers else self._layer(-1)
+        layer = self._layer(message.layers[0]) if message.layers else self._layer(WITH_BIAS - 1)
         if message.body.get("what") == "row_squares":
             return Message(Kind.REPLY, tensors=(layer.row_squares(),))
         if not self.limits.weights:
@@ -153,10 +165,12 @@ class Service:
             raise BadCall(f"rows from {start} on: the weight has {flat.shape[0]}")
         return Message(Kind.REPLY, tensors=(flat[start : start + count].clone(),))
 
-    def _layer(self, handle: int) -> BaseLayer:
+    def _layer(self, reference: int) -> BaseLayer:
+        handle = reference & ~WITH_BIAS
         if not 0 <= handle < len(self._layers):
             raise UnknownLayer(f"no layer {handle}: this model has layers 0 to {len(self._layers) - 1}")
-        return self._layers[handle]
+        layer = self._layers[handle]
+        return layer.with_bias() if reference & WITH_BIAS else layer
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -174,7 +188,8 @@ class Service:
         key = BatchKey(message.layers, message.direction, (*shape, *(t.shape[1] for t in rows)))
         self._numbers += 1
         pending = Pending(self._numbers, session.number, key, rows[0].shape[0], message.training, session.last_seen)
-        self._queue[pending.number] = Call(pending, session, message.request, layers, rows)
+        call = self._queue[pending.number] = Call(pending, session, message.request, layers, rows)
+        self._queued_bytes += call.bytes()
         session.busy, session.request = True, message.request
 
     def _check(self, layers: tuple[BaseLayer, ...], message: Message) -> tuple[torch.Tensor, ...]:
@@ -187,6 +202,11 @@ class Service:
             raise BadCall(f"all tensors of a call have the same number of rows, got {[t.shape[0] for t in rows]}")
         if not 1 <= count <= self.limits.max_rows:
             raise TooLarge(f"a call carries 1 to {self.limits.max_rows} rows, got {count}: cut it into several")
+        back = (
+            [layer.spec.out_width for layer in layers] if message.direction is Direction.FORWARD else [layers[0].spec.in_width]
+        )
+        if count * sum(back) * max(4, rows[0].element_size()) > self.limits.max_bytes:
+            raise TooLarge(f"the answer to {count} rows is beyond the {self.limits.max_bytes} bytes of a message: cut the call")
         if len(layers) == 1:
             layers[0].check(message.direction, rows)
             return rows
@@ -201,23 +221,50 @@ class Service:
             layer.check(message.direction, (grad,))
         return rows
 
+    def is_full(self) -> bool:
+        """Whether the queue holds as many bytes as it should: run batches before taking more."""
+        return self._queued_bytes >= _QUEUE_CALLS * self.limits.max_bytes
+
     def step(self) -> float | None:
         """Run the next batch if one is due. The seconds until the next may be; 0.0 if one ran, None if never."""
         now = self._clock()
         waiting = [call.pending for call in self._queue.values()]
-        decision = self.policy.decide(waiting, self._sessions.heard(), self._costs, now)
-        if not decision.batch:
+        try:
+            decision = self.policy.decide(waiting, self._sessions.heard(), self._costs, now)
+            calls = [self._dequeue(pending.number) for pending in decision.batch]
+        except Exception as error:  # noqa: BLE001 - a policy at fault must not leave anybody waiting for ever
+            _log.exception("the policy failed")
+            self._fail_all(SymbiosisError(f"the executor's policy failed: {type(error).__name__}"))
+            return 0.0
+        if not calls:
             return None if decision.ask_again_at is None else max(1e-5, decision.ask_again_at - now)
-        calls = [self._queue.pop(pending.number) for pending in decision.batch]
         results = run_batch(calls)
         self._count(calls, now, self._clock())
         for call, result in zip(calls, results, strict=True):
-            call.session.busy = False
-            if isinstance(result, SymbiosisError):
-                self._refuse(call.session.peer, call.request, result)
-            else:
-                self._answer(call.session.peer, Message(Kind.CALL, call.request), Message(Kind.REPLY, tensors=result))
+            self._end(call, result)
         return 0.0
+
+    def _dequeue(self, number: int) -> Call:
+        call = self._queue.pop(number)
+        self._queued_bytes -= call.bytes()
+        return call
+
+    def _end(self, call: Call, result: Rows | SymbiosisError) -> None:
+        """Answer a call that has left the queue."""
+        call.session.busy = False
+        peer = call.session.peer
+        if isinstance(result, SymbiosisError):
+            self._refuse(peer, call.request, result)
+            return
+        try:
+            self._answer(peer, Message(Kind.CALL, call.request), Message(Kind.REPLY, tensors=result))
+        except Exception as error:  # noqa: BLE001 - the others of the batch get their answers all the same
+            _log.exception("an answer to %s failed", call.session.tenant)
+            self._refuse(peer, call.request, SymbiosisError(f"the executor failed: {type(error).__name__}"))
+
+    def _fail_all(self, error: SymbiosisError) -> None:
+        for number in list(self._queue):
+            self._end(self._dequeue(number), error)
 
     def _count(self, calls: list[Call], started: float, ended: float) -> None:
         key = calls[0].pending.key
@@ -227,7 +274,7 @@ class Service:
         self._calls += len(calls)
         self._rows += rows
         self._busy_s += ended - started
-        enters = key.direction is Direction.FORWARD and not self._entry.isdisjoint(key.layers)
+        enters = key.direction is Direction.FORWARD and not self._entry.isdisjoint(ref & ~WITH_BIAS for ref in key.layers)
         for call in calls:
             counts = self._sessions.counts[call.session.tenant]
             counts.calls += 1
@@ -248,17 +295,23 @@ class Service:
     def _refuse(self, peer: Peer, request: int, error: SymbiosisError) -> None:
         if peer.state is not None:
             self._sessions.counts[peer.state.tenant].errors += 1
-        peer.port.reply(peer, Message(Kind.ERROR, request, body={"code": error.code, "message": str(error)}))
+        body = {"code": error.code, "message": str(error)[:_MAX_ERROR]}
+        try:
+            peer.port.reply(peer, Message(Kind.ERROR, request, body=body))
+        except Exception:  # noqa: BLE001 - nothing more can be said to this peer
+            _log.exception("an error could not be told")
 
     def _forget(self, session: Session) -> None:
         for number in [n for n, call in self._queue.items() if call.session is session]:
-            del self._queue[number]
+            self._dequeue(number)
         self._sessions.remove(session)
 
     def tidy(self) -> None:
-        """Forget channels that have been silent for long; one that speaks again says HELLO again."""
-        for session in self._sessions.idle(self._clock() - _FORGET_AFTER_S):
-            self._forget(session)
+        """Forget channels that are gone, or silent for long; one that speaks again says HELLO again."""
+        now = self._clock()
+        for session in self._sessions.idle(now - _LOOK_AFTER_S):
+            if session.last_seen < now - _FORGET_AFTER_S or session.peer.port.is_gone(session.peer):
+                self._forget(session)
 
     # -- figures ----------------------------------------------------------------------------
 
@@ -279,7 +332,9 @@ class Service:
             figures.update(sessions=0, last_seen_s=None)
         now = self._clock()
         for session in sessions:
-            figures = tenants[session.tenant]
+            figures = tenants.get(session.tenant)
+            if figures is None:
+                continue  # came after the figures were read
             figures["sessions"] += 1
             silent = round(now - session.last_seen, 3)
             figures["last_seen_s"] = silent if figures["last_seen_s"] is None else min(silent, figures["last_seen_s"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from symbiosis.links.base import Peer
@@ -61,7 +62,8 @@ class Sessions:
         self.open[session.number] = session
         if tenant not in self.counts and len(self.counts) >= 4 * self.max_sessions:
             # names without tokens are free to invent: do not let them fill the memory
-            gone = next((name for name in self.counts if all(s.tenant != name for s in self.open.values())), None)
+            here = {s.tenant for s in self.open.values()}
+            gone = next((name for name in self.counts if name not in here), None)
             if gone is not None:
                 del self.counts[gone]
         self.counts.setdefault(tenant, Counts())
@@ -70,8 +72,19 @@ class Sessions:
 
     def remove(self, session: Session) -> None:
         self.open.pop(session.number, None)
-        session.peer.state = None
-        session.peer.port.forget(session.peer)
+        if session.peer.state is session:
+            session.peer.state = None
+            session.peer.port.forget(session.peer)
+
+    def expendable(self) -> Session | None:
+        """Whom to forget where one more wants in: the longest silent channel of the tenant with the most.
+
+        So one tenant that opens channel after channel pushes out its own, and
+        whoever is pushed out but alive just says HELLO again.
+        """
+        channels = Counter(session.tenant for session in self.open.values())
+        idle = (session for session in self.open.values() if not session.busy)
+        return min(idle, key=lambda s: (-channels[s.tenant], s.last_seen), default=None)
 
     def heard(self) -> dict[int, float]:
         """When each session was last heard."""

@@ -51,6 +51,10 @@ class Port(ABC):
     def forget(self, peer: Peer) -> None:
         """Free what this port holds for a peer."""
 
+    def is_gone(self, peer: Peer) -> bool:
+        """Whether a peer that has been silent for a while is known to be gone."""
+        return False
+
     @abstractmethod
     def close(self) -> None: ...
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from symbiosis import errors
-from symbiosis.errors import Closed, SymbiosisError
+from symbiosis.errors import Closed, HelloFirst, SymbiosisError
 from symbiosis.links.base import Link, Peer, Port
 from symbiosis.links.waiting import Wakeup
 from symbiosis.messages import Kind, Message
@@ -19,14 +20,16 @@ class InprocPort(Port):
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[Peer, Message]] = deque()
-        self._waiting: dict[Peer, _Answer] = {}
+        self._waiting: dict[int, tuple[Peer, _Answer]] = {}
+        self._numbers = itertools.count(1)
         self._wakeup = Wakeup()
         self._closed = False
 
     def submit(self, peer: Peer, message: Message, answer: _Answer) -> None:
         if self._closed:
             raise Closed("the executor was closed")
-        self._waiting[peer] = answer
+        message.request = next(self._numbers)
+        self._waiting[message.request] = peer, answer
         self._arrived.append((peer, message))
         self._wakeup.ring()
         if self._closed:  # closed between the two checks: nobody will answer
@@ -37,24 +40,30 @@ class InprocPort(Port):
 
     def drain(self, limit: int) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
         self._wakeup.clear()
-        while self._arrived:
+        for _ in range(limit):
+            if not self._arrived:
+                return
             yield self._arrived.popleft()
+        self._wakeup.ring()  # there may be more
 
     def reply(self, peer: Peer, message: Message) -> bool:
-        answer = self._waiting.pop(peer, None)
-        if answer is not None:
-            answer.give(message)
-        return answer is not None
+        waiting = self._waiting.pop(message.request, None)
+        if waiting is not None:
+            waiting[1].give(message)
+        return waiting is not None
 
     def forget(self, peer: Peer) -> None:
-        self._waiting.pop(peer, None)
+        self._end("this session was closed", peer)
 
     def close(self) -> None:
         self._closed = True
-        for answer in list(self._waiting.values()):
-            body = {"code": Closed.code, "message": "the executor was closed"}
-            answer.give(Message(Kind.ERROR, body=body))
-        self._waiting.clear()
+        self._end("the executor was closed")
+
+    def _end(self, why: str, only: Peer | None = None) -> None:
+        """Nobody waits for an answer that will not come."""
+        for number, (peer, answer) in list(self._waiting.items()):
+            if (only is None or peer is only) and self._waiting.pop(number, None) is not None:
+                answer.give(Message(Kind.ERROR, number, body={"code": Closed.code, "message": why}))
 
 
 class _Answer:
@@ -96,10 +105,17 @@ class InprocLink(Link):
             raise Closed("this session was closed; connect again")
         peer = getattr(self._local, "peer", None)
         if peer is None:
-            peer = self._local.peer = Peer(self._port, b"", None)
-            self._peers.append(peer)
-            self._ask(peer, Message(Kind.HELLO, body=self._hello))
-        return self._ask(peer, message)
+            peer = self._hello_as_new_peer()
+        try:
+            return self._ask(peer, message)
+        except HelloFirst:  # silent for so long that it was forgotten
+            return self._ask(self._hello_as_new_peer(), message)
+
+    def _hello_as_new_peer(self) -> Peer:
+        peer = self._local.peer = Peer(self._port, b"", None)
+        self._ask(peer, Message(Kind.HELLO, body=self._hello))
+        self._peers.append(peer)
+        return peer
 
     def _ask(self, peer: Peer, message: Message) -> Message:
         answer = _Answer()
@@ -114,13 +130,18 @@ class InprocLink(Link):
         return reply
 
     def close(self) -> None:
+        """Threads that wait for an answer get `Closed`."""
         if not self._closed:
             self._closed = True
             for peer in self._peers:
+                if peer.state is None:
+                    continue
                 try:
                     self._ask(peer, Message(Kind.BYE))
-                except SymbiosisError:
+                except Closed:
                     break  # the executor is gone: there is nobody to take leave of
+                except HelloFirst:
+                    pass  # forgotten already
 
     def model_class(self) -> Any:
         return self._model_class

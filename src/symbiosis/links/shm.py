@@ -12,16 +12,19 @@ import mmap
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
-from symbiosis.errors import AddressInUse, BadAddress, BadMessage
+from symbiosis.errors import AddressInUse, BadAddress, BadMessage, TooManyCalls
 from symbiosis.links.base import Peer
-from symbiosis.links.wire import WireLink, WirePort, runtime_folder
+from symbiosis.links.dial import ConnectionCut, WireLink
+from symbiosis.links.wire import WirePort
 from symbiosis.messages import Message
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,48}")
+_NAME = re.compile(r"(?!.*\.lock$)[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _ARENA_PATH = re.compile(r"/proc/\d+/fd/\d+")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -34,6 +37,17 @@ def parse(address: str) -> str:
     return name
 
 
+def runtime_folder() -> Path:
+    """A folder of this user for sockets; nobody else can look in."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 - a folder of our own in it, checked below
+    folder = Path(base) / f"symbiosis-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise BadAddress(f"{folder} belongs to somebody else or is open to others: remove it and try again")
+    return folder
+
+
 @dataclass(slots=True)
 class Arena:
     fd: int
@@ -42,34 +56,50 @@ class Arena:
     @classmethod
     def create(cls, size: int) -> Arena:
         fd = os.memfd_create("symbiosis-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return cls(fd, mmap.mmap(fd, size))
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, mmap.mmap(fd, size))
+        except BaseException:
+            os.close(fd)
+            raise
 
     def close(self) -> None:
         os.close(self.fd)  # the mapping goes with its last view
+
+
+def _lock(path: Path, address: str) -> TextIO:
+    """Hold `path` locked, so that one executor has a name. Raises `AddressInUse`."""
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                return file
+        except BlockingIOError:
+            file.close()
+            raise AddressInUse(f"{address} is taken by another executor: choose another name") from None
+        file.close()  # its last owner removed it between our two steps
 
 
 class ShmPort(WirePort):
     def __init__(self, address: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
         name = parse(address) or f"executor-{os.getpid()}-{secrets.token_hex(4)}"
         folder = runtime_folder()
-        self._lock: TextIO = (folder / f"{name}.lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise AddressInUse(f"shm://{name} is taken by another executor: choose another name") from None
+        self._lock = _lock(folder / f"{name}.lock", f"shm://{name}")
         self._files = [folder / name, folder / f"{name}.lock"]
         super().__init__(f"ipc://{folder / name}", tokens=tokens, max_bytes=max_bytes)
         self.address = f"shm://{name}"
 
     def _welcome(self, peer: Peer, message: Message) -> None:
-        super()._welcome(peer, message)
         if peer.link_state.arena is None:
-            peer.link_state.arena = Arena.create(2 * self._max_bytes)
+            try:
+                peer.link_state.arena = Arena.create(2 * self._max_bytes)
+            except OSError as error:
+                raise TooManyCalls(f"the executor has no shared memory left for one more channel: {error}") from None
         path = f"/proc/{os.getpid()}/fd/{peer.link_state.arena.fd}"
         message.body["arena"] = {"path": path, "bytes": 2 * self._max_bytes}
+        super()._welcome(peer, message)
 
     def _arena_in(self, peer: Peer) -> memoryview | None:
         arena = peer.link_state.arena
@@ -100,14 +130,24 @@ class ShmLink(WireLink):
         super().__init__(address, f"ipc://{runtime_folder() / name}", token=token, hello=hello, grace_s=grace_s)
 
     def open_arena(self, welcome: Message) -> Any:
-        path, size = str(welcome.body["arena"]["path"]), int(welcome.body["arena"]["bytes"])
+        try:
+            path, size = str(welcome.body["arena"]["path"]), int(welcome.body["arena"]["bytes"])
+        except (KeyError, TypeError, ValueError):
+            raise BadMessage("the executor's welcome names no shared memory") from None
         if not _ARENA_PATH.fullmatch(path):
             raise BadMessage(f"the executor names {path!r} as shared memory, which is none")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ConnectionCut from None  # killed since it said so, or in a pid namespace of its own
+        except OSError as error:
+            raise BadMessage(f"the executor's shared memory cannot be opened: {error}") from None
         try:
             # a sealed anonymous file and nothing else: never write into whatever a stranger names
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS or os.fstat(fd).st_size != size:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != size or size <= 0:
                 raise BadMessage(f"{path} is no arena of {size} bytes")
             return memoryview(mmap.mmap(fd, size))
+        except OSError as error:
+            raise BadMessage(f"{path} is no arena: {error}") from None
         finally:
             os.close(fd)

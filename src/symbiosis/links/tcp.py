@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from symbiosis.errors import BadAddress, InsecureListen
-from symbiosis.links.wire import WireLink, WirePort
+from symbiosis.links.dial import WireLink
+from symbiosis.links.wire import WirePort
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?")
 

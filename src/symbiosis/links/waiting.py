@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -22,13 +23,11 @@ class Wakeup:
         os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass
 
-    def close(self) -> None:
-        os.close(self._fd)
+    def __del__(self) -> None:
+        os.close(self._fd)  # not earlier: another thread may be about to ring
 
 
 class Waiter:

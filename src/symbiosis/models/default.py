@@ -77,6 +77,7 @@ def _convert(gguf: Path, made: Path) -> None:
     # The weights are plain now: with the marks left in, transformers would try to de-quantise again.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    model.hf_quantizer = None  # `save_pretrained` refuses a model that carries a GGUF quantizer
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(made)
     tokenizer.save_pretrained(made)

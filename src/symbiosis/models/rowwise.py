@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 _COARSE = 5e-2  # half precision rounds differently for different shapes; mixing rows changes everything
@@ -69,6 +70,24 @@ def _rowwise_width(module: nn.Module, x: Tensor) -> int | None:
     if not _close(together, alone) or not _close(flat.reshape_as(together), alone):
         return None
     return int(together.shape[-1])
+
+
+@torch.no_grad()
+def probe_linear(module: nn.Module) -> bool:
+    """Whether a module with a weight and a bias is x @ Wᵀ + b, in evaluation and in training mode."""
+    weight, bias, was_training = module.weight, getattr(module, "bias", None), module.training
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not _takes_one_tensor(module):
+        return False
+    generator = torch.Generator().manual_seed(weight.shape[1])
+    x = torch.randn(2, 5, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+    expected = F.linear(x, weight, bias if isinstance(bias, Tensor) else None)
+    try:
+        results = [module.train(mode)(x) for mode in (True, False)]
+    except Exception:  # another calling convention
+        return False
+    finally:
+        module.train(was_training)
+    return all(isinstance(result, Tensor) and _close(result, expected) for result in results)
 
 
 @torch.no_grad()

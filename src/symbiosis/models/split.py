@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.errors import CannotSplit
-from symbiosis.models.rowwise import BlockShape, probe_block, probe_experts
+from symbiosis.models.rowwise import BlockShape, probe_block, probe_experts, probe_linear
 from symbiosis.types import LayerKind, LayerSpec
 
 Progress = Callable[[int, int], None]
@@ -37,6 +37,7 @@ class HostedLayer:
 
     spec: LayerSpec
     weights: dict[str, Tensor]
+    bias: Tensor | None = None
     module: nn.Module | None = None
 
 
@@ -181,7 +182,7 @@ def _reason_to_keep(model: nn.Module, module: nn.Module, kind: LayerKind, paths:
         return "not stored as floating point"
     if kind is LayerKind.EXPERTS:
         return None if _experts_width(module) else "stacked weights with a calling convention of their own"
-    if type(module).forward is not _PLAIN_FORWARD[kind]:
+    if type(module).forward is not _PLAIN_FORWARD[kind] and not _is_plain_at_heart(module, kind):
         return f"{type(module).__name__} has a forward of its own"
     if kind is LayerKind.EMBEDDING:
         assert isinstance(module, nn.Embedding)
@@ -193,6 +194,11 @@ def _reason_to_keep(model: nn.Module, module: nn.Module, kind: LayerKind, paths:
         if reader:
             return f"its weight is read directly by {reader}"
     return None
+
+
+def _is_plain_at_heart(module: nn.Module, kind: LayerKind) -> bool:
+    """A subclass with a forward of its own that computes just what `nn.Linear` computes."""
+    return kind is LayerKind.LINEAR and probe_linear(module)
 
 
 def _direct_reader(model: nn.Module, path: str) -> str | None:
@@ -225,7 +231,7 @@ def _reads_weight(owner: type[nn.Module], name: str) -> bool:
                 source = inspect.getsource(code)
             except (OSError, TypeError):
                 continue
-            if pattern.search(source):
+            if pattern.search(re.sub(r"isinstance\([^()]*\)", "", source)):
                 return True
     return False
 
@@ -279,7 +285,10 @@ def _host(module: nn.Module, kind: LayerKind, handle: int, paths: tuple[str, ...
         weights=tuple((name, tuple(w.shape)) for name, w in weights.items()),
         experts=experts,
     )
-    return HostedLayer(spec, weights, _skeleton(module) if kind is LayerKind.EXPERTS else None)
+    if kind is LayerKind.EXPERTS:
+        return HostedLayer(spec, weights, module=_skeleton(module))
+    bias = getattr(module, "bias", None)
+    return HostedLayer(spec, weights, bias=None if bias is None else bias.detach())
 
 
 def _identity(kind: str, weights: dict[str, Tensor]) -> str:
@@ -341,7 +350,7 @@ def _blocks(
             train_safe=shape.train_safe,
         )
         handle += 1
-        yield HostedLayer(spec, {}, _skeleton(module))
+        yield HostedLayer(spec, {}, module=_skeleton(module))
 
 
 def _structure(module: nn.Module) -> tuple[object, ...]:

@@ -1,0 +1,363 @@
+"""Fine-tuning as a tenant does it: JSONL in, a plain PEFT adapter folder out.
+
+The loop is plain PyTorch over whatever model it is given; that the base
+layers of a connected model are elsewhere does not show here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from torch import Tensor
+
+from symbiosis.errors import SymbiosisError
+
+_ROLES = ("system", "user", "assistant")
+_IGNORED = -100  # what transformers' losses take for "not this token"
+_CLIP_NORM = 1.0
+
+
+class BadData(SymbiosisError):
+    """Training data that cannot be learnt from; the message names the line."""
+
+    code = "bad_data"
+
+
+class BadSettings(SymbiosisError):
+    """Settings that contradict each other, the method or the model."""
+
+    code = "bad_settings"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """A PEFT method: its config class, what it always sets, and what can be set of it."""
+
+    config: Callable[..., PeftConfig]
+    lr: float
+    fixed: dict[str, Any] = field(default_factory=dict)
+    rank: str | None = None
+    """The config's name for the rank; None if the method has none."""
+    alpha: str | None = None
+    takes_targets: bool = True
+    takes_virtual_tokens: bool = False
+
+
+def _prompting(config: Callable[..., PeftConfig], lr: float) -> Method:
+    return Method(config=config, lr=lr, takes_targets=False, takes_virtual_tokens=True)
+
+
+METHODS: dict[str, Method] = {
+    "lora": Method(config=LoraConfig, lr=1e-3, rank="r", alpha="lora_alpha"),
+    "rslora": Method(config=LoraConfig, lr=1e-3, rank="r", alpha="lora_alpha", fixed={"use_rslora": True}),
+    "dora": Method(config=LoraConfig, lr=1e-3, rank="r", alpha="lora_alpha", fixed={"use_dora": True}),
+    "loha": Method(config=LoHaConfig, lr=2e-3, rank="r", alpha="alpha"),
+    "lokr": Method(config=LoKrConfig, lr=2e-3, rank="r", alpha="alpha"),
+    "vera": Method(config=VeraConfig, lr=1e-2, rank="r"),
+    "oft": Method(config=OFTConfig, lr=1e-3, rank="r", fixed={"oft_block_size": 0}),
+    "ia3": Method(config=IA3Config, lr=2e-2),
+    "prefix": _prompting(PrefixTuningConfig, 2e-2),
+    "prompt": _prompting(PromptTuningConfig, 2e-2),
+    "ptuning": _prompting(PromptEncoderConfig, 2e-3),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneConfig:
+    """What to train and how. None: the method's own choice."""
+
+    method: str = "lora"
+    rank: int | None = None
+    alpha: float | None = None
+    targets: tuple[str, ...] | None = None
+    """Names of the layers that get an adapter, or ("all-linear",). None: PEFT's choice for the model."""
+    virtual_tokens: int | None = None
+    """Length of the prefix or prompt, for the methods that have one."""
+    lr: float | None = None
+    """Falls linearly to 0 over the run."""
+    epochs: int | None = None
+    steps: int | None = None
+    """Either epochs or steps; with neither, three epochs."""
+    batch_size: int = 4
+    max_length: int = 512
+    """Tokens of an example beyond these are cut off."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        method = METHODS.get(self.method)
+        if method is None:
+            raise BadSettings(f"unknown method {self.method!r}: expected one of {', '.join(METHODS)}")
+        takes = {
+            "rank": method.rank is not None,
+            "alpha": method.alpha is not None,
+            "targets": method.takes_targets,
+            "virtual_tokens": method.takes_virtual_tokens,
+        }
+        for name, taken in takes.items():
+            if getattr(self, name) is not None and not taken:
+                raise BadSettings(f"the method {self.method} has no {name.replace('_', ' ')}: leave it out")
+        if self.epochs is not None and self.steps is not None:
+            raise BadSettings("give epochs or steps, not both")
+        for name in ("rank", "virtual_tokens", "epochs", "steps", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadSettings(f"{name.replace('_', ' ')} is {value}: expected at least 1")
+        if self.max_length < 2:
+            raise BadSettings(f"max length is {self.max_length}: expected at least 2 tokens")
+        if self.lr is not None and not 0 < self.lr < float("inf"):
+            raise BadSettings(f"lr is {self.lr}: expected a positive number")
+
+    def peft_config(self) -> PeftConfig:
+        method = METHODS[self.method]
+        options: dict[str, Any] = {"task_type": "CAUSAL_LM", **method.fixed}
+        if method.rank is not None:
+            options[method.rank] = self.rank or 8
+        if method.alpha is not None:
+            options[method.alpha] = self.alpha if self.alpha is not None else 2 * (self.rank or 8)
+        if method.takes_virtual_tokens:
+            options["num_virtual_tokens"] = self.virtual_tokens or 16
+        if self.targets is not None:
+            options["target_modules"] = self.targets[0] if self.targets == ("all-linear",) else list(self.targets)
+            if self.method == "ia3":
+                options["feedforward_modules"] = []  # PEFT wants both or none; all targets are scaled at their output
+        return method.config(**options)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One line of the data: a chat or a text."""
+
+    line: int
+    messages: tuple[dict[str, str], ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    ids: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is known after an optimizer step."""
+
+    number: int
+    steps: int
+    loss: float
+    tokens: int
+    """Tokens of this step, padding not counted."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finetuned:
+    """The trained model and how it went. The adapter also lies in `folder`."""
+
+    model: Any
+    folder: Path
+    losses: list[float]
+    tokens: int
+    seconds: float
+    trained_parameters: int
+    only_answers: bool
+    """The loss counted the assistant's tokens only."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The chats or texts of a JSONL file. Raises `BadData`, naming the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadData(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; expected a JSONL file in UTF-8") from None
+    samples = [_sample(f"{path}, line {number}", number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not samples:
+        raise BadData(f'{path} is empty: expected a line {{"messages": […]}} or {{"text": "…"}} per example')
+    return samples
+
+
+def _sample(where: str, number: int, line: str) -> Sample:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise BadData(f"{where}: not JSON ({error}); expected one object per line") from None
+    if not isinstance(row, dict) or set(row) not in ({"messages"}, {"text"}):
+        found = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
+        raise BadData(f"{where}: expected an object with 'messages' or 'text' and nothing else, got {found or 'an empty one'}")
+    if "text" in row:
+        if not isinstance(row["text"], str) or not row["text"].strip():
+            raise BadData(f"{where}: 'text' must be a string that is not empty")
+        return Sample(number, text=row["text"])
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise BadData(f"{where}: 'messages' must be a list that is not empty")
+    for message in messages:
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise BadData(f"{where}: a message has 'role' and 'content' and nothing else, got {message!r:.80}")
+        if message["role"] not in _ROLES:
+            raise BadData(f"{where}: unknown role {message['role']!r:.40}; expected one of {', '.join(_ROLES)}")
+        if not isinstance(message["content"], str) or not message["content"].strip():
+            raise BadData(f"{where}: a message's 'content' must be a string that is not empty")
+    if all(message["role"] != "assistant" for message in messages):
+        raise BadData(f"{where}: no message of the assistant, so there is nothing to learn")
+    return Sample(number, messages=tuple(messages))
+
+
+def encode(samples: list[Sample], tokenizer: Any, max_length: int) -> tuple[list[Example], bool]:
+    """Tokens and labels, and whether the labels are the assistant's tokens only. Raises `BadData`."""
+    if any(sample.messages for sample in samples) and not getattr(tokenizer, "chat_template", None):
+        raise BadData("the model's tokenizer has no chat template, so it cannot read chats: give lines of {\"text\": …}")
+    spans = [_answer_spans(sample, tokenizer) for sample in samples]
+    # One chat whose answers cannot be told apart would be learnt differently from the others: all or none.
+    only_answers = all(sample.messages and span is not None for sample, span in zip(samples, spans, strict=True))
+    examples = []
+    for sample, span in zip(samples, spans, strict=True):
+        ids = _chat_ids(tokenizer, sample.messages) if sample.messages else _text_ids(tokenizer, sample.text)
+        labels = list(ids)
+        if only_answers:
+            learnt = {index for start, end in span or () for index in range(start, end)}
+            labels = [token if index in learnt else _IGNORED for index, token in enumerate(ids)]
+        ids, labels = ids[:max_length], labels[:max_length]
+        # the first token is never predicted
+        if all(label == _IGNORED for label in labels[1:]):
+            raise BadData(f"line {sample.line}: nothing to learn within {max_length} tokens; raise --max-length or shorten it")
+        examples.append(Example(ids, labels))
+    return examples, only_answers
+
+
+def _chat_ids(tokenizer: Any, messages: tuple[dict[str, str], ...], *, answer_next: bool = False) -> list[int]:
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer_next)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _text_ids(tokenizer: Any, text: str) -> list[int]:
+    ids = list(tokenizer(text)["input_ids"])
+    return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
+
+
+def _answer_spans(sample: Sample, tokenizer: Any) -> list[tuple[int, int]] | None:
+    """Where the assistant speaks, in tokens; None where the template does not let that be told."""
+    whole = _chat_ids(tokenizer, sample.messages) if sample.messages else []
+    spans = []
+    for index, message in enumerate(sample.messages):
+        if message["role"] != "assistant":
+            continue
+        asked = _chat_ids(tokenizer, sample.messages[:index], answer_next=True) if index else []
+        answered = _chat_ids(tokenizer, sample.messages[: index + 1])
+        if whole[: len(asked)] != asked or whole[: len(answered)] != answered:
+            return None
+        spans.append((len(asked), len(answered)))
+    return spans
+
+
+def _batches(examples: list[Example], config: FinetuneConfig) -> Iterator[list[Example]]:
+    """Shuffled epochs without end; each epoch's last batch may be smaller."""
+    random = torch.Generator().manual_seed(config.seed)
+    while True:
+        order = torch.randperm(len(examples), generator=random).tolist()
+        for start in range(0, len(order), config.batch_size):
+            yield [examples[index] for index in order[start : start + config.batch_size]]
+
+
+def _collate(batch: list[Example], pad: int, device: torch.device) -> dict[str, Tensor]:
+    longest = max(len(example.ids) for example in batch)
+    rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+    for example in batch:
+        missing = longest - len(example.ids)
+        rows["input_ids"].append(example.ids + [pad] * missing)
+        rows["attention_mask"].append([1] * len(example.ids) + [0] * missing)
+        rows["labels"].append(example.labels + [_IGNORED] * missing)
+    return {name: torch.tensor(values, device=device) for name, values in rows.items()}
+
+
+def finetune(
+    model: Any,
+    tokenizer: Any,
+    samples: list[Sample],
+    out: Path,
+    config: FinetuneConfig,
+    on_step: Callable[[Step], None] = lambda step: None,
+) -> Finetuned:
+    """Train an adapter on `model` and write it to `out` with a `training.json` beside it.
+
+    The model is wrapped in place, as PEFT does. Raises `BadData` and
+    `BadSettings` before the first step, so a run that starts has sound input.
+    """
+    _check_out(out)
+    examples, only_answers = encode(samples, tokenizer, config.max_length)
+    torch.manual_seed(config.seed)
+    try:
+        tuned = get_peft_model(model, config.peft_config())
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadSettings(f"PEFT cannot put {config.method} on this model: {error}") from error
+    trained = [p for p in tuned.parameters() if p.requires_grad]
+    lr = config.lr or METHODS[config.method].lr
+    steps = config.steps or (config.epochs or 3) * -(-len(examples) // config.batch_size)
+    optimizer = torch.optim.AdamW(trained, lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    batches, losses, tokens = _batches(examples, config), list[float](), 0
+    tuned.train()
+    started = time.perf_counter()
+    for number in range(1, steps + 1):
+        step_started, batch = time.perf_counter(), next(batches)
+        loss = tuned(**_collate(batch, pad, tuned.device)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, _CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+        seen = sum(len(example.ids) for example in batch)
+        tokens += seen
+        on_step(Step(number, steps, losses[-1], seen, time.perf_counter() - step_started))
+    seconds = time.perf_counter() - started
+    tuned.train(False)
+    # only adapters were trained: without this PEFT asks the hub whether the vocabulary grew
+    tuned.save_pretrained(str(out), save_embedding_layers=False)
+    result = Finetuned(tuned, out, losses, tokens, seconds, sum(p.numel() for p in trained), only_answers)
+    _write_training(result, config, lr=lr)
+    return result
+
+
+def _check_out(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadSettings(f"cannot write to {out}: {error.strerror}; choose another folder") from None
+
+
+def _write_training(result: Finetuned, config: FinetuneConfig, *, lr: float) -> None:
+    report = {
+        "settings": {**asdict(config), "lr": lr},
+        "losses": [round(loss, 6) for loss in result.losses],
+        "tokens": result.tokens,
+        "seconds": round(result.seconds, 3),
+        "tokens_per_s": round(result.tokens_per_s, 2),
+        "trained_parameters": result.trained_parameters,
+        "loss_on": "the assistant's tokens" if result.only_answers else "all tokens",
+    }
+    (result.folder / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

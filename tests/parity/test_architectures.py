@@ -1,0 +1,40 @@
+"""A connected model computes what the plain one computes, whatever the architecture and the link."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig
+
+from tests.parity.architectures import ARCHITECTURES, MORE, Architecture
+from tests.parity.pair import LINKS, adapted, assert_same_training, connected, twin
+
+
+
+def check(architecture: Architecture, link: str) -> None:
+    plain, batch = architecture.model(), architecture.batch()
+    with connected(plain, link) as model:
+        with torch.no_grad():
+            expected = plain(**batch).logits
+            for _ in range(2):  # the second pass sends layers together that the first saw reading the same rows
+                torch.testing.assert_close(model(**batch).logits, expected, atol=1e-5, rtol=0)
+        if architecture.generates:
+            ids = batch["input_ids"]
+            settings = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+            assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
+
+        def config() -> PeftConfig:
+            return LoraConfig(r=4, target_modules=list(architecture.targets), init_lora_weights=False)
+
+        assert_same_training(adapted(twin(plain), config), adapted(model, config), architecture.batch)
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_logits_tokens_gradients_and_training_are_those_of_the_plain_model(architecture, link):
+    check(architecture, link)
+
+
+@pytest.mark.parametrize("architecture", MORE, ids=lambda a: a.name)
+def test_architectures_nobody_named_work_too(architecture):
+    check(architecture, "inproc")
