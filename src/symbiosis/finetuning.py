@@ -192,7 +192,9 @@ def read_samples(path: Path) -> list[Sample]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadData(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; expected a JSONL file in UTF-8") from None
+        raise BadData(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; expected a JSONL file in UTF-8"
+        ) from None
     samples = [_sample(f"{path}, line {number}", number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not samples:
         raise BadData(f'{path} is empty: expected a line {{"messages": […]}} or {{"text": "…"}} per example')
@@ -229,7 +231,7 @@ def _sample(where: str, number: int, line: str) -> Sample:
 def encode(samples: list[Sample], tokenizer: Any, max_length: int) -> tuple[list[Example], bool]:
     """Tokens and labels, and whether the labels are the assistant's tokens only. Raises `BadData`."""
     if any(sample.messages for sample in samples) and not getattr(tokenizer, "chat_template", None):
-        raise BadData("the model's tokenizer has no chat template, so it cannot read chats: give lines of {\"text\": …}")
+        raise BadData('the model\'s tokenizer has no chat template, so it cannot read chats: give lines of {"text": …}')
     spans = [_answer_spans(sample, tokenizer) for sample in samples]
     # One chat whose answers cannot be told apart would be learnt differently from the others: all or none.
     only_answers = all(sample.messages and span is not None for sample, span in zip(samples, spans, strict=True))

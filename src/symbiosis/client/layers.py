@@ -265,22 +265,26 @@ class VirtualExperts(VirtualLayer):
         if name in self.__dict__.get("_hosted", ()) and self._parameters.get(name) is None:
             # Whoever asks for stacked weights (PEFT's target_parameters) registers things on them: give real ones.
             self.make_parameters(trainable=False)
+            return self._parameters[name]
         return super().__getattr__(name)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
-        if not self.is_local:
-            for name in sorted(self._hosted):
-                weight: Any = VirtualWeight(self, name)
-                yield f"{prefix}.{name}" if prefix else name, weight
+        for name in sorted(self._hosted):
+            weight: Any = VirtualWeight(self, name)
+            yield f"{prefix}.{name}" if prefix else name, weight
+
+    def make_parameters(self, *, trainable: bool) -> None:
+        super().make_parameters(trainable=trainable)
+        self.__class__ = type(self).__bases__[1]  # with weights of its own it is an ordinary module again
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = None if self.is_local else self._inputs(args, kwargs)
+        inputs = self._inputs(args, kwargs)
         if inputs is None:
             self.make_parameters(trainable=False)
-            return super().forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         return call_experts(self.session, self.spec, *inputs)
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:

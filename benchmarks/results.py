@@ -1,0 +1,41 @@
+"""Where figures go: JSON with machine and versions, and a plot beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions behind a figure."""
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.lower().startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "peft", "pyzmq")},
+    }
+
+
+def save(name: str, question: str, figures: dict[str, Any], folder: Path = FOLDER) -> Path:
+    """Write `name`.json; returns its path, so that a plot can go beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    record = {"question": question, "taken": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), **figures}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path

@@ -1,0 +1,154 @@
+"""Chatting with a connected model: with the base model, or with a tenant's own adapter on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import TextStreamer
+
+from symbiosis.errors import SymbiosisError
+from symbiosis.launch import connect
+
+
+class BadAdapter(SymbiosisError):
+    """A folder that holds no adapter for this model."""
+
+    code = "bad_adapter"
+
+
+class BadPrompt(SymbiosisError):
+    """A prompt the model cannot take."""
+
+    code = "bad_prompt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How answers are drawn."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    """0: the likeliest token each time."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise BadPrompt(f"max new tokens is {self.max_new_tokens}: expected at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise BadPrompt(f"temperature is {self.temperature}: expected 0 (greedy) or more")
+
+    def options(self) -> dict[str, Any]:
+        drawn = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+        return {"max_new_tokens": self.max_new_tokens, **drawn}
+
+
+class _Pieces(TextStreamer):  # type: ignore[misc]  # transformers has no types
+    """Hands on each piece of text as soon as its tokens make whole words."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._write(text)
+
+
+@dataclass(slots=True)
+class Speaker:
+    """A model that answers: with plain text, or with its chat template."""
+
+    model: Any
+    tokenizer: Any
+
+    def complete(self, prompt: str, sampling: Sampling, write: Callable[[str], None] | None = None) -> str:
+        """What follows `prompt`, with no chat template. Pieces go to `write` as they come."""
+        return self._generate(self.tokenizer(prompt, return_tensors="pt"), sampling, write)
+
+    def answer(self, messages: list[dict[str, str]], sampling: Sampling, write: Callable[[str], None] | None = None) -> str:
+        """The assistant's answer to a chat. Pieces go to `write` as they come."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise BadPrompt("the model's tokenizer has no chat template: use `symbiosis generate --raw`")
+        inputs = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        return self._generate(inputs, sampling, write)
+
+    def _generate(self, inputs: Any, sampling: Sampling, write: Callable[[str], None] | None) -> str:
+        length = inputs["input_ids"].shape[1]
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if length == 0:
+            raise BadPrompt("the prompt is empty")
+        if limit is not None and length + sampling.max_new_tokens > limit:
+            raise BadPrompt(
+                f"{length} tokens of prompt and {sampling.max_new_tokens} new ones are more than the model's {limit}: "
+                "shorten the prompt or lower --max-new-tokens"
+            )
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
+        made = self.model.generate(
+            input_ids=inputs["input_ids"].to(self.model.device),
+            attention_mask=inputs["attention_mask"].to(self.model.device),
+            streamer=_Pieces(self.tokenizer, write) if write else None,
+            pad_token_id=pad,
+            **sampling.options(),
+        )
+        return str(self.tokenizer.decode(made[0, length:], skip_special_tokens=True))
+
+
+@contextmanager
+def speaker(
+    address: str, *, token: str | None, name: str, adapter: Path | None = None, seed: int | None = None
+) -> Iterator[Speaker]:
+    """Connect, put the adapter on, and close the session at the end. Raises `BadAdapter`."""
+    if adapter is not None:
+        check_adapter(adapter)  # before the executor is troubled
+    model = connect(address, token=token, name=name)
+    session: Any = model.symbiosis
+    try:
+        tokenizer = session.tokenizer()
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield Speaker(with_adapter(model, adapter) if adapter is not None else model, tokenizer)
+    finally:
+        session.close()
+
+
+def check_adapter(folder: Path) -> None:
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise BadAdapter(f"{folder} has no {file}: expected a folder as `symbiosis finetune --out` or PEFT writes it")
+
+
+def with_adapter(model: Any, folder: Path) -> Any:
+    """The model with a saved adapter on it, connected or plain. Raises `BadAdapter`."""
+    check_adapter(folder)
+    try:
+        return PeftModel.from_pretrained(model, str(folder))
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        if isinstance(error, SymbiosisError):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadAdapter(f"the adapter in {folder} does not fit this model: {reason}") from error
+
+
+def chat(
+    speaker: Speaker,
+    lines: Iterator[str],
+    sampling: Sampling,
+    write: Callable[[str], None],
+    system: str | None = None,
+) -> None:
+    """Answer line after line, remembering the talk, until `/exit` or the end of the lines."""
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    for line in lines:
+        asked = line.strip()
+        if asked == "/exit":
+            return
+        if not asked:
+            continue
+        messages.append({"role": "user", "content": asked})
+        answer = speaker.answer(messages, sampling, write)
+        write("\n")
+        messages.append({"role": "assistant", "content": answer})

@@ -1,0 +1,394 @@
+"""The `symbiosis` command: reads options, calls launch and the tenants' tools.
+
+torch takes seconds to import, so every command imports what it needs itself:
+`symbiosis --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from symbiosis import __version__
+from symbiosis.errors import SymbiosisError
+
+if TYPE_CHECKING:
+    from symbiosis.chatting import Sampling
+    from symbiosis.finetuning import Step
+
+DEFAULT_ADDRESS = "tcp://127.0.0.1:7777"
+err = Console(stderr=True)
+
+
+class _Commands(TyperGroup):
+    """Errors made for people end as one line, not as a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SymbiosisError as error:
+            line = " ".join(str(error).split())
+            err.print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    name="symbiosis",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="One frozen base model, many tenants.\n\nStart with [bold]symbiosis serve[/bold] in one terminal and "
+    "[bold]symbiosis chat[/bold] in another, or watch [bold]symbiosis demo[/bold].",
+)
+
+Connect = Annotated[str, typer.Option("--connect", metavar="ADDRESS", help="Where the executor listens.")]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token", metavar="SECRET", envvar="SYMBIOSIS_TOKEN", show_default=False, help="Your token, if it asks for one."
+    ),
+]
+Name = Annotated[str, typer.Option("--name", help="How you show in the figures without a token.")]
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter", metavar="FOLDER", show_default=False, help="A saved PEFT adapter to speak with.")
+]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token each time.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer.")]
+Seed = Annotated[int | None, typer.Option("--seed", show_default=False, help="Makes sampling repeatable.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"symbiosis {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+# -- the provider ---------------------------------------------------------------------------
+
+
+def read_tokens(given: list[str], environment: str) -> dict[str, str]:
+    """Tenants' names and secrets from `NAME=SECRET` or plain `SECRET`. Raises without repeating a secret."""
+    tokens: dict[str, str] = {}
+    plain = 0
+    for entry in [*given, *(part.strip() for part in environment.split(",") if part.strip())]:
+        name, mark, secret = entry.partition("=")
+        if not mark:
+            plain += 1
+            name, secret = f"tenant-{plain}", entry
+        if not name or not secret:
+            raise SymbiosisError("a token must be NAME=SECRET or SECRET, neither empty")
+        if name in tokens:
+            raise SymbiosisError(f"two tokens name the tenant {name!r}: give each tenant one")
+        tokens[name] = secret
+    return tokens
+
+
+@app.command(epilog="Example: symbiosis serve --listen tcp://127.0.0.1:7777 --listen shm://base")
+def serve(
+    model: Annotated[str | None, typer.Argument(show_default=False, help="Folder or hub id; none: the default model.")] = None,
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--listen", metavar="ADDRESS", help=f"tcp://HOST:PORT or shm://NAME; repeatable. (default: {DEFAULT_ADDRESS})"
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the base layers lie: cpu, cuda, cuda:1 …")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(show_default=False, help="float32, bfloat16 or float16; none: as the checkpoint says.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="How calls are batched: opportunistic, lockstep or none.")] = "opportunistic",
+    max_wait_ms: Annotated[
+        float | None, typer.Option("--max-wait-ms", show_default=False, help="Longest that a call is held to gather company.")
+    ] = None,
+    token: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--token",
+            metavar="NAME=SECRET",
+            help="A tenant's token; repeatable. Also from SYMBIOSIS_TOKENS, comma-separated, which `ps` does not show.",
+        ),
+    ] = None,
+    host_head: Annotated[bool, typer.Option("--host-head", help="Host the model's head too.")] = False,
+    host_embeddings: Annotated[bool, typer.Option("--host-embeddings", help="Host the embeddings too.")] = False,
+    no_weights: Annotated[bool, typer.Option("--no-weights", help="Never hand a base weight to a tenant.")] = False,
+) -> None:
+    """Hold one base model and serve its layers to tenants, until Ctrl-C."""
+    tokens = read_tokens(token or [], os.environ.get("SYMBIOSIS_TOKENS", ""))
+    with err.status("Starting"):
+        from symbiosis.launch import Executor
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
+        task = progress.add_task("Splitting", total=None)
+        executor = Executor(
+            model,
+            device,
+            dtype,
+            policy,
+            tokens=tokens,
+            host_head=host_head,
+            host_embeddings=host_embeddings,
+            weights=not no_weights,
+            max_wait_ms=max_wait_ms,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    with executor:
+        stopped = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stopped.set())
+        typer.echo(f"{executor.stats()['model']}: {executor.split.summary()}")
+        addresses = [executor.listen(address) for address in listen or [DEFAULT_ADDRESS]]
+        secret = ', token="…"' if tokens else ""
+        typer.echo(
+            "\nA tenant types:\n"
+            "  import symbiosis\n"
+            f'  model = symbiosis.connect("{addresses[0]}"{secret})\n'
+            "  tokenizer = model.symbiosis.tokenizer()\n"
+            '  print(tokenizer.decode(model.generate(**tokenizer("Hello", return_tensors="pt"))[0]))\n'
+        )
+        for address in addresses:
+            typer.echo(f"listening at {address}")
+        sys.stdout.flush()  # scripts wait for these lines
+        stopped.wait()
+        err.print("stopping")
+
+
+# -- tenants --------------------------------------------------------------------------------
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _lines() -> Iterator[str]:
+    """What the user says: a prompt at a terminal, plain lines otherwise."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401  # gives input() a history and line editing
+
+    err.print("[dim]/exit or Ctrl-D ends the talk[/dim]")
+    with suppress(EOFError):
+        while True:
+            yield input("> ")
+
+
+def _sampling(max_new_tokens: int, temperature: float) -> Sampling:
+    from symbiosis.chatting import Sampling
+
+    return Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
+
+
+@app.command(epilog="Example: symbiosis chat --adapter my-adapter --system 'Answer in one sentence.'")
+def chat(
+    connect: Connect = DEFAULT_ADDRESS,
+    token: Token = None,
+    name: Name = "chat",
+    adapter: Adapter = None,
+    system: Annotated[str | None, typer.Option(show_default=False, help="What the model is told first.")] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.2,
+    seed: Seed = None,
+) -> None:
+    """Talk with the model. Lines come from the terminal, or from a pipe."""
+    from symbiosis import chatting
+
+    sampling = _sampling(max_new_tokens, temperature)
+    with chatting.speaker(connect, token=token, name=name, adapter=adapter, seed=seed) as speaker:
+        chatting.chat(speaker, _lines(), sampling, _write, system)
+
+
+@app.command(epilog="Example: symbiosis generate 'Why is the sky blue?' --max-new-tokens 60")
+def generate(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Each is answered by itself.")],
+    connect: Connect = DEFAULT_ADDRESS,
+    token: Token = None,
+    name: Name = "generate",
+    adapter: Adapter = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, with no chat template.")] = False,
+) -> None:
+    """Answer prompts and exit. The text goes to stdout, nothing else does."""
+    from symbiosis import chatting
+
+    sampling = _sampling(max_new_tokens, temperature)
+    with chatting.speaker(connect, token=token, name=name, adapter=adapter, seed=seed) as speaker:
+        for prompt in prompts:
+            if raw:
+                speaker.complete(prompt, sampling, _write)
+            else:
+                speaker.answer([{"role": "user", "content": prompt}], sampling, _write)
+            _write("\n")
+
+
+@app.command(epilog="Example: symbiosis finetune chats.jsonl --out my-adapter --method lora --rank 8 --epochs 3")
+def finetune(
+    data: Annotated[
+        Path,
+        typer.Argument(metavar="DATA.jsonl", help='A line per example: {"messages": [{"role", "content"} …]} or {"text": …}.'),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the adapter is written.")],
+    connect: Connect = DEFAULT_ADDRESS,
+    token: Token = None,
+    name: Name = "finetune",
+    method: Annotated[
+        str, typer.Option(help="lora, rslora, dora, loha, lokr, vera, oft, ia3, prefix, prompt or ptuning.")
+    ] = "lora",
+    rank: Annotated[int | None, typer.Option(show_default=False, help="Of the methods that have one. (default: 8)")] = None,
+    alpha: Annotated[float | None, typer.Option(show_default=False, help="LoRA's scale. (default: 2 × rank)")] = None,
+    targets: Annotated[
+        str | None,
+        typer.Option(show_default=False, help="Layers to adapt, as q_proj,v_proj or all-linear. (default: PEFT's choice)"),
+    ] = None,
+    virtual_tokens: Annotated[
+        int | None, typer.Option("--virtual-tokens", show_default=False, help="Length of a prefix or prompt. (default: 16)")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(show_default=False, help="(default: the method's own)")] = None,
+    epochs: Annotated[int | None, typer.Option(show_default=False, help="(default: 3)")] = None,
+    steps: Annotated[int | None, typer.Option(show_default=False, help="In place of epochs.")] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Examples per step.")] = 4,
+    max_length: Annotated[int, typer.Option("--max-length", help="Tokens of an example beyond these are cut off.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of the adapter's start and the order of examples.")] = 0,
+) -> None:
+    """Train an adapter on your chats or texts; the result is a plain PEFT folder."""
+    from symbiosis.finetuning import FinetuneConfig, read_samples
+    from symbiosis.finetuning import finetune as train
+    from symbiosis.launch import connect as connect_to
+
+    config = FinetuneConfig(
+        method=method,
+        rank=rank,
+        alpha=alpha,
+        targets=tuple(part.strip() for part in targets.split(",")) if targets else None,
+        virtual_tokens=virtual_tokens,
+        lr=lr,
+        epochs=epochs,
+        steps=steps,
+        batch_size=batch_size,
+        max_length=max_length,
+        seed=seed,
+    )
+    samples = read_samples(data)  # before connecting: bad data shows at once
+    model = connect_to(connect, token=token, name=name)
+    session: Any = model.symbiosis
+    try:
+        with _training_bar() as on_step:
+            result = train(model, session.tokenizer(), samples, out, config, on_step)
+    finally:
+        session.close()
+    err.print(
+        f"loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}, {result.tokens_per_s:,.0f} tokens/s, "
+        f"{result.trained_parameters:,} parameters trained on {'answers' if result.only_answers else 'all tokens'}",
+        highlight=False,
+    )
+    typer.echo(f"adapter written to {out}")
+
+
+@contextmanager
+def _training_bar() -> Iterator[Callable[[Step], None]]:
+    """A live bar with loss and tokens/s; gives what to call after each step."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[figures]}"), console=err) as progress:
+        task = progress.add_task("Training", total=None, figures="")
+
+        def on_step(step: Step) -> None:
+            figures = f"loss {step.loss:.3f}  {step.tokens / max(step.seconds, 1e-9):,.0f} tokens/s"
+            progress.update(task, completed=step.number, total=step.steps, figures=figures)
+
+        yield on_step
+
+
+@app.command(epilog="Example: symbiosis top --interval 2")
+def top(
+    connect: Connect = DEFAULT_ADDRESS,
+    token: Token = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table (rates since the start) and exit.")] = False,
+) -> None:
+    """Watch an executor: tenants, batches, tokens/s, memory. Ctrl-C ends it."""
+    from symbiosis.launch import fetch_stats
+
+    stats = fetch_stats(connect, token=token)
+    if once:
+        Console().print(figures_table(stats, None))
+        return
+    with suppress(KeyboardInterrupt), Live(figures_table(stats, None), console=Console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            before, stats = stats, fetch_stats(connect, token=token)
+            live.update(figures_table(stats, before), refresh=True)
+
+
+def figures_table(stats: dict[str, Any], before: dict[str, Any] | None) -> Table:
+    """An executor's figures; rates are since `before`, or since its start."""
+    seconds = max(1e-9, stats["uptime_s"] - (before["uptime_s"] if before else 0.0))
+    old = before["tenants"] if before else {}
+    table = Table(
+        title=f"{escape(stats['model'])} · {stats['policy']} · up {stats['uptime_s']:,.0f} s · "
+        f"{stats['bytes_held'] / 1e6:,.0f} MB held",
+        caption=f"{stats['calls']:,} calls in {stats['batches']:,} batches, mean batch {stats['mean_batch']:.2f}, "
+        f"{stats['mean_rows']:,.0f} rows each · {stats['queued']} queued · "
+        f"busy {100 * stats['busy_s'] / max(1e-9, stats['uptime_s']):.0f} %",
+    )
+    table.add_column("tenant")
+    for column in ("sessions", "calls", "tokens", "tokens/s", "training rows", "mean wait", "errors"):
+        table.add_column(column, justify="right")
+    for tenant, figures in sorted(stats["tenants"].items()):
+        if tenant == "top" and not figures["calls"]:
+            continue  # that is us, looking
+        rate = (figures["tokens"] - old.get(tenant, {}).get("tokens", 0)) / seconds
+        table.add_row(
+            escape(tenant),
+            f"{figures['sessions']}",
+            f"{figures['calls']:,}",
+            f"{figures['tokens']:,}",
+            f"{rate:,.1f}",
+            f"{figures['training_rows']:,}",
+            f"{figures['mean_wait_ms']:.2f} ms",
+            f"{figures['errors']}",
+        )
+    return table
+
+
+@app.command(epilog="Example: symbiosis demo --out demo-out --steps 24")
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where adapters, figures and the plot go.")] = Path(
+        "demo-out"
+    ),
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each tenant.")] = 24,
+) -> None:
+    """Three tenants fine-tune at once on the default model (LoRA, IA3, prefix tuning) while a fourth chats."""
+    from symbiosis.demo import run_demo
+
+    if not run_demo(out, steps, Console()):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

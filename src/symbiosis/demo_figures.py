@@ -1,0 +1,265 @@
+"""What the demo sees while it runs, and how it shows: live, as a report, as a plot, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from symbiosis.errors import SymbiosisError
+
+Report = dict[str, Any]
+
+# one look for all three panels; readable without colour too
+_MARKS = ("o", "s", "^")
+_COLOURS = ("#0072b2", "#d55e00", "#009e73")
+
+
+class DemoFailed(SymbiosisError):
+    """A process of the demo ended early."""
+
+    code = "demo_failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tenant:
+    """One that fine-tunes: its data is demo_data/NAME.jsonl."""
+
+    name: str
+    method: str
+    lr: float
+    link: str
+    question: str
+    """Asked before and after; not in the data."""
+
+
+def rss(process: int | str) -> int:
+    """Bytes of a process that are in memory now; 0 if it is gone."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True)
+class Run:
+    """All that is seen while the demo runs."""
+
+    tenants: tuple[Tenant, ...]
+    steps: int
+    started: float = 0.0
+    """When the first optimizer step could begin."""
+    seconds: float = 0.0
+    before: dict[str, str] = field(default_factory=dict)
+    after: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
+    losses: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """Per tenant: (seconds since the start, loss) of each step."""
+    rates: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
+    rss: dict[str, int] = field(default_factory=dict)
+    """The most of each process."""
+    looks: list[dict[str, float]] = field(default_factory=list)
+    """Per look at the executor: seconds, mean batch and tokens/s since the look before."""
+    copy: dict[str, int] = field(default_factory=dict)
+    said: Report = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, report: Report) -> None:
+        who, what = report["who"], report["what"]
+        if what == "failed":
+            raise DemoFailed(f"{who} failed: {report['reason']}")
+        if what == "before":
+            self.before[who] = report["text"]
+            # all wait for the last of them, so training begins now at the earliest
+            self.started = time.time()
+        elif what == "step":
+            self.losses.setdefault(who, []).append((report["at"] - self.started, report["loss"]))
+            self.rates[who] = report["tokens_per_s"]
+        elif what == "after":
+            self.after[who], self.rates[who], self.weights[who] = report["text"], report["tokens_per_s"], report["weights"]
+        elif what == "said":
+            self.said = report
+        elif what == "copy":
+            self.copy = {name: report[name] for name in ("runtime", "weights", "rss")}
+        elif what == "text":
+            self.plain[report["tenant"]] = report["text"]
+
+    def look(self, stats: dict[str, Any], processes: dict[str, int]) -> None:
+        for name, process in processes.items():
+            self.rss[name] = max(self.rss.get(name, 0), rss(process))
+        old, self.stats = self.stats, stats
+        batches, seconds = stats["batches"] - old.get("batches", 0), stats["uptime_s"] - old.get("uptime_s", 0.0)
+        if old and batches and len(self.before) == len(self.tenants):
+            mean_batch = (stats["calls"] - old["calls"]) / batches
+            rate = (stats["tokens"] - old["tokens"]) / max(seconds, 1e-9)
+            self.looks.append({"at": time.time() - self.started, "mean_batch": mean_batch, "tokens_per_s": rate})
+
+    def ends(self, tenant: str) -> tuple[float, float]:
+        """Mean loss of the first and the last quarter of the steps: single batches differ too much."""
+        losses = [loss for _, loss in self.losses[tenant]]
+        some = max(1, len(losses) // 4)
+        return sum(losses[:some]) / some, sum(losses[-some:]) / some
+
+    def totals(self) -> dict[str, int]:
+        """Bytes of the executor and those that train, against as many separate copies."""
+        names = [tenant.name for tenant in self.tenants]
+        return {
+            "weights": self.stats["bytes_held"] + sum(self.weights[name] for name in names),
+            "rss": self.rss["executor"] + sum(self.rss[name] for name in names),
+            "copies_weights": len(names) * self.copy["weights"],
+            "copies_rss": len(names) * self.copy["rss"],
+        }
+
+    def verdicts(self) -> list[tuple[bool, str]]:
+        """What the demo promises, each with whether it held."""
+        found = []
+        for tenant in self.tenants:
+            name, (first, last) = tenant.name, self.ends(tenant.name)
+            found.append((last < first, f"{name}: loss fell ({first:.2f} → {last:.2f})"))
+            found.append((self.before[name] != self.after[name], f"{name}: the answer changed"))
+            same = self.plain.get(name) == self.after[name]
+            found.append((same, f"{name}: plain transformers + PEFT gives the same text with the saved adapter"))
+        return found
+
+
+def view(run: Run) -> RenderableType:
+    """The live picture."""
+    table = Table(title="one base model, four tenants", title_justify="left")
+    for column in ("tenant", "does", "link", "step", "loss", "tokens/s"):
+        table.add_column(column, justify="left" if column in ("tenant", "does", "link") else "right")
+    for tenant in run.tenants:
+        losses = run.losses.get(tenant.name, [])
+        moved = f"{losses[0][1]:.2f} → {losses[-1][1]:.2f}" if losses else "…"
+        rate = f"{run.rates[tenant.name]:,.0f}" if tenant.name in run.rates else "…"
+        done = " done" if tenant.name in run.after else ""
+        table.add_row(tenant.name, f"trains {tenant.method}", tenant.link, f"{len(losses)}/{run.steps}{done}", moved, rate)
+    table.add_row("chatter", f"chats, {run.said.get('answers', 0)} answers", "tcp", "", "", "")
+    lines: list[RenderableType] = [table]
+    if run.stats:
+        text = f"executor: {run.stats['calls']:,} calls in {run.stats['batches']:,} batches"
+        if run.looks:
+            text += f" · now {run.looks[-1]['mean_batch']:.2f} calls a batch, {run.looks[-1]['tokens_per_s']:,.0f} tokens/s"
+        lines.append(Text(text))
+    if run.said:
+        lines.append(Text(f"chatter: {run.said['question']} — {_short(run.said['text'])}", style="dim"))
+    return Group(*lines)
+
+
+def report(run: Run) -> RenderableType:
+    """The end: answers, losses, memory, batches, and whether all held."""
+    answers = Table(title="before and after", title_justify="left", show_lines=True)
+    for column in ("tenant", "asked", "before", "after", "loss first → last"):
+        answers.add_column(column, overflow="fold")
+    for tenant in run.tenants:
+        losses = run.losses[tenant.name]
+        answers.add_row(
+            f"{tenant.name}\n({tenant.method}, {tenant.link})",
+            Text(tenant.question),
+            Text(_short(run.before[tenant.name])),
+            Text(_short(run.after[tenant.name])),
+            f"{losses[0][1]:.2f} → {losses[-1][1]:.2f}",
+        )
+    batches = Text(
+        f"batches: {run.stats['calls']:,} calls in {run.stats['batches']:,} batches, mean batch {run.stats['mean_batch']:.2f}, "
+        f"{run.stats['mean_rows']:,.0f} rows each; {run.said.get('answers', 0)} chat answers meanwhile; "
+        f"{run.seconds:,.0f} s in all"
+    )
+    verdicts = [Text(f"{'✓' if held else '✗'} {what}", style="green" if held else "bold red") for held, what in run.verdicts()]
+    return Group(answers, _memory(run), batches, *verdicts)
+
+
+def _memory(run: Run) -> RenderableType:
+    table = Table(
+        title="memory, measured",
+        title_justify="left",
+        caption="weights: bytes of parameters a process holds. process: the most RSS seen, pages shared with others "
+        f"counted in each; {_mb(run.copy['runtime'])} of it are Python, torch, transformers and PEFT before any model.",
+    )
+    for column in ("process", "weights", "process RSS"):
+        table.add_column(column, justify="left" if column == "process" else "right")
+    table.add_row("executor, base layers once", _mb(run.stats["bytes_held"]), _mb(run.rss["executor"]))
+    for tenant in run.tenants:
+        table.add_row(f"tenant {tenant.name}", _mb(run.weights[tenant.name]), _mb(run.rss[tenant.name]))
+    totals = run.totals()
+    table.add_row("together", _mb(totals["weights"]), _mb(totals["rss"]), style="bold", end_section=True)
+    table.add_row("plain fine-tuning process, one", _mb(run.copy["weights"]), _mb(run.copy["rss"]))
+    copies = len(run.tenants)
+    table.add_row(
+        f"{copies} separate copies ({copies} × that)", _mb(totals["copies_weights"]), _mb(totals["copies_rss"]), style="bold"
+    )
+    return table
+
+
+def write(run: Run, path: Path) -> None:
+    """Everything that was measured, as JSON."""
+    figures = {
+        "steps": run.steps,
+        "seconds": round(run.seconds, 1),
+        "tenants": {
+            tenant.name: {
+                "method": tenant.method,
+                "link": tenant.link,
+                "question": tenant.question,
+                "before": run.before[tenant.name],
+                "after": run.after[tenant.name],
+                "plain": run.plain.get(tenant.name),
+                "losses": [round(loss, 4) for _, loss in run.losses[tenant.name]],
+                "tokens_per_s": round(run.rates[tenant.name], 1),
+            }
+            for tenant in run.tenants
+        },
+        "memory_bytes": {"rss": run.rss, "weights": run.weights, "plain_copy": run.copy, **run.totals()},
+        "executor": run.stats,
+        "chat_answers": run.said.get("answers", 0),
+        "verdicts": [{"held": held, "what": what} for held, what in run.verdicts()],
+    }
+    path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def plot(run: Run, path: Path) -> None:
+    """Losses over time; below, what the executor made of the calls."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (losses, batch, rate) = pyplot.subplots(
+        3, 1, figsize=(9, 8), sharex=True, height_ratios=(3, 1.2, 1.2), layout="constrained"
+    )
+    for tenant, mark, colour in zip(run.tenants, _MARKS, _COLOURS, strict=True):
+        seconds, values = zip(*run.losses[tenant.name], strict=True)
+        losses.plot(seconds, values, marker=mark, markersize=4, color=colour, label=f"{tenant.name}: {tenant.method}")
+    losses.set_ylabel("training loss")
+    losses.set_ylim(bottom=0)
+    losses.legend(frameon=False)
+    losses.set_title("Three tenants fine-tune at once on one base model, a fourth chats")
+    at = [look["at"] for look in run.looks]
+    batch.plot(at, [look["mean_batch"] for look in run.looks], color="0.25")
+    batch.set_ylabel("calls per batch")
+    batch.set_ylim(bottom=0.9)
+    rate.fill_between(at, [look["tokens_per_s"] for look in run.looks], color="0.75", step="mid")
+    rate.set_ylabel("tokens/s, all")
+    rate.set_ylim(bottom=0)
+    rate.set_xlabel("seconds since training began")
+    for axes in (losses, batch, rate):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,134 @@
+"""Over every link: what one tenant does wrong is that tenant's error, and nobody else's."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from symbiosis.errors import BadCall, TooLarge, UnknownLayer
+from symbiosis.messages import Kind, Message
+from symbiosis.types import Direction
+from tests.conftest import Serve, Served
+
+BACK = Direction.BACKWARD
+X = torch.zeros(3, 64)
+LONG = torch.zeros(3, 64, dtype=torch.int64)
+
+BAD = [
+    (BadCall, Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(3, 63),))),
+    (BadCall, Message(Kind.CALL, layers=(0,), tensors=(LONG,))),
+    (BadCall, Message(Kind.CALL, layers=(0,), tensors=(LONG.to(torch.uint8),))),
+    (UnknownLayer, Message(Kind.CALL, layers=(4_000,), tensors=(X,))),
+    (TooLarge, Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(0, 64),))),
+    (TooLarge, Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(8193, 64),))),
+    (BadCall, Message(Kind.CALL, layers=(0,), tensors=())),
+    (BadCall, Message(Kind.CALL, layers=(0,), tensors=(X, X))),
+    (BadCall, Message(Kind.CALL, layers=(0,), tensors=(X, X[:2]))),
+    (BadCall, Message(Kind.CALL, layers=(), tensors=(X,))),
+    (BadCall, Message(Kind.CALL, layers=(0, 1, 2), direction=BACK, tensors=(X, X))),
+    (BadCall, Message(Kind.CALL, layers=(0, 1), direction=BACK, tensors=(X, torch.zeros(2, 32)))),
+    (BadCall, Message(Kind.WELCOME)),
+    (BadCall, Message(Kind.REPLY)),
+    (BadCall, Message(Kind.ERROR)),
+    (BadCall, Message(Kind.BLOB, body={"sha256": "0" * 64, "offset": 0})),
+    (BadCall, Message(Kind.BLOB)),
+    (BadCall, Message(Kind.FETCH, layers=(0,), body={"name": "weight", "start": 1 << 40})),
+    (BadCall, Message(Kind.FETCH, layers=(0,), body={"name": "bias", "start": 0})),
+    (UnknownLayer, Message(Kind.FETCH)),
+]
+
+
+def test_a_bad_call_fails_only_its_own_tenant(link: Served, tiny, ids):
+    good, bad = link.connect("ann"), link.raw("bob")
+    stop, wrong = threading.Event(), []
+    expected = tiny(ids).logits
+
+    def go_on() -> None:
+        while not stop.is_set():
+            try:
+                torch.testing.assert_close(good(ids).logits, expected, rtol=0, atol=1e-5)
+            except BaseException as error:
+                wrong.append(error)
+                return
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        for kind, message in BAD:
+            with pytest.raises(kind):
+                bad.request(message)
+        reply = bad.request(Message(Kind.CALL, layers=(0,), tensors=(X,)))
+        assert reply.tensors[0].shape[0] == 3
+    finally:
+        stop.set()
+        thread.join()
+    assert wrong == []
+    figures = link.executor.stats()["tenants"]
+    assert figures["bob"]["errors"] == len(BAD)
+    assert figures["ann"]["errors"] == 0
+
+
+@pytest.mark.parametrize("kind", ["inproc", "shm", "tcp"])
+def test_expert_indices_out_of_range_are_refused_over_every_link(serve: Serve, kind: str):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    served = serve(kind, model=MixtralForCausalLM(config).eval())
+    handle = next(s.handle for s in served.executor.manifest().layers if s.kind == "experts")
+    raw, rows, weight = served.raw(), torch.zeros(3, 32), torch.ones(3, 2)
+    for index in (4, -1, 2**40, -(2**63)):
+        with pytest.raises(BadCall, match="indices"):
+            raw.request(Message(Kind.CALL, layers=(handle,), tensors=(rows, torch.full((3, 2), index), weight)))
+    good = raw.request(Message(Kind.CALL, layers=(handle,), tensors=(rows, torch.zeros(3, 2, dtype=torch.int64), weight)))
+    assert good.tensors[0].shape == (3, 32)
+
+
+class Company:
+    """A policy for tests: waits until two calls are there, then runs them as one batch."""
+
+    name = "company"
+
+    def decide(self, pending, heard, costs, now):
+        from symbiosis.executor.policies import Decision
+
+        return Decision(batch=tuple(pending)) if len(pending) == 2 else Decision()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
+def test_poisoned_rows_in_the_same_batch_leave_the_others_bit_for_bit(link: Served, poison: float):
+    link.executor._service.policy = Company()
+    ann, eve = link.raw("ann"), link.raw("bob")
+    rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(5))
+
+    def together(guest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        replies: dict[str, torch.Tensor] = {}
+
+        def ask(name: str, who, what: torch.Tensor) -> None:
+            replies[name] = who.request(Message(Kind.CALL, layers=(0,), tensors=(what,))).tensors[0]
+
+        # eve first: her rows lie above ann's
+        first = threading.Thread(target=ask, args=("eve", eve, guest))
+        first.start()
+        while not link.executor.stats()["queued"]:
+            pass
+        ask("ann", ann, rows)
+        first.join()
+        return replies["ann"], replies["eve"]
+
+    harmless, _ = together(torch.ones(3, 64))
+    beside_poison, poisoned = together(torch.full((3, 64), poison))
+    assert torch.equal(harmless, beside_poison)
+    assert not (poisoned.abs() < 1e30).all()
+
+
+def test_an_error_says_what_was_wrong_and_what_to_do(link: Served):
+    raw = link.raw()
+    with pytest.raises(TooLarge, match="1 to 8192 rows, got 9000: cut it"):
+        raw.request(Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(9000, 64),)))
+    with pytest.raises(BadCall, match=r"q_proj takes rows of width 64, got 63"):
+        raw.request(Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(2, 63),)))

@@ -1,0 +1,190 @@
+"""What one tenant sends never shows in what another gets."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+
+from symbiosis.messages import Kind
+from tests.executor.desk import BLOCK, EXPERTS, LINEAR, OTHER, WIDE, WIDTH, Desk
+
+POISONS = [float("nan"), float("inf"), -float("inf"), 3e38, -3e38]
+
+
+def calls_of(kind: str, rows: int, seed: int):
+    """(layers, backward, tensors) of one call."""
+    torch.manual_seed(seed)
+    x, grad = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(rows)])
+    weight = torch.rand(rows, 2)
+    return {
+        "matrix": ((LINEAR,), False, (x,)),
+        "matrix back": ((LINEAR,), True, (grad,)),
+        "group": ((LINEAR, OTHER), False, (x,)),
+        "group back": ((LINEAR, OTHER), True, (grad, torch.randn(rows, 48))),
+        "conv1d": ((WIDE,), False, (x,)),
+        "block": ((BLOCK,), False, (x,)),
+        "block back": ((BLOCK,), True, (x, grad)),
+        "experts": ((EXPERTS,), False, (x, index, weight)),
+        "experts back": ((EXPERTS,), True, (x, index, weight, grad)),
+    }[kind]
+
+
+KINDS = ["matrix", "matrix back", "group", "group back", "conv1d", "block", "block back", "experts", "experts back"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_poisoned_rows_leave_the_others_bit_for_bit_as_they_were(kind: str, poison: float, rows: int):
+    layers, back, victim = calls_of(kind, rows, seed=1)
+    _, _, harmless = calls_of(kind, 5, seed=2)
+    poisoned = tuple(t.clone().fill_(poison) if t.is_floating_point() else t for t in harmless)
+
+    def victims_answer(guest: tuple[torch.Tensor, ...], first: bool):
+        desk = Desk()
+        ann, eve = desk.tenant("ann"), desk.tenant("eve")
+        for peer, tensors in ((eve, guest), (ann, victim)) if first else ((ann, victim), (eve, guest)):
+            desk.call(peer, *tensors, layers=layers, back=back)
+        desk.run()
+        assert desk.service.stats()["mean_batch"] == 2
+        assert desk.answer(eve).kind is Kind.REPLY
+        return desk.answer(ann).tensors
+
+    for first in (True, False):
+        for expected, actual in zip(victims_answer(harmless, first), victims_answer(poisoned, first), strict=True):
+            assert torch.equal(expected, actual)
+            assert torch.isfinite(actual).all()
+
+
+def test_poisoned_rows_come_back_poisoned():
+    desk = Desk()
+    eve = desk.tenant("eve")
+    rows = torch.randn(3, WIDTH)
+    rows[1] = float("nan")
+    desk.call(eve, rows)
+    desk.run()
+    (result,) = desk.answer(eve).tensors
+    assert result[1].isnan().all()
+    assert result[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_gives_each_tenant_what_it_gets_alone(kind: str):
+    alone, desk = Desk(), Desk()
+    peers = [desk.tenant(f"t{i}") for i in range(4)]
+    expected = []
+    for i, peer in enumerate(peers):
+        layers, back, tensors = calls_of(kind, 3 + i, seed=i)
+        desk.call(peer, *tensors, layers=layers, back=back)
+        solo = alone.tenant()
+        alone.call(solo, *tensors, layers=layers, back=back)
+        alone.run()
+        expected.append(alone.answer(solo).tensors)
+    desk.run()
+    assert desk.service.stats()["batches"] == 1
+    for peer, tensors in zip(peers, expected, strict=True):
+        for actual, own in zip(desk.answer(peer).tensors, tensors, strict=True):
+            torch.testing.assert_close(actual, own, rtol=1e-5, atol=1e-6)
+
+
+def test_tenants_that_met_in_forward_need_not_meet_in_backward():
+    desk = Desk()
+    ann, bob = desk.tenant("ann"), desk.tenant("bob")
+    x, y, grad = torch.randn(3, WIDTH), torch.randn(5, WIDTH), torch.randn(3, WIDTH)
+    desk.call(ann, x, layers=(BLOCK,))
+    desk.call(bob, y, layers=(BLOCK,))
+    desk.run()
+    together = desk.answer(ann).tensors[0]
+    desk.call(ann, x, grad, layers=(BLOCK,), back=True)
+    desk.run()
+    x = x.clone().requires_grad_()
+    plain = desk.layers[BLOCK].module(x)
+    torch.testing.assert_close(together, plain.detach(), rtol=1e-5, atol=1e-6)
+    (expected,) = torch.autograd.grad(plain, x, grad)
+    torch.testing.assert_close(desk.answer(ann).tensors[0], expected, rtol=1e-5, atol=1e-6)
+    desk.answer(bob)
+
+
+def test_dtypes_of_tenants_meet_in_one_batch_and_each_gets_its_own_back():
+    desk = Desk()
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    peers = [desk.tenant() for _ in dtypes]
+    rows = torch.randn(3, WIDTH)
+    for peer, dtype in zip(peers, dtypes, strict=True):
+        desk.call(peer, rows.to(dtype))
+    desk.run()
+    assert desk.service.stats()["batches"] == 1
+    for peer, dtype in zip(peers, dtypes, strict=True):
+        (result,) = desk.answer(peer).tensors
+        assert result.dtype is dtype
+        expected = rows.to(dtype).float() @ desk.layers[LINEAR].weights["weight"].t()
+        torch.testing.assert_close(result.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_share_memory_with_nobody(kind: str):
+    desk = Desk()
+    peers = [desk.tenant(f"t{i}") for i in range(3)]
+    for i, peer in enumerate(peers):
+        layers, back, tensors = calls_of(kind, 4, seed=i)
+        desk.call(peer, *tensors, layers=layers, back=back)
+    desk.run()
+    places = [t.untyped_storage().data_ptr() for peer in peers for t in desk.answer(peer).tensors]
+    weights = [w.untyped_storage().data_ptr() for layer in desk.layers for w in layer.weights.values()]
+    assert len(set(places)) == len(places)
+    assert not set(places) & set(weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_a_call_outlives_its_answer(kind: str):
+    desk = Desk()
+    peers = [desk.tenant(f"t{i}") for i in range(2)]
+    traces = []
+    for i, peer in enumerate(peers):
+        layers, back, tensors = calls_of(kind, 6, seed=i)
+        desk.call(peer, *tensors, layers=layers, back=back)
+        traces += [weakref.ref(t) for t in tensors]
+    del tensors
+    desk.run()
+    traces += [weakref.ref(t) for peer in peers for t in desk.answer(peer).tensors]
+    gc.collect()
+    assert [trace for trace in traces if trace() is not None] == []
+
+
+def held(tenants: int, rows: int) -> tuple[int, int]:
+    """Bytes of tensors alive after calls of so many tenants and rows, and what the service says it holds."""
+    desk = Desk()
+    peers = [desk.tenant(f"t{i}") for i in range(tenants)]
+    for back, peer in itertools.product((False, True), peers):
+        desk.call(peer, torch.randn(rows, WIDTH), back=back)
+        desk.run()
+        desk.answer(peer)
+    gc.collect()
+    alive = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _reachable_tensors(desk.service)}
+    return sum(alive.values()), desk.service.stats()["bytes_held"]
+
+
+def _reachable_tensors(root: object) -> list[torch.Tensor]:
+    seen, todo, found = set(), [root], []
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, type) or type(thing).__name__ in ("module", "function", "method"):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            found.append(thing)
+        else:
+            todo.extend(gc.get_referents(thing))
+    return found
+
+
+def test_what_the_executor_holds_depends_neither_on_tenants_nor_on_rows():
+    figures = {held(tenants, rows) for tenants, rows in itertools.product((1, 8), (64, 2048))}
+    assert len(figures) == 1
+    reachable, reported = figures.pop()
+    assert reachable == reported
