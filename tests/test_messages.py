@@ -34,7 +34,9 @@ def read(frame, **options):
     return decode(memoryview(frame), **{"max_bytes": MAX_BYTES, **options})
 
 
-def header(*, magic=MAGIC, version=PROTOCOL, kind=Kind.CALL, flags=0, tensors=0, request=1, layers=0, direction=0, zero=0, body=0):
+def header(
+    *, magic=MAGIC, version=PROTOCOL, kind=Kind.CALL, flags=0, tensors=0, request=1, layers=0, direction=0, zero=0, body=0
+):
     return _HEADER.pack(magic, version, kind, flags, tensors, request, layers, direction, zero, body)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
-
 WITH_BIAS = 1 << 31
 """Added to a matrix's handle in a forward call: the executor adds the bias, since the tenant has not changed it."""
 

@@ -39,9 +39,7 @@ class Architecture:
 
 def _made(model: str, config: str, **settings: object) -> Callable[[], PreTrainedModel]:
     def build() -> PreTrainedModel:
-        made = getattr(transformers, config)(
-            vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings
-        )
+        made = getattr(transformers, config)(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings)
         return getattr(transformers, model)(made)
 
     return build
@@ -58,7 +56,9 @@ _LLAMA = {
 _QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def _llama_like(name: str, prefix: str, targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj"), **more: object) -> Architecture:
+def _llama_like(
+    name: str, prefix: str, targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj"), **more: object
+) -> Architecture:
     return Architecture(name, _made(f"{prefix}ForCausalLM", f"{prefix}Config", **{**_LLAMA, **more}), targets)
 
 

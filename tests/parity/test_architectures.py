@@ -10,7 +10,6 @@ from tests.parity.architectures import ARCHITECTURES, MORE, Architecture
 from tests.parity.pair import LINKS, adapted, assert_same_training, connected, twin
 
 
-
 def check(architecture: Architecture, link: str) -> None:
     plain, batch = architecture.model(), architecture.batch()
     with connected(plain, link) as model:

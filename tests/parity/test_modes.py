@@ -93,9 +93,7 @@ def test_gradient_accumulation_and_several_forwards_before_a_backward(pair):
         losses = [peft_model(**LLAMA.batch(seed)).loss for seed in range(3)]
         (losses[0] + losses[2]).backward()
         losses[1].backward()
-    assert_same_gradients(
-        {n: p.grad for n, p in trainable(expected).items()}, {n: p.grad for n, p in trainable(found).items()}
-    )
+    assert_same_gradients({n: p.grad for n, p in trainable(expected).items()}, {n: p.grad for n, p in trainable(found).items()})
 
 
 def test_loss_scaling_and_rows_of_nan_pass_through(pair):
@@ -128,7 +126,7 @@ def test_several_threads_use_one_model(pair):
 
 def test_a_tensor_changed_in_place_between_two_layers_is_not_taken_for_the_same_rows():
     class Changing(LlamaForCausalLM):
-        def forward(self, x):  # noqa: D102
+        def forward(self, x):
             attention = self.model.layers[0].self_attn
             first = attention.q_proj(x)
             x.mul_(2)
@@ -263,7 +261,9 @@ def test_head_and_embeddings_in_the_executor():
             norms = sum(p.numel() for p in model.parameters())
             assert norms < 0.2 * sum(p.numel() for p in plain.parameters())
             assert torch.equal(model(**architecture.batch()).logits, plain(**architecture.batch()).logits)
-            found = adapted(model, lambda a=architecture: LoraConfig(r=2, target_modules=list(a.targets), init_lora_weights=False))
+            found = adapted(
+                model, lambda a=architecture: LoraConfig(r=2, target_modules=list(a.targets), init_lora_weights=False)
+            )
             expected = adapted(
                 twin(plain), lambda a=architecture: LoraConfig(r=2, target_modules=list(a.targets), init_lora_weights=False)
             )
@@ -274,7 +274,9 @@ def test_lora_on_stacked_expert_weights_takes_them_to_the_tenant():
     plain = MIXTRAL.model()
 
     def config():
-        return LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"], init_lora_weights=False)
+        return LoraConfig(
+            r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"], init_lora_weights=False
+        )
 
     with connected(plain, "inproc") as model:
         expected, found = adapted(twin(plain), config), adapted(model, config)

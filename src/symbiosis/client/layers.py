@@ -145,7 +145,7 @@ class VirtualLayer(nn.Module):
     # -- nn.Module --------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._fetched = {name: fn(weight) for name, weight in self._fetched.items()}
         self._changed = {name: fn(weight) for name, weight in self._changed.items()}
         return self
@@ -178,7 +178,7 @@ class VirtualLayer(nn.Module):
 
 class _VirtualMatrix(VirtualLayer):
     groups: Groups
-    bias: nn.Parameter | None
+    bias: Any
 
     def __init__(
         self, spec: LayerSpec, groups: Groups, session: Session, bias: nn.Parameter | None, dtype: torch.dtype
@@ -218,7 +218,7 @@ class _VirtualMatrix(VirtualLayer):
             return F.linear(x, weight if isinstance(self, nn.Linear) else weight.T, self.bias)
         rows, shared = self._cast(x), self.bias_is_shared()
         result = self.groups.call(self.spec, rows, x, with_bias=shared and self.bias is not None)
-        return result if shared else result + self.bias.to(result.dtype)  # type: ignore[union-attr]
+        return result if shared else result + self.bias.to(result.dtype)
 
 
 class VirtualLinear(_VirtualMatrix, nn.Linear):
@@ -231,7 +231,7 @@ class VirtualLinear(_VirtualMatrix, nn.Linear):
         self.in_features, self.out_features = spec.in_width, spec.out_width
 
 
-class VirtualConv1D(_VirtualMatrix, Conv1D):
+class VirtualConv1D(_VirtualMatrix, Conv1D):  # type: ignore[misc]
     """A `Conv1D` whose weight is in the executor."""
 
     def __init__(

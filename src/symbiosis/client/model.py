@@ -49,9 +49,9 @@ def assemble(link: Link, limits: dict[str, Any], device: torch.device) -> PreTra
         if isinstance(module, VirtualLinear | VirtualConv1D):
             module.note_bias()
     model.eval()
-    model.to(device)  # type: ignore[arg-type]
+    model.to(device)
     model.symbiosis = session
-    model.save_pretrained = _cannot_save  # type: ignore[method-assign,assignment]
+    model.save_pretrained = _cannot_save
     return model
 
 

@@ -26,7 +26,7 @@ from symbiosis.types import LayerKind
 if TYPE_CHECKING:
     from symbiosis.client.layers import VirtualLayer
 
-_T = torch.Tensor
+_T: Any = torch.Tensor
 _METADATA = {
     getattr(_T, name).__get__
     for name in (
@@ -59,7 +59,7 @@ class VirtualWeight(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
+        cls: Any,
         layer: VirtualLayer,
         name: str,
         *,
@@ -68,7 +68,7 @@ class VirtualWeight(torch.Tensor):
         plus: Tensor | None = None,
     ) -> VirtualWeight:
         shape = dict(layer.spec.weights)[name]
-        self: VirtualWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: VirtualWeight = torch.Tensor._make_wrapper_subclass(
             cls, tuple(reversed(shape)) if turned else shape, dtype=dtype or layer.dtype, device=layer.device
         )
         self.layer, self.parameter, self.turned, self.plus = layer, name, turned, plus
@@ -116,7 +116,7 @@ class VirtualWeight(torch.Tensor):
         return self.layer.fetched(self.parameter)._version
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_plain(args), **_plain(kwargs or {}))
 
 
@@ -164,13 +164,13 @@ def _view(func: Any, weight: VirtualWeight, args: Any, kwargs: Any) -> Any:
     def again(*, turned: bool = weight.turned, dtype: torch.dtype = weight.dtype) -> VirtualWeight:
         return VirtualWeight(weight.layer, weight.parameter, turned=turned, dtype=dtype, plus=weight.plus)
 
-    if func in _SAME and not (func in (_T.clone, torch.clone)):
+    if func in _SAME and func not in (_T.clone, torch.clone):
         return weight if func == _T.data.__get__ else again()
     if func in _CASTS:
         return again(dtype=_CASTS[func])
     if func is _T.to and not kwargs.get("copy"):
         try:
-            device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **{k: v for k, v in kwargs.items() if k != "copy"})  # type: ignore[attr-defined]
+            device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **{k: v for k, v in kwargs.items() if k != "copy"})
         except (RuntimeError, TypeError):
             return NotImplemented
         if device is None or device == weight.device or (device.type == weight.device.type and device.index is None):

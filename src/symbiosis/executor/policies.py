@@ -47,7 +47,8 @@ class Decision:
 
 
 class Policy(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, float], costs: Costs, now: float) -> Decision:
         """`heard` tells for each open session when it last sent or was sent something."""

@@ -23,7 +23,7 @@ from symbiosis.messages import Kind, Message, decode, encode
 MAX_REQUEST_BODY = 16 << 10
 """Most bytes of JSON a tenant sends; it only ever sends a few names and numbers."""
 _SPARE_BYTES = 64 << 10  # header, descriptors and body beside the tensors
-_WAITING = 4  # messages per peer and direction: an honest one has a call and a ping under way
+_WAITING = 8  # messages per peer and direction: an honest one has a call and a ping under way
 _NONCE = re.compile(r"[0-9a-f]{16,64}")
 _log = logging.getLogger("symbiosis")
 
@@ -133,11 +133,16 @@ class WirePort(Port):
             frame = encode(message, arena)
         except TooLarge as error:
             frame = encode(Message(Kind.ERROR, message.request, body={"code": error.code, "message": str(error)}))
-        try:
-            self._socket.send_multipart([peer.key, frame], zmq.NOBLOCK, copy=len(frame) < 65536)
-        except zmq.ZMQError:  # gone (EHOSTUNREACH), or its pipe is full since it does not read (EAGAIN)
-            return False
-        return True
+        for last in (False, True):
+            try:
+                self._socket.send_multipart([peer.key, frame], zmq.NOBLOCK, copy=len(frame) < 65536)
+                return True
+            except zmq.Again:  # its pipe is full since it does not read, or the socket has not looked at it of late
+                if not last:
+                    self._socket.getsockopt(zmq.EVENTS)
+            except zmq.ZMQError:  # gone
+                return False
+        return False
 
     def is_gone(self, peer: Peer) -> bool:
         return not self.reply(peer, Message(Kind.PING))

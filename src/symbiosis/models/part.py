@@ -42,7 +42,8 @@ def store_bytes(content: bytes) -> BlobRef:
 
 def load_weights(ref: BlobRef) -> dict[str, Tensor]:
     """The tensors of a cached client part, mapped from the file."""
-    return load_file(cache.blob_path(ref))
+    tensors: dict[str, Tensor] = load_file(cache.blob_path(ref))
+    return tensors
 
 
 def unpack_tokenizer(ref: BlobRef) -> Path:
@@ -81,7 +82,7 @@ def resolve_class(name: str) -> type[PreTrainedModel]:
 def build_skeleton(manifest: Manifest, model_class: type[PreTrainedModel]) -> PreTrainedModel:
     """The model without weights: parameters on the meta device, everything else as usual."""
     settings = {key: value for key, value in manifest.config.items() if key != "auto_map"}
-    config = model_class.config_class.from_dict(settings)  # type: ignore[union-attr]
+    config = model_class.config_class.from_dict(settings)
     config._name_or_path = manifest.name
     dtype = getattr(torch, manifest.dtype)
     options: dict[str, Any] = {"attn_implementation": manifest.attention} if manifest.attention else {}

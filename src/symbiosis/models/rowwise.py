@@ -63,7 +63,7 @@ def _rowwise_width(module: nn.Module, x: Tensor) -> int | None:
             return None
         flat = module(x.reshape(-1, x.shape[-1]))
         alone = torch.stack([torch.stack([module(row.reshape(1, 1, -1)).reshape(-1) for row in seq]) for seq in x])
-    except Exception:  # wrong width, another rank, hidden inputs: not a row-wise block of this width
+    except Exception:  # noqa: BLE001 - wrong width, another rank, hidden inputs: not a row-wise block of this width
         return None
     if not isinstance(flat, Tensor) or flat.shape != (x.shape[0] * x.shape[1], together.shape[-1]):
         return None
@@ -83,7 +83,7 @@ def probe_linear(module: nn.Module) -> bool:
     expected = F.linear(x, weight, bias if isinstance(bias, Tensor) else None)
     try:
         results = [module.train(mode)(x) for mode in (True, False)]
-    except Exception:  # another calling convention
+    except Exception:  # noqa: BLE001 - another calling convention
         return False
     finally:
         module.train(was_training)
@@ -101,7 +101,7 @@ def probe_experts(module: nn.Module, width: int, experts: int, dtype: torch.dtyp
     try:
         together = module(x, index, weight)
         alone = torch.cat([module(x[i : i + 1], index[i : i + 1], weight[i : i + 1]) for i in range(6)])
-    except Exception:  # another calling convention: the module stays with the tenant
+    except Exception:  # noqa: BLE001 - another calling convention: the module stays with the tenant
         return False
     return isinstance(together, Tensor) and together.shape == x.shape and _close(together, alone)
 

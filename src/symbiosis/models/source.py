@@ -8,7 +8,7 @@ import zipfile
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -18,7 +18,7 @@ from symbiosis.errors import UnknownModel
 from symbiosis.models.default import NAME as DEFAULT_NAME
 from symbiosis.models.default import default_model_folder
 
-ModelSource = PreTrainedModel | str | PathLike[str] | None
+ModelSource: TypeAlias = PreTrainedModel | str | PathLike[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,11 @@ def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None
     if isinstance(source, PreTrainedModel):
         if hasattr(source, "peft_config"):
             raise UnknownModel("this model already carries adapters; serve the plain base model")
-        if any(p.device != device or (dtype and p.is_floating_point() and p.dtype != dtype) for p in source.parameters()):
-            source = source.to(device=device, dtype=dtype)  # type: ignore[call-overload]
-        name = getattr(source.config, "_name_or_path", "") or type(source).__name__
-        return Source(source, name, _pack(tokenizer), borrowed=True)
+        model: Any = source
+        if any(p.device != device or (dtype and p.is_floating_point() and p.dtype != dtype) for p in model.parameters()):
+            model = model.to(device=device, dtype=dtype)
+        name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+        return Source(model, name, _pack(tokenizer), borrowed=True)
     if source is None:
         folder, name = str(default_model_folder()), DEFAULT_NAME
     else:
@@ -72,7 +73,7 @@ def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype | None)
             f"{name!r} is neither a model folder on this machine nor a model the hub could give ({reason}). "
             "Give a folder as `save_pretrained` writes it, a hub id, or nothing for the default model"
         ) from error
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def model_class_of(config: Any) -> Any:
@@ -87,7 +88,7 @@ def model_class_of(config: Any) -> Any:
 def _tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception:  # a model without a tokenizer is fine: `tokenizer()` tells the tenant
+    except Exception:  # noqa: BLE001 - a model without a tokenizer is fine: `tokenizer()` tells the tenant
         return None
 
 

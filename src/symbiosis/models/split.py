@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +188,7 @@ def _reason_to_keep(model: nn.Module, module: nn.Module, kind: LayerKind, paths:
     if kind is LayerKind.EMBEDDING:
         assert isinstance(module, nn.Embedding)
         return "renormalises its rows" if module.max_norm is not None else None
-    if min(getattr(module, "weight").shape) == 0:
+    if min(_matrix(module).shape) == 0:
         return "has no rows or no columns"
     for path in paths:
         reader = _direct_reader(model, path)
@@ -206,17 +207,17 @@ def _direct_reader(model: nn.Module, path: str) -> str | None:
     parts = path.split(".")
     for depth in range(len(parts) - 1, -1, -1):
         around = model.get_submodule(".".join(parts[:depth]))
-        own = type(around)
+        own: Any = type(around)
         if own.__module__.startswith("torch.nn") and not isinstance(around, _CONTAINERS):
-            return own.__name__
+            return str(own.__name__)
         name = next((part for part in reversed(parts[depth:]) if not part.isdigit()), None)
         if name and _reads_weight(own, name):
-            return own.__name__
+            return str(own.__name__)
     return None
 
 
 @lru_cache(maxsize=4096)
-def _reads_weight(owner: type[nn.Module], name: str) -> bool:
+def _reads_weight(owner: Any, name: str) -> bool:
     pattern = re.compile(rf"\b{re.escape(name)}(\[[^\]]*\])?\.weight\b(?!\s*\.\s*({_METADATA})\b)")
     for base in owner.__mro__:
         if base.__module__.startswith("torch.") or base in (object, PreTrainedModel):
@@ -234,6 +235,12 @@ def _reads_weight(owner: type[nn.Module], name: str) -> bool:
             if pattern.search(re.sub(r"isinstance\([^()]*\)", "", source)):
                 return True
     return False
+
+
+def _matrix(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor), "a linear layer's weight"
+    return weight
 
 
 def _weight_names(module: nn.Module) -> list[str]:
@@ -296,8 +303,8 @@ def _identity(kind: str, weights: dict[str, Tensor]) -> str:
     for name, weight in weights.items():
         digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
         flat = weight.contiguous().view(-1).view(torch.uint8)
-        for chunk in flat.split(64 << 20):
-            digest.update(memoryview(chunk.cpu().numpy()))
+        for chunk in torch.split(flat, 64 << 20):
+            digest.update(chunk.cpu().numpy().data)
     return digest.hexdigest()
 
 
@@ -327,8 +334,8 @@ def _blocks(
             continue
         key = (type(module), _structure(module))
         if key not in probed:
-            weight: Tensor = getattr(inner[0], "weight")
-            widths = [w for m in inner for w in getattr(m, "weight").shape]
+            weight = _matrix(inner[0])
+            widths = [w for m in inner for w in _matrix(m).shape]
             probed[key] = probe_block(module, widths, weight.dtype, weight.device)
         shape = probed[key]
         if shape is None:

@@ -1,0 +1,149 @@
+"""Who is who: a token proves a tenant to the executor and the executor to the tenant."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+import symbiosis
+from symbiosis.errors import Unauthorized
+from symbiosis.links import keys
+from symbiosis.links.tcp import TcpLink
+from symbiosis.messages import Kind, Message, decode, encode
+from tests.conftest import TOKENS, Serve
+
+
+@pytest.mark.parametrize("token", [None, "wrong", "", TOKENS["ann"] + " "])
+def test_without_the_right_token_nobody_gets_in(serve: Serve, token: str | None):
+    served = serve("tcp-token")
+    with pytest.raises(Unauthorized, match="token"):
+        symbiosis.connect(served.address, token=token)
+    assert served.executor.stats()["sessions"] == 0
+
+
+def test_shared_memory_asks_for_tokens_too(serve: Serve, tiny, ids):
+    address = serve("tcp-token").executor.listen("shm://")
+    with pytest.raises(Unauthorized):
+        symbiosis.connect(address, token="wrong")
+    model = symbiosis.connect(address, token=TOKENS["bob"])
+    assert (model(ids).logits - tiny(ids).logits).abs().max() < 1e-6
+    model.symbiosis.close()
+
+
+def test_a_token_where_none_is_taken_is_told_so(serve: Serve):
+    """The tenant wanted a proof of who answers; an executor without tokens has none to give."""
+    with pytest.raises(Unauthorized, match="takes none"):
+        symbiosis.connect(serve("tcp").address, token="mine")
+
+
+def test_the_name_comes_from_the_token_and_not_from_what_a_tenant_says(serve: Serve):
+    served = serve("tcp-token")
+    link = TcpLink(served.address, token=TOKENS["bob"], hello={"name": "ann", "tenant": "ann"}, grace_s=5)
+    assert link.welcome["tenant"] == "bob"
+    assert set(link.request(Message(Kind.STATS)).body["tenants"]) == {"bob"}
+    link.close()
+
+
+def raw_socket(context: zmq.Context, address: str, token: str, routing_id: bytes) -> zmq.Socket:
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.ROUTING_ID, routing_id)
+    pair = keys.tenant_keys(token)
+    dealer.curve_serverkey = keys.executor_keys().public
+    dealer.curve_publickey, dealer.curve_secretkey = pair.public, pair.secret
+    dealer.connect(address)
+    return dealer
+
+
+def say(dealer: zmq.Socket, message: Message) -> Message:
+    dealer.send(encode(message))
+    assert dealer.poll(10_000)
+    return decode(memoryview(dealer.recv()), max_bytes=1 << 24)
+
+
+def test_a_routing_id_that_somebody_else_had_is_no_identity(serve: Serve):
+    served = serve("tcp-token")
+    context = zmq.Context()
+    try:
+        ann = raw_socket(context, served.address, TOKENS["ann"], b"ann's own")
+        assert say(ann, Message(Kind.HELLO, 1)).body["tenant"] == "ann"
+        ann.close()
+        while True:  # until the executor has seen ann's connection end, the id is refused
+            bob = raw_socket(context, served.address, TOKENS["bob"], b"ann's own")
+            bob.send(encode(Message(Kind.STATS, 2)))
+            if bob.poll(300):
+                break
+            bob.close()
+        answer = decode(memoryview(bob.recv()), max_bytes=1 << 24)
+        assert answer.body["code"] == "hello_first"
+        assert say(bob, Message(Kind.HELLO, 3)).body["tenant"] == "bob"
+        bob.close()
+    finally:
+        context.destroy(linger=0)
+
+
+class Impostor:
+    """Answers at an address with the executors' public keys, and lets everybody in, but knows no token."""
+
+    def __init__(self, address: str = "tcp://127.0.0.1:*", *, proof: str | None = None) -> None:
+        self.seen: list[Message] = []
+        self._proof = proof
+        self._context = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve(domain="*", location=zmq.auth.CURVE_ALLOW_ANY)
+        self._socket = self._context.socket(zmq.ROUTER)
+        pair = keys.executor_keys()
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = pair.public, pair.secret
+        self._socket.bind(address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if not self._socket.poll(20):
+                continue
+            key, frame = self._socket.recv_multipart()
+            message = decode(memoryview(frame), max_bytes=1 << 24)
+            self.seen.append(message)
+            kind = {Kind.HELLO: Kind.WELCOME, Kind.PING: Kind.PING}.get(message.kind, Kind.REPLY)
+            body = {"model": "x", "known": False} | ({"proof": self._proof} if self._proof is not None else {})
+            self._socket.send_multipart([key, encode(Message(kind, message.request, tensors=message.tensors, body=body))])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._socket.close(linger=0)
+        self._authenticator.stop()
+        self._context.term()
+
+
+@pytest.mark.parametrize("proof", [None, "", "0" * 64, "é"])
+def test_an_executor_that_does_not_know_the_token_is_not_trusted(proof: str | None):
+    impostor = Impostor(proof=proof)
+    try:
+        with pytest.raises(Unauthorized, match="does not know your token"):
+            symbiosis.connect(impostor.address, token="my secret")
+    finally:
+        impostor.close()
+    assert {message.kind for message in impostor.seen} == {Kind.HELLO}
+
+
+def test_whoever_takes_the_executors_place_later_sees_no_rows(serve: Serve, ids):
+    served = serve("tcp-token")
+    model = served.connect()
+    model(ids)
+    served.executor.close()
+    impostor = Impostor(served.address)
+    try:
+        with pytest.raises(Unauthorized, match="does not know your token"):
+            model(ids)
+    finally:
+        impostor.close()
+    assert {message.kind for message in impostor.seen} == {Kind.HELLO}

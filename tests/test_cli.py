@@ -1,0 +1,246 @@
+"""The `symbiosis` command, as real processes; what a user does wrong ends in one line that helps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from symbiosis.chatting import Sampling, Speaker
+from symbiosis.cli import app, read_tokens
+from symbiosis.errors import SymbiosisError
+from symbiosis.finetuning import METHODS
+from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
+
+SECRET = "a-secret-of-ann"
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "symbiosis.cli", *map(str, arguments)]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **changes}
+
+
+def run(*arguments: object, stdin: str = "", **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), input=stdin, capture_output=True, text=True, env=environment(**changes), timeout=120
+    )
+
+
+def fails(*arguments: object) -> str:
+    """Run the command in this process (torch is imported already) and expect an error of one line."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return lines[0]
+
+
+@contextmanager
+def serving(*arguments: object, stop: signal.Signals = signal.SIGTERM, **changes: str):
+    """`symbiosis serve` until the block ends; gives the addresses, and all it printed until then."""
+    process = subprocess.Popen(
+        command("serve", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**changes)
+    )
+    wanted = sum(argument == "--listen" for argument in arguments)
+    printed, addresses = "", []
+    try:
+        while len(addresses) < wanted:
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            printed += line
+            addresses += re.findall(r"^listening at (\S+)$", line, re.MULTILINE)
+        yield addresses, printed
+    finally:
+        process.send_signal(stop)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert SECRET not in printed + errors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_chat(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """An open executor at TCP and shared memory."""
+    with serving(folder, "--listen", "tcp://127.0.0.1:0", "--listen", f"shm://cli-{os.getpid()}") as (addresses, _):
+        yield addresses
+
+
+@pytest.fixture(scope="module")
+def guarded(folder):
+    """An executor that asks for tokens; ended by Ctrl-C rather than SIGTERM."""
+    tokens = {"SYMBIOSIS_TOKENS": f"ann={SECRET}, only-a-secret"}
+    with serving(folder, "--listen", "tcp://127.0.0.1:0", stop=signal.SIGINT, **tokens) as (addresses, printed):
+        assert 'token="…"' in printed
+        yield addresses[0]
+
+
+# -- what works -----------------------------------------------------------------------------
+
+
+def test_help_imports_no_torch_and_every_command_shows_an_example():
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import sys, symbiosis.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"],
+        capture_output=True,
+        text=True,
+    )
+    assert loaded.stdout.strip() == "[]"
+    for name in ("serve", "chat", "generate", "finetune", "top", "demo"):
+        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
+        assert f"Example: symbiosis {name}" in shown
+
+
+def test_help_names_every_method_of_fine_tuning():
+    shown = CliRunner().invoke(app, ["finetune", "--help"], env={"COLUMNS": "200"}).output
+    assert set(METHODS) <= set(re.findall(r"\w+", shown))
+
+
+def test_the_version_is_told():
+    assert re.fullmatch(r"symbiosis \d+\.\d+\.\d+\n", CliRunner().invoke(app, ["--version"]).output)
+
+
+def test_serve_tells_what_it_hosts_and_what_a_tenant_types(folder):
+    with serving(folder, "--listen", "tcp://127.0.0.1:0", "--host-head", "--policy", "lockstep") as (addresses, printed):
+        assert re.search(r"hosts .*linear.*% of", printed)
+        assert f'model = symbiosis.connect("{addresses[0]}")' in printed
+        assert "lockstep" in run("top", "--once", "--connect", addresses[0]).stdout
+
+
+@pytest.mark.parametrize("link", [0, 1], ids=["tcp", "shm"])
+def test_generate_gives_the_text_of_the_plain_model(server, folder, link):
+    speaker = Speaker(AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer())
+    expected = speaker.answer([{"role": "user", "content": "hi"}], Sampling(max_new_tokens=8))
+    result = run("generate", "hi", "--max-new-tokens", 8, "--connect", server[link])
+    assert (result.returncode, result.stdout) == (0, f"{expected}\n"), result.stderr
+
+
+def test_generate_raw_continues_the_text_and_seeds_repeat_it(server, folder):
+    speaker = Speaker(AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer())
+    expected = speaker.complete("abc", Sampling(max_new_tokens=8))
+    assert run("generate", "abc", "--raw", "--max-new-tokens", 8, "--connect", server[0]).stdout == f"{expected}\n"
+    drawn = ("generate", "abc", "--raw", "--temperature", 1.5, "--max-new-tokens", 8, "--connect", server[0], "--seed")
+    first, again, other = (run(*drawn, seed).stdout for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_chat_reads_lines_and_ends_at_exit(server):
+    result = run("chat", "--max-new-tokens", 4, "--temperature", 0, "--connect", server[0], stdin="hi\n\nand\n/exit\nnever\n")
+    one = run("chat", "--max-new-tokens", 4, "--temperature", 0, "--connect", server[0], stdin="hi\n")
+    assert result.returncode == one.returncode == 0, result.stderr
+    assert result.stdout.startswith(one.stdout)
+    assert len(result.stdout) > len(one.stdout)
+
+
+def test_finetune_writes_an_adapter_that_chat_and_generate_take(server, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "zzzz"}]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(chat) + "\n")
+    options = ("--targets", "all-linear", "--lr", 0.05, "--steps", 40, "--connect", server[1])
+    done = run("finetune", tmp_path / "data.jsonl", "--out", tmp_path / "adapter", *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"adapter written to {tmp_path / 'adapter'}\n"
+    assert re.search(r"loss \d+\.\d+ → \d+\.\d+, [\d,]+ tokens/s", done.stderr)
+    losses = json.loads((tmp_path / "adapter" / "training.json").read_text())["losses"]
+    assert losses[-1] < losses[0]
+    asked = ("--adapter", tmp_path / "adapter", "--max-new-tokens", 8, "--connect", server[0])
+    assert run("generate", "hi", *asked).stdout == "zzzz\n"
+    assert run("chat", "--temperature", 0, *asked, stdin="hi\n").stdout == "zzzz\n"
+
+
+def test_top_shows_tenants_by_the_name_of_their_token(guarded):
+    assert run("generate", "hi", "--max-new-tokens", 2, "--connect", guarded, SYMBIOSIS_TOKEN=SECRET).returncode == 0
+    shown = run("top", "--once", "--connect", guarded, "--token", "only-a-secret")
+    assert re.search(r"ann +│ +\d+ +│ +\d+", shown.stdout), shown
+    assert "mean batch" in shown.stdout
+    assert "MB held" in shown.stdout
+    assert SECRET not in shown.stdout
+
+
+# -- what goes wrong ------------------------------------------------------------------------
+
+
+def test_an_error_is_one_line_on_stderr_and_no_traceback(tmp_path):
+    result = run("finetune", tmp_path / "none.jsonl", "--out", tmp_path / "out")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: cannot read")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_broken_jsonl_is_named_by_its_line(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    assert "data.jsonl, line 2: not JSON" in fails("finetune", tmp_path / "data.jsonl", "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "top"])
+def test_nobody_at_the_address_is_told(name):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        prompt = ["hi"] if name == "generate" else []
+        assert "nobody answers at" in fails(name, *prompt, "--connect", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("address", ["localhost:7777", "http://x:1", "tcp://nowhere", "shm://a/b"])
+def test_what_is_no_address_is_told(address):
+    assert "is no address: expected" in fails("generate", "hi", "--connect", address)
+
+
+def test_a_wrong_or_missing_token_is_told(guarded):
+    assert "does not know this token" in fails("generate", "hi", "--connect", guarded, "--token", "wrong")
+    assert "asks for a token" in fails("generate", "hi", "--connect", guarded)
+
+
+def test_an_unknown_model_is_told(tmp_path):
+    assert "has no config.json" in fails("serve", tmp_path)
+    assert "is neither a model folder" in fails("serve", str(tmp_path / "nothing-here"))
+
+
+def test_a_port_that_is_taken_is_told(folder, server):
+    assert "is taken" in fails("serve", folder, "--listen", server[0])
+    assert "is taken" in fails("serve", folder, "--listen", server[1])
+
+
+def test_listening_to_the_world_without_tokens_is_refused(folder):
+    assert "no tenant has a token" in fails("serve", folder, "--listen", "tcp://0.0.0.0:0")
+
+
+def test_bad_options_of_serve_are_told(folder):
+    assert "unknown policy" in fails("serve", folder, "--policy", "magic")
+    assert "expected float32" in fails("serve", folder, "--dtype", "int8")
+
+
+def test_a_folder_without_an_adapter_is_told(server, tmp_path):
+    assert "adapter_config.json" in fails("generate", "hi", "--adapter", tmp_path, "--connect", server[0])
+
+
+def test_a_prompt_longer_than_the_model_is_told(server):
+    assert "more than the model's 256" in fails("generate", "x" * 300, "--connect", server[0])
+
+
+def test_tokens_have_names_and_secrets():
+    assert read_tokens(["ann=a=b", "plain"], "bob=c, other") == {
+        "ann": "a=b",
+        "tenant-1": "plain",
+        "bob": "c",
+        "tenant-2": "other",
+    }
+    for given in (["=x"], ["ann="], ["ann=hush1", "ann=hush2"]):
+        with pytest.raises(SymbiosisError) as caught:
+            read_tokens(given, "")
+        assert "hush" not in str(caught.value)
