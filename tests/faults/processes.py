@@ -1,56 +1,46 @@
-"""Real processes to be killed: an executor at a fixed address, and a tenant that trains or calls without end.
+"""Real processes to be killed: an executor at a fixed address, and a tenant that trains without end.
 
-Run as `python -m tests.faults.processes executor ADDRESS SEED` or `… tenant ADDRESS [STEPS OUT]`.
+They are forked from a server that has imported everything, so that one is there within moments.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from multiprocessing.connection import Connection
 
-ROOT = Path(__file__).parents[2]
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["symbiosis.launch", "peft", "transformers.models.llama.modeling_llama", "tests.conftest"])
 
 
 class Process:
-    """A child process that says READY; killed at the end, whatever happens."""
+    """A child process that says when it is ready; killed at the end, whatever happens."""
 
-    def __init__(self, *arguments: str) -> None:
-        path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.processes", *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
+    def __init__(self, role: str, *arguments: str) -> None:
+        self._ready, theirs = _FORKS.Pipe(duplex=False)
+        self._child = _FORKS.Process(target=ROLES[role], args=(theirs, *arguments), daemon=True)
+        self._child.start()
+        theirs.close()
 
     def wait_until_ready(self) -> Process:
-        for line in self._child.stdout:
-            if line.startswith("READY"):
-                return self
-        raise RuntimeError(f"the child process ended with {self._child.wait()}")
+        self._ready.recv()  # EOFError if the child has died
+        return self
 
     def signal(self, number: int) -> None:
-        self._child.send_signal(number)
+        os.kill(self._child.pid, number)
 
     def kill(self) -> None:
         """Like the kernel when memory is short: without a word."""
-        self._child.send_signal(signal.SIGKILL)
-        self._child.wait()
-
-    def wait(self) -> int:
-        return self._child.wait(timeout=120)
+        self._child.kill()
+        self._child.join()
 
     def close(self) -> None:
-        if self._child.poll() is None:
-            self.kill()
-        self._child.stdout.close()
+        self.kill()
+        self._ready.close()
 
 
 @contextlib.contextmanager
@@ -97,26 +87,27 @@ def train(model, steps: int, between=lambda step: None) -> dict:
     return get_peft_model_state_dict(model)
 
 
-def _executor(address: str, seed: str) -> None:
+def _executor(ready: Connection, address: str, seed: str) -> None:
     import symbiosis
 
     executor = symbiosis.Executor(seeded_model(int(seed)))
     executor.listen(address)
-    print("READY", flush=True)
+    ready.send(True)
     signal.pause()
 
 
-def _tenant(address: str) -> None:
+def _tenant(ready: Connection, address: str) -> None:
     import torch
 
     import symbiosis
 
+    torch.set_num_threads(1)
     model = symbiosis.connect(address, name="victim")
-    print("READY", flush=True)
+    ready.send(True)
     ids = torch.randint(0, 128, (4, 200))
+    embedded = model.get_input_embeddings()(ids).requires_grad_()
     while True:
-        model(ids, labels=ids).loss.backward()
+        model(inputs_embeds=embedded, labels=ids).loss.backward()
 
 
-if __name__ == "__main__":
-    {"executor": _executor, "tenant": _tenant}[sys.argv[1]](*sys.argv[2:])
+ROLES = {"executor": _executor, "tenant": _tenant}

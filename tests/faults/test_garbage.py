@@ -29,7 +29,7 @@ def served(serve: Serve) -> Served:
 @pytest.fixture
 def bystander(served: Served, tiny, ids) -> Iterator[None]:
     """A tenant that works through the whole test and must always get the right answer."""
-    model, expected = served.connect("ann"), tiny(ids).logits
+    model, expected = served.connect("bystander"), tiny(ids).logits
     stop, wrong = threading.Event(), []
 
     def work() -> None:
@@ -47,7 +47,7 @@ def bystander(served: Served, tiny, ids) -> Iterator[None]:
     thread.join(60)
     assert not thread.is_alive()
     assert wrong == []
-    assert served.executor.stats()["tenants"]["ann"]["errors"] == 0
+    assert served.executor.stats()["tenants"]["bystander"]["errors"] == 0
 
 
 @pytest.fixture

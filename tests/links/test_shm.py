@@ -46,7 +46,9 @@ def test_only_a_sealed_anonymous_file_of_the_right_size_is_an_arena():
     arena.close()
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "/dev/shm/x", "/proc/self/mem", "/proc/1/fd/../mem", "", None, "/proc/1/fd/1\n"])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "/dev/shm/x", "/proc/self/mem", "/proc/1/fd/../mem", "", None, "/proc/1/fd/1\n"]
+)
 def test_a_path_that_is_no_open_file_of_a_process_is_refused(path):
     with pytest.raises(BadMessage):
         opened(path)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from symbiosis.executor.costs import Costs
-from symbiosis.types import Direction
+from symbiosis.types import WITH_BIAS, Direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,11 @@ class Lockstep:
 def _progress(key: BatchKey) -> tuple[int, int]:
     """How far a pass through the model has come when it asks for this key."""
     forward = key.direction is Direction.FORWARD
-    return (0, min(key.layers)) if forward else (1, -min(key.layers))
+    first = min(reference & ~WITH_BIAS for reference in key.layers)
+    return (0, first) if forward else (1, -first)
+
+
+_Rank = tuple[bool, bool, bool, tuple[int, int], int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,8 +132,8 @@ class Opportunistic:
     """
 
     name: str = "opportunistic"
-    max_wait_s: float = 0.02
-    """Longest time any call is held back or passed over."""
+    max_wait_s: float = 0.1
+    """Longest time any call is held back or passed over; then it is served first come, first served."""
     max_rows: int = 8192
     """Most rows of one batch."""
     small_rows: int = 64
@@ -138,6 +142,8 @@ class Opportunistic:
     """A session not heard for so long is not expected to come."""
     wait_share: float = 0.1
     """Longest wait as a share of the call's own measured time."""
+    least_gain: float = 0.01
+    """Merging that saves less than this share of the time is not waited for."""
 
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, float], costs: Costs, now: float) -> Decision:
         if not pending:
@@ -145,17 +151,17 @@ class Opportunistic:
         here = {call.session for call in pending}
         others = any(session not in here and now - last <= self.company_s for session, last in heard.items())
         groups = _by_key(pending)
-        ready: list[tuple[tuple[bool, bool, bool, int], BatchKey]] = []
+        ready: list[tuple[_Rank, BatchKey]] = []
         ask_again: float | None = None
         for key, calls in groups.items():
             wait_until = self._wait_until(key, calls, others, costs)
             if now >= wait_until:
-                ready.append((self._rank(calls, now), key))
+                ready.append((self._rank(key, calls, now), key))
             else:
                 ask_again = wait_until if ask_again is None else min(ask_again, wait_until)
         if not ready:
             return Decision(ask_again_at=ask_again)
-        _, key = min(ready)
+        key = min(ready, key=lambda ranked: ranked[0])[1]
         return Decision(batch=self._gather(groups[key], now))
 
     def _wait_until(self, key: BatchKey, calls: list[Pending], others: bool, costs: Costs) -> float:
@@ -164,18 +170,24 @@ class Opportunistic:
         rows = sum(call.rows for call in calls)
         if not others or rows >= self.max_rows or any(call.rows <= self.small_rows for call in calls):
             return first
-        gain = costs.saving(key.shape)
-        return first + min(self.max_wait_s, gain, self.wait_share * costs.estimate(key.shape, rows))
+        gain, own_time = costs.saving(key.shape), costs.estimate(key.shape, rows)
+        if gain < self.least_gain * own_time:
+            return first
+        return first + min(self.max_wait_s, gain, self.wait_share * own_time)
 
-    def _rank(self, calls: list[Pending], now: float) -> tuple[bool, bool, bool, int]:
-        """Smaller goes first: overdue, then inference, then small, then first come."""
+    def _rank(self, key: BatchKey, calls: list[Pending], now: float) -> _Rank:
+        """Smaller goes first: overdue, then inference, then small, then furthest behind, then first come.
+
+        Those furthest behind in their pass catch up with others of their kind
+        that wait further on, and from there they travel together: that is how
+        batches form without anybody being held back while there is work to do.
+        """
         oldest = min(call.number for call in calls)
-        overdue = any(now - call.arrived > self.max_wait_s for call in calls)
-        if overdue:
-            return (False, False, False, oldest)
+        if any(now - call.arrived > self.max_wait_s for call in calls):
+            return (False, False, False, (0, 0), oldest)
         training = all(call.training for call in calls)
         big = all(call.rows > self.small_rows for call in calls)
-        return (True, training, big, oldest)
+        return (True, training, big, _progress(key), oldest)
 
     def _gather(self, calls: list[Pending], now: float) -> tuple[Pending, ...]:
         """Who travels together: inference before training, first come first; small calls take no big ones along."""

@@ -1,0 +1,179 @@
+"""Policies are pure: they see a queue and a time. Nobody sleeps here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis.executor.costs import Costs
+from symbiosis.executor.policies import Alone, BatchKey, Lockstep, Opportunistic, Pending
+from symbiosis.types import Direction
+
+Q = BatchKey((0,), Direction.FORWARD, ("q",))
+MLP = BatchKey((5,), Direction.FORWARD, ("mlp",))
+Q_BACK = BatchKey((0,), Direction.BACKWARD, ("q",))
+
+
+def call(number, session=None, key=Q, rows=1, training=False, arrived=0.0):
+    return Pending(number, session or number, key, rows, training, arrived)
+
+
+def known_costs(fixed=0.010, per_row=1e-5, shapes=("q", "mlp")):
+    costs = Costs()
+    for shape in shapes:
+        for rows in (1, 100, 1000):
+            costs.observe((shape,), rows, fixed + per_row * rows)
+    return costs
+
+
+def heard(*sessions, at=0.0):
+    return dict.fromkeys(sessions, at)
+
+
+def numbers(decision):
+    return [c.number for c in decision.batch]
+
+
+def test_an_empty_queue_waits_for_something_new():
+    for policy in (Alone(), Lockstep(), Opportunistic()):
+        decision = policy.decide([], {}, Costs(), 0.0)
+        assert not decision.batch
+        assert decision.ask_again_at is None
+
+
+def test_none_runs_each_call_alone_in_order_of_arrival():
+    calls = [call(2), call(1), call(3)]
+    assert numbers(Alone().decide(calls, heard(1, 2, 3), Costs(), 0.0)) == [1]
+
+
+class TestLockstep:
+    def test_it_waits_for_every_active_session_but_not_for_ever(self):
+        policy = Lockstep(max_wait_s=1.0)
+        waiting = policy.decide([call(1)], heard(1, 2), Costs(), 0.5)
+        assert not waiting.batch
+        assert waiting.ask_again_at == 1.0
+        assert numbers(policy.decide([call(1)], heard(1, 2), Costs(), 1.0)) == [1]
+
+    def test_a_session_not_heard_for_long_is_not_waited_for(self):
+        assert numbers(Lockstep(max_wait_s=1.0).decide([call(1, arrived=5.0)], {1: 5.0, 2: 1.0}, Costs(), 5.0)) == [1]
+
+    def test_all_calls_of_the_layer_furthest_behind_run_together(self):
+        calls = [call(1, key=MLP), call(2), call(3, key=Q_BACK), call(4)]
+        assert numbers(Lockstep().decide(calls, heard(1, 2, 3, 4), Costs(), 0.0)) == [2, 4]
+
+
+class TestOpportunistic:
+    def test_a_small_call_never_waits(self):
+        assert numbers(Opportunistic().decide([call(1)], heard(1, 2, 3), known_costs(), 0.0)) == [1]
+
+    def test_a_small_call_takes_no_big_one_along(self):
+        calls = [call(1, rows=4096), call(2, rows=1), call(3, rows=2)]
+        assert numbers(Opportunistic().decide(calls, heard(1, 2, 3), known_costs(), 0.0)) == [2, 3]
+
+    def test_inference_goes_before_training(self):
+        calls = [call(1, rows=500, training=True, key=MLP), call(2, rows=500)]
+        assert numbers(Opportunistic().decide(calls, heard(1, 2), known_costs(), 0.0)) == [2]
+
+    def test_inference_and_training_rows_share_a_batch(self):
+        calls = [call(1, rows=500, training=True), call(2, rows=500)]
+        assert sorted(numbers(Opportunistic().decide(calls, heard(1, 2), known_costs(), 0.0))) == [1, 2]
+
+    def test_forward_and_backward_do_not_mix(self):
+        calls = [call(1, rows=500), call(2, rows=500, key=Q_BACK)]
+        assert len(Opportunistic().decide(calls, heard(1, 2), known_costs(), 0.0).batch) == 1
+
+    def test_a_big_call_waits_a_bounded_share_of_its_own_time(self):
+        policy, costs = Opportunistic(wait_share=0.1), known_costs(fixed=1.0, per_row=1e-3)
+        decision = policy.decide([call(1, rows=1000)], heard(1, 2), costs, 0.0)
+        assert not decision.batch
+        assert decision.ask_again_at == pytest.approx(min(policy.max_wait_s, 0.1 * 2.0))
+        assert numbers(policy.decide([call(1, rows=1000)], heard(1, 2), costs, decision.ask_again_at)) == [1]
+
+    def test_a_big_call_does_not_wait_when_nobody_else_can_come(self):
+        costs = known_costs(fixed=1.0)
+        assert numbers(Opportunistic().decide([call(1, rows=1000)], heard(1), costs, 0.0)) == [1]
+        stalled = {1: 10.0, 2: 1.0}
+        assert numbers(Opportunistic().decide([call(1, rows=1000, arrived=10.0)], stalled, costs, 10.0)) == [1]
+        everybody = [call(1, rows=1000), call(2, rows=1000, key=MLP)]
+        assert Opportunistic().decide(everybody, heard(1, 2), costs, 0.0).batch
+
+    def test_a_big_call_does_not_wait_when_nothing_would_be_gained(self):
+        assert numbers(Opportunistic().decide([call(1, rows=1000)], heard(1, 2), known_costs(fixed=0.0), 0.0)) == [1]
+
+    def test_nothing_known_yet_means_no_wait(self):
+        assert numbers(Opportunistic().decide([call(1, rows=1000)], heard(1, 2), Costs(), 0.0)) == [1]
+
+    def test_the_provider_sets_the_worst_wait(self):
+        policy = Opportunistic(max_wait_s=0.001)
+        decision = policy.decide([call(1, rows=1000)], heard(1, 2), known_costs(fixed=10.0), 0.0)
+        assert decision.ask_again_at == pytest.approx(0.001)
+
+    def test_rows_of_a_batch_are_capped(self):
+        calls = [call(i, rows=400) for i in range(1, 6)]
+        assert numbers(Opportunistic(max_rows=1000).decide(calls, heard(1, 2, 3, 4, 5), known_costs(), 0.0)) == [1, 2]
+
+    def test_those_behind_catch_up_so_that_batches_form(self):
+        calls = [call(1, key=MLP), call(2, key=Q)]
+        assert numbers(Opportunistic().decide(calls, heard(1, 2), known_costs(), 0.0)) == [2]
+
+    def test_nobody_starves_under_a_stream_of_small_inference(self):
+        policy, costs = Opportunistic(max_wait_s=0.05), known_costs()
+        waiting = [call(1, rows=2000, training=True, key=Q_BACK)]
+        now, served = 0.0, 0
+        for number in range(2, 1000):
+            decision = policy.decide([*waiting, call(number, arrived=now)], heard(1, number, at=now), costs, now)
+            if waiting[0] in decision.batch:
+                break
+            served += 1
+            now += 0.001
+        assert now <= policy.max_wait_s + 0.002
+        assert served
+
+
+queues = st.lists(
+    st.builds(
+        lambda session, layer, back, rows, training, arrived: (session, layer, back, rows, training, arrived),
+        st.integers(1, 9), st.integers(0, 3), st.booleans(), st.integers(1, 5000), st.booleans(), st.floats(0, 5),
+    ),
+    min_size=1, max_size=12, unique_by=lambda row: row[0],
+)  # fmt: skip
+
+
+@given(queues)
+@pytest.mark.parametrize("policy", [Alone(), Lockstep(), Opportunistic()], ids=lambda p: p.name)
+def test_every_queue_is_served_to_the_end_in_valid_batches(policy, rows):
+    calls = []
+    for number, (session, layer, back, count, training, arrived) in enumerate(rows):
+        key = BatchKey((layer,), Direction.BACKWARD if back else Direction.FORWARD, (layer,))
+        calls.append(Pending(number, session, key, count, training, arrived))
+    now, rounds = 5.0, 0
+    while calls:
+        rounds += 1
+        assert rounds < 100, "the queue is not being served"
+        decision = policy.decide(calls, {c.session: now for c in calls} | {99: now}, known_costs(), now)
+        if not decision.batch:
+            assert decision.ask_again_at is not None
+            assert decision.ask_again_at > now
+            now = decision.ask_again_at
+            continue
+        assert len({c.key for c in decision.batch}) == 1
+        assert len(set(decision.batch)) == len(decision.batch)
+        assert len(decision.batch) == 1 or sum(c.rows for c in decision.batch) <= getattr(policy, "max_rows", 1)
+        calls = [c for c in calls if c not in decision.batch]
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Opportunistic().max_rows = 1
+
+
+def test_costs_fit_a_line_and_know_nothing_at_first():
+    costs = Costs()
+    assert costs.estimate("x", 100) == costs.saving("x") == 0.0
+    for rows in (10, 100, 1000) * 10:
+        costs.observe("x", rows, 0.002 + 1e-5 * rows)
+    assert costs.estimate("x", 500) == pytest.approx(0.007, rel=1e-3)
+    assert costs.saving("x") == pytest.approx(0.002, rel=1e-3)
