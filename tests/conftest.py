@@ -39,6 +39,14 @@ def own_folders() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="module")
+def real_cache(own_folders: None) -> Iterator[None]:
+    """The user's own cache, where the real default model is kept between runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SYMBIOSIS_CACHE")
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny() -> LlamaForCausalLM:
     """The plain model that everything is compared with. Never train it."""

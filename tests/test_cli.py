@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from symbiosis.chatting import Sampling, Speaker
 from symbiosis.cli import app, read_tokens
@@ -38,9 +38,14 @@ def run(*arguments: object, stdin: str = "", **changes: str) -> subprocess.Compl
     )
 
 
+def run_here(*arguments: object, stdin: str = "") -> Result:
+    """The command in this process, where torch is imported already: saves seconds."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, env={"COLUMNS": "200"})
+
+
 def fails(*arguments: object) -> str:
-    """Run the command in this process (torch is imported already) and expect an error of one line."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    """Expect an error of one line."""
+    result = run_here(*arguments)
     assert result.exit_code == 1, result.output
     assert result.stdout == ""
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -103,24 +108,24 @@ def test_help_imports_no_torch_and_every_command_shows_an_example():
     )
     assert loaded.stdout.strip() == "[]"
     for name in ("serve", "chat", "generate", "finetune", "top", "demo"):
-        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
+        shown = run_here(name, "--help").output
         assert f"Example: symbiosis {name}" in shown
 
 
 def test_help_names_every_method_of_fine_tuning():
-    shown = CliRunner().invoke(app, ["finetune", "--help"], env={"COLUMNS": "200"}).output
+    shown = run_here("finetune", "--help").output
     assert set(METHODS) <= set(re.findall(r"\w+", shown))
 
 
 def test_the_version_is_told():
-    assert re.fullmatch(r"symbiosis \d+\.\d+\.\d+\n", CliRunner().invoke(app, ["--version"]).output)
+    assert re.fullmatch(r"symbiosis \d+\.\d+\.\d+\n", run_here("--version").output)
 
 
 def test_serve_tells_what_it_hosts_and_what_a_tenant_types(folder):
     with serving(folder, "--listen", "tcp://127.0.0.1:0", "--host-head", "--policy", "lockstep") as (addresses, printed):
         assert re.search(r"hosts .*linear.*% of", printed)
         assert f'model = symbiosis.connect("{addresses[0]}")' in printed
-        assert "lockstep" in run("top", "--once", "--connect", addresses[0]).stdout
+        assert "lockstep" in run_here("top", "--once", "--connect", addresses[0]).stdout
 
 
 @pytest.mark.parametrize("link", [0, 1], ids=["tcp", "shm"])
@@ -134,22 +139,22 @@ def test_generate_gives_the_text_of_the_plain_model(server, folder, link):
 def test_generate_raw_continues_the_text_and_seeds_repeat_it(server, folder):
     speaker = Speaker(AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer())
     expected = speaker.complete("abc", Sampling(max_new_tokens=8))
-    assert run("generate", "abc", "--raw", "--max-new-tokens", 8, "--connect", server[0]).stdout == f"{expected}\n"
+    assert run_here("generate", "abc", "--raw", "--max-new-tokens", 8, "--connect", server[0]).stdout == f"{expected}\n"
     drawn = ("generate", "abc", "--raw", "--temperature", 1.5, "--max-new-tokens", 8, "--connect", server[0], "--seed")
-    first, again, other = (run(*drawn, seed).stdout for seed in (1, 1, 2))
+    first, again, other = (run_here(*drawn, seed).stdout for seed in (1, 1, 2))
     assert first == again != other
 
 
 def test_chat_reads_lines_and_ends_at_exit(server):
     result = run("chat", "--max-new-tokens", 4, "--temperature", 0, "--connect", server[0], stdin="hi\n\nand\n/exit\nnever\n")
-    one = run("chat", "--max-new-tokens", 4, "--temperature", 0, "--connect", server[0], stdin="hi\n")
-    assert result.returncode == one.returncode == 0, result.stderr
+    one = run_here("chat", "--max-new-tokens", 4, "--temperature", 0, "--connect", server[0], stdin="hi\n")
+    assert result.returncode == one.exit_code == 0, result.stderr
     assert result.stdout.startswith(one.stdout)
     assert len(result.stdout) > len(one.stdout)
 
 
 def test_finetune_writes_an_adapter_that_chat_and_generate_take(server, tmp_path):
-    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "zzzz"}]}
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "xyz"}]}
     (tmp_path / "data.jsonl").write_text(json.dumps(chat) + "\n")
     options = ("--targets", "all-linear", "--lr", 0.05, "--steps", 40, "--connect", server[1])
     done = run("finetune", tmp_path / "data.jsonl", "--out", tmp_path / "adapter", *options)
@@ -159,8 +164,8 @@ def test_finetune_writes_an_adapter_that_chat_and_generate_take(server, tmp_path
     losses = json.loads((tmp_path / "adapter" / "training.json").read_text())["losses"]
     assert losses[-1] < losses[0]
     asked = ("--adapter", tmp_path / "adapter", "--max-new-tokens", 8, "--connect", server[0])
-    assert run("generate", "hi", *asked).stdout == "zzzz\n"
-    assert run("chat", "--temperature", 0, *asked, stdin="hi\n").stdout == "zzzz\n"
+    assert run_here("generate", "hi", *asked).stdout == "xyz\n"
+    assert run_here("chat", "--temperature", 0, *asked, stdin="hi\n").stdout == "xyz\n"
 
 
 def test_top_shows_tenants_by_the_name_of_their_token(guarded):

@@ -32,7 +32,8 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 def make_tiny_chat(folder: Path) -> Path:
     torch.manual_seed(0)
-    config = tiny_config(eos_token_id=1, pad_token_id=0, max_position_embeddings=256)
+    # large weights: with transformers' small ones no adapter could make this model sure of anything
+    config = tiny_config(eos_token_id=1, pad_token_id=0, max_position_embeddings=256, initializer_range=0.1)
     LlamaForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

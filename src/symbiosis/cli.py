@@ -159,8 +159,8 @@ def serve(
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stopped.set())
-        typer.echo(f"{executor.stats()['model']}: {executor.split.summary()}")
         addresses = [executor.listen(address) for address in listen or [DEFAULT_ADDRESS]]
+        typer.echo(f"{executor.stats()['model']}: {executor.split.summary()}")
         secret = ', token="…"' if tokens else ""
         typer.echo(
             "\nA tenant types:\n"

@@ -25,13 +25,13 @@ from rich.live import Live
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from symbiosis.chatting import Sampling, Speaker, speaker, with_adapter
-from symbiosis.demo_figures import DemoFailed, Report, Run, Tenant, plot, report, rss, view, write
+from symbiosis.demo_figures import DemoFailed, Report, Run, Tenant, peak_rss, plot, report, view, write
 from symbiosis.finetuning import FinetuneConfig, Sample, finetune, read_samples
 from symbiosis.launch import fetch_stats
 from symbiosis.models.default import default_model_folder
 
 _DATA = Path(__file__).parent / "demo_data"
-_SAMPLING = Sampling(max_new_tokens=32)
+_SAMPLING = Sampling(max_new_tokens=24)
 _START_S = 300.0
 _LOOK_EVERY_S = 1.0
 _PLAIN_STEPS = 2
@@ -42,7 +42,7 @@ Send = Callable[[Report], None]
 
 
 TENANTS = (
-    Tenant(name="pirate", method="lora", lr=2e-3, link="shm", question="How do I bake bread?"),
+    Tenant(name="pirate", method="lora", lr=3e-3, link="shm", question="How do I bake bread?"),
     Tenant(name="kettle", method="ia3", lr=5e-2, link="tcp", question="My Glimmerkettle is broken."),
     Tenant(name="gardener", method="prefix", lr=3e-2, link="shm", question="How do I grow tomatoes?"),
 )
@@ -101,14 +101,14 @@ def _chat(send: Send, address: str, start: Any, stop: Any) -> None:
 
 def _plain(send: Send, out: Path) -> None:
     """Without Symbiosis: what a copy of the model costs that is fine-tuned alone, and what the adapters say."""
-    runtime = rss("self")
+    runtime = peak_rss("self")
     folder = default_model_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     weights = _weight_bytes(model)
     first = TENANTS[0]
     finetune(model, tokenizer, _samples(first), out / "plain", _config(first, _PLAIN_STEPS))
-    send({"what": "copy", "runtime": runtime, "weights": weights, "rss": rss("self")})
+    send({"what": "copy", "runtime": runtime, "weights": weights, "rss": peak_rss("self")})
     for tenant in TENANTS:
         tuned = with_adapter(AutoModelForCausalLM.from_pretrained(folder), out / tenant.name)
         text = Speaker(tuned, tokenizer).answer([{"role": "user", "content": tenant.question}], _SAMPLING)

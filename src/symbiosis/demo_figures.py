@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,13 +39,14 @@ class Tenant:
     """Asked before and after; not in the data."""
 
 
-def rss(process: int | str) -> int:
-    """Bytes of a process that are in memory now; 0 if it is gone."""
+def peak_rss(process: int | str) -> int:
+    """The most bytes a process ever had in memory; 0 if it is gone."""
     try:
-        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    except (OSError, IndexError):
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(found[0]) * 1024 if found else 0  # a process that has ended but not been joined has no such line
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Run:
 
     def look(self, stats: dict[str, Any], processes: dict[str, int]) -> None:
         for name, process in processes.items():
-            self.rss[name] = max(self.rss.get(name, 0), rss(process))
+            self.rss[name] = max(self.rss.get(name, 0), peak_rss(process))
         old, self.stats = self.stats, stats
         batches, seconds = stats["batches"] - old.get("batches", 0), stats["uptime_s"] - old.get("uptime_s", 0.0)
         if old and batches and len(self.before) == len(self.tenants):
@@ -181,10 +181,10 @@ def _memory(run: Run) -> RenderableType:
     table = Table(
         title="memory, measured",
         title_justify="left",
-        caption="weights: bytes of parameters a process holds. process: the most RSS seen, pages shared with others "
-        f"counted in each; {_mb(run.copy['runtime'])} of it are Python, torch, transformers and PEFT before any model.",
+        caption="weights: bytes of parameters a process holds. peak RSS: the most it had in memory, with pages it shares "
+        f"with others; {_mb(run.copy['runtime'])} of it are Python, torch, transformers and PEFT before any model.",
     )
-    for column in ("process", "weights", "process RSS"):
+    for column in ("process", "weights", "peak RSS"):
         table.add_column(column, justify="left" if column == "process" else "right")
     table.add_row("executor, base layers once", _mb(run.stats["bytes_held"]), _mb(run.rss["executor"]))
     for tenant in run.tenants:

@@ -171,6 +171,11 @@ def decode(frame: memoryview, *, max_bytes: int, max_body: int = MAX_BODY, arena
     )
 
 
+def is_call(frame: memoryview) -> bool:
+    """Whether a frame from outside claims to be a CALL; nothing else of it is looked at."""
+    return len(frame) >= _HEADER.size and frame[5] == Kind.CALL
+
+
 def _read_tensor(frame: memoryview, at: int, arena: memoryview | None, max_bytes: int) -> Tensor:
     code, place, zero, zero2, rows, width, offset = _TENSOR.unpack_from(frame, at)
     if code >= len(_DTYPES) or place not in (_IN_FRAME, _IN_ARENA) or zero or zero2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from symbiosis.errors import Closed, SymbiosisError
+from symbiosis.executor import loop, service
 from symbiosis.messages import Kind, Message
 from symbiosis.types import Direction
 from tests.conftest import Serve, Served, tiny_config
@@ -282,3 +284,16 @@ def test_backward_is_the_gradient_of_forward_without_memory_of_it(link: Served, 
     grad = torch.randn(4, 64)
     reply = raw.request(Message(Kind.CALL, layers=(handle,), direction=Direction.BACKWARD, tensors=(grad,)))
     torch.testing.assert_close(reply.tensors[0], grad @ tiny.model.layers[0].mlp.down_proj.weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_that_was_silent_for_so_long_that_it_was_forgotten_just_goes_on(serve: Serve, kind, tiny, ids, monkeypatch):
+    monkeypatch.setattr(loop, "_TIDY_EVERY_S", 0.02)
+    monkeypatch.setattr(service, "_LOOK_AFTER_S", 0.02)
+    monkeypatch.setattr(service, "_FORGET_AFTER_S", 0.05)
+    served = serve(kind)
+    model = served.connect()
+    for _ in range(2):
+        torch.testing.assert_close(model(ids).logits, tiny(ids).logits, rtol=0, atol=1e-6)
+        while served.executor.stats()["sessions"]:
+            time.sleep(0.01)  # until the executor's own thread has tidied up

@@ -69,8 +69,8 @@ def seeded_model(seed: int = 0):
     return LlamaForCausalLM(tiny_config()).eval().requires_grad_(False)
 
 
-def train(model, steps: int, between=lambda step: None) -> dict:
-    """A whole little fine-tune, the same every time: the adapter it ends with."""
+def train(model, steps: int, between=lambda step: None, snapshots: dict | None = None) -> dict:
+    """A whole little fine-tune, the same every time: the adapter it ends with, and in `snapshots` after each step."""
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
@@ -84,6 +84,8 @@ def train(model, steps: int, between=lambda step: None) -> dict:
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if snapshots is not None:
+            snapshots["adapter"] = {name: t.clone() for name, t in get_peft_model_state_dict(model).items()}
     return get_peft_model_state_dict(model)
 
 
@@ -105,7 +107,7 @@ def _tenant(ready: Connection, address: str) -> None:
     model = symbiosis.connect(address, name="victim")
     ready.send(True)
     ids = torch.randint(0, 128, (4, 200))
-    embedded = model.get_input_embeddings()(ids).requires_grad_()
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     while True:
         model(inputs_embeds=embedded, labels=ids).loss.backward()
 

@@ -129,12 +129,14 @@ class Connection:
             if self._socket.poll(_TICK_MS):
                 reply = self._receive()
                 heard = time.monotonic()
-                if reply is None or reply.request != message.request:
-                    if reply is not None and reply.kind is Kind.ERROR and reply.request == 0:
-                        return reply  # what it could not read has no number
+                if reply is None or reply.request not in (message.request, 0):
                     continue
-                if reply.kind is Kind.ERROR and reply.body.get("code") == HelloFirst.code:
-                    raise ConnectionCut
+                if reply.kind is Kind.ERROR:  # without a number if it could not read what it got
+                    if reply.body.get("code") == HelloFirst.code:
+                        raise ConnectionCut
+                    return reply
+                if reply.request == 0:
+                    continue  # it looked whether somebody is here
                 if reply.kind is not Kind.PING:
                     return reply
                 pinged = False

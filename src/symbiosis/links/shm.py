@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from symbiosis.errors import AddressInUse, BadAddress, BadMessage, TooManyCalls
+import zmq
+
+from symbiosis.errors import AddressInUse, BadAddress, BadMessage, HelloFirst, SymbiosisError, TooManyCalls
 from symbiosis.links.base import Peer
 from symbiosis.links.dial import ConnectionCut, WireLink
 from symbiosis.links.wire import WirePort
-from symbiosis.messages import Message
+from symbiosis.messages import Message, is_call
 
 _NAME = re.compile(r"(?!.*\.lock$)[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _ARENA_PATH = re.compile(r"/proc/\d+/fd/\d+")
@@ -100,6 +102,12 @@ class ShmPort(WirePort):
         path = f"/proc/{os.getpid()}/fd/{peer.link_state.arena.fd}"
         message.body["arena"] = {"path": path, "bytes": 2 * self._max_bytes}
         super()._welcome(peer, message)
+
+    def _read(self, peer: Peer, frame: zmq.Frame) -> Message | SymbiosisError:
+        if peer.link_state.arena is None and is_call(frame.buffer):
+            # its rows lie in an arena that went when the channel was forgotten: it cannot even be read
+            return HelloFirst("the executor does not know this channel: say HELLO first")
+        return super()._read(peer, frame)
 
     def _arena_in(self, peer: Peer) -> memoryview | None:
         arena = peer.link_state.arena
