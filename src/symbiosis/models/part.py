@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from symbiosis.errors import CannotSplit
 from symbiosis.models import cache
@@ -79,15 +78,32 @@ def resolve_class(name: str) -> type[PreTrainedModel]:
     return found
 
 
+class _WithoutWeights(TorchFunctionMode):
+    """While a model is built: weights go to the meta device and are not drawn; computed tensors stay real.
+
+    A mode belongs to its thread, unlike the usual ways of skipping
+    initialisation, which would reach into a model that another tenant's
+    thread builds at the same time.
+    """
+
+    _DRAWS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.random_, nn.init.trunc_normal_})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            return func(*args, **{**(kwargs or {}), "device": "meta"})
+        return args[0] if func in self._DRAWS and args else func(*args, **(kwargs or {}))
+
+
 def build_skeleton(manifest: Manifest, model_class: type[PreTrainedModel]) -> PreTrainedModel:
     """The model without weights: parameters on the meta device, everything else as usual."""
     settings = {key: value for key, value in manifest.config.items() if key != "auto_map"}
     config = model_class.config_class.from_dict(settings)
     config._name_or_path = manifest.name
-    dtype = getattr(torch, manifest.dtype)
-    options: dict[str, Any] = {"attn_implementation": manifest.attention} if manifest.attention else {}
-    with no_init_weights(), init_empty_weights(include_buffers=False):
-        model = model_class._from_config(config, dtype=dtype, **options)
+    if manifest.attention:
+        config._attn_implementation = manifest.attention
+    config.dtype = getattr(torch, manifest.dtype)
+    with _WithoutWeights():
+        model = model_class(config)
     if manifest.generation_config is not None and model.can_generate():
         model.generation_config = GenerationConfig.from_dict(manifest.generation_config)
     return model
