@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import independence, policies
+from benchmarks import independence, memory, policies
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,9 @@ from benchmarks import independence, policies
     [
         (policies, policies.Plan(batches=(1, 4, 16), seconds=0.5, warm_up=0.2, repetitions=1, tiny=True)),
         (independence, independence.Plan(steps=2, repetitions=1, tiny=True)),
+        (memory, memory.Plan(cases=((1, 8), (2, 16)), tiny=True)),
     ],
-    ids=["policies", "independence"],
+    ids=["policies", "independence", "memory"],
 )
 def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(benchmark, plan, tmp_path):
     benchmark.run(plan, tmp_path)

@@ -9,6 +9,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 import symbiosis
+from symbiosis import launch
 from symbiosis.errors import Unauthorized
 from symbiosis.links import keys
 from symbiosis.links.tcp import TcpLink
@@ -147,3 +148,14 @@ def test_whoever_takes_the_executors_place_later_sees_no_rows(serve: Serve, ids)
     finally:
         impostor.close()
     assert {message.kind for message in impostor.seen} == {Kind.HELLO}
+
+
+def test_a_tenant_sees_only_its_own_figures_and_the_provider_all(tiny):
+    secrets = {"ann": "a secret of ann's", "bob": "a secret of bob's", "provider": "a secret of ours"}
+    with symbiosis.Executor(tiny, tokens=secrets) as executor:
+        address = executor.listen()
+        models = [symbiosis.connect(address, token=secrets[name]) for name in ("ann", "bob")]
+        assert set(models[0].symbiosis.stats()["tenants"]) == {"ann"}
+        assert {"ann", "bob"} <= set(launch.fetch_stats(address, token=secrets["provider"])["tenants"])
+        for model in models:
+            model.symbiosis.close()

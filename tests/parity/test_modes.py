@@ -222,6 +222,35 @@ def test_another_dtype_at_the_tenant(pair):
     torch.testing.assert_close(result.float(), expected.float(), atol=5e-2, rtol=5e-2)
 
 
+def test_an_executor_in_bfloat16_gives_the_bits_of_the_plain_bfloat16_model():
+    plain = LLAMA.model().to(torch.bfloat16)
+    with connected(plain, "shm") as model:
+        assert model.dtype == torch.bfloat16
+        assert torch.equal(model(**LLAMA.batch()).logits, plain(**LLAMA.batch()).logits)
+        expected, found = adapted(twin(plain), lora()), adapted(model, lora())
+        assert_same_gradients(gradients(expected, LLAMA.batch()), gradients(found, LLAMA.batch()), relative=2e-2)
+
+
+def test_tenants_that_connect_and_build_adapters_at_once_do_not_reach_into_each_other():
+    plain = LLAMA.model()
+    losses: list[float] = []
+
+    def tenant(executor: symbiosis.Executor) -> None:
+        model = get_peft_model(symbiosis.connect(executor), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+        assert all(p.device.type == "cpu" and p.abs().sum() > 0 for p in trainable(model).values())
+        loss = model(**LLAMA.batch()).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+
+    with symbiosis.Executor(plain) as executor:
+        threads = [threading.Thread(target=tenant, args=(executor,)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(losses) == 6
+
+
 def test_rows_of_the_wrong_dtype_or_width_are_refused_by_name(pair):
     layer = pair[1].model.layers[0].self_attn.q_proj
     with pytest.raises(BadCall, match=r"q_proj computes in torch.float32, got torch.float64"):

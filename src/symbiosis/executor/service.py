@@ -32,6 +32,7 @@ from symbiosis.messages import PROTOCOL, Kind, Message
 from symbiosis.models import cache
 from symbiosis.types import WITH_BIAS, BlobRef, Direction, Limits, Manifest
 
+PROVIDER = "provider"
 _FORGET_AFTER_S = 120.0
 _LOOK_AFTER_S = 10.0
 _QUEUE_CALLS = 8  # longest calls that may wait in memory; more stay in the links
@@ -112,7 +113,7 @@ class Service:
         if message.kind is Kind.FETCH:
             return self._fetch(message)
         if message.kind is Kind.STATS:
-            return Message(Kind.REPLY, body=self.stats())
+            return Message(Kind.REPLY, body=self._stats_for(peer))
         if message.kind is Kind.BYE:
             return Message(Kind.BYE)
         raise BadCall(f"a tenant does not send {message.kind.name}")
@@ -324,6 +325,13 @@ class Service:
             for tensor in tensors:
                 storages[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
         return sum(storages.values())
+
+    def _stats_for(self, peer: Peer) -> dict[str, Any]:
+        """Where tenants have tokens, each sees the totals and itself; the one named `provider` sees all."""
+        figures = self.stats()
+        if peer.tenant not in (None, PROVIDER):
+            figures["tenants"] = {name: row for name, row in figures["tenants"].items() if name == peer.tenant}
+        return figures
 
     def stats(self) -> dict[str, Any]:
         sessions = list(self._sessions.open.values())
