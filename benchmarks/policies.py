@@ -33,6 +33,8 @@ class Plan:
     seconds: float = 20.0
     warm_up: float = 4.0
     repetitions: int = 5
+    threads: int = 1
+    """The executor's threads: tenants need the other core."""
     tiny: bool = False
 
 
@@ -42,6 +44,7 @@ def serve(policy: str, plan: Plan, pipe: Any) -> None:
 
     import symbiosis
 
+    torch.set_num_threads(plan.threads)
     if plan.tiny:
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -206,9 +209,10 @@ if __name__ == "__main__":
     parser.add_argument("--tiny", action="store_true", help="a random toy model and three tenants")
     parser.add_argument("--seconds", type=float, default=Plan.seconds)
     parser.add_argument("--repetitions", type=int, default=Plan.repetitions)
+    parser.add_argument("--threads", type=int, default=Plan.threads, help="threads of the executor")
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args()
     if options.tiny:
         run(Plan(batches=(1, 4, 16), seconds=0.5, warm_up=0.2, repetitions=1, tiny=True), options.out)
     else:
-        run(Plan(seconds=options.seconds, repetitions=options.repetitions), options.out)
+        run(Plan(seconds=options.seconds, repetitions=options.repetitions, threads=options.threads), options.out)

@@ -31,7 +31,7 @@ def finished() -> Run:
     for tenant in TENANTS:
         run.take({"who": tenant.name, "what": "after", "text": "tuned", "tokens_per_s": 9.0, "weights": 1000})
         run.take({"who": "plain", "what": "text", "tenant": tenant.name, "text": "tuned"})
-    run.take({"who": "plain", "what": "copy", "runtime": 1, "weights": 500_000_000, "rss": 900_000_000})
+    run.take({"who": "plain", "what": "copy", "runtime": 1, "weights": 500_000_000, "rss": 900_000_000, "file": 600_000_000})
     run.take({"who": "chatter", "what": "said", "question": "why?", "text": "so", "answers": 2})
     return run
 
@@ -74,6 +74,8 @@ def test_the_figures_can_be_seen_live_at_the_end_as_json_and_as_a_plot(tmp_path)
     shown = console.export_text()
     assert "mean batch 1.50" in shown
     assert "1,500 MB" in shown  # three copies of 500 MB
+    assert "2,700 MB" in shown  # three processes of 900 MB …
+    assert "900 MB" in shown  # … of which 300 MB each are their own
     assert run.looks[0]["mean_batch"] == 1.5
     write(run, tmp_path / "results.json")
     assert json.loads((tmp_path / "results.json").read_text())["tenants"]["pirate"]["after"] == "tuned"

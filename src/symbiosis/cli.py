@@ -376,12 +376,12 @@ def figures_table(stats: dict[str, Any], before: dict[str, Any] | None) -> Table
     return table
 
 
-@app.command(epilog="Example: symbiosis demo --out demo-out --steps 24")
+@app.command(epilog="Example: symbiosis demo --out demo-out --steps 28")
 def demo(
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where adapters, figures and the plot go.")] = Path(
         "demo-out"
     ),
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each tenant.")] = 24,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each tenant.")] = 28,
 ) -> None:
     """Three tenants fine-tune at once on the default model (LoRA, IA3, prefix tuning) while a fourth chats."""
     from symbiosis.demo import run_demo

@@ -23,9 +23,10 @@ import torch
 from rich.console import Console
 from rich.live import Live
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from symbiosis.chatting import Sampling, Speaker, speaker, with_adapter
-from symbiosis.demo_figures import DemoFailed, Report, Run, Tenant, peak_rss, plot, report, view, write
+from symbiosis.demo_figures import DemoFailed, Report, Run, Tenant, memory, plot, report, view, write
 from symbiosis.finetuning import FinetuneConfig, Sample, finetune, read_samples
 from symbiosis.launch import fetch_stats
 from symbiosis.models.default import default_model_folder
@@ -44,12 +45,12 @@ Send = Callable[[Report], None]
 TENANTS = (
     Tenant(name="pirate", method="lora", lr=3e-3, link="shm", question="How do I bake bread?"),
     Tenant(name="kettle", method="ia3", lr=5e-2, link="tcp", question="My Glimmerkettle is broken."),
-    Tenant(name="gardener", method="prefix", lr=3e-2, link="shm", question="How do I grow tomatoes?"),
+    Tenant(name="gardener", method="prefix", lr=5e-2, link="shm", question="How do I grow tomatoes?"),
 )
 
 
 def _config(tenant: Tenant, steps: int) -> FinetuneConfig:
-    return FinetuneConfig(method=tenant.method, lr=tenant.lr, steps=steps, batch_size=4, max_length=96)
+    return FinetuneConfig(method=tenant.method, lr=tenant.lr, steps=steps, batch_size=2, max_length=96)
 
 
 def _samples(tenant: Tenant) -> list[Sample]:
@@ -101,14 +102,15 @@ def _chat(send: Send, address: str, start: Any, stop: Any) -> None:
 
 def _plain(send: Send, out: Path) -> None:
     """Without Symbiosis: what a copy of the model costs that is fine-tuned alone, and what the adapters say."""
-    runtime = peak_rss("self")
+    disable_progress_bar()  # the demo shows its own
+    runtime = memory("self")["rss"]
     folder = default_model_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     weights = _weight_bytes(model)
     first = TENANTS[0]
     finetune(model, tokenizer, _samples(first), out / "plain", _config(first, _PLAIN_STEPS))
-    send({"what": "copy", "runtime": runtime, "weights": weights, "rss": peak_rss("self")})
+    send({"what": "copy", "runtime": runtime, "weights": weights, **memory("self")})
     for tenant in TENANTS:
         tuned = with_adapter(AutoModelForCausalLM.from_pretrained(folder), out / tenant.name)
         text = Speaker(tuned, tokenizer).answer([{"role": "user", "content": tenant.question}], _SAMPLING)

@@ -39,14 +39,14 @@ class Tenant:
     """Asked before and after; not in the data."""
 
 
-def peak_rss(process: int | str) -> int:
-    """The most bytes a process ever had in memory; 0 if it is gone."""
+def memory(process: int | str) -> dict[str, int]:
+    """Bytes of a process: the most it ever had in memory (rss), and its pages of mapped files now (file). 0: gone."""
     try:
-        status = Path(f"/proc/{process}/status").read_text()
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
-        return 0
-    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
-    return int(found[0]) * 1024 if found else 0  # a process that has ended but not been joined has no such line
+        lines = []
+    found = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmHWM:", "RssFile:"))}
+    return {"rss": found.get("VmHWM:", 0), "file": found.get("RssFile:", 0)}
 
 
 @dataclass(slots=True)
@@ -63,10 +63,14 @@ class Run:
     plain: dict[str, str] = field(default_factory=dict)
     losses: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Per tenant: (seconds since the start, loss) of each step."""
+    step_rates: dict[str, list[float]] = field(default_factory=dict)
+    """Per tenant: tokens/s of each step."""
     rates: dict[str, float] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)
     rss: dict[str, int] = field(default_factory=dict)
     """The most of each process."""
+    file: dict[str, int] = field(default_factory=dict)
+    """Of these, pages of mapped files: they lie in memory once, however many processes map them."""
     looks: list[dict[str, float]] = field(default_factory=list)
     """Per look at the executor: seconds, mean batch and tokens/s since the look before."""
     copy: dict[str, int] = field(default_factory=dict)
@@ -83,19 +87,22 @@ class Run:
             self.started = time.time()
         elif what == "step":
             self.losses.setdefault(who, []).append((report["at"] - self.started, report["loss"]))
+            self.step_rates.setdefault(who, []).append(report["tokens_per_s"])
             self.rates[who] = report["tokens_per_s"]
         elif what == "after":
             self.after[who], self.rates[who], self.weights[who] = report["text"], report["tokens_per_s"], report["weights"]
         elif what == "said":
             self.said = report
         elif what == "copy":
-            self.copy = {name: report[name] for name in ("runtime", "weights", "rss")}
+            self.copy = {name: report[name] for name in ("runtime", "weights", "rss", "file")}
         elif what == "text":
             self.plain[report["tenant"]] = report["text"]
 
     def look(self, stats: dict[str, Any], processes: dict[str, int]) -> None:
         for name, process in processes.items():
-            self.rss[name] = max(self.rss.get(name, 0), peak_rss(process))
+            seen = memory(process)
+            self.rss[name] = max(self.rss.get(name, 0), seen["rss"])
+            self.file[name] = max(self.file.get(name, 0), seen["file"])
         old, self.stats = self.stats, stats
         batches, seconds = stats["batches"] - old.get("batches", 0), stats["uptime_s"] - old.get("uptime_s", 0.0)
         if old and batches and len(self.before) == len(self.tenants):
@@ -114,9 +121,11 @@ class Run:
         names = [tenant.name for tenant in self.tenants]
         return {
             "weights": self.stats["bytes_held"] + sum(self.weights[name] for name in names),
-            "rss": self.rss["executor"] + sum(self.rss[name] for name in names),
+            "rss": sum(self.rss[name] for name in ("executor", *names)),
+            "own": sum(self.rss[name] - self.file[name] for name in ("executor", *names)),
             "copies_weights": len(names) * self.copy["weights"],
             "copies_rss": len(names) * self.copy["rss"],
+            "copies_own": len(names) * (self.copy["rss"] - self.copy["file"]),
         }
 
     def verdicts(self) -> list[tuple[bool, str]]:
@@ -178,25 +187,27 @@ def report(run: Run) -> RenderableType:
 
 
 def _memory(run: Run) -> RenderableType:
-    table = Table(
-        title="memory, measured",
-        title_justify="left",
-        caption="weights: bytes of parameters a process holds. peak RSS: the most it had in memory, with pages it shares "
-        f"with others; {_mb(run.copy['runtime'])} of it are Python, torch, transformers and PEFT before any model.",
-    )
-    for column in ("process", "weights", "peak RSS"):
+    table = Table(title="memory, measured", title_justify="left")
+    for column in ("process", "weights", "peak RSS", "less file pages"):
         table.add_column(column, justify="left" if column == "process" else "right")
-    table.add_row("executor, base layers once", _mb(run.stats["bytes_held"]), _mb(run.rss["executor"]))
-    for tenant in run.tenants:
-        table.add_row(f"tenant {tenant.name}", _mb(run.weights[tenant.name]), _mb(run.rss[tenant.name]))
-    totals = run.totals()
-    table.add_row("together", _mb(totals["weights"]), _mb(totals["rss"]), style="bold", end_section=True)
-    table.add_row("plain fine-tuning process, one", _mb(run.copy["weights"]), _mb(run.copy["rss"]))
-    copies = len(run.tenants)
-    table.add_row(
-        f"{copies} separate copies ({copies} × that)", _mb(totals["copies_weights"]), _mb(totals["copies_rss"]), style="bold"
+
+    def add(name: str, weights: int, rss: int, own: int, **look: Any) -> None:
+        table.add_row(name, _mb(weights), _mb(rss), _mb(own), **look)
+
+    totals, copies, seen = run.totals(), len(run.tenants), run.rss
+    add("executor", run.stats["bytes_held"], seen["executor"], seen["executor"] - run.file["executor"])
+    for name in (tenant.name for tenant in run.tenants):
+        add(f"tenant {name}", run.weights[name], seen[name], seen[name] - run.file[name])
+    add("together", totals["weights"], totals["rss"], totals["own"], style="bold", end_section=True)
+    add("plain fine-tuning process", run.copy["weights"], run.copy["rss"], run.copy["rss"] - run.copy["file"])
+    add(f"{copies} × that", totals["copies_weights"], totals["copies_rss"], totals["copies_own"], style="bold")
+    legend = (
+        "weights: parameters each process uses, the base layers once in the executor. One plain process was measured and "
+        f"multiplied. {_mb(run.copy['runtime'])} of every process are Python, torch, transformers and PEFT before any model. "
+        "File pages (libraries, a checkpoint that a CPU process maps) lie in memory once per host even for plain copies; "
+        "on a GPU, or in another dtype than the file's, each copy's weights are its own."
     )
-    return table
+    return Group(table, Text(legend, style="dim"))
 
 
 def write(run: Run, path: Path) -> None:
@@ -217,7 +228,13 @@ def write(run: Run, path: Path) -> None:
             }
             for tenant in run.tenants
         },
-        "memory_bytes": {"rss": run.rss, "weights": run.weights, "plain_copy": run.copy, **run.totals()},
+        "memory_bytes": {
+            "peak_rss": run.rss,
+            "file_pages": run.file,
+            "weights": run.weights,
+            "plain_process": run.copy,
+            "totals": run.totals(),
+        },
         "executor": run.stats,
         "chat_answers": run.said.get("answers", 0),
         "verdicts": [{"held": held, "what": what} for held, what in run.verdicts()],
@@ -237,7 +254,9 @@ def plot(run: Run, path: Path) -> None:
     )
     for tenant, mark, colour in zip(run.tenants, _MARKS, _COLOURS, strict=True):
         seconds, values = zip(*run.losses[tenant.name], strict=True)
-        losses.plot(seconds, values, marker=mark, markersize=4, color=colour, label=f"{tenant.name}: {tenant.method}")
+        look = {"marker": mark, "markersize": 4, "color": colour, "label": f"{tenant.name}: {tenant.method}"}
+        losses.plot(seconds, values, **look)
+        rate.plot(seconds, run.step_rates[tenant.name], **look)
     losses.set_ylabel("training loss")
     losses.set_ylim(bottom=0)
     losses.legend(frameon=False)
@@ -246,8 +265,7 @@ def plot(run: Run, path: Path) -> None:
     batch.plot(at, [look["mean_batch"] for look in run.looks], color="0.25")
     batch.set_ylabel("calls per batch")
     batch.set_ylim(bottom=0.9)
-    rate.fill_between(at, [look["tokens_per_s"] for look in run.looks], color="0.75", step="mid")
-    rate.set_ylabel("tokens/s, all")
+    rate.set_ylabel("tokens/s, each")
     rate.set_ylim(bottom=0)
     rate.set_xlabel("seconds since training began")
     for axes in (losses, batch, rate):

@@ -6,7 +6,8 @@ Plain reference for every kind: the module it was cut out of (tests/parity).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +103,17 @@ class Embedding(BaseLayer):
         return (F.embedding(rows[0][:, 0], self.weights["weight"]),)
 
 
+@contextmanager
+def _recomputing() -> Iterator[None]:
+    """Autograd on this thread alone.
+
+    Usually backward on a GPU runs on autograd's one thread for that GPU. A
+    tenant in this process may hold just that thread while it waits for us.
+    """
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 class Block(BaseLayer):
     """A row-wise sub-module as one call; backward recomputes it from the rows the tenant sends again."""
 
@@ -119,7 +131,7 @@ class Block(BaseLayer):
 
     def backward(self, rows: Rows) -> Rows:
         x, grad = rows
-        with torch.enable_grad():
+        with _recomputing():
             x = x.detach().requires_grad_()
             return torch.autograd.grad(self.module(x), x, grad)
 
@@ -146,7 +158,7 @@ class Experts(BaseLayer):
 
     def backward(self, rows: Rows) -> Rows:
         x, index, weight, grad = rows
-        with torch.enable_grad():
+        with _recomputing():
             x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
             return torch.autograd.grad(self.module(x, index, weight), (x, weight), grad)
 
