@@ -91,7 +91,7 @@ def server(folder):
 @pytest.fixture(scope="module")
 def guarded(folder):
     """An executor that asks for tokens; ended by Ctrl-C rather than SIGTERM."""
-    tokens = {"SYMBIOSIS_TOKENS": f"ann={SECRET}, only-a-secret"}
+    tokens = {"SYMBIOSIS_TOKENS": f"ann={SECRET}, only-a-secret, provider=a-secret-of-the-provider"}
     with serving(folder, "--listen", "tcp://127.0.0.1:0", stop=signal.SIGINT, **tokens) as (addresses, printed):
         assert 'token="…"' in printed
         yield addresses[0]
@@ -168,13 +168,16 @@ def test_finetune_writes_an_adapter_that_chat_and_generate_take(server, tmp_path
     assert run_here("chat", "--temperature", 0, *asked, stdin="hi\n").stdout == "xyz\n"
 
 
-def test_top_shows_tenants_by_the_name_of_their_token(guarded):
+def test_top_shows_the_provider_all_tenants_and_a_tenant_only_itself(guarded):
     assert run("generate", "hi", "--max-new-tokens", 2, "--connect", guarded, SYMBIOSIS_TOKEN=SECRET).returncode == 0
-    shown = run("top", "--once", "--connect", guarded, "--token", "only-a-secret")
-    assert re.search(r"ann +│ +\d+ +│ +\d+", shown.stdout), shown
-    assert "mean batch" in shown.stdout
-    assert "MB held" in shown.stdout
-    assert SECRET not in shown.stdout
+    shown = run("top", "--once", "--connect", guarded, "--token", "a-secret-of-the-provider").stdout
+    assert re.search(r"│ ann +│ +\d+ +│ +\d+", shown), shown
+    assert "mean batch" in shown
+    assert "MB held" in shown
+    assert SECRET not in shown
+    other = run_here("top", "--once", "--connect", guarded, "--token", "only-a-secret").stdout
+    assert "tenant-1" in other
+    assert "│ ann " not in other
 
 
 # -- what goes wrong ------------------------------------------------------------------------

@@ -331,7 +331,10 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table (rates since the start) and exit.")] = False,
 ) -> None:
-    """Watch an executor: tenants, batches, tokens/s, memory. Ctrl-C ends it."""
+    """Watch an executor: tenants, batches, tokens/s, memory. Ctrl-C ends it.
+
+    Where tenants have tokens, each sees itself; the token named `provider` sees all.
+    """
     from symbiosis.launch import fetch_stats
 
     stats = fetch_stats(connect, token=token)
@@ -350,7 +353,7 @@ def figures_table(stats: dict[str, Any], before: dict[str, Any] | None) -> Table
     seconds = max(1e-9, stats["uptime_s"] - (before["uptime_s"] if before else 0.0))
     old = before["tenants"] if before else {}
     table = Table(
-        title=f"{escape(stats['model'])} · {stats['policy']} · up {stats['uptime_s']:,.0f} s · "
+        title=f"{escape(Path(stats['model']).name)} · {stats['policy']} · up {stats['uptime_s']:,.0f} s · "
         f"{stats['bytes_held'] / 1e6:,.0f} MB held",
         caption=f"{stats['calls']:,} calls in {stats['batches']:,} batches, mean batch {stats['mean_batch']:.2f}, "
         f"{stats['mean_rows']:,.0f} rows each · {stats['queued']} queued · "
