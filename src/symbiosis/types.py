@@ -37,7 +37,7 @@ class LayerSpec:
     """What a tenant must know of a base layer to stand a virtual layer in its place."""
 
     handle: int
-    """Number of the layer in calls."""
+    """Number of the layer in calls; larger is further on in a forward pass."""
     identity: str
     """Hash of kind, shapes and weights: equal identities are one layer in memory."""
     kind: LayerKind

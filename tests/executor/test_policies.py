@@ -66,8 +66,16 @@ class TestLockstep:
 
 
 class TestOpportunistic:
-    def test_a_small_call_never_waits(self):
+    def test_a_small_call_does_not_wait_for_strangers_or_big_calls(self):
         assert numbers(Opportunistic().decide([call(1)], heard(1, 2, 3), known_costs(), 0.0)) == [1]
+
+    def test_a_small_call_waits_for_those_it_travelled_with_as_long_as_that_saves(self):
+        policy, costs, mine = Opportunistic(), known_costs(fixed=0.002), dataclasses.replace(call(1), mates=frozenset({2, 3}))
+        decision = policy.decide([mine], heard(1, 2, 3), costs, 0.0)
+        assert decision.ask_again_at == pytest.approx(2 * 0.002, rel=0.01)
+        assert numbers(policy.decide([mine, call(2), call(3)], heard(1, 2, 3), costs, 0.001)) == [1, 2, 3]
+        assert numbers(policy.decide([mine, call(2), call(3, key=MLP)], heard(1, 2, 3), costs, 0.001)) == [1, 2]
+        assert numbers(policy.decide([mine], heard(1, 2, 3), costs, decision.ask_again_at)) == [1]
 
     def test_a_small_call_takes_no_big_one_along(self):
         calls = [call(1, rows=4096), call(2, rows=1), call(3, rows=2)]

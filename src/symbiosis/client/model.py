@@ -65,7 +65,8 @@ def _cannot_save(*_: Any, **__: Any) -> NoReturn:
 def put_virtual_layers(model: nn.Module, session: Session) -> None:
     """Stand a virtual layer in every place the executor hosts one. Raises `CannotSplit` if the model differs."""
     groups, dtype = Groups(session), getattr(torch, session.manifest.dtype)
-    for spec in session.manifest.layers:
+    blocks_last = sorted(session.manifest.layers, key=lambda spec: spec.kind is LayerKind.BLOCK)
+    for spec in blocks_last:
         try:
             module = model.get_submodule(spec.paths[0])
         except AttributeError:

@@ -36,6 +36,8 @@ class Pending:
     rows: int
     training: bool
     arrived: float
+    mates: frozenset[int] = frozenset()
+    """Sessions whose last call ran in one batch with this session's last call: they will be here soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,13 @@ _Rank = tuple[bool, bool, bool, tuple[int, int], int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opportunistic:
-    """Runs what is there; big calls may wait a little for company where that pays.
+    """Runs what is there; calls may wait a little for company where that pays.
 
-    Small calls go first and never wait. A big call waits at most a share of
-    its own time, at most what a merged batch would save, at most `max_wait_s`,
-    and not at all if every active session is queued already.
+    Small calls go first and never wait for big ones, only for those they
+    travelled with last, and only as long as travelling together again saves. A
+    big call waits at most a share of its own time, at most what a merged batch
+    would save. Nobody waits longer than `max_wait_s`, and nobody at all if
+    every active session is queued already.
     """
 
     name: str = "opportunistic"
@@ -149,12 +153,12 @@ class Opportunistic:
         if not pending:
             return Decision()
         here = {call.session for call in pending}
-        others = any(session not in here and now - last <= self.company_s for session, last in heard.items())
+        coming = {session for session, last in heard.items() if session not in here and now - last <= self.company_s}
         groups = _by_key(pending)
         ready: list[tuple[_Rank, BatchKey]] = []
         ask_again: float | None = None
         for key, calls in groups.items():
-            wait_until = self._wait_until(key, calls, others, costs)
+            wait_until = self._wait_until(key, calls, coming, costs)
             if now >= wait_until:
                 ready.append((self._rank(key, calls, now), key))
             else:
@@ -164,15 +168,16 @@ class Opportunistic:
         key = min(ready, key=lambda ranked: ranked[0])[1]
         return Decision(batch=self._gather(groups[key], now))
 
-    def _wait_until(self, key: BatchKey, calls: list[Pending], others: bool, costs: Costs) -> float:
+    def _wait_until(self, key: BatchKey, calls: list[Pending], coming: set[int], costs: Costs) -> float:
         """When the group must run at the latest; in the past if at once."""
         first = min(call.arrived for call in calls)
         rows = sum(call.rows for call in calls)
-        if not others or rows >= self.max_rows or any(call.rows <= self.small_rows for call in calls):
-            return first
         gain, own_time = costs.saving(key.shape), costs.estimate(key.shape, rows)
-        if gain < self.least_gain * own_time:
+        if not coming or rows >= self.max_rows or gain < self.least_gain * own_time:
             return first
+        if any(call.rows <= self.small_rows for call in calls):
+            mates = frozenset().union(*(call.mates for call in calls)) & coming
+            return first + min(self.max_wait_s, gain * len(mates))
         return first + min(self.max_wait_s, gain, self.wait_share * own_time)
 
     def _rank(self, key: BatchKey, calls: list[Pending], now: float) -> _Rank:

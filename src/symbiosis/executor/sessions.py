@@ -45,6 +45,8 @@ class Session:
     """A call of this session is queued or running."""
     request: int = 0
     """The request it is busy with."""
+    mates: frozenset[int] = frozenset()
+    """The sessions that shared its last batch."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -93,7 +93,7 @@ def split(
     identities: dict[nn.Module, str] = {}
     counted: set[int] = set()
     for done, (module, kind) in enumerate(chosen.items()):
-        layer = _host(module, kind, len(result.layers), modules[module])
+        layer = _host(module, kind, modules[module])
         identities[module] = layer.spec.identity
         result.layers.append(layer)
         for weight in layer.weights.values():
@@ -101,9 +101,17 @@ def split(
                 counted.add(weight.data_ptr())
                 result.hosted_parameters += weight.numel()
         progress(done + 1, len(chosen))
-    result.layers.extend(_blocks(model, modules, identities, len(result.layers)))
+    result.layers.extend(_blocks(modules, identities))
+    result.layers = _numbered(result.layers, modules)
     _collect_client_part(model, chosen, result)
     return result
+
+
+def _numbered(layers: list[HostedLayer], modules: dict[nn.Module, tuple[str, ...]]) -> list[HostedLayer]:
+    """The layers in the order of the model, so that a larger handle is further on in a pass."""
+    order = {paths[0]: position for position, paths in enumerate(modules.values())}
+    layers = sorted(layers, key=lambda layer: order[layer.spec.paths[0]])
+    return [replace(layer, spec=replace(layer.spec, handle=handle)) for handle, layer in enumerate(layers)]
 
 
 def _paths_by_module(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
@@ -269,7 +277,7 @@ def _experts_width(module: nn.Module) -> int:
         module.train(was_training)
 
 
-def _host(module: nn.Module, kind: LayerKind, handle: int, paths: tuple[str, ...]) -> HostedLayer:
+def _host(module: nn.Module, kind: LayerKind, paths: tuple[str, ...]) -> HostedLayer:
     weights = {name: getattr(module, name).detach() for name in _weight_names(module)}
     experts = 0
     if kind is LayerKind.LINEAR:
@@ -283,7 +291,7 @@ def _host(module: nn.Module, kind: LayerKind, handle: int, paths: tuple[str, ...
         in_width = out_width = _experts_width(module)
         experts = next(w for w in weights.values() if w.dim() == 3).shape[0]
     spec = LayerSpec(
-        handle=handle,
+        handle=0,
         identity=_identity(kind.value, weights),
         kind=kind,
         paths=paths,
@@ -316,13 +324,10 @@ def _skeleton(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo).eval()
 
 
-def _blocks(
-    model: nn.Module, modules: dict[nn.Module, tuple[str, ...]], identities: dict[nn.Module, str], first_handle: int
-) -> Iterable[HostedLayer]:
+def _blocks(modules: dict[nn.Module, tuple[str, ...]], identities: dict[nn.Module, str]) -> Iterable[HostedLayer]:
     """Outermost sub-modules of several hosted matrices, nothing else, that treat each row alone."""
     taken: list[str] = []
     probed: dict[tuple[object, ...], BlockShape | None] = {}
-    handle = first_handle
     for module, paths in modules.items():
         if any(path.startswith(outer) for path in paths for outer in taken):
             continue
@@ -348,7 +353,7 @@ def _blocks(
             if bias is not None:
                 digest.update(_identity("bias", {"bias": bias.detach()}).encode())
         spec = LayerSpec(
-            handle=handle,
+            handle=0,
             identity=digest.hexdigest(),
             kind=LayerKind.BLOCK,
             paths=paths,
@@ -356,7 +361,6 @@ def _blocks(
             out_width=shape.out_width,
             train_safe=shape.train_safe,
         )
-        handle += 1
         yield HostedLayer(spec, {}, module=_skeleton(module))
 
 
