@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.executor.costs import Costs
-from symbiosis.executor.policies import Alone, BatchKey, Lockstep, Opportunistic, Pending
+from symbiosis.executor.policies import Alone, BatchKey, Heard, Lockstep, Opportunistic, Pending
 from symbiosis.types import Direction
 
 Q = BatchKey((0,), Direction.FORWARD, ("q",))
 MLP = BatchKey((5,), Direction.FORWARD, ("mlp",))
+FAR = BatchKey((500,), Direction.FORWARD, ("far",))
 Q_BACK = BatchKey((0,), Direction.BACKWARD, ("q",))
 
 
@@ -30,7 +31,7 @@ def known_costs(fixed=0.010, per_row=1e-5, shapes=("q", "mlp")):
 
 
 def heard(*sessions, at=0.0):
-    return dict.fromkeys(sessions, at)
+    return dict.fromkeys(sessions, Heard(at))
 
 
 def numbers(decision):
@@ -58,7 +59,9 @@ class TestLockstep:
         assert numbers(policy.decide([call(1)], heard(1, 2), Costs(), 1.0)) == [1]
 
     def test_a_session_not_heard_for_long_is_not_waited_for(self):
-        assert numbers(Lockstep(max_wait_s=1.0).decide([call(1, arrived=5.0)], {1: 5.0, 2: 1.0}, Costs(), 5.0)) == [1]
+        assert numbers(
+            Lockstep(max_wait_s=1.0).decide([call(1, arrived=5.0)], {1: Heard(5.0), 2: Heard(1.0)}, Costs(), 5.0)
+        ) == [1]
 
     def test_all_calls_of_the_layer_furthest_behind_run_together(self):
         calls = [call(1, key=MLP), call(2), call(3, key=Q_BACK), call(4)]
@@ -69,13 +72,13 @@ class TestOpportunistic:
     def test_a_small_call_does_not_wait_for_strangers_or_big_calls(self):
         assert numbers(Opportunistic().decide([call(1)], heard(1, 2, 3), known_costs(), 0.0)) == [1]
 
-    def test_a_small_call_waits_for_those_it_travelled_with_as_long_as_that_saves(self):
-        policy, costs, mine = Opportunistic(), known_costs(fixed=0.002), dataclasses.replace(call(1), mates=frozenset({2, 3}))
-        decision = policy.decide([mine], heard(1, 2, 3), costs, 0.0)
+    def test_a_small_call_waits_for_those_just_behind_as_long_as_that_saves(self):
+        policy, costs, mine = Opportunistic(), known_costs(fixed=0.002), call(1, key=MLP)
+        behind = {1: Heard(0.0, Q), 2: Heard(0.0, Q), 3: Heard(0.0, Q), 4: Heard(0.0, FAR), 5: Heard(0.0, Q_BACK)}
+        decision = policy.decide([mine], behind, costs, 0.0)
         assert decision.ask_again_at == pytest.approx(2 * 0.002, rel=0.01)
-        assert numbers(policy.decide([mine, call(2), call(3)], heard(1, 2, 3), costs, 0.001)) == [1, 2, 3]
-        assert numbers(policy.decide([mine, call(2), call(3, key=MLP)], heard(1, 2, 3), costs, 0.001)) == [1, 2]
-        assert numbers(policy.decide([mine], heard(1, 2, 3), costs, decision.ask_again_at)) == [1]
+        assert numbers(policy.decide([mine, call(2, key=MLP), call(3, key=MLP)], behind, costs, 0.001)) == [1, 2, 3]
+        assert numbers(policy.decide([mine], behind, costs, decision.ask_again_at)) == [1]
 
     def test_a_small_call_takes_no_big_one_along(self):
         calls = [call(1, rows=4096), call(2, rows=1), call(3, rows=2)]
@@ -103,7 +106,7 @@ class TestOpportunistic:
     def test_a_big_call_does_not_wait_when_nobody_else_can_come(self):
         costs = known_costs(fixed=1.0)
         assert numbers(Opportunistic().decide([call(1, rows=1000)], heard(1), costs, 0.0)) == [1]
-        stalled = {1: 10.0, 2: 1.0}
+        stalled = {1: Heard(10.0), 2: Heard(1.0)}
         assert numbers(Opportunistic().decide([call(1, rows=1000, arrived=10.0)], stalled, costs, 10.0)) == [1]
         everybody = [call(1, rows=1000), call(2, rows=1000, key=MLP)]
         assert Opportunistic().decide(everybody, heard(1, 2), costs, 0.0).batch
@@ -161,7 +164,7 @@ def test_every_queue_is_served_to_the_end_in_valid_batches(policy, rows):
     while calls:
         rounds += 1
         assert rounds < 100, "the queue is not being served"
-        decision = policy.decide(calls, {c.session: now for c in calls} | {99: now}, known_costs(), now)
+        decision = policy.decide(calls, {c.session: Heard(now) for c in calls} | {99: Heard(now)}, known_costs(), now)
         if not decision.batch:
             assert decision.ask_again_at is not None
             assert decision.ask_again_at > now

@@ -36,8 +36,14 @@ class Pending:
     rows: int
     training: bool
     arrived: float
-    mates: frozenset[int] = frozenset()
-    """Sessions whose last call ran in one batch with this session's last call: they will be here soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """When an open session last sent or was sent something, and the last key it called."""
+
+    at: float
+    key: BatchKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,8 @@ class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def decide(self, pending: Sequence[Pending], heard: Mapping[int, float], costs: Costs, now: float) -> Decision:
-        """`heard` tells for each open session when it last sent or was sent something."""
+    def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
+        """`heard` tells what is known of each open session."""
 
 
 def _fill(calls: Iterable[Pending], max_rows: int) -> tuple[Pending, ...]:
@@ -83,7 +89,7 @@ class Alone:
     max_wait_s: float = 0.0
     """Nobody ever waits here; the setting exists so that all policies take it."""
 
-    def decide(self, pending: Sequence[Pending], heard: Mapping[int, float], costs: Costs, now: float) -> Decision:
+    def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         return Decision(batch=(min(pending, key=lambda call: call.number),)) if pending else Decision()
 
 
@@ -101,12 +107,12 @@ class Lockstep:
     max_rows: int = 8192
     """Most rows of one batch."""
 
-    def decide(self, pending: Sequence[Pending], heard: Mapping[int, float], costs: Costs, now: float) -> Decision:
+    def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
             return Decision()
         oldest = min(pending, key=lambda call: call.number)
         overdue = oldest.arrived + self.max_wait_s
-        active = {session for session, last in heard.items() if now - last <= self.max_wait_s}
+        active = {session for session, last in heard.items() if now - last.at <= self.max_wait_s}
         if not active <= {call.session for call in pending} and now < overdue:
             return Decision(ask_again_at=overdue)
         groups = _by_key(pending)
@@ -128,11 +134,11 @@ _Rank = tuple[bool, bool, bool, tuple[int, int], int]
 class Opportunistic:
     """Runs what is there; calls may wait a little for company where that pays.
 
-    Small calls go first and never wait for big ones, only for those they
-    travelled with last, and only as long as travelling together again saves. A
-    big call waits at most a share of its own time, at most what a merged batch
-    would save. Nobody waits longer than `max_wait_s`, and nobody at all if
-    every active session is queued already.
+    Small calls go first and never wait for big ones, only for small ones just
+    behind them, and only as long as travelling together saves. A big call
+    waits at most a share of its own time, at most what a merged batch would
+    save. Nobody waits longer than `max_wait_s`, and nobody at all if every
+    active session is queued already.
     """
 
     name: str = "opportunistic"
@@ -144,16 +150,18 @@ class Opportunistic:
     """Calls up to this size are decode-like: they never wait."""
     company_s: float = 0.1
     """A session not heard for so long is not expected to come."""
+    reach: int = 12
+    """A session at most so many layers behind (about one transformer block) will be here soon."""
     wait_share: float = 0.1
     """Longest wait as a share of the call's own measured time."""
     least_gain: float = 0.01
     """Merging that saves less than this share of the time is not waited for."""
 
-    def decide(self, pending: Sequence[Pending], heard: Mapping[int, float], costs: Costs, now: float) -> Decision:
+    def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
             return Decision()
         here = {call.session for call in pending}
-        coming = {session for session, last in heard.items() if session not in here and now - last <= self.company_s}
+        coming = [last for session, last in heard.items() if session not in here and now - last.at <= self.company_s]
         groups = _by_key(pending)
         ready: list[tuple[_Rank, BatchKey]] = []
         ask_again: float | None = None
@@ -168,7 +176,7 @@ class Opportunistic:
         key = min(ready, key=lambda ranked: ranked[0])[1]
         return Decision(batch=self._gather(groups[key], now))
 
-    def _wait_until(self, key: BatchKey, calls: list[Pending], coming: set[int], costs: Costs) -> float:
+    def _wait_until(self, key: BatchKey, calls: list[Pending], coming: list[Heard], costs: Costs) -> float:
         """When the group must run at the latest; in the past if at once."""
         first = min(call.arrived for call in calls)
         rows = sum(call.rows for call in calls)
@@ -176,9 +184,14 @@ class Opportunistic:
         if not coming or rows >= self.max_rows or gain < self.least_gain * own_time:
             return first
         if any(call.rows <= self.small_rows for call in calls):
-            mates = frozenset().union(*(call.mates for call in calls)) & coming
-            return first + min(self.max_wait_s, gain * len(mates))
+            return first + min(self.max_wait_s, gain * sum(self._is_just_behind(last, key) for last in coming))
         return first + min(self.max_wait_s, gain, self.wait_share * own_time)
+
+    def _is_just_behind(self, last: Heard, key: BatchKey) -> bool:
+        """Whether a session that called `last` will soon ask for `key`."""
+        if last.key is None or last.key.direction is not key.direction:
+            return False
+        return 0 < _progress(key)[1] - _progress(last.key)[1] <= self.reach
 
     def _rank(self, key: BatchKey, calls: list[Pending], now: float) -> _Rank:
         """Smaller goes first: overdue, then inference, then small, then furthest behind, then first come.

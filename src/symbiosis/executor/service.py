@@ -188,9 +188,7 @@ class Service:
         )
         key = BatchKey(message.layers, message.direction, (*shape, *(t.shape[1] for t in rows)))
         self._numbers += 1
-        pending = Pending(
-            self._numbers, session.number, key, rows[0].shape[0], message.training, session.last_seen, session.mates
-        )
+        pending = Pending(self._numbers, session.number, key, rows[0].shape[0], message.training, session.last_seen)
         call = self._queue[pending.number] = Call(pending, session, message.request, layers, rows)
         self._queued_bytes += call.bytes()
         session.busy, session.request = True, message.request
@@ -278,7 +276,6 @@ class Service:
         self._rows += rows
         self._busy_s += ended - started
         enters = key.direction is Direction.FORWARD and not self._entry.isdisjoint(ref & ~WITH_BIAS for ref in key.layers)
-        together = frozenset(call.session.number for call in calls)
         for call in calls:
             counts = self._sessions.counts[call.session.tenant]
             counts.calls += 1
@@ -289,7 +286,7 @@ class Service:
                 counts.tokens += call.pending.rows
                 self._tokens += call.pending.rows
             call.session.last_seen = ended
-            call.session.mates = together - {call.session.number}
+            call.session.key = key
 
     def _answer(self, peer: Peer, asked: Message, reply: Message) -> None:
         reply.request = asked.request

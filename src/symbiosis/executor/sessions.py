@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from symbiosis.executor.policies import BatchKey, Heard
 from symbiosis.links.base import Peer
 
 
@@ -45,8 +46,8 @@ class Session:
     """A call of this session is queued or running."""
     request: int = 0
     """The request it is busy with."""
-    mates: frozenset[int] = frozenset()
-    """The sessions that shared its last batch."""
+    key: BatchKey | None = None
+    """What it called last."""
 
 
 @dataclass(slots=True)
@@ -88,9 +89,9 @@ class Sessions:
         idle = (session for session in self.open.values() if not session.busy)
         return min(idle, key=lambda s: (-channels[s.tenant], s.last_seen), default=None)
 
-    def heard(self) -> dict[int, float]:
-        """When each session was last heard."""
-        return {number: session.last_seen for number, session in self.open.items()}
+    def heard(self) -> dict[int, Heard]:
+        """When each session was last heard, and what it called."""
+        return {number: Heard(session.last_seen, session.key) for number, session in self.open.items()}
 
     def idle(self, since: float) -> list[Session]:
         return [s for s in self.open.values() if not s.busy and s.last_seen < since]
