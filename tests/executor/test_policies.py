@@ -74,7 +74,14 @@ class TestOpportunistic:
 
     def test_a_small_call_waits_for_those_just_behind_as_long_as_that_saves(self):
         policy, costs, mine = Opportunistic(), known_costs(fixed=0.002), call(1, key=MLP)
-        behind = {1: Heard(0.0, Q), 2: Heard(0.0, Q), 3: Heard(0.0, Q), 4: Heard(0.0, FAR), 5: Heard(0.0, Q_BACK)}
+        behind = {
+            1: Heard(0.0, Q),
+            2: Heard(0.0, Q),
+            3: Heard(0.0, Q),
+            4: Heard(0.0, FAR),
+            5: Heard(0.0, Q_BACK),
+            6: Heard(0.0, Q, 4096),
+        }
         decision = policy.decide([mine], behind, costs, 0.0)
         assert decision.ask_again_at == pytest.approx(2 * 0.002, rel=0.01)
         assert numbers(policy.decide([mine, call(2, key=MLP), call(3, key=MLP)], behind, costs, 0.001)) == [1, 2, 3]

@@ -40,10 +40,11 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """When an open session last sent or was sent something, and the last key it called."""
+    """When an open session last sent or was sent something, and what it called last, with how many rows."""
 
     at: float
     key: BatchKey | None = None
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +189,8 @@ class Opportunistic:
         return first + min(self.max_wait_s, gain, self.wait_share * own_time)
 
     def _is_just_behind(self, last: Heard, key: BatchKey) -> bool:
-        """Whether a session that called `last` will soon ask for `key`."""
-        if last.key is None or last.key.direction is not key.direction:
+        """Whether a session with small calls will soon ask for `key`."""
+        if last.key is None or last.rows > self.small_rows or last.key.direction is not key.direction:
             return False
         return 0 < _progress(key)[1] - _progress(last.key)[1] <= self.reach
 

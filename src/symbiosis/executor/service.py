@@ -286,7 +286,7 @@ class Service:
                 counts.tokens += call.pending.rows
                 self._tokens += call.pending.rows
             call.session.last_seen = ended
-            call.session.key = key
+            call.session.key, call.session.rows = key, call.pending.rows
 
     def _answer(self, peer: Peer, asked: Message, reply: Message) -> None:
         reply.request = asked.request

@@ -47,7 +47,8 @@ class Session:
     request: int = 0
     """The request it is busy with."""
     key: BatchKey | None = None
-    """What it called last."""
+    rows: int = 0
+    """What it called last, with how many rows."""
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class Sessions:
 
     def heard(self) -> dict[int, Heard]:
         """When each session was last heard, and what it called."""
-        return {number: Heard(session.last_seen, session.key) for number, session in self.open.items()}
+        return {number: Heard(session.last_seen, session.key, session.rows) for number, session in self.open.items()}
 
     def idle(self, since: float) -> list[Session]:
         return [s for s in self.open.values() if not s.busy and s.last_seen < since]
