@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import weakref
 
 import pytest
 
@@ -121,3 +123,13 @@ def test_the_runtime_folder_is_nobody_elses(tmp_path, monkeypatch):
     (tmp_path / f"symbiosis-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadAddress):
         runtime_folder()
+
+
+def test_a_link_that_nobody_closed_is_collected_without_waiting(serve):
+    served = serve("tcp")
+    model = symbiosis.connect(served.address)
+    model.loop = model  # in a cycle, so that the collector chooses the order
+    collected = weakref.ref(model)
+    del model
+    gc.collect()
+    assert collected() is None

@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from typing import Any
 
 import zmq
@@ -62,6 +63,7 @@ class Connection:
         self._arena: Any = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._socket = link.context.socket(zmq.DEALER)
+        link.sockets.add(self._socket)
         try:
             self._set_up()
             self._greet(deadline)
@@ -189,6 +191,15 @@ class Connection:
             self._monitor.close()
             self._monitor = None
         self._socket.close()
+        self._link.sockets.discard(self._socket)
+
+
+def _release(context: zmq.Context[Any], sockets: set[zmq.Socket[bytes]]) -> None:
+    """Let go of whatever a link that was never closed still holds."""
+    for socket in list(sockets):
+        socket.disable_monitor()
+        socket.close(0)
+    context.term()
 
 
 class WireLink(Link):
@@ -204,6 +215,10 @@ class WireLink(Link):
         self.closed = False
         self.welcome: dict[str, Any] = {}
         self.context = zmq.Context()
+        self.sockets: set[zmq.Socket[bytes]] = set()
+        # A context waits for its sockets when it goes. Of a link that nobody closed, the garbage collector may take
+        # the context first and wait for ever: so somebody else holds the sockets and closes them in order.
+        weakref.finalize(self, _release, self.context, self.sockets)
         self._model: str | None = None
         self._lock = threading.Lock()
         self._free: list[Connection] = []
