@@ -83,6 +83,7 @@ class Connection:
             self._socket.curve_serverkey = keys.executor_keys().public
             self._socket.curve_publickey, self._socket.curve_secretkey = self._link.keys.public, self._link.keys.secret
         self._monitor = self._socket.get_monitor_socket(sum(_ENDED) | sum(_REFUSED) | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        self._link.sockets.add(self._monitor)
         try:
             self._socket.connect(self._link.endpoint)
         except zmq.ZMQError as error:
@@ -189,6 +190,7 @@ class Connection:
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close()
+            self._link.sockets.discard(self._monitor)
             self._monitor = None
         self._socket.close()
         self._link.sockets.discard(self._socket)
@@ -197,7 +199,6 @@ class Connection:
 def _release(context: zmq.Context[Any], sockets: set[zmq.Socket[bytes]]) -> None:
     """Let go of whatever a link that was never closed still holds."""
     for socket in list(sockets):
-        socket.disable_monitor()
         socket.close(0)
     context.term()
 
