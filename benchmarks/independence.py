@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.policies import Plan as ServePlan
-from benchmarks.policies import serve
+from benchmarks.policies import one_thread_each, serve
 from benchmarks.results import FOLDER, save
 
 CASES = ["silent", "stalled", "100 times slower"]
@@ -38,12 +38,10 @@ class Plan:
 
 
 def _model(address: str, name: str) -> Any:
-    import torch
     from peft import LoraConfig, get_peft_model
 
     import symbiosis
 
-    torch.set_num_threads(1)
     return get_peft_model(symbiosis.connect(address, name=name), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
 
 
@@ -100,6 +98,7 @@ def disturb(address: str, plan: Plan, pipe: Any, stop: Any) -> None:
 
 
 def run(plan: Plan, folder: Path = FOLDER) -> dict[str, Any]:
+    one_thread_each()
     context = mp.get_context("spawn")
     pipe, theirs = context.Pipe()
     executor = context.Process(target=serve, args=("opportunistic", ServePlan(tiny=plan.tiny), theirs))

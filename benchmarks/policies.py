@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing as mp
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -33,19 +34,15 @@ class Plan:
     seconds: float = 20.0
     warm_up: float = 4.0
     repetitions: int = 5
-    threads: int = 1
-    """The executor's threads: tenants need the other core."""
     tiny: bool = False
 
 
 def serve(policy: str, plan: Plan, pipe: Any) -> None:
     """The executor's process."""
-    import torch
-
     import symbiosis
 
-    torch.set_num_threads(plan.threads)
     if plan.tiny:
+        import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
@@ -66,7 +63,6 @@ def tenant(batch: int, plan: Plan, pipe: Any) -> None:
 
     import symbiosis
 
-    torch.set_num_threads(1)
     while (address := pipe.recv()) != "stop":
         model = symbiosis.connect(address, name=f"batch-{batch}")
         generator = torch.Generator().manual_seed(batch)
@@ -123,18 +119,26 @@ def measure(policy: str, plan: Plan, tenants: list[Any]) -> dict[str, Any]:
     pipe.send("stop")
     executor.join()
     calls, batches = after["calls"] - before["calls"], after["batches"] - before["batches"]
-    medians = [statistics.median(steps) if steps else plan.seconds for steps in latencies]
+    latencies = [steps or [plan.seconds] for steps in latencies]  # not even one step: at least so long
+    medians = [statistics.median(steps) for steps in latencies]
+    rates = [batch / statistics.mean(steps) for batch, steps in zip(plan.batches, latencies, strict=True)]
     return {
-        "tokens_per_s": sum(b * len(steps) for b, steps in zip(plan.batches, latencies, strict=True)) / plan.seconds,
+        "tokens_per_s": sum(rates),
         "latency_ms": 1e3 * statistics.mean(medians),
         "latency_ms_by_tenant": [round(1e3 * m, 2) for m in medians],
-        "tokens_per_s_by_tenant": [round(b * len(s) / plan.seconds, 1) for b, s in zip(plan.batches, latencies, strict=True)],
+        "tokens_per_s_by_tenant": [round(rate, 1) for rate in rates],
         "mean_batch": calls / max(1, batches),
         "busy_share": (after["busy_s"] - before["busy_s"]) / (after["uptime_s"] - before["uptime_s"]),
     }
 
 
+def one_thread_each() -> None:
+    """For processes started from here. `torch.set_num_threads` is not enough: BLAS libraries keep their own count."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
 def run(plan: Plan, folder: Path = FOLDER) -> dict[str, Any]:
+    one_thread_each()
     context = mp.get_context("spawn")
     pipes, processes = [], []
     for batch in plan.batches:
@@ -209,10 +213,9 @@ if __name__ == "__main__":
     parser.add_argument("--tiny", action="store_true", help="a random toy model and three tenants")
     parser.add_argument("--seconds", type=float, default=Plan.seconds)
     parser.add_argument("--repetitions", type=int, default=Plan.repetitions)
-    parser.add_argument("--threads", type=int, default=Plan.threads, help="threads of the executor")
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args()
     if options.tiny:
         run(Plan(batches=(1, 4, 16), seconds=0.5, warm_up=0.2, repetitions=1, tiny=True), options.out)
     else:
-        run(Plan(seconds=options.seconds, repetitions=options.repetitions, threads=options.threads), options.out)
+        run(Plan(seconds=options.seconds, repetitions=options.repetitions), options.out)

@@ -80,12 +80,6 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGN) * ALIGN
 
 
-def _as_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    flat = tensor.detach().contiguous().cpu()
-    array: np.ndarray[Any, np.dtype[np.uint8]] = flat.view(torch.uint8).reshape(-1).numpy()
-    return array
-
-
 def encode(message: Message, arena: memoryview | None = None) -> bytearray:
     """The frame for a message. With an arena, tensor bytes are written there."""
     body = json.dumps(message.body, separators=(",", ":")).encode() if message.body else b""
@@ -117,12 +111,13 @@ def encode(message: Message, arena: memoryview | None = None) -> bytearray:
     for handle in message.layers:
         _LAYER.pack_into(frame, at, handle)
         at += _LAYER.size
-    target = np.frombuffer(frame if arena is None else arena, dtype=np.uint8)
+    target = torch.frombuffer(frame if arena is None else arena, dtype=torch.uint8) if message.tensors else None
     for tensor, start in zip(message.tensors, offsets, strict=True):
         rows, width = tensor.shape
         _TENSOR.pack_into(frame, at, _DTYPE_CODES[tensor.dtype], place, 0, 0, rows, width, start)
         at += _TENSOR.size
-        target[start : start + tensor_bytes(tensor)] = _as_bytes(tensor)
+        if target is not None and tensor.numel():
+            target[start : start + tensor_bytes(tensor)].view(tensor.dtype).view(rows, width).copy_(tensor)
     frame[at : at + len(body)] = body
     return frame
 
@@ -193,9 +188,9 @@ def _read_tensor(frame: memoryview, at: int, arena: memoryview | None, max_bytes
         raise BadMessage(f"a tensor of {size} bytes at {offset} lies outside its buffer of {len(source)}")
     if size == 0:
         return torch.empty(rows, width, dtype=dtype)
-    raw = np.frombuffer(source, dtype=np.uint8, count=size, offset=offset)
     if place == _IN_ARENA:
-        return torch.from_numpy(raw).view(dtype).reshape(rows, width)
+        return torch.frombuffer(source, dtype=dtype, count=rows * width, offset=offset).view(rows, width)
+    raw = np.frombuffer(source, dtype=np.uint8, count=size, offset=offset)
     tensor = torch.empty(rows, width, dtype=dtype)
     tensor.view(-1).view(torch.uint8).numpy()[:] = raw
     return tensor

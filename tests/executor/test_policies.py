@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.executor.costs import Costs
-from symbiosis.executor.policies import Alone, BatchKey, Heard, Lockstep, Opportunistic, Pending
+from symbiosis.executor.policies import Alone, BatchKey, Lockstep, Opportunistic, Pending
 from symbiosis.types import Direction
 
 Q = BatchKey((0,), Direction.FORWARD, ("q",))
-MLP = BatchKey((5,), Direction.FORWARD, ("mlp",))
 FAR = BatchKey((500,), Direction.FORWARD, ("far",))
+MLP = BatchKey((5,), Direction.FORWARD, ("mlp",))
 Q_BACK = BatchKey((0,), Direction.BACKWARD, ("q",))
+
+
+@dataclass
+class Heard:
+    last_seen: float
+    key: BatchKey | None = None
 
 
 def call(number, session=None, key=Q, rows=1, training=False, arrived=0.0):
@@ -69,23 +76,8 @@ class TestLockstep:
 
 
 class TestOpportunistic:
-    def test_a_small_call_does_not_wait_for_strangers_or_big_calls(self):
+    def test_a_small_call_does_not_wait(self):
         assert numbers(Opportunistic().decide([call(1)], heard(1, 2, 3), known_costs(), 0.0)) == [1]
-
-    def test_a_small_call_waits_for_those_just_behind_as_long_as_that_saves(self):
-        policy, costs, mine = Opportunistic(), known_costs(fixed=0.002), call(1, key=MLP)
-        behind = {
-            1: Heard(0.0, Q),
-            2: Heard(0.0, Q),
-            3: Heard(0.0, Q),
-            4: Heard(0.0, FAR),
-            5: Heard(0.0, Q_BACK),
-            6: Heard(0.0, Q, 4096),
-        }
-        decision = policy.decide([mine], behind, costs, 0.0)
-        assert decision.ask_again_at == pytest.approx(2 * 0.002, rel=0.01)
-        assert numbers(policy.decide([mine, call(2, key=MLP), call(3, key=MLP)], behind, costs, 0.001)) == [1, 2, 3]
-        assert numbers(policy.decide([mine], behind, costs, decision.ask_again_at)) == [1]
 
     def test_a_small_call_takes_no_big_one_along(self):
         calls = [call(1, rows=4096), call(2, rows=1), call(3, rows=2)]
@@ -136,6 +128,14 @@ class TestOpportunistic:
     def test_those_behind_catch_up_so_that_batches_form(self):
         calls = [call(1, key=MLP), call(2, key=Q)]
         assert numbers(Opportunistic().decide(calls, heard(1, 2), known_costs(), 0.0)) == [2]
+
+    def test_where_somebody_is_just_behind_others_go_first(self):
+        calls = [call(1, key=MLP), call(2, key=FAR)]
+        behind = {**heard(1, 2), 3: Heard(0.0, Q)}
+        assert numbers(Opportunistic().decide(calls, behind, known_costs(), 0.0)) == [2]
+        assert numbers(Opportunistic().decide(calls[:1], behind, known_costs(), 0.0)) == [1]
+        for nobody in ({**heard(1, 2), 3: Heard(0.0, Q_BACK)}, {**heard(1, 2), 3: Heard(-9.0, Q)}, heard(1, 2)):
+            assert numbers(Opportunistic().decide(calls, nobody, known_costs(), 0.0)) == [1]
 
     def test_nobody_starves_under_a_stream_of_small_inference(self):
         policy, costs = Opportunistic(max_wait_s=0.05), known_costs()

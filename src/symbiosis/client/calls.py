@@ -17,6 +17,10 @@ from symbiosis.types import Direction, LayerKind, LayerSpec
 _OPPOSITE = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Direction.FORWARD}
 
 
+def _differentiable(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1, tensor.shape[-1])
 
@@ -75,6 +79,9 @@ def call_matrices(
     session: Session, layers: tuple[LayerSpec, ...], x: Tensor, with_bias: tuple[bool, ...] = ()
 ) -> tuple[Tensor, ...]:
     """x @ Wᵀ for each layer, plus its bias where asked for, in one call."""
+    if not _differentiable(x):
+        results = _ask(session, layers, Direction.FORWARD, (x,), training=False, with_bias=with_bias)
+        return tuple(_shaped(result, *x.shape[:-1], result.shape[-1]) for result in results)
     return _MatrixCall.apply(x, session, layers, with_bias, Direction.FORWARD)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -102,6 +109,9 @@ class _BlockCall(torch.autograd.Function):
 
 
 def call_block(session: Session, layer: LayerSpec, x: Tensor) -> Tensor:
+    if not _differentiable(x):
+        result = _ask(session, (layer,), Direction.FORWARD, (x,), training=False)[0]
+        return _shaped(result, *x.shape[:-1], layer.out_width)
     return _BlockCall.apply(x, session, layer)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from symbiosis.errors import BadCall
+from symbiosis.executor.product import product, speed_up
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 Rows = tuple[Tensor, ...]
@@ -79,7 +80,7 @@ class Matrix(BaseLayer):
         return self._with_bias or super().with_bias()
 
     def forward(self, rows: Rows) -> Rows:
-        return (F.linear(rows[0], self.weight_OI, self.bias),)
+        return (product(rows[0], self.weight_OI, self.bias),)
 
     def backward(self, rows: Rows) -> Rows:
         return (rows[0] @ self.weight_OI,)
@@ -119,6 +120,7 @@ class Block(BaseLayer):
 
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
         super().__init__(spec, {}, module)
+        speed_up(module)
         self.module = module
 
     def widths(self, direction: Direction) -> tuple[int | None, ...]:

@@ -29,7 +29,7 @@ class Loop:
         self._ports: list[Port] = []
         self._waiter = Waiter()
         self._wakeup = Wakeup()
-        self._waiter.add(self._wakeup)
+        self._waiter.add(self._wakeup.fileno())
         self._new: list[tuple[Port, Future[None]]] = []
         self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)
@@ -67,20 +67,24 @@ class Loop:
         tidied = time.monotonic()
         timeout: float | None = None
         while not self._stopping:
-            if timeout is None or timeout > 0:
-                self._waiter.wait(_TIDY_EVERY_S if timeout is None else timeout)
-            self._wakeup.clear()
-            while self._new:
-                port, taken = self._new.pop(0)
-                self._ports.append(port)
-                self._waiter.add(port.waitable())
-                taken.set_result(None)
+            ready = self._waiter.wait(_TIDY_EVERY_S if timeout is None else timeout)
+            if self._wakeup.fileno() in ready:
+                self._wakeup.clear()
+                self._welcome_ports()
             for port in list(self._ports):
-                self._take(port)
+                if port.waitable() in ready:
+                    self._take(port)
             timeout = self._service.step()
             if time.monotonic() - tidied > _TIDY_EVERY_S:
                 self._service.tidy()
                 tidied = time.monotonic()
+
+    def _welcome_ports(self) -> None:
+        while self._new:
+            port, taken = self._new.pop(0)
+            self._ports.append(port)
+            self._waiter.add(port.waitable())
+            taken.set_result(None)
 
     def _take(self, port: Port) -> None:
         """Handle what has arrived at a port, as far as there is room for it."""

@@ -8,7 +8,7 @@ with the time at which to ask again. It has no clock, no threads, no tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from symbiosis.executor.costs import Costs
@@ -23,6 +23,18 @@ class BatchKey:
     direction: Direction
     shape: tuple[int | str, ...] = ()
     """Kinds and widths: what costs are learned by."""
+    progress: tuple[int, int] = field(init=False, compare=False)
+    """How far a pass through the model has come when it asks for this; smaller is earlier."""
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:  # made once, looked at all the time
+        first = min(reference & ~WITH_BIAS for reference in self.layers)
+        progress = (0, first) if self.direction is Direction.FORWARD else (1, -first)
+        object.__setattr__(self, "progress", progress)
+        object.__setattr__(self, "_hash", hash((self.layers, self.direction, self.shape)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +50,13 @@ class Pending:
     arrived: float
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """When an open session last sent or was sent something, and what it called last, with how many rows."""
+class Heard(Protocol):
+    """What is known of an open session."""
 
-    at: float
-    key: BatchKey | None = None
-    rows: int = 0
+    last_seen: float
+    """When it last sent or was sent something."""
+    key: BatchKey | None
+    """What it called last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +125,26 @@ class Lockstep:
             return Decision()
         oldest = min(pending, key=lambda call: call.number)
         overdue = oldest.arrived + self.max_wait_s
-        active = {session for session, last in heard.items() if now - last.at <= self.max_wait_s}
+        active = {session for session, last in heard.items() if now - last.last_seen <= self.max_wait_s}
         if not active <= {call.session for call in pending} and now < overdue:
             return Decision(ask_again_at=overdue)
         groups = _by_key(pending)
-        key = oldest.key if now >= overdue else min(groups, key=_progress)
+        key = oldest.key if now >= overdue else min(groups, key=lambda key: key.progress)
         return Decision(batch=_fill(sorted(groups[key], key=lambda call: call.number), self.max_rows))
 
 
-def _progress(key: BatchKey) -> tuple[int, int]:
-    """How far a pass through the model has come when it asks for this key."""
-    forward = key.direction is Direction.FORWARD
-    first = min(reference & ~WITH_BIAS for reference in key.layers)
-    return (0, first) if forward else (1, -first)
-
-
-_Rank = tuple[bool, bool, bool, tuple[int, int], int]
+_Rank = tuple[bool, bool, bool, bool, tuple[int, int], int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opportunistic:
     """Runs what is there; calls may wait a little for company where that pays.
 
-    Small calls go first and never wait for big ones, only for small ones just
-    behind them, and only as long as travelling together saves. A big call
-    waits at most a share of its own time, at most what a merged batch would
-    save. Nobody waits longer than `max_wait_s`, and nobody at all if every
-    active session is queued already.
+    Small calls go first and never wait: while the executor is busy they meet in
+    the queue anyway, and while it is not, waiting would save nothing. A big
+    call waits at most a share of its own time, at most what a merged batch
+    would save. Nobody waits longer than `max_wait_s`, and nobody at all if
+    every active session is queued already.
     """
 
     name: str = "opportunistic"
@@ -162,14 +167,14 @@ class Opportunistic:
         if not pending:
             return Decision()
         here = {call.session for call in pending}
-        coming = [last for session, last in heard.items() if session not in here and now - last.at <= self.company_s]
+        coming = [last.key for session, last in heard.items() if session not in here and now - last.last_seen <= self.company_s]
         groups = _by_key(pending)
         ready: list[tuple[_Rank, BatchKey]] = []
         ask_again: float | None = None
         for key, calls in groups.items():
-            wait_until = self._wait_until(key, calls, coming, costs)
+            wait_until = self._wait_until(key, calls, costs) if coming else now
             if now >= wait_until:
-                ready.append((self._rank(key, calls, now), key))
+                ready.append((self._rank(key, calls, coming, now), key))
             else:
                 ask_again = wait_until if ask_again is None else min(ask_again, wait_until)
         if not ready:
@@ -177,36 +182,37 @@ class Opportunistic:
         key = min(ready, key=lambda ranked: ranked[0])[1]
         return Decision(batch=self._gather(groups[key], now))
 
-    def _wait_until(self, key: BatchKey, calls: list[Pending], coming: list[Heard], costs: Costs) -> float:
+    def _wait_until(self, key: BatchKey, calls: list[Pending], costs: Costs) -> float:
         """When the group must run at the latest; in the past if at once."""
         first = min(call.arrived for call in calls)
         rows = sum(call.rows for call in calls)
-        gain, own_time = costs.saving(key.shape), costs.estimate(key.shape, rows)
-        if not coming or rows >= self.max_rows or gain < self.least_gain * own_time:
+        if rows >= self.max_rows or any(call.rows <= self.small_rows for call in calls):
             return first
-        if any(call.rows <= self.small_rows for call in calls):
-            return first + min(self.max_wait_s, gain * sum(self._is_just_behind(last, key) for last in coming))
+        gain, own_time = costs.saving(key.shape), costs.estimate(key.shape, rows)
+        if gain < self.least_gain * own_time:
+            return first
         return first + min(self.max_wait_s, gain, self.wait_share * own_time)
 
-    def _is_just_behind(self, last: Heard, key: BatchKey) -> bool:
-        """Whether a session with small calls will soon ask for `key`."""
-        if last.key is None or last.rows > self.small_rows or last.key.direction is not key.direction:
-            return False
-        return 0 < _progress(key)[1] - _progress(last.key)[1] <= self.reach
+    def _rank(self, key: BatchKey, calls: list[Pending], coming: list[BatchKey | None], now: float) -> _Rank:
+        """Smaller goes first: overdue, inference, small, nobody just behind, furthest behind, first come.
 
-    def _rank(self, key: BatchKey, calls: list[Pending], now: float) -> _Rank:
-        """Smaller goes first: overdue, then inference, then small, then furthest behind, then first come.
-
-        Those furthest behind in their pass catch up with others of their kind
-        that wait further on, and from there they travel together: that is how
-        batches form without anybody being held back while there is work to do.
+        So those behind catch up with others of their kind that wait further on,
+        and from there they travel together: that is how batches form without
+        anybody being held back while there is nothing else to do.
         """
         oldest = min(call.number for call in calls)
         if any(now - call.arrived > self.max_wait_s for call in calls):
-            return (False, False, False, (0, 0), oldest)
+            return (False, False, False, False, (0, 0), oldest)
         training = all(call.training for call in calls)
         big = all(call.rows > self.small_rows for call in calls)
-        return (True, training, big, _progress(key), oldest)
+        awaited = any(self._is_just_behind(last, key) for last in coming)
+        return (True, training, big, awaited, key.progress, oldest)
+
+    def _is_just_behind(self, last: BatchKey | None, key: BatchKey) -> bool:
+        """Whether a session that called `last` will soon ask for `key`."""
+        if last is None or last.direction is not key.direction:
+            return False
+        return 0 < key.progress[1] - last.progress[1] <= self.reach
 
     def _gather(self, calls: list[Pending], now: float) -> tuple[Pending, ...]:
         """Who travels together: inference before training, first come first; small calls take no big ones along."""

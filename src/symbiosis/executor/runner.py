@@ -64,11 +64,11 @@ def _joined(calls: Sequence[Call]) -> list[Rows]:
     joined = tuple(_join([call.rows[i] for call in calls], layer) for i in range(len(first.rows)))
     results = run(first.layers, first.direction, joined)
     if len(calls) == 1:
-        return [tuple(_give_back(result, first.rows[0], alone=True) for result in results)]
+        return [tuple(_give_back(result, first.rows[0]) for result in results)]
     split, at = [], 0
     for call in calls:
         end = at + call.pending.rows
-        split.append(tuple(_give_back(result[at:end], call.rows[0], alone=False) for result in results))
+        split.append(tuple(_give_back(result[at:end], call.rows[0]) for result in results))
         at = end
     return split
 
@@ -79,9 +79,6 @@ def _join(parts: list[Tensor], layer: BaseLayer) -> Tensor:
     return ready[0] if len(ready) == 1 else torch.cat(ready)
 
 
-def _give_back(result: Tensor, rows: Tensor, *, alone: bool) -> Tensor:
-    """A call's own result: in the dtype it came in, sharing memory with nobody."""
-    dtype = rows.dtype if rows.is_floating_point() else result.dtype
-    if result.dtype != dtype or result.device != rows.device:
-        return result.to(rows.device, dtype)
-    return result if alone else result.clone()
+def _give_back(result: Tensor, rows: Tensor) -> Tensor:
+    """A call's own result, in the dtype and on the device it came; perhaps a view of the whole batch's."""
+    return result.to(rows.device, rows.dtype if rows.is_floating_point() else None)

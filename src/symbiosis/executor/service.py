@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class Service:
         self._batches = self._calls = self._rows = self._tokens = 0
         self._busy_s = 0.0
         self._started = clock()
+        self._key = lru_cache(maxsize=4096)(self._new_key)
         self._entry = {
             0,
             *(layer.spec.handle for layer in layers if layers[0].spec.paths[0].startswith(f"{layer.spec.paths[0]}.")),
@@ -182,16 +184,17 @@ class Service:
             raise TooManyCalls("this channel's last call has not been answered yet: one at a time")
         layers = tuple(self._layer(handle) for handle in message.layers)
         rows = self._check(layers, message)
-        shape = (
-            message.direction,
-            *(x for layer in layers for x in (layer.spec.kind, layer.spec.in_width, layer.spec.out_width)),
-        )
-        key = BatchKey(message.layers, message.direction, (*shape, *(t.shape[1] for t in rows)))
+        key = self._key(message.layers, message.direction, tuple(t.shape[1] for t in rows))
         self._numbers += 1
         pending = Pending(self._numbers, session.number, key, rows[0].shape[0], message.training, session.last_seen)
         call = self._queue[pending.number] = Call(pending, session, message.request, layers, rows)
         self._queued_bytes += call.bytes()
         session.busy, session.request = True, message.request
+
+    def _new_key(self, handles: tuple[int, ...], direction: Direction, widths: tuple[int, ...]) -> BatchKey:
+        specs = [self._layer(handle).spec for handle in handles]
+        shape = (direction, *(x for spec in specs for x in (spec.kind, spec.in_width, spec.out_width)))
+        return BatchKey(handles, direction, (*shape, *widths))
 
     def _check(self, layers: tuple[BaseLayer, ...], message: Message) -> tuple[torch.Tensor, ...]:
         # Integers decide which memory is read: take them out of the tenant's reach before looking at them.
@@ -228,10 +231,12 @@ class Service:
 
     def step(self) -> float | None:
         """Run the next batch if one is due. The seconds until the next may be; 0.0 if one ran, None if never."""
+        if not self._queue:
+            return None
         now = self._clock()
         waiting = [call.pending for call in self._queue.values()]
         try:
-            decision = self.policy.decide(waiting, self._sessions.heard(), self._costs, now)
+            decision = self.policy.decide(waiting, self._sessions.open, self._costs, now)
             calls = [self._dequeue(pending.number) for pending in decision.batch]
         except Exception as error:  # noqa: BLE001 - a policy at fault must not leave anybody waiting for ever
             _log.exception("the policy failed")
@@ -285,8 +290,7 @@ class Service:
             if enters:
                 counts.tokens += call.pending.rows
                 self._tokens += call.pending.rows
-            call.session.last_seen = ended
-            call.session.key, call.session.rows = key, call.pending.rows
+            call.session.last_seen, call.session.key = ended, key
 
     def _answer(self, peer: Peer, asked: Message, reply: Message) -> None:
         reply.request = asked.request

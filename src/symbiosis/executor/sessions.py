@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from symbiosis.executor.policies import BatchKey, Heard
+from symbiosis.executor.policies import BatchKey
 from symbiosis.links.base import Peer
 
 
@@ -47,8 +47,7 @@ class Session:
     request: int = 0
     """The request it is busy with."""
     key: BatchKey | None = None
-    rows: int = 0
-    """What it called last, with how many rows."""
+    """What it called last."""
 
 
 @dataclass(slots=True)
@@ -89,10 +88,6 @@ class Sessions:
         channels = Counter(session.tenant for session in self.open.values())
         idle = (session for session in self.open.values() if not session.busy)
         return min(idle, key=lambda s: (-channels[s.tenant], s.last_seen), default=None)
-
-    def heard(self) -> dict[int, Heard]:
-        """When each session was last heard, and what it called."""
-        return {number: Heard(session.last_seen, session.key, session.rows) for number, session in self.open.items()}
 
     def idle(self, since: float) -> list[Session]:
         return [s for s in self.open.values() if not s.busy and s.last_seen < since]

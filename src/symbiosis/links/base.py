@@ -45,7 +45,10 @@ class Port(ABC):
 
     @abstractmethod
     def reply(self, peer: Peer, message: Message) -> bool:
-        """Send an answer. False if the peer is gone or does not read: forget it."""
+        """Send an answer. False if the peer is gone or does not read: forget it.
+
+        Its rows may be views of a batch that others share: the peer gets a copy.
+        """
 
     @abstractmethod
     def forget(self, peer: Peer) -> None:

@@ -75,6 +75,7 @@ class Connection:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int("[" in self._link.endpoint))
         self._socket.setsockopt(zmq.SNDHWM, 64)
+        self._socket.setsockopt(zmq.RCVTIMEO, _TICK_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REPLY_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
@@ -93,13 +94,12 @@ class Connection:
         nonce = secrets.token_hex(16)
         self._send(Message(Kind.HELLO, self._link.next_request(), body={**self._link.hello, "nonce": nonce}))
         while time.monotonic() < deadline:
-            if self._socket.poll(_TICK_MS):
-                reply = self._receive()
-                if reply is not None and reply.kind is Kind.ERROR:
-                    raise errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
-                if reply is not None and reply.kind is Kind.WELCOME:
-                    self._accept(reply, nonce)
-                    return
+            reply = self._receive()
+            if reply is not None and reply.kind is Kind.ERROR:
+                raise errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
+            if reply is not None and reply.kind is Kind.WELCOME:
+                self._accept(reply, nonce)
+                return
             self._check()
         raise ConnectionCut
 
@@ -129,10 +129,10 @@ class Connection:
         heard = time.monotonic()
         pinged = False
         while True:
-            if self._socket.poll(_TICK_MS):
-                reply = self._receive()
+            reply = self._receive()
+            if reply is not None:
                 heard = time.monotonic()
-                if reply is None or reply.request not in (message.request, 0):
+                if reply.request not in (message.request, 0):
                     continue
                 if reply.kind is Kind.ERROR:  # without a number if it could not read what it got
                     if reply.body.get("code") == HelloFirst.code:
@@ -162,8 +162,9 @@ class Connection:
             raise ConnectionCut from None
 
     def _receive(self) -> Message | None:
+        """What comes within a tick."""
         try:
-            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            frame = self._socket.recv(copy=False)
         except zmq.Again:
             return None
         message = decode(frame.buffer, max_bytes=_MAX_REPLY_BYTES, max_body=MAX_BODY, arena=self._arena_half(1))

@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from symbiosis import errors
 from symbiosis.errors import Closed, HelloFirst, SymbiosisError
 from symbiosis.links.base import Link, Peer, Port
 from symbiosis.links.waiting import Wakeup
-from symbiosis.messages import Kind, Message
+from symbiosis.messages import Kind, Message, tensor_bytes
 
 
 class InprocPort(Port):
@@ -36,7 +39,7 @@ class InprocPort(Port):
             raise Closed("the executor was closed")
 
     def waitable(self) -> Any:
-        return self._wakeup
+        return self._wakeup.fileno()
 
     def drain(self, limit: int) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
         self._wakeup.clear()
@@ -49,6 +52,7 @@ class InprocPort(Port):
     def reply(self, peer: Peer, message: Message) -> bool:
         waiting = self._waiting.pop(message.request, None)
         if waiting is not None:
+            message.tensors = tuple(_own(tensor) for tensor in message.tensors)
             waiting[1].give(message)
         return waiting is not None
 
@@ -64,6 +68,13 @@ class InprocPort(Port):
         for number, (peer, answer) in list(self._waiting.items()):
             if (only is None or peer is only) and self._waiting.pop(number, None) is not None:
                 answer.give(Message(Kind.ERROR, number, body={"code": Closed.code, "message": why}))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor in memory that it shares with nobody."""
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor_bytes(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _Answer:

@@ -31,7 +31,7 @@ class Wakeup:
 
 
 class Waiter:
-    """Waits on the waitables of ports."""
+    """Waits on the waitables of ports: ZeroMQ sockets and file descriptors."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -42,11 +42,11 @@ class Waiter:
     def remove(self, waitable: Any) -> None:
         self._poller.unregister(waitable)
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Whether something is there to drain. None waits for ever."""
-        if timeout_s is None:
-            return bool(self._poller.poll())
+    def wait(self, timeout_s: float) -> set[Any]:
+        """What is there to drain; waits until something is, or the time is up."""
         whole_ms = int(timeout_s * 1000)
-        if whole_ms == 0 and timeout_s > 0 and not self._poller.poll(0):
-            time.sleep(timeout_s)  # the poller counts in milliseconds
-        return bool(self._poller.poll(whole_ms))
+        found = self._poller.poll(whole_ms)
+        if not found and timeout_s > whole_ms / 1000:
+            time.sleep(timeout_s - whole_ms / 1000)  # the poller counts in milliseconds
+            found = self._poller.poll(0)
+        return {waitable for waitable, _ in found}

@@ -90,11 +90,10 @@ class WirePort(Port):
 
     def drain(self, limit: int) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
         for _ in range(limit):
-            try:
-                key = self._socket.recv(zmq.NOBLOCK)
-                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
                 return
+            key = self._socket.recv(zmq.NOBLOCK)
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             extra = 0
             while frame.more:
                 frame, extra = self._socket.recv(zmq.NOBLOCK, copy=False), extra + 1
@@ -135,7 +134,8 @@ class WirePort(Port):
             frame = encode(Message(Kind.ERROR, message.request, body={"code": error.code, "message": str(error)}))
         for last in (False, True):
             try:
-                self._socket.send_multipart([peer.key, frame], zmq.NOBLOCK, copy=len(frame) < 65536)
+                self._socket.send(peer.key, zmq.NOBLOCK | zmq.SNDMORE)
+                self._socket.send(frame, zmq.NOBLOCK, copy=len(frame) < 65536)
                 return True
             except zmq.Again:  # its pipe is full since it does not read, or the socket has not looked at it of late
                 if not last:
