@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.live import Live
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -63,7 +62,6 @@ def _samples(tenant: Tenant) -> list[Sample]:
 def _tenant_process(work: Callable[..., None], who: str, reports: Any, *arguments: Any) -> None:
     """Where a child starts. It ends by itself or is terminated by the demo; Ctrl-C is the demo's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
 
     def send(report: Report) -> None:
         reports.put({"who": who, **report})
@@ -180,8 +178,9 @@ def _run_tenants(run: Run, out: Path, executor: int, addresses: dict[str, str], 
     children[_CHAT] = spawn.Process(
         target=_tenant_process, args=(_chat, _CHAT, reports, addresses["tcp"], start, stop), daemon=True
     )
-    for child in children.values():
-        child.start()
+    with _one_thread_each():
+        for child in children.values():
+            child.start()
     processes = {"executor": executor, **{name: child.pid or 0 for name, child in children.items()}}
     looked = 0.0
     try:
@@ -197,6 +196,17 @@ def _run_tenants(run: Run, out: Path, executor: int, addresses: dict[str, str], 
             _take_all(run, reports, {_CHAT: children[_CHAT]})
     finally:
         _end(children.values())
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """For processes started in here: four tenants with all cores each would spin on what the others need."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    yield
+    del os.environ["OMP_NUM_THREADS"]
+    if before is not None:
+        os.environ["OMP_NUM_THREADS"] = before
 
 
 def _run_plain(run: Run, out: Path) -> None:

@@ -90,7 +90,7 @@ class WirePort(Port):
 
     def drain(self, limit: int) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
         for _ in range(limit):
-            if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             key = self._socket.recv(zmq.NOBLOCK)
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
