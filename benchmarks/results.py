@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent / "results"
 def machine() -> dict[str, Any]:
     """The machine and the versions behind a figure."""
     import torch
+    import zmq
 
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -28,7 +29,8 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "peft", "pyzmq")},
+        "pyzmq": zmq.__version__,
+        **{name: version(name) for name in ("torch", "transformers", "peft")},
     }
 
 

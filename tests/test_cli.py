@@ -216,7 +216,8 @@ def test_a_wrong_or_missing_token_is_told(guarded):
 
 def test_an_unknown_model_is_told(tmp_path):
     assert "has no config.json" in fails("serve", tmp_path)
-    assert "is neither a model folder" in fails("serve", str(tmp_path / "nothing-here"))
+    assert "there is no folder" in fails("serve", str(tmp_path / "nothing-here"))
+    assert "there is no folder" in fails("serve", "./nothing-here")
 
 
 def test_a_port_that_is_taken_is_told(folder, server):
@@ -239,6 +240,11 @@ def test_a_folder_without_an_adapter_is_told(server, tmp_path):
 
 def test_a_prompt_longer_than_the_model_is_told(server):
     assert "more than the model's 256" in fails("generate", "x" * 300, "--connect", server[0])
+
+
+def test_a_device_that_is_not_there_is_told(folder):
+    assert "expected cpu, cuda or cuda:N" in fails("serve", folder, "--device", "banana")
+    assert "no such GPU" in fails("serve", folder, "--device", "cuda:99")
 
 
 def test_tokens_have_names_and_secrets():

@@ -49,7 +49,7 @@ def tensor_frame(rows=1, width=1, offset=128, dtype=0, place=0, zero=0, size=256
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_arena", [False, True])
 def test_a_message_comes_out_as_it_went_in(dtype: torch.dtype, with_arena: bool):
-    arena = memoryview(bytearray(1 << 16)) if with_arena else None
+    arena = torch.zeros(1 << 16, dtype=torch.uint8) if with_arena else None
     tensors = (torch.randn(3, 5).to(dtype), torch.randn(1, 7).to(dtype), torch.empty(0, 4, dtype=dtype))
     message = Message(Kind.CALL, 2**64 - 1, (0, 2**32 - 1), Direction.BACKWARD, True, tensors, {"a": [1, "é", None]})
     back = read(encode(message, arena), arena=arena)
@@ -140,12 +140,12 @@ def test_rows_without_width_take_no_memory():
 @pytest.mark.parametrize("offset", [64, 1 << 16, 2**63, 2**64 - 64])
 def test_a_tensor_beyond_the_arena_is_refused(offset: int):
     with pytest.raises(BadMessage):
-        read(tensor_frame(rows=16, place=1, offset=offset), arena=memoryview(bytearray(64)))
+        read(tensor_frame(rows=16, place=1, offset=offset), arena=torch.zeros(64, dtype=torch.uint8))
 
 
 def test_what_does_not_fit_the_arena_is_not_written():
     with pytest.raises(TooLarge):
-        encode(Message(Kind.CALL, tensors=(torch.ones(100, 100),)), memoryview(bytearray(ALIGN)))
+        encode(Message(Kind.CALL, tensors=(torch.ones(100, 100),)), torch.zeros(ALIGN, dtype=torch.uint8))
 
 
 VALID = [
@@ -179,7 +179,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 @given(frame=mutated(), arena=st.booleans())
 def test_mutated_frames_give_a_message_or_an_error_of_ours(frame: bytes, arena: bool):
     try:
-        message = read(frame, max_body=4096, arena=memoryview(bytearray(4096)) if arena else None)
+        message = read(frame, max_body=4096, arena=torch.zeros(4096, dtype=torch.uint8) if arena else None)
     except SymbiosisError:
         return
     assert isinstance(message, Message)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from symbiosis.finetuning import Step
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:7777"
+_SHORT_SECRET = 8
 err = Console(stderr=True)
 
 
@@ -136,11 +137,19 @@ def serve(
     host_head: Annotated[bool, typer.Option("--host-head", help="Host the model's head too.")] = False,
     host_embeddings: Annotated[bool, typer.Option("--host-embeddings", help="Host the embeddings too.")] = False,
     no_weights: Annotated[bool, typer.Option("--no-weights", help="Never hand a base weight to a tenant.")] = False,
+    no_direct: Annotated[
+        bool, typer.Option("--no-direct", help="Let no tenant map the GPU's memory: calls only, for tenants you do not trust.")
+    ] = False,
 ) -> None:
     """Hold one base model and serve its layers to tenants, until Ctrl-C."""
     tokens = read_tokens(token or [], os.environ.get("SYMBIOSIS_TOKENS", ""))
+    for name in (name for name, secret in tokens.items() if len(secret) < _SHORT_SECRET):
+        err.print(f"the token of {name} is short enough to guess: `openssl rand -hex 16` makes a good one")
     with err.status("Starting"):
-        from symbiosis.launch import Executor
+        from symbiosis.launch import Executor, check_address
+
+        for address in listen or [DEFAULT_ADDRESS]:
+            check_address(address, tokens)  # before a big model is loaded for nothing
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
         task = progress.add_task("Splitting", total=None)
         executor = Executor(
@@ -152,6 +161,7 @@ def serve(
             host_head=host_head,
             host_embeddings=host_embeddings,
             weights=not no_weights,
+            direct=not no_direct,
             max_wait_ms=max_wait_ms,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )

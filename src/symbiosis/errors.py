@@ -115,6 +115,12 @@ class WeightsWithheld(SymbiosisError):
     code = "weights_withheld"
 
 
+class DirectRefused(SymbiosisError):
+    """A tenant asked to compute with the executor's weights itself, and may not or cannot."""
+
+    code = "direct_refused"
+
+
 class CannotMerge(SymbiosisError):
     """An adapter cannot be merged into a weight that lives in the executor."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from symbiosis.client.model import assemble
+from symbiosis.client.model import MODES, assemble
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
 from symbiosis.executor.layers import make_layer
 from symbiosis.executor.loop import Loop
@@ -37,7 +37,8 @@ class Executor:
     `model_or_path` is a `PreTrainedModel` (its weights are used as they are:
     do not train it afterwards), a folder, a hub id, or None for the default
     model. `tokens` maps tenants' names to their secrets; without any, only
-    this machine may connect.
+    this machine may connect. `direct` lets tenants of this user on the
+    executor's GPU map its memory, which they could then write to as well.
     """
 
     def __init__(
@@ -52,22 +53,25 @@ class Executor:
         host_head: bool = False,
         host_embeddings: bool = False,
         weights: bool = True,
+        direct: bool = True,
         max_wait_ms: float | None = None,
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.tokens = _check_tokens(tokens or {})
         chosen = _policy(policy, max_wait_ms)
-        source = load(model_or_path, device=torch.device(device), dtype=_dtype(dtype), tokenizer=tokenizer)
+        place = _device(device)
+        source = load(model_or_path, device=place, dtype=_dtype(dtype), tokenizer=tokenizer)
         self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
         self.model_class = type(source.model)
-        self.limits = Limits(weights=weights)
+        self.limits = Limits(weights=weights, direct=direct and weights)
         self._client_weights: BlobRef | None = None
         self._tokenizer = store_bytes(source.tokenizer) if source.tokenizer else None
         self._about = _about(source.model, source.name)
         if not source.borrowed:
-            # What tenants hold need not stay here: it lies in a file that they map or download.
+            # What tenants hold need not stay here, it lies in a file; unless they share it on the GPU.
             self._store_client_part()
-            self.split.client_tensors.clear()
+            if place.type != "cuda" or not self.limits.direct:
+                self.split.client_tensors.clear()
         del source
         self._service = Service(
             model=self._model_hash(),
@@ -76,6 +80,7 @@ class Executor:
             manifest=self.manifest,
             policy=chosen,
             limits=self.limits,
+            client_tensors=self.split.client_tensors,
         )
         self._inproc = InprocPort()
         self._loop = Loop(self._service)
@@ -88,10 +93,7 @@ class Executor:
         if self._closed:
             raise Closed("the executor was closed")
         self._store_client_part()
-        kind = _PORTS.get(_scheme(address))
-        if kind is None:
-            raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT or shm://NAME")
-        port: Port = kind(address, tokens=self.tokens, max_bytes=self.limits.max_bytes)
+        port = _port(address, self.tokens, self.limits)
         self._loop.add(port)
         return port.address
 
@@ -123,7 +125,16 @@ class Executor:
 
     def link(self, hello: dict[str, Any]) -> Link:
         """A link for a tenant in this process."""
-        return InprocLink(self._inproc, hello=hello, model_class=self.model_class, client_tensors=self._own_tensors)
+        return InprocLink(
+            self._inproc,
+            hello=hello,
+            model_class=self.model_class,
+            client_tensors=self._own_tensors,
+            base_tensors=self._base_tensors,
+        )
+
+    def _base_tensors(self) -> dict[tuple[int, str], torch.Tensor]:
+        return {(layer.spec.handle, name): weight for layer in self.split.layers for name, weight in layer.weights.items()}
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
         if self.split.client_tensors:
@@ -143,6 +154,18 @@ class Executor:
         return digest.hexdigest()
 
 
+def check_address(address: str, tokens: Mapping[str, str]) -> None:
+    """Raise what `Executor.listen` would raise for this address now."""
+    _port(address, tokens, Limits()).close()
+
+
+def _port(address: str, tokens: Mapping[str, str], limits: Limits) -> Port:
+    kind = _PORTS.get(_scheme(address))
+    if kind is None:
+        raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT or shm://NAME")
+    return kind(address, tokens=tokens, max_bytes=limits.max_bytes)
+
+
 def connect(
     address: str | Executor,
     *,
@@ -158,24 +181,28 @@ def connect(
     `address` is what `listen` returned, or an `Executor` of this process.
     `name` is how this tenant shows in the figures where no token says who it
     is. An executor that is away for up to `grace_s` seconds is waited for.
+    `mode` says who computes the base layers: the "executor", in batches with
+    other tenants' rows, or this process itself with the executor's weights
+    ("direct", on the executor's GPU or in its process). "auto" is direct on the
+    executor's GPU where the provider allows it.
     """
     if privacy is not None:
         raise SymbiosisError(f"privacy={privacy!r}: this version has no privacy modes; activations travel as they are")
-    if mode not in ("auto", "executor"):
-        raise SymbiosisError(f"mode={mode!r}: expected 'auto' or 'executor'")
-    hello = {"name": name or ""}
+    if mode not in MODES:
+        raise SymbiosisError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+    hello, place = {"name": name or ""}, _device(device or "cpu")
     link: Link
     if isinstance(address, Executor):
         link = address.link(hello)
-        limits = address.limits.to_json()
+        welcome: dict[str, Any] = {"limits": address.limits.to_json()}
     else:
         kind = _LINKS.get(_scheme(address))
         if kind is None:
             raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT, shm://NAME or an Executor of this process")
         wire = kind(address, token=token, hello=hello, grace_s=grace_s)
-        link, limits = wire, wire.welcome.get("limits", {})
+        link, welcome = wire, wire.welcome
     try:
-        return assemble(link, limits, torch.device(device or "cpu"))
+        return assemble(link, welcome, place, mode)
     except BaseException:
         link.close()
         raise
@@ -207,6 +234,18 @@ def _policy(policy: str | Policy, max_wait_ms: float | None) -> Policy:
     if not 0 <= max_wait_ms <= 60_000:
         raise SymbiosisError(f"max_wait_ms={max_wait_ms}: expected 0 to 60000")
     return POLICIES[policy](max_wait_s=max_wait_ms / 1e3)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """A device that is there. Raises `SymbiosisError`."""
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise SymbiosisError(f"device={device!r}: expected cpu, cuda or cuda:N") from None
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        seen = f"torch sees {torch.cuda.device_count()} GPUs" if torch.version.cuda else "this torch was built without CUDA"
+        raise SymbiosisError(f"device={str(place)!r}: there is no such GPU here ({seen})")
+    return place
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

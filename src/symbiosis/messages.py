@@ -5,13 +5,15 @@
 A reader trusts nothing: every count, dimension and offset is checked against
 its bound and against the size of the frame before any byte is used. Tensors
 are matrices of rows; with an arena (shared memory) their bytes lie there and
-the descriptor's offset points into it instead of into the frame.
+the descriptor's offset points into it instead of into the frame. An arena is
+a tensor of bytes, on whichever device the two ends share.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -53,6 +55,8 @@ class Kind(IntEnum):
     BYE = 9
     REPLY = 10
     ERROR = 11
+    MAP = 12
+    CHANNEL = 13
 
 
 class Flag(IntEnum):
@@ -80,19 +84,42 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGN) * ALIGN
 
 
-def encode(message: Message, arena: memoryview | None = None) -> bytearray:
+def lay_out(shapes: Iterable[tuple[int, int, torch.dtype]], start: int = 0) -> tuple[list[int], int]:
+    """Where tensors of these rows, widths and dtypes lie one after the other, and where they end."""
+    offsets = []
+    for rows, width, dtype in shapes:
+        offsets.append(start)
+        start = _aligned(start + rows * width * dtype.itemsize)
+    return offsets, start
+
+
+def put(tensors: Sequence[Tensor], target: Tensor, start: int = 0) -> list[int]:
+    """Copy tensors into bytes, laid out from `start` on; where each one lies."""
+    offsets, end = lay_out(((t.shape[0], t.shape[1], t.dtype) for t in tensors), start)
+    if end > len(target):
+        raise TooLarge(f"{end} bytes do not fit the shared arena of {len(target)} bytes")
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        if tensor.numel():
+            target[offset : offset + tensor_bytes(tensor)].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return offsets
+
+
+def encode(message: Message, arena: Tensor | None = None) -> bytearray:
     """The frame for a message. With an arena, tensor bytes are written there."""
     body = json.dumps(message.body, separators=(",", ":")).encode() if message.body else b""
     fixed = _HEADER.size + _LAYER.size * len(message.layers) + _TENSOR.size * len(message.tensors)
-    payload = _aligned(fixed + len(body))
+    payload = end = _aligned(fixed + len(body))
+    if arena is None and message.tensors:
+        end = lay_out(((t.shape[0], t.shape[1], t.dtype) for t in message.tensors), payload)[1]
+    frame = bytearray(end)
+    offsets: list[int] = []
+    if message.tensors:
+        offsets = (
+            put(message.tensors, torch.frombuffer(frame, dtype=torch.uint8), payload)
+            if arena is None
+            else put(message.tensors, arena)
+        )
     place = _IN_FRAME if arena is None else _IN_ARENA
-    offset, offsets = (payload if arena is None else 0), []
-    for tensor in message.tensors:
-        offsets.append(offset)
-        offset = _aligned(offset + tensor_bytes(tensor))
-    if arena is not None and offset > len(arena):
-        raise TooLarge(f"{offset} bytes do not fit the shared arena of {len(arena)} bytes")
-    frame = bytearray(offset if arena is None and message.tensors else payload)
     _HEADER.pack_into(
         frame,
         0,
@@ -111,18 +138,15 @@ def encode(message: Message, arena: memoryview | None = None) -> bytearray:
     for handle in message.layers:
         _LAYER.pack_into(frame, at, handle)
         at += _LAYER.size
-    target = torch.frombuffer(frame if arena is None else arena, dtype=torch.uint8) if message.tensors else None
-    for tensor, start in zip(message.tensors, offsets, strict=True):
+    for tensor, offset in zip(message.tensors, offsets, strict=True):
         rows, width = tensor.shape
-        _TENSOR.pack_into(frame, at, _DTYPE_CODES[tensor.dtype], place, 0, 0, rows, width, start)
+        _TENSOR.pack_into(frame, at, _DTYPE_CODES[tensor.dtype], place, 0, 0, rows, width, offset)
         at += _TENSOR.size
-        if target is not None and tensor.numel():
-            target[start : start + tensor_bytes(tensor)].view(tensor.dtype).view(rows, width).copy_(tensor)
     frame[at : at + len(body)] = body
     return frame
 
 
-def decode(frame: memoryview, *, max_bytes: int, max_body: int = MAX_BODY, arena: memoryview | None = None) -> Message:
+def decode(frame: memoryview, *, max_bytes: int, max_body: int = MAX_BODY, arena: Tensor | None = None) -> Message:
     """The message in a frame from outside. Raises `BadMessage`, `TooLarge` or `VersionMismatch`.
 
     Tensors from a frame are copies; tensors from an arena are views into it,
@@ -171,7 +195,7 @@ def is_call(frame: memoryview) -> bool:
     return len(frame) >= _HEADER.size and frame[5] == Kind.CALL
 
 
-def _read_tensor(frame: memoryview, at: int, arena: memoryview | None, max_bytes: int) -> Tensor:
+def _read_tensor(frame: memoryview, at: int, arena: Tensor | None, max_bytes: int) -> Tensor:
     code, place, zero, zero2, rows, width, offset = _TENSOR.unpack_from(frame, at)
     if code >= len(_DTYPES) or place not in (_IN_FRAME, _IN_ARENA) or zero or zero2:
         raise BadMessage(f"unknown dtype {code} or place {place} of a tensor")
@@ -188,11 +212,10 @@ def _read_tensor(frame: memoryview, at: int, arena: memoryview | None, max_bytes
         raise BadMessage(f"a tensor of {size} bytes at {offset} lies outside its buffer of {len(source)}")
     if size == 0:
         return torch.empty(rows, width, dtype=dtype)
-    if place == _IN_ARENA:
-        return torch.frombuffer(source, dtype=dtype, count=rows * width, offset=offset).view(rows, width)
-    raw = np.frombuffer(source, dtype=np.uint8, count=size, offset=offset)
+    if isinstance(source, Tensor):
+        return source[offset : offset + size].view(dtype).view(rows, width)
     tensor = torch.empty(rows, width, dtype=dtype)
-    tensor.view(-1).view(torch.uint8).numpy()[:] = raw
+    tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(source, dtype=np.uint8, count=size, offset=offset)
     return tensor
 
 

@@ -157,9 +157,11 @@ class Limits:
     """Most channels open at once, over all tenants."""
     weights: bool = True
     """Whether a tenant may fetch a base weight for a method that needs it."""
+    direct: bool = True
+    """Whether a tenant on the executor's GPU may map its memory, and so could write to it."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"max_rows": self.max_rows, "max_bytes": self.max_bytes, "weights": self.weights}
+        return {"max_rows": self.max_rows, "max_bytes": self.max_bytes, "weights": self.weights, "direct": self.direct}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Limits:
@@ -167,4 +169,5 @@ class Limits:
             max_rows=max(1, int(data["max_rows"])),
             max_bytes=max(1 << 16, int(data["max_bytes"])),
             weights=bool(data["weights"]),
+            direct=bool(data["direct"]),
         )

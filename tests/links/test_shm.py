@@ -12,7 +12,8 @@ import torch
 
 from symbiosis.errors import BadMessage
 from symbiosis.links.dial import ConnectionCut
-from symbiosis.links.shm import Arena, ShmLink, runtime_folder
+from symbiosis.links.memory import SharedMemory
+from symbiosis.links.shm import ShmLink, runtime_folder
 from symbiosis.messages import Kind, Message
 from tests.conftest import Serve
 
@@ -37,8 +38,8 @@ def opened(path: object, size: object = 4096) -> object:
 
 
 def test_only_a_sealed_anonymous_file_of_the_right_size_is_an_arena():
-    arena = Arena.create(4096)
-    path = f"/proc/{os.getpid()}/fd/{arena.fd}"
+    arena = SharedMemory(4096)
+    path = arena.reference()["path"]
     assert len(opened(path)) == 4096
     for size in (0, -1, 4095, 8192, "x", None):
         with pytest.raises(BadMessage):
@@ -134,7 +135,7 @@ def test_without_memory_for_one_more_channel_that_one_is_refused(serve: Serve, t
     served = serve("shm")
     model = served.connect()
     with monkeypatch.context() as patch:
-        patch.setattr(Arena, "create", classmethod(lambda cls, size: (_ for _ in ()).throw(OSError(24, "Too many open files"))))
+        patch.setattr(SharedMemory, "__init__", lambda self, size: (_ for _ in ()).throw(OSError(24, "Too many open files")))
         with pytest.raises(TooManyCalls, match="Too many open files"):
             served.raw("bob")
     assert (model(ids).logits - tiny(ids).logits).abs().max() < 1e-6

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.client.calls import call_block, call_embedding, call_experts
+from symbiosis.client.calls import call_block, call_embedding, call_experts, call_matrices, call_transposed
+from symbiosis.client.direct import MappedParameter
 from symbiosis.client.groups import Groups
 from symbiosis.client.session import Session
 from symbiosis.client.weight import VirtualWeight
@@ -45,6 +46,11 @@ class VirtualLayer(nn.Module):
         self._fetched: dict[str, Tensor] = {}
         self._changed: dict[str, Tensor] = {}
         self._read: set[str] = set()
+        self._mapped: dict[str, Tensor] = {}
+
+    def map(self, weights: dict[str, Tensor]) -> None:
+        """Compute here from now on, with the executor's weights in place (direct mode)."""
+        self._mapped = weights
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,6 +104,8 @@ class VirtualLayer(nn.Module):
         return self._fetched[name]
 
     def _fetch(self, name: str) -> Tensor:
+        if name in self._mapped:
+            return self._mapped[name].clone()
         try:
             return self.session.fetch_weight(self.spec, name)
         except WeightsWithheld as error:
@@ -119,6 +127,7 @@ class VirtualLayer(nn.Module):
         for other in self._hosted:
             self._changed[other] = value if other == name else self.fetched(other)
         self._fetched.clear()
+        self.map({})
 
     def make_parameters(self, *, trainable: bool) -> None:
         """Turn the hosted weights into real parameters of the tenant's."""
@@ -127,6 +136,7 @@ class VirtualLayer(nn.Module):
                 self._parameters[name] = nn.Parameter(self.fetched(name), requires_grad=trainable)
         self._fetched.clear()
         self._changed.clear()
+        self.map({})
         self._parameters.pop("like", None)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
@@ -153,6 +163,7 @@ class VirtualLayer(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
+        memo.update({id(weight): weight for weight in self._mapped.values()})  # a copy maps the same memory
         made.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
         if not any(type(part) is self.session.model_class for part in memo.values()):
             # A copy of one layer is made to train it (PEFT's modules_to_save): it needs weights of its own.
@@ -179,6 +190,8 @@ class VirtualLayer(nn.Module):
 class _VirtualMatrix(VirtualLayer):
     groups: Groups
     bias: Any
+    _direct: Tensor | None = None
+    """The mapped weight, [O, I]."""
 
     def __init__(
         self, spec: LayerSpec, groups: Groups, session: Session, bias: nn.Parameter | None, dtype: torch.dtype
@@ -188,6 +201,11 @@ class _VirtualMatrix(VirtualLayer):
         self.groups = groups
         self.bias = bias
         self.note_bias()
+
+    def map(self, weights: dict[str, Tensor]) -> None:
+        super().map(weights)
+        weight = weights.get("weight")
+        self.__dict__["_direct"] = weight.t() if weight is not None and isinstance(self, Conv1D) else weight
 
     def note_bias(self) -> None:
         """Remember the bias as it is now: the executor's."""
@@ -210,7 +228,22 @@ class _VirtualMatrix(VirtualLayer):
         hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
         return not (hooked or self.is_local) and self.bias_is_shared()
 
+    def product(self, x: Tensor) -> Tensor:
+        """x @ Wᵀ and nothing else."""
+        if self._direct is not None:
+            return F.linear(x.to(self._direct), self._direct).to(x)
+        return call_matrices(self.session, (self.spec,), x)[0]
+
+    def transposed_product(self, x: Tensor) -> Tensor:
+        """x @ W."""
+        if self._direct is not None:
+            return (x.to(self._direct) @ self._direct).to(x)
+        return call_transposed(self.session, self.spec, x)
+
     def forward(self, x: Tensor) -> Tensor:
+        direct = self._direct
+        if direct is not None and x.dtype is direct.dtype and x.device == direct.device:
+            return F.linear(x, direct, self._parameters.get("bias"))
         if self._fetched:
             self._drop_unread()
         if self.is_local:
@@ -253,8 +286,9 @@ class VirtualEmbedding(VirtualLayer, nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         if self._fetched:
             self._drop_unread()
-        if self.is_local:
-            return F.embedding(ids, self.fetched("weight"), self.padding_idx)
+        if self.is_local or self._mapped:
+            weight = self._mapped["weight"] if self._mapped else self.fetched("weight")
+            return F.embedding(ids, weight, self.padding_idx)
         return call_embedding(self.session, self.spec, ids).to(self.dtype)
 
 
@@ -267,6 +301,13 @@ class VirtualExperts(VirtualLayer):
             self.make_parameters(trainable=False)
             return self._parameters[name]
         return super().__getattr__(name)
+
+    def map(self, weights: dict[str, Tensor]) -> None:
+        super().map(weights)
+        if weights:
+            self._parameters.update({name: MappedParameter.over(weight) for name, weight in weights.items()})
+            self._parameters.pop("like", None)
+            self.__class__ = type(self).__bases__[1]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -314,6 +355,8 @@ class VirtualBlock(nn.Module):
         return super().forward(*args, **kwargs)
 
     def _runs_whole(self, x: Any) -> bool:
+        if self._matrices[0]._direct is not None:
+            return False
         if not isinstance(x, Tensor) or x.dim() == 0 or (self.training and not self._block.train_safe):
             return False
         if x.dtype != self._matrices[0].dtype or x.shape[-1] != self._block.in_width or x.numel() == 0:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from symbiosis.client.direct import Mapped, MappedParameter, open_mapping
 from symbiosis.client.download import download
 from symbiosis.client.groups import Groups
 from symbiosis.client.layers import (
@@ -19,40 +20,81 @@ from symbiosis.client.layers import (
     make_block,
     mix_in,
 )
+from symbiosis.client.loss import speed_up_loss
 from symbiosis.client.session import Session
-from symbiosis.errors import BadMessage, CannotSave, CannotSplit
+from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
+from symbiosis.links import driver
 from symbiosis.links.base import Link
 from symbiosis.messages import Kind, Message
 from symbiosis.models.part import build_skeleton, fill, load_weights, resolve_class
 from symbiosis.types import LayerKind, LayerSpec, Limits, Manifest
 
+MODES = ("auto", "direct", "executor")
 
-def assemble(link: Link, limits: dict[str, Any], device: torch.device) -> PreTrainedModel:
+
+def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: str) -> PreTrainedModel:
     """The connected model: a plain transformers model that holds no base weights."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     try:
         manifest = Manifest.from_json(link.request(Message(Kind.MANIFEST)).body)
-        bounds = Limits.from_json(limits)
+        bounds = Limits.from_json(welcome["limits"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadMessage(f"the executor's description of its model makes no sense: {error!r}") from error
     model_class = link.model_class() or resolve_class(manifest.model_class)
     session = Session(link, manifest, bounds, model_class)
-    tensors = link.client_tensors()
-    if tensors is None:
-        if manifest.client_weights is None:
-            raise BadMessage("the executor names no client part")
-        download(link, manifest.client_weights)
-        tensors = load_weights(manifest.client_weights)
+    mapped = _map(link, welcome, bounds, device, mode)
     model = build_skeleton(manifest, model_class)
     put_virtual_layers(model, session)
-    fill(model, tensors, manifest.ties, torch.device("cpu"))
+    fill(model, _client_part(link, manifest, mapped), manifest.ties)
     for module in model.modules():
         if isinstance(module, VirtualLinear | VirtualConv1D):
             module.note_bias()
     model.eval()
     model.to(device)
+    if mode != "executor" and mapped.base:
+        for module in list(model.modules()):
+            if isinstance(module, VirtualLayer):
+                module.map({name: mapped.base[module.spec.handle, name] for name, _ in module.spec.weights})
+    elif device.type == "cuda" and driver.gpu_name(device) == welcome.get("gpu"):
+        link.use_gpu(device)
+    speed_up_loss(model)
     model.symbiosis = session
     model.save_pretrained = _cannot_save
     return model
+
+
+def _map(link: Link, welcome: dict[str, Any], bounds: Limits, device: torch.device, mode: str) -> Mapped:
+    """The executor's memory as far as this tenant may and should use it in place."""
+    base = link.base_tensors()
+    if base is not None:
+        on = {weight.device.type for weight in base.values()}
+        wanted = mode == "direct" or (mode == "auto" and on == {device.type} == {"cuda"})
+        return Mapped(base=base) if wanted and bounds.direct else _nothing(mode, bounds)
+    same_gpu = device.type == "cuda" and driver.gpu_name(device) == welcome.get("gpu")
+    if not same_gpu or not bounds.direct:
+        return _nothing(mode, bounds)
+    return open_mapping(link.request(Message(Kind.MAP)).body, device)
+
+
+def _nothing(mode: str, bounds: Limits) -> Mapped:
+    if mode != "direct":
+        return Mapped()
+    if not bounds.direct:
+        raise DirectRefused("the provider lets no tenant compute with its weights: use mode='executor'")
+    raise DirectRefused("direct mode needs a tenant on the executor's GPU or in its process: pass device=, or mode='executor'")
+
+
+def _client_part(link: Link, manifest: Manifest, mapped: Mapped) -> dict[str, torch.Tensor]:
+    if mapped.client:
+        return {name: MappedParameter.over(t) if t.is_floating_point() else t for name, t in mapped.client.items()}
+    tensors: dict[str, torch.Tensor] | None = link.client_tensors()
+    if tensors is not None:
+        return tensors
+    if manifest.client_weights is None:
+        raise BadMessage("the executor names no client part")
+    download(link, manifest.client_weights)
+    return load_weights(manifest.client_weights)
 
 
 def _cannot_save(*_: Any, **__: Any) -> NoReturn:

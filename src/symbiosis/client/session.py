@@ -14,9 +14,18 @@ from symbiosis.errors import NoTokenizer
 from symbiosis.links.base import Link
 from symbiosis.messages import Kind, Message
 from symbiosis.models.part import unpack_tokenizer
-from symbiosis.types import WITH_BIAS, Direction, LayerSpec, Limits, Manifest
+from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec, Limits, Manifest
 
 _SPARE_BYTES = 4096  # alignment of tensors within a message
+
+
+def _widths(layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> list[int]:
+    """How wide the tensors are that come back."""
+    if direction is Direction.FORWARD:
+        return [layer.out_width for layer in layers]
+    if layers[0].kind is LayerKind.EXPERTS:
+        return [layers[0].in_width, rows[1].shape[1]]
+    return [layers[0].in_width]
 
 
 class Session:
@@ -60,13 +69,15 @@ class Session:
         handles = tuple(layer.handle for layer in layers)
         if any(with_bias):
             handles = tuple(handle | (WITH_BIAS * flag) for handle, flag in zip(handles, with_bias, strict=True))
+        widths = _widths(layers, direction, rows)
         parts = []
         for start in range(0, count, step):
             part = rows if count <= step else tuple(t[start : start + step] for t in rows)
             message = Message(Kind.CALL, layers=handles, direction=direction, training=training, tensors=part)
-            parts.append(self._link.request(message).tensors)
+            parts.append(self._link.call(message, widths))
         results = parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        return tuple(result.to(rows[0].device) for result in results)
+        device = rows[0].device
+        return results if results[0].device == device else tuple(result.to(device) for result in results)
 
     def _rows_per_call(self, layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> int:
         sent = sum(t.shape[1] * t.element_size() for t in rows)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from symbiosis.client.calls import call_matrices, call_transposed
 from symbiosis.errors import CannotMerge
 from symbiosis.types import LayerKind
 
@@ -188,11 +187,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if not isinstance(weight, VirtualWeight) or isinstance(x, VirtualWeight) or weight.by_outputs is None:
         return NotImplemented
     layer = weight.layer
-    result = (
-        call_matrices(layer.session, (layer.spec,), x)[0]
-        if weight.by_outputs
-        else call_transposed(layer.session, layer.spec, x)
-    )
+    result = layer.product(x) if weight.by_outputs else layer.transposed_product(x)
     return result if bias is None else result + _plain(bias)
 
 
@@ -244,9 +239,9 @@ class _ChangedRowNorms(torch.autograd.Function):
     def forward(ctx: Any, change: Tensor, whole: VirtualWeight, left: Tensor, right: Tensor) -> Tensor:
         layer = whole.layer
         squares = layer.session.row_squares(layer.spec).to(change.device)
-        products = call_matrices(layer.session, (layer.spec,), right.to(layer.dtype))[0]
+        products = layer.product(right.to(layer.dtype))
         squares = squares + 2 * (left.double() * products.T.double()).sum(dim=1) + change.double().square().sum(dim=1)
-        norms = squares.clamp(min=0).sqrt().to(whole.dtype)
+        norms: Tensor = squares.clamp(min=0).sqrt().to(whole.dtype)
         ctx.whole = whole
         ctx.save_for_backward(change, norms)
         return norms

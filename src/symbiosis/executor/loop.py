@@ -14,6 +14,9 @@ from symbiosis.links.waiting import Waiter, Wakeup
 
 _DRAIN_AT_ONCE = 64
 _TIDY_EVERY_S = 10.0
+# Polled ports: no sleep for a moment after a batch (the next call of a tenant's pass is on its way, and its GPU waits),
+# then naps, then longer ones.
+_SPIN_S, _NAP_S, _DOZE_S, _DOZE_AFTER_S = 0.02, 1e-4, 1e-3, 2.0
 _log = logging.getLogger("symbiosis")
 
 
@@ -67,17 +70,25 @@ class Loop:
         tidied = time.monotonic()
         timeout: float | None = None
         while not self._stopping:
-            ready = self._waiter.wait(_TIDY_EVERY_S if timeout is None else timeout)
+            ready = self._waiter.wait(self._patience(timeout))
             if self._wakeup.fileno() in ready:
                 self._wakeup.clear()
                 self._welcome_ports()
             for port in list(self._ports):
-                if port.waitable() in ready:
+                if port.waitable() in ready or port.is_polled():
                     self._take(port)
             timeout = self._service.step()
             if time.monotonic() - tidied > _TIDY_EVERY_S:
                 self._service.tidy()
                 tidied = time.monotonic()
+
+    def _patience(self, timeout: float | None) -> float:
+        """How long to sleep at most: hardly at all while a tenant is busy that does not ring."""
+        patience = _TIDY_EVERY_S if timeout is None else timeout
+        if any(port.is_polled() for port in self._ports):
+            quiet = time.monotonic() - self._service.last_batch
+            patience = min(patience, 0.0 if quiet < _SPIN_S else _NAP_S if quiet < _DOZE_AFTER_S else _DOZE_S)
+        return patience
 
     def _welcome_ports(self) -> None:
         while self._new:

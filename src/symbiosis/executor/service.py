@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from symbiosis.errors import (
     BadCall,
+    DirectRefused,
     HelloFirst,
     SymbiosisError,
     TooLarge,
@@ -25,9 +26,11 @@ from symbiosis.errors import (
 )
 from symbiosis.executor.costs import Costs
 from symbiosis.executor.layers import BaseLayer, Matrix, Rows
+from symbiosis.executor.mapping import describe
 from symbiosis.executor.policies import BatchKey, Pending, Policy
 from symbiosis.executor.runner import Call, run_batch
 from symbiosis.executor.sessions import Session, Sessions
+from symbiosis.links import driver
 from symbiosis.links.base import Peer
 from symbiosis.messages import PROTOCOL, Kind, Message
 from symbiosis.models import cache
@@ -55,11 +58,13 @@ class Service:
         manifest: Callable[[], Manifest],
         policy: Policy,
         limits: Limits,
+        client_tensors: Mapping[str, torch.Tensor] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.name, self.policy, self.limits = model, name, policy, limits
         self._layers = layers
         self._manifest = manifest
+        self._client_tensors = client_tensors or {}
         self._clock = clock
         self._costs = Costs()
         self._sessions = Sessions(limits.max_sessions)
@@ -68,6 +73,8 @@ class Service:
         self._numbers = 0
         self._batches = self._calls = self._rows = self._tokens = 0
         self._busy_s = 0.0
+        self.last_batch = clock()
+        """When the last batch ended."""
         self._started = clock()
         self._key = lru_cache(maxsize=4096)(self._new_key)
         self._entry = {
@@ -114,6 +121,10 @@ class Service:
             return self._blob(message)
         if message.kind is Kind.FETCH:
             return self._fetch(message)
+        if message.kind is Kind.MAP:
+            return self._map(peer)
+        if message.kind is Kind.CHANNEL:
+            return self._channel(peer, message)
         if message.kind is Kind.STATS:
             return Message(Kind.REPLY, body=self._stats_for(peer))
         if message.kind is Kind.BYE:
@@ -132,7 +143,27 @@ class Service:
             self._sessions.add(peer, tenant, self._clock())
         session: Session = peer.state
         body = {"model": self.model, "tenant": session.tenant, "protocol": PROTOCOL, "limits": self.limits.to_json()}
-        return Message(Kind.WELCOME, body={**body, "policy": self.policy.name})
+        return Message(
+            Kind.WELCOME, body={**body, "policy": self.policy.name, "gpu": self._gpu() if peer.port.same_host else None}
+        )
+
+    def _gpu(self) -> str | None:
+        """The one GPU all layers are on, if so."""
+        devices = {layer.device for layer in self._layers}
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        return driver.gpu_name(device) if device.type == "cuda" else None
+
+    def _map(self, peer: Peer) -> Message:
+        if not self.limits.direct:
+            raise DirectRefused("the provider lets no tenant map the executor's memory (--no-direct, --no-weights)")
+        if not peer.port.same_host or self._gpu() is None:
+            raise DirectRefused("only tenants on the executor's host and GPU can map its memory: connect at its shm:// address")
+        return Message(Kind.REPLY, body=describe(self._layers, self._client_tensors))
+
+    def _channel(self, peer: Peer, message: Message) -> Message:
+        if self._gpu() is None:
+            raise DirectRefused("the executor's layers are not on one GPU: there is no channel to them")
+        return Message(Kind.REPLY, body=peer.port.open_channel(peer, int(message.body["bytes"]), self._layers[0].device))
 
     def _blob(self, message: Message) -> Message:
         manifest = self._manifest()
@@ -276,6 +307,7 @@ class Service:
         key = calls[0].pending.key
         rows = sum(call.pending.rows for call in calls)
         self._costs.observe(key.shape, rows, ended - started)
+        self.last_batch = ended
         self._batches += 1
         self._calls += len(calls)
         self._rows += rows
@@ -316,7 +348,8 @@ class Service:
         """Forget channels that are gone, or silent for long; one that speaks again says HELLO again."""
         now = self._clock()
         for session in self._sessions.idle(now - _LOOK_AFTER_S):
-            if session.last_seen < now - _FORGET_AFTER_S or session.peer.port.is_gone(session.peer):
+            port, old = session.peer.port, session.last_seen < now - _FORGET_AFTER_S
+            if port.is_gone(session.peer) or (old and not port.keeps(session.peer)):
                 self._forget(session)
 
     # -- figures ----------------------------------------------------------------------------

@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from symbiosis.errors import SymbiosisError
+import torch
+from torch import Tensor
+
+from symbiosis.errors import DirectRefused, SymbiosisError
 from symbiosis.messages import Message
 
 
@@ -34,6 +37,8 @@ class Port(ABC):
     """The executor's end of a kind of link."""
 
     address: str
+    same_host: bool = False
+    """Whether its peers are on this host for certain, and of this user."""
 
     @abstractmethod
     def waitable(self) -> Any:
@@ -49,6 +54,18 @@ class Port(ABC):
 
         Its rows may be views of a batch that others share: the peer gets a copy.
         """
+
+    def keeps(self, peer: Peer) -> bool:
+        """Whether a peer cannot simply say HELLO again, so that it is not forgotten for being silent."""
+        return False
+
+    def is_polled(self) -> bool:
+        """Whether calls may have arrived that the waitable does not tell of: look again soon."""
+        return False
+
+    def open_channel(self, peer: Peer, size: int, device: torch.device) -> dict[str, Any]:
+        """A way for calls of up to `size` bytes that stays on the GPU."""
+        raise DirectRefused("only tenants on the executor's host can have a channel on its GPU: connect at its shm:// address")
 
     @abstractmethod
     def forget(self, peer: Peer) -> None:
@@ -69,6 +86,14 @@ class Link(ABC):
     def request(self, message: Message) -> Message:
         """Send and wait. Raises the error the executor answered with, or `ExecutorLost`."""
 
+    def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
+        """The tensors that answer a CALL, as many and as wide as `widths` says."""
+        return self.request(message).tensors
+
+    def use_gpu(self, device: torch.device) -> bool:
+        """The tenant is on the executor's GPU: keep calls there, if this link can. Whether it can."""
+        return False
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -78,4 +103,8 @@ class Link(ABC):
 
     def client_tensors(self) -> Any:
         """The client part's tensors where both ends are one process, else None."""
+        return None
+
+    def base_tensors(self) -> Any:
+        """The base layers' weights by (handle, name) where both ends are one process, else None."""
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import threading
@@ -19,6 +20,7 @@ import weakref
 from typing import Any
 
 import zmq
+from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from symbiosis import errors
@@ -46,8 +48,15 @@ _ENDED = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED)
 _REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
 
+_log = logging.getLogger("symbiosis")
+
+
 class ConnectionCut(Exception):
     """The connection ended. Nothing is lost: make the call again on the next one."""
+
+
+class Forgotten(ConnectionCut):
+    """The executor forgot this channel, which was silent for long: connect again."""
 
 
 class HungUp(ConnectionCut):
@@ -60,7 +69,7 @@ class Connection:
     def __init__(self, link: WireLink, deadline: float) -> None:
         """Raises `ConnectionCut` to be tried again, or the error that makes trying again useless."""
         self._link = link
-        self._arena: Any = None
+        self._arena: Tensor | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._socket = link.context.socket(zmq.DEALER)
         link.sockets.add(self._socket)
@@ -136,7 +145,7 @@ class Connection:
                     continue
                 if reply.kind is Kind.ERROR:  # without a number if it could not read what it got
                     if reply.body.get("code") == HelloFirst.code:
-                        raise ConnectionCut
+                        raise Forgotten
                     return reply
                 if reply.request == 0:
                     continue  # it looked whether somebody is here
@@ -173,12 +182,22 @@ class Connection:
             message.tensors = tuple(tensor.clone() for tensor in message.tensors)
         return message
 
-    def _arena_half(self, half: int) -> memoryview | None:
+    def _arena_half(self, half: int) -> Tensor | None:
         if self._arena is None:
             return None
         middle = len(self._arena) // 2
-        view: memoryview = self._arena[:middle] if half == 0 else self._arena[middle:]
-        return view
+        return self._arena[:middle] if half == 0 else self._arena[middle:]
+
+    def next_request(self) -> int:
+        return self._link.next_request()
+
+    def next_error(self) -> Message:
+        """The error that is on its way. Raises `ConnectionCut`."""
+        while True:
+            reply = self._receive()
+            if reply is not None and reply.kind is Kind.ERROR:
+                return reply
+            self._check()
 
     def leave(self) -> None:
         """Tell the executor that this channel ends; it need not answer."""
@@ -245,7 +264,7 @@ class WireLink(Link):
             raise ModelChanged(f"the executor at {self.address} was restarted with another model: connect again")
         self._model = model
 
-    def open_arena(self, welcome: Message) -> Any:
+    def open_arena(self, welcome: Message) -> Tensor | None:
         return None
 
     def lost(self) -> SymbiosisError:
@@ -261,12 +280,18 @@ class WireLink(Link):
 
     def refused(self) -> SymbiosisError:
         if self.keys is None:
-            return Unauthorized(f"the executor at {self.address} asks for a token: pass token=…")
+            return Unauthorized(
+                f"the executor at {self.address} asks for a token: pass token=… (in a shell --token, or SYMBIOSIS_TOKEN)"
+            )
         return Unauthorized(
             f"the executor at {self.address} does not know this token (or takes none): ask its provider for yours"
         )
 
     # -- requests ----------------------------------------------------------------------------
+
+    def connect(self) -> Connection:
+        """One more connection, for the caller alone."""
+        return self._connect(self.grace_s)
 
     def _connect(self, patience_s: float) -> Connection:
         """A connection to an executor that answers and has proved itself; tried again for so long."""
@@ -307,7 +332,9 @@ class WireLink(Link):
                     connection = self._connect(self.grace_s)
                 try:
                     return connection, connection.ask(message)
-                except ConnectionCut:
+                except ConnectionCut as cut:
+                    if not isinstance(cut, Forgotten):
+                        _log.warning("the executor at %s is away: waiting up to %.0f s for it", self.address, self.grace_s)
                     connection.close()
                     connection = None
         except BaseException:

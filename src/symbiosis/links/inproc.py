@@ -20,6 +20,7 @@ from symbiosis.messages import Kind, Message, tensor_bytes
 
 class InprocPort(Port):
     address = "inproc"
+    same_host = True
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[Peer, Message]] = deque()
@@ -101,12 +102,19 @@ class InprocLink(Link):
     """One session in the executor's own process; each thread has a channel of its own."""
 
     def __init__(
-        self, port: InprocPort, *, hello: dict[str, Any], model_class: type, client_tensors: Callable[[], dict[str, Any]]
+        self,
+        port: InprocPort,
+        *,
+        hello: dict[str, Any],
+        model_class: type,
+        client_tensors: Callable[[], dict[str, Any]],
+        base_tensors: Callable[[], dict[tuple[int, str], Tensor]],
     ) -> None:
         self._port = port
         self._hello = hello
         self._model_class = model_class
         self._client_tensors = client_tensors
+        self._base_tensors = base_tensors
         self._local = threading.local()
         self._closed = False
         self._peers: list[Peer] = []
@@ -159,3 +167,6 @@ class InprocLink(Link):
 
     def client_tensors(self) -> Any:
         return self._client_tensors()
+
+    def base_tensors(self) -> Any:
+        return self._base_tensors()

@@ -8,27 +8,36 @@ either side is killed. The first half carries calls, the second answers.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-import zmq
+import torch
+from torch import Tensor
 
-from symbiosis.errors import AddressInUse, BadAddress, BadMessage, HelloFirst, SymbiosisError, TooManyCalls
+from symbiosis.errors import (
+    AddressInUse,
+    BadAddress,
+    Closed,
+    HelloFirst,
+    SymbiosisError,
+    TooLarge,
+    TooManyCalls,
+)
 from symbiosis.links.base import Peer
-from symbiosis.links.dial import ConnectionCut, WireLink
+from symbiosis.links.cuda import REQUEST, CudaCaller, CudaChannel, Watch
+from symbiosis.links.dial import WireLink
+from symbiosis.links.memory import SharedMemory, open_shared, owner
 from symbiosis.links.wire import WirePort
-from symbiosis.messages import Message, is_call
+from symbiosis.messages import Kind, Message, is_call
 
+_FIRST_BYTES = 8 << 20
 _NAME = re.compile(r"(?!.*\.lock$)[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
-_ARENA_PATH = re.compile(r"/proc/\d+/fd/\d+")
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def parse(address: str) -> str:
@@ -50,24 +59,16 @@ def runtime_folder() -> Path:
     return folder
 
 
-@dataclass(slots=True)
 class Arena:
-    fd: int
-    memory: mmap.mmap
+    """The executor's view of a channel's shared memory: calls in the first half, answers in the second."""
 
-    @classmethod
-    def create(cls, size: int) -> Arena:
-        fd = os.memfd_create("symbiosis-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd, mmap.mmap(fd, size))
-        except BaseException:
-            os.close(fd)
-            raise
+    def __init__(self, size: int) -> None:
+        self.shared = SharedMemory(2 * size)
+        both = torch.frombuffer(self.shared.memory, dtype=torch.uint8)
+        self.calls, self.answers = both[:size], both[size:]
 
     def close(self) -> None:
-        os.close(self.fd)  # the mapping goes with its last view
+        self.shared.close()
 
 
 def _lock(path: Path, address: str) -> TextIO:
@@ -85,9 +86,12 @@ def _lock(path: Path, address: str) -> TextIO:
 
 
 class ShmPort(WirePort):
+    same_host = True
+
     def __init__(self, address: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
         name = parse(address) or f"executor-{os.getpid()}-{secrets.token_hex(4)}"
         folder = runtime_folder()
+        self._channels: dict[Peer, CudaChannel] = {}
         self._lock = _lock(folder / f"{name}.lock", f"shm://{name}")
         self._files = [folder / name, folder / f"{name}.lock"]
         super().__init__(f"ipc://{folder / name}", tokens=tokens, max_bytes=max_bytes)
@@ -96,29 +100,66 @@ class ShmPort(WirePort):
     def _welcome(self, peer: Peer, message: Message) -> None:
         if peer.link_state.arena is None:
             try:
-                peer.link_state.arena = Arena.create(2 * self._max_bytes)
+                peer.link_state.arena = Arena(self._max_bytes)
             except OSError as error:
                 raise TooManyCalls(f"the executor has no shared memory left for one more channel: {error}") from None
-        path = f"/proc/{os.getpid()}/fd/{peer.link_state.arena.fd}"
-        message.body["arena"] = {"path": path, "bytes": 2 * self._max_bytes}
+        message.body["arena"] = peer.link_state.arena.shared.reference()
         super()._welcome(peer, message)
 
-    def _read(self, peer: Peer, frame: zmq.Frame) -> Message | SymbiosisError:
-        if peer.link_state.arena is None and is_call(frame.buffer):
+    def _read(self, peer: Peer, frame: memoryview) -> Message | SymbiosisError:
+        if peer.link_state.arena is None and is_call(frame):
             # its rows lie in an arena that went when the channel was forgotten: it cannot even be read
             return HelloFirst("the executor does not know this channel: say HELLO first")
         return super()._read(peer, frame)
 
-    def _arena_in(self, peer: Peer) -> memoryview | None:
-        arena = peer.link_state.arena
-        return memoryview(arena.memory)[: self._max_bytes] if arena else None
+    def drain(self, limit: int) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
+        yield from super().drain(limit)
+        for peer, channel in list(self._channels.items()):
+            try:
+                message = channel.take()
+            except SymbiosisError as error:
+                self.reply(peer, Message(Kind.ERROR, REQUEST, body={"code": error.code, "message": str(error)}))
+                continue
+            if message is not None:
+                yield peer, message
 
-    def _arena_out(self, peer: Peer) -> memoryview | None:
+    def is_polled(self) -> bool:
+        return bool(self._channels)
+
+    def keeps(self, peer: Peer) -> bool:
+        return peer in self._channels
+
+    def open_channel(self, peer: Peer, size: int, device: torch.device) -> dict[str, Any]:
+        if not 0 < size <= self._max_bytes:
+            raise TooLarge(f"a channel of {size} bytes: expected 1 to {self._max_bytes}")
+        self._close_channel(peer)
+        channel = self._channels[peer] = CudaChannel(size, device)
+        return channel.reference()
+
+    def _close_channel(self, peer: Peer) -> None:
+        channel = self._channels.pop(peer, None)
+        if channel is not None:
+            channel.close()
+
+    def reply(self, peer: Peer, message: Message) -> bool:
+        channel = self._channels.get(peer)
+        if channel is None or not channel.busy or message.request != REQUEST:
+            return super().reply(peer, message)
+        told = message.kind is Kind.REPLY or super().reply(peer, message)
+        channel.answer(message)
+        return told
+
+    def _arena_in(self, peer: Peer) -> Tensor | None:
         arena = peer.link_state.arena
-        return memoryview(arena.memory)[self._max_bytes :] if arena else None
+        return arena.calls if arena else None
+
+    def _arena_out(self, peer: Peer) -> Tensor | None:
+        arena = peer.link_state.arena
+        return arena.answers if arena else None
 
     def forget(self, peer: Peer) -> None:
         super().forget(peer)
+        self._close_channel(peer)
         if peer.link_state.arena is not None:
             peer.link_state.arena.close()
             peer.link_state.arena = None
@@ -133,29 +174,43 @@ class ShmPort(WirePort):
 class ShmLink(WireLink):
     def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
         name = parse(address)
+        self._gpu: torch.device | None = None
+        self._local, self._callers = threading.local(), list[CudaCaller]()
         if not name:
             raise BadAddress("shm:// needs the name that the executor's listen() returned")
         super().__init__(address, f"ipc://{runtime_folder() / name}", token=token, hello=hello, grace_s=grace_s)
 
-    def open_arena(self, welcome: Message) -> Any:
-        try:
-            path, size = str(welcome.body["arena"]["path"]), int(welcome.body["arena"]["bytes"])
-        except (KeyError, TypeError, ValueError):
-            raise BadMessage("the executor's welcome names no shared memory") from None
-        if not _ARENA_PATH.fullmatch(path):
-            raise BadMessage(f"the executor names {path!r} as shared memory, which is none")
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise ConnectionCut from None  # killed since it said so, or in a pid namespace of its own
-        except OSError as error:
-            raise BadMessage(f"the executor's shared memory cannot be opened: {error}") from None
-        try:
-            # a sealed anonymous file and nothing else: never write into whatever a stranger names
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != size or size <= 0:
-                raise BadMessage(f"{path} is no arena of {size} bytes")
-            return memoryview(mmap.mmap(fd, size))
-        except OSError as error:
-            raise BadMessage(f"{path} is no arena: {error}") from None
-        finally:
-            os.close(fd)
+    def open_arena(self, welcome: Message) -> Tensor:
+        reference = welcome.body.get("arena")
+        memory = open_shared(reference)
+        self._executor = owner(reference)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def use_gpu(self, device: torch.device) -> bool:
+        """Make calls whose rows are on this GPU, which is the executor's, without the host (links/cuda.py)."""
+        self._gpu = device
+        self._watch = Watch(self._executor, self._callers)
+        return True
+
+    def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
+        rows = message.tensors[0]
+        if rows.device != self._gpu or not rows.is_floating_point():
+            return super().call(message, widths)
+        if self.closed:
+            raise Closed("this session was closed; connect again")
+        return self._caller().call(message, widths)
+
+    def _caller(self) -> CudaCaller:
+        """This thread's own."""
+        caller: CudaCaller | None = getattr(self._local, "caller", None)
+        if caller is None:
+            assert self._gpu is not None, "asked for by a call on a GPU"
+            caller = self._local.caller = CudaCaller(self.connect(), _FIRST_BYTES, self._gpu)
+            self._callers.append(caller)
+        return caller
+
+    def close(self) -> None:
+        for caller in self._callers:
+            caller.close()
+        self._callers.clear()
+        super().close()

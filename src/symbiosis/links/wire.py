@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
+from torch import Tensor
 from zmq.auth.thread import ThreadAuthenticator
 
 from symbiosis.errors import AddressInUse, BadAddress, BadMessage, SymbiosisError, TooLarge
@@ -23,6 +24,7 @@ from symbiosis.messages import Kind, Message, decode, encode
 MAX_REQUEST_BODY = 16 << 10
 """Most bytes of JSON a tenant sends; it only ever sends a few names and numbers."""
 _SPARE_BYTES = 64 << 10  # header, descriptors and body beside the tensors
+_POLLIN = int(zmq.POLLIN)  # enums are slow
 _WAITING = 8  # messages per peer and direction: an honest one has a call and a ping under way
 _NONCE = re.compile(r"[0-9a-f]{16,64}")
 _log = logging.getLogger("symbiosis")
@@ -90,7 +92,7 @@ class WirePort(Port):
 
     def drain(self, limit: int) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
         for _ in range(limit):
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
                 return
             key = self._socket.recv(zmq.NOBLOCK)
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
@@ -101,7 +103,7 @@ class WirePort(Port):
             if extra:
                 yield peer, BadMessage(f"a message of {extra + 1} frames; expected one")
             else:
-                yield peer, self._read(peer, frame)
+                yield peer, self._read(peer, frame.buffer)
 
     def _peer(self, key: bytes, frame: zmq.Frame) -> Peer:
         tenant = self._tenants.get(str(frame.get("User-Id")).encode()) if self._tenants else None
@@ -111,9 +113,9 @@ class WirePort(Port):
             return Peer(self, key, tenant, link_state=WireState())
         return peer
 
-    def _read(self, peer: Peer, frame: zmq.Frame) -> Message | SymbiosisError:
+    def _read(self, peer: Peer, frame: memoryview) -> Message | SymbiosisError:
         try:
-            message = decode(frame.buffer, max_bytes=self._max_bytes, max_body=MAX_REQUEST_BODY, arena=self._arena_in(peer))
+            message = decode(frame, max_bytes=self._max_bytes, max_body=MAX_REQUEST_BODY, arena=self._arena_in(peer))
         except SymbiosisError as error:
             return error
         except Exception as error:  # noqa: BLE001 - a hole in the checks is the sender's problem, not everybody's
@@ -152,10 +154,10 @@ class WirePort(Port):
         if peer.tenant is not None and peer.link_state.nonce:
             message.body["proof"] = keys.prove(self._proofs[peer.tenant], peer.link_state.nonce)
 
-    def _arena_in(self, peer: Peer) -> memoryview | None:
+    def _arena_in(self, peer: Peer) -> Tensor | None:
         return None
 
-    def _arena_out(self, peer: Peer) -> memoryview | None:
+    def _arena_out(self, peer: Peer) -> Tensor | None:
         return None
 
     def forget(self, peer: Peer) -> None:

@@ -109,11 +109,11 @@ def build_skeleton(manifest: Manifest, model_class: type[PreTrainedModel]) -> Pr
     return model
 
 
-def fill(model: nn.Module, tensors: dict[str, Tensor], ties: dict[str, str], device: torch.device) -> None:
+def fill(model: nn.Module, tensors: dict[str, Tensor], ties: dict[str, str]) -> None:
     """Put the client part's tensors into the skeleton. Raises `CannotSplit` if one is missing."""
     placed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        placed[name] = _place(model, name, tensor.to(device))
+        placed[name] = _place(model, name, tensor)
     for name, other in ties.items():
         if other not in placed:
             raise CannotSplit(f"the client part ties {name} to {other}, which it does not hold")
@@ -134,7 +134,7 @@ def _place(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
             tensor = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
         module._parameters[leaf] = tensor
     elif leaf in module._buffers:
-        module._buffers[leaf] = tensor
+        module._buffers[leaf] = tensor.detach().clone() if isinstance(tensor, nn.Parameter) else tensor
     else:
         raise CannotSplit(f"the client part holds {name}, which this model does not have")
     return tensor

@@ -54,6 +54,8 @@ def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype | None)
     where = Path(name)
     if where.exists() and not (where / "config.json").is_file():
         raise UnknownModel(f"{name} has no config.json: expected a folder as `save_pretrained` writes it")
+    if not where.exists() and (where.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise UnknownModel(f"there is no folder {name}: give one as `save_pretrained` writes it, or a hub id")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         model_class = model_class_of(config)

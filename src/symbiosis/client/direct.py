@@ -1,0 +1,82 @@
+"""Direct mode: a tenant on the executor's GPU computes with the executor's weights itself, mapped and not copied.
+
+The mapping is read-only in intent: layers hand out copies of their weights to
+whoever asks for the numbers, and a mapped parameter becomes the tenant's own
+the moment somebody wants to train it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis.errors import BadMessage
+from symbiosis.links import driver
+
+
+class MappedParameter(nn.Parameter):
+    """A frozen parameter in memory that others read too; asked for a gradient, it moves to memory of its own."""
+
+    shared = False
+
+    @classmethod
+    def over(cls, tensor: Tensor) -> MappedParameter:
+        made = cls(tensor, requires_grad=False)
+        made.shared = True
+        return made
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        if wanted and self.shared:
+            self.data = self.data.clone()
+            self.shared = False
+        torch.Tensor.requires_grad.__set__(self, wanted)  # type: ignore[attr-defined]
+
+    def requires_grad_(self, requires_grad: bool = True) -> MappedParameter:
+        self.requires_grad = requires_grad
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mapped:
+    """The executor's memory in this process: base layers by (handle, name), the client part by name."""
+
+    base: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    client: dict[str, Tensor] = field(default_factory=dict)
+
+
+def open_mapping(body: dict[str, Any], device: torch.device) -> Mapped:
+    """What an executor described, as tensors on `device`. Raises `BadMessage` if it makes no sense."""
+    try:
+        sizes = [(bytes.fromhex(handle), int(size)) for handle, size in body["allocations"]]
+        base = [(int(layer), str(name), place) for layer, name, *place in body["base"]]
+        client = [(str(name), place) for name, *place in body["client"]]
+        places = [place for _, _, place in base] + [place for _, place in client]
+        wanted = {int(place[0]) for place in places}
+        opened = {number: driver.open_allocation(*sizes[number], device) for number in wanted}
+        return Mapped(
+            base={(layer, name): _tensor(opened, *place) for layer, name, place in base},
+            client={name: _tensor(opened, *place) for name, place in client},
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise BadMessage(f"the executor's description of its memory makes no sense: {error!r}") from error
+
+
+def _tensor(opened: dict[int, Tensor], number: int, offset: int, dtype: str, shape: list[int]) -> Tensor:
+    kind = getattr(torch, dtype)
+    if not isinstance(kind, torch.dtype) or offset < 0:
+        raise ValueError(f"dtype {dtype!r} at {offset}")
+    size = kind.itemsize
+    for length in shape:
+        size *= length
+    memory = opened[number]
+    if offset + size > memory.numel():
+        raise ValueError(f"{size} bytes at {offset} of an allocation of {memory.numel()}")
+    return memory[offset : offset + size].view(kind).view(shape)

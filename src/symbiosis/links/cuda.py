@@ -1,0 +1,257 @@
+"""Calls between processes on one GPU without a host that waits.
+
+Rows lie in GPU memory that the executor made for this channel alone; words
+about them (`messages` frames) in a ring of host memory. The tenant's host
+writes the frame, and its *stream* does the rest: copy the rows in, count the
+call as arrived, wait until it is counted as done, read the answer. So the
+tenant's Python runs ahead of the GPU. The executor looks at the counters,
+batches what has arrived, launches, and its stream counts the calls as done.
+
+A stream does one thing after the other: a channel never holds two calls at
+once, however far the host has run ahead.
+
+    host memory: counters (one page) | ring of frames
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from symbiosis import errors
+from symbiosis.errors import BadMessage, ExecutorLost, SymbiosisError, TooLarge
+from symbiosis.links import driver
+from symbiosis.links.memory import SharedMemory, open_shared
+from symbiosis.messages import Kind, Message, decode, encode, lay_out
+
+if TYPE_CHECKING:
+    from symbiosis.links.dial import Connection
+
+_PAGE = 4096
+_RING = 256
+_SLOT = 1024
+_LENGTH = struct.Struct("<I")
+_ARRIVED, _DONE, _FAILED = 0, 16, 32  # which number of the page: apart, since two processors write them
+_REMEMBER = 4096  # calls of one channel that are known by heart
+REQUEST = (1 << 64) - 1
+"""The number of every call of a channel: there is only one at a time."""
+_FAR = 1 << 30  # so far ahead that every stream that waits goes on
+
+
+def _slot(number: int) -> int:
+    return _PAGE + number % _RING * _SLOT
+
+
+def _views(memory: Tensor, shapes: Iterable[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+    """Where tensors of these shapes lie in a channel's memory."""
+    shapes = list(shapes)
+    offsets, end = lay_out((shape[0], shape[1], dtype) for shape, dtype in shapes)
+    if end > len(memory):
+        raise TooLarge(f"{end} bytes do not fit a channel of {len(memory)} bytes")
+    return [
+        memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for offset, (shape, dtype) in zip(offsets, shapes, strict=True)
+    ]
+
+
+class CudaChannel:
+    """The executor's end."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._shared = SharedMemory(_PAGE + _RING * _SLOT)
+        self._host = memoryview(self._shared.memory)
+        self._counters = driver.Counters(self._shared.memory, device)
+        self._memory = driver.DeviceMemory(2 * size, device)
+        self._calls, self._answers = self._memory.bytes[:size], self._memory.bytes[size:]
+        self._device, self._size = device, size
+        self._next = 1
+        self._known: dict[bytes, Message] = {}
+        self._places: dict[Any, list[Tensor]] = {}
+        self.busy = False
+        """A call was taken and not answered yet."""
+
+    def reference(self) -> dict[str, Any]:
+        """How the tenant finds it."""
+        handle, size, _ = driver.export(self._memory.bytes)
+        return {"host": self._shared.reference(), "handle": handle.hex(), "bytes": self._memory.bytes.numel(), "size": size}
+
+    def take(self) -> Message | None:
+        """The call that has arrived, if one has. Raises `SymbiosisError` if it cannot be read."""
+        if self.busy or self._counters.host[_ARRIVED] != self._next & 0xFFFFFFFF:
+            return None
+        self.busy = True
+        at = _slot(self._next)
+        (length,) = _LENGTH.unpack_from(self._host, at)
+        # a copy: the tenant can write to the ring at any time
+        frame = bytes(self._host[at + _LENGTH.size : at + _LENGTH.size + min(length, _SLOT - _LENGTH.size)])
+        message = self._known.get(frame)  # a tenant says the same few things again and again
+        if message is None:
+            message = decode(memoryview(frame), max_bytes=self._size, max_body=0, arena=self._calls)
+            if message.kind is not Kind.CALL or message.request != REQUEST:
+                raise BadMessage(f"a {message.kind.name} among the calls of a channel")
+            if len(self._known) < _REMEMBER:
+                self._known[frame] = message
+        return message
+
+    def answer(self, message: Message) -> None:
+        """Give the answer to the call that was taken; the GPU delivers it when it is computed."""
+        if message.kind is Kind.REPLY:
+            key = tuple((t.shape, t.dtype) for t in message.tensors)
+            places = self._places.get(key)
+            if places is None:
+                places = _views(self._answers, key)
+                if len(self._places) < _REMEMBER:
+                    self._places[key] = places
+            torch._foreach_copy_(places, message.tensors)
+        else:
+            self._counters.host[_FAILED] = self._next & 0xFFFFFFFF
+        self._counters.write(driver.current_stream(self._device), _DONE, self._next)
+        self._next += 1
+        self.busy = False
+
+    def close(self) -> None:
+        """Whoever waits here goes on, and finds that the executor is gone."""
+        self._counters.host[_FAILED] = 0xFFFFFFFF
+        self._counters.host[_DONE] = self._next + _FAR & 0xFFFFFFFF
+        self._memory.close()
+        self._counters.close()
+        self._host.release()
+        self._shared.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A call that was made before: its frame, and where its rows and its answer lie."""
+
+    frame: bytes
+    calls: list[Tensor]
+    answers: list[Tensor]
+
+
+class CudaCaller:
+    """The tenant's end: one thread's calls."""
+
+    def __init__(self, connection: Connection, size: int, device: torch.device) -> None:
+        self._connection, self._device = connection, device
+        self._stream = torch.cuda.current_stream(device)
+        self._lost = False
+        self._open(size)
+
+    def _open(self, size: int) -> None:
+        reply = self._connection.ask(Message(Kind.CHANNEL, self._connection.next_request(), body={"bytes": size}))
+        if reply.kind is Kind.ERROR:
+            raise errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
+        try:
+            handle, half = bytes.fromhex(reply.body["handle"]), int(reply.body["bytes"]) // 2
+            self._memory = driver.OpenedMemory(handle, int(reply.body["size"]), self._device)
+            shared = open_shared(reply.body["host"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadMessage(f"the executor's channel makes no sense: {error!r}") from error
+        if len(shared) != _PAGE + _RING * _SLOT:
+            raise BadMessage(f"the executor's ring has {len(shared)} bytes: another version of symbiosis?")
+        memory = self._memory.bytes
+        self._calls, self._answers, self._size = memory[:half], memory[half : 2 * half], half
+        self._host: mmap.mmap = shared
+        self._counters = driver.Counters(shared, self._device)
+        self._next = 1
+        self._plans: dict[Any, _Plan] = {}
+
+    def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
+        """The answer's tensors, of these widths: there by the time the current stream comes to use them."""
+        tensors = message.tensors
+        key = (message.layers, message.direction, message.training, *widths, *((t.shape, t.dtype) for t in tensors))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(message, widths)
+            if len(self._plans) < _REMEMBER:
+                self._plans[key] = plan
+        stream = driver.current_stream(self._device)
+        if stream != self._stream.cuda_stream:
+            now = torch.cuda.current_stream(self._device)
+            now.wait_stream(self._stream)
+            self._stream = now
+        self._check()
+        torch._foreach_copy_(plan.calls, tensors)  # one launch for all of them
+        at = _slot(self._next)
+        self._host[at : at + len(plan.frame)] = plan.frame
+        self._counters.write(stream, _ARRIVED, self._next)
+        self._counters.wait(stream, _DONE, self._next)
+        self._next += 1
+        results = [torch.empty_like(place) for place in plan.answers]
+        torch._foreach_copy_(results, plan.answers)
+        return tuple(results)
+
+    def _plan(self, message: Message, widths: list[int]) -> _Plan:
+        rows = message.tensors[0]
+        sent = [(t.shape, t.dtype) for t in message.tensors]
+        back = [(torch.Size((rows.shape[0], width)), rows.dtype) for width in widths]
+        needed = max(lay_out((shape[0], shape[1], dtype) for shape, dtype in shapes)[1] for shapes in (sent, back))
+        if needed > self._size:
+            self._grow(needed)
+        message.request = REQUEST
+        frame = encode(message, self._calls)
+        return _Plan(_LENGTH.pack(len(frame)) + frame, _views(self._calls, sent), _views(self._answers, back))
+
+    def _check(self) -> None:
+        """Raise what the executor answered to a call before; wait while the ring is full."""
+        while True:
+            if self._lost or self._counters.host[_FAILED]:
+                raise self._failure()
+            if (self._next - self._counters.host[_DONE]) & 0xFFFFFFFF < _RING:
+                return
+            time.sleep(1e-4)
+
+    def _failure(self) -> SymbiosisError:
+        if self._lost or self._counters.host[_FAILED] == 0xFFFFFFFF:
+            return ExecutorLost("the executor went away in the middle of a call on its GPU: start it, and connect again")
+        reply = self._connection.next_error()
+        self._counters.host[_FAILED] = 0
+        return errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
+
+    def _grow(self, size: int) -> None:
+        torch.cuda.synchronize(self._device)  # nobody reads the old memory any more
+        self._check()
+        self._let_go()
+        self._open(size + size // 4)
+
+    def _let_go(self) -> None:
+        self._counters.close()
+        self._memory.close()
+
+    def close(self) -> None:
+        if not self._lost:
+            torch.cuda.synchronize(self._device)
+            self._let_go()
+        self._connection.leave()
+
+    def give_up(self) -> None:
+        """The executor is dead: let the streams that wait for it go on. Called by another thread."""
+        self._lost = True
+        self._counters.host[_DONE] = self._next + _FAR & 0xFFFFFFFF
+
+
+class Watch(threading.Thread):
+    """Waits for the executor's process to end, at no cost."""
+
+    def __init__(self, pid: int, callers: list[CudaCaller]) -> None:
+        super().__init__(name="symbiosis-watch", daemon=True)
+        self._pidfd, self._callers = os.pidfd_open(pid), callers
+        self.start()
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        poll.poll()
+        for caller in list(self._callers):
+            caller.give_up()
+        os.close(self._pidfd)

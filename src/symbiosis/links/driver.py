@@ -1,0 +1,158 @@
+"""The CUDA driver's calls that torch does not offer: memory of one process used by another, in place.
+
+The only home of the driver library. Nothing here is loaded before a GPU is
+used. Whoever opens a handle can write to the memory behind it: handles go to
+tenants the provider trusts with that, and to nobody else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import SymbiosisError
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_PORTABLE_MAPPED = 3
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
+
+
+class DriverError(SymbiosisError):
+    code = "cuda_driver"
+
+
+@functools.cache
+def _library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *args: Any) -> None:
+    result = getattr(_library(), name)(*args)
+    if result:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorString(result, ctypes.byref(text))
+        raise DriverError(f"{name} failed: {(text.value or b'unknown').decode()} ({result})")
+
+
+def current_stream(device: torch.device) -> int:
+    """The calling thread's stream, as the driver calls it."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def gpu_name(device: torch.device) -> str:
+    """What two processes recognise one GPU by."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def export(tensor: Tensor) -> tuple[bytes, int, int]:
+    """(handle, size of the allocation, where in it the tensor starts): how another process finds this tensor."""
+    assert tensor.is_cuda, tensor.device
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    with torch.cuda.device(tensor.device):
+        torch.cuda.current_stream().synchronize()  # whatever writes the tensor has ended; and the context is current
+        pointer = ctypes.c_uint64(tensor.data_ptr())
+        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+    return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES), size.value, tensor.data_ptr() - base.value
+
+
+class OpenedMemory:
+    """Another process's allocation as bytes, [size]."""
+
+    def __init__(self, handle: bytes, size: int, device: torch.device) -> None:
+        if len(handle) != HANDLE_BYTES or size <= 0:
+            raise DriverError(f"a handle of {len(handle)} bytes for {size} bytes of memory makes no sense")
+        self._pointer, self._device, raw = ctypes.c_uint64(), device, _Handle()
+        ctypes.memmove(ctypes.byref(raw), handle, HANDLE_BYTES)
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(self._pointer), raw, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        self.bytes = _at(self._pointer.value, size, device)
+
+    def close(self) -> None:
+        with torch.cuda.device(self._device):
+            _call("cuIpcCloseMemHandle", self._pointer)
+
+
+_opened: dict[tuple[bytes, torch.device], OpenedMemory] = {}
+_lock = threading.Lock()
+
+
+def open_allocation(handle: bytes, size: int, device: torch.device) -> Tensor:
+    """Another process's allocation as bytes, opened once and for as long as this process lives."""
+    with _lock:
+        if (handle, device) not in _opened:
+            _opened[handle, device] = OpenedMemory(handle, size, device)
+        return _opened[handle, device].bytes
+
+
+class _Memory:
+    """Raw device memory, as torch takes it without a copy."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"data": (pointer, False), "shape": (size,), "typestr": "|u1", "version": 2}
+
+
+def _at(pointer: int, size: int, device: torch.device) -> Tensor:
+    return torch.as_tensor(_Memory(pointer, size), device=device)
+
+
+class DeviceMemory:
+    """An allocation of its own: a handle to it opens this memory and nothing beside it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        pointer = ctypes.c_uint64()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()
+            _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
+        self._pointer, self._device = pointer, device
+        self.bytes = _at(pointer.value, size, device)
+
+    def close(self) -> None:
+        """Waits for the work that uses the memory."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            _call("cuMemFree_v2", self._pointer)
+
+
+class Counters:
+    """32-bit numbers in host memory that streams of several processes write and wait for."""
+
+    def __init__(self, memory: mmap.mmap, device: torch.device) -> None:
+        self.host = memoryview(memory).cast("I")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        pointer = ctypes.c_uint64()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()
+            _call(
+                "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), ctypes.c_uint(_PORTABLE_MAPPED)
+            )
+            _call("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), ctypes.c_void_p(address), ctypes.c_uint(0))
+        self._address, self._pointer = address, pointer.value
+        self._write, self._wait = _library().cuStreamWriteValue32_v2, _library().cuStreamWaitValue32_v2
+        for function in (self._write, self._wait):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+
+    def write(self, stream: int, place: int, value: int) -> None:
+        """Once the stream has come here, the number at `place` is `value`."""
+        if self._write(stream, self._pointer + 4 * place, value & 0xFFFFFFFF, 0):
+            raise DriverError("cuStreamWriteValue32 failed: the GPU's context is broken")
+
+    def wait(self, stream: int, place: int, value: int) -> None:
+        """The stream goes on once the number at `place` is `value` or has passed it."""
+        if self._wait(stream, self._pointer + 4 * place, value & 0xFFFFFFFF, 0):
+            raise DriverError("cuStreamWaitValue32 failed: the GPU's context is broken")
+
+    def close(self) -> None:
+        _call("cuMemHostUnregister", ctypes.c_void_p(self._address))
+        self.host.release()

@@ -1,0 +1,205 @@
+"""Tenants in processes of their own on the executor's GPU: direct, through the channel, and when somebody dies."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import symbiosis
+from symbiosis.errors import DirectRefused, ExecutorLost
+from tests.conftest import tiny_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+IDS = torch.arange(24).view(2, 12) % 128
+
+
+def plain(dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_config()).to("cuda", dtype)
+
+
+def serve(pipe: Any, options: dict[str, Any]) -> None:
+    with symbiosis.Executor(plain(), device="cuda", **options) as executor:
+        pipe.send(executor.listen("shm://"))
+        while (asked := pipe.recv()) != "stop":
+            pipe.send(executor.stats() if asked == "stats" else None)
+
+
+class Server:
+    def __init__(self, **options: Any) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, options))
+        self.process.start()
+        self.address = self.pipe.recv()
+
+    def stats(self) -> dict[str, Any]:
+        self.pipe.send("stats")
+        return self.pipe.recv()
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            self.pipe.send("stop")
+        self.process.join(30)
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[..., Server]]:
+    made: list[Server] = []
+
+    def make(**options: Any) -> Server:
+        made.append(Server(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)).to(
+        "cuda"
+    )
+
+
+def again_and_again(call: Callable[[], Any]) -> None:
+    """An error of a call on the GPU shows at a later one."""
+    for _ in range(100):
+        call()
+        torch.cuda.synchronize()
+
+
+def one_step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    out = model(input_ids=IDS.cuda(), labels=IDS.cuda())
+    out.loss.backward()
+    return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("mode", ["direct", "executor", "auto"])
+def test_the_results_are_those_of_the_plain_model(server, mode):
+    logits, grads = one_step(adapted(plain()))
+    there = server()
+    model = symbiosis.connect(there.address, device="cuda", mode=mode)
+    found = adapted(model)
+    for _ in range(2):
+        ours, our_grads = one_step(found)
+        torch.testing.assert_close(ours, logits, atol=1e-4, rtol=1e-4)
+        for name, grad in grads.items():
+            torch.testing.assert_close(our_grads[name], grad, atol=1e-4, rtol=1e-3)
+        found.zero_grad()
+    assert (there.stats()["calls"] > 0) == (mode == "executor")
+    model.symbiosis.close()
+
+
+@pytest.mark.parametrize("mode", ["direct", "executor"])
+def test_greedy_text_is_that_of_the_plain_model(server, mode):
+    model = symbiosis.connect(server().address, device="cuda", mode=mode)
+    expected = plain().generate(IDS[:, :4].cuda(), max_new_tokens=64, do_sample=False)
+    assert torch.equal(model.generate(IDS[:, :4].cuda(), max_new_tokens=64, do_sample=False), expected)
+    model.symbiosis.close()
+
+
+def test_bigger_calls_grow_the_channel(server):
+    there = server()
+    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+    reference = plain()
+    with torch.no_grad():
+        for rows in (1, 3000, 20000, 5):
+            ids = torch.arange(rows, device="cuda")[None, :].remainder(128)[:, :2000].repeat(max(1, rows // 2000), 1)
+            torch.testing.assert_close(model(ids).logits, reference(ids).logits, atol=1e-4, rtol=1e-4)
+    model.symbiosis.close()
+
+
+def test_the_client_part_is_mapped_and_becomes_the_tenants_own_when_trained(server):
+    there = server()
+    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+    other = symbiosis.connect(there.address, device="cuda", mode="direct")
+    head, before = model.lm_head.weight, other.lm_head.weight.clone()
+    assert head.shared
+    assert not head.requires_grad
+    head.requires_grad = True
+    assert not head.shared
+    with torch.no_grad():
+        head.add_(1.0)
+    assert torch.equal(other.lm_head.weight, before)
+    weight = other.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(torch.as_tensor(weight + 0), plain().model.layers[0].mlp.up_proj.weight)
+    model.symbiosis.close()
+    other.symbiosis.close()
+
+
+def test_a_provider_that_allows_no_direct_mode_is_obeyed(server):
+    there = server(direct=False)
+    with pytest.raises(DirectRefused):
+        symbiosis.connect(there.address, device="cuda", mode="direct")
+    model = symbiosis.connect(there.address, device="cuda")
+    assert not hasattr(model.lm_head.weight, "shared") or not model.lm_head.weight.shared
+    torch.testing.assert_close(model(IDS.cuda()).logits, plain()(IDS.cuda()).logits, atol=1e-4, rtol=1e-4)
+    assert there.stats()["calls"] > 0
+    model.symbiosis.close()
+
+
+def test_an_executor_that_dies_is_an_error_and_no_hang(server):
+    there = server()
+    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+    with torch.no_grad():
+        model(IDS.cuda())
+        torch.cuda.synchronize()
+        os.kill(there.process.pid, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises((ExecutorLost, RuntimeError)):
+            again_and_again(lambda: model(IDS.cuda()))
+    assert time.monotonic() - started < 20
+
+
+def doomed(address: str) -> None:
+    model = symbiosis.connect(address, device="cuda", mode="executor")
+    with torch.no_grad():
+        while True:
+            model(IDS.cuda())
+
+
+def test_a_tenant_killed_in_mid_call_leaves_the_others_alone(server):
+    there = server()
+    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+    expected = model(IDS.cuda()).logits.detach()
+    for _ in range(3):
+        eve = mp.get_context("spawn").Process(target=doomed, args=(there.address,))
+        eve.start()
+        calls = there.stats()["calls"]
+        while there.stats()["calls"] < calls + 50:
+            time.sleep(0.1)
+        os.kill(eve.pid, signal.SIGKILL)
+        eve.join()
+        for _ in range(20):
+            torch.testing.assert_close(model(IDS.cuda()).logits.detach(), expected, atol=1e-4, rtol=1e-4)
+    model.symbiosis.close()
+
+
+def test_a_call_that_makes_no_sense_is_refused_and_the_channel_goes_on(server):
+    from symbiosis.errors import SymbiosisError
+    from symbiosis.types import Direction
+
+    there = server()
+    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+    session = model.symbiosis
+    layer = session.manifest.layers[0]
+    rows = torch.randn(3, layer.in_width, device="cuda")
+    good = session.call((layer,), Direction.FORWARD, (rows,), training=False)[0]
+    narrow = rows[:, :-1].contiguous()
+    with pytest.raises(SymbiosisError, match="width"):
+        again_and_again(lambda: session.call((layer,), Direction.FORWARD, (narrow,), training=False))
+    assert torch.equal(session.call((layer,), Direction.FORWARD, (rows,), training=False)[0], good)
+    model.symbiosis.close()
