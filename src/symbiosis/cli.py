@@ -151,7 +151,7 @@ def serve(
         for address in listen or [DEFAULT_ADDRESS]:
             check_address(address, tokens)  # before a big model is loaded for nothing
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
-        task = progress.add_task("Splitting", total=None)
+        task = progress.add_task("Splitting", total=None, visible=False)
         executor = Executor(
             model,
             device,
@@ -163,7 +163,7 @@ def serve(
             weights=not no_weights,
             direct=not no_direct,
             max_wait_ms=max_wait_ms,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
         )
     with executor:
         stopped = threading.Event()
@@ -182,7 +182,9 @@ def serve(
         for address in addresses:
             typer.echo(f"listening at {address}")
         sys.stdout.flush()  # scripts wait for these lines
-        stopped.wait()
+        while not stopped.wait(1.0):
+            if not executor.is_serving():
+                raise SymbiosisError("the executor's loop has failed, as the log above says")
         err.print("stopping")
 
 
@@ -325,11 +327,11 @@ def _training_bar() -> Iterator[Callable[[Step], None]]:
     """A live bar with loss and tokens/s; gives what to call after each step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[figures]}"), console=err) as progress:
-        task = progress.add_task("Training", total=None, figures="")
+        task = progress.add_task("Training", total=None, figures="", visible=False)
 
         def on_step(step: Step) -> None:
             figures = f"loss {step.loss:.3f}  {step.tokens / max(step.seconds, 1e-9):,.0f} tokens/s"
-            progress.update(task, completed=step.number, total=step.steps, figures=figures)
+            progress.update(task, completed=step.number, total=step.steps, figures=figures, visible=True)
 
         yield on_step
 

@@ -111,6 +111,10 @@ class Executor:
             tokenizer=self._tokenizer,
         )
 
+    def is_serving(self) -> bool:
+        """False once it was closed, or its loop has failed (the log says why)."""
+        return self._loop.is_alive()
+
     def close(self) -> None:
         """Stop serving. Waiting calls get an error; tenants may find the next executor within their grace period."""
         if not self._closed:

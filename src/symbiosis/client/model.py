@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from symbiosis.messages import Kind, Message
 from symbiosis.models.part import build_skeleton, fill, load_weights, resolve_class
 from symbiosis.types import LayerKind, LayerSpec, Limits, Manifest
 
+_log = logging.getLogger("symbiosis")
 MODES = ("auto", "direct", "executor")
 
 
@@ -74,7 +76,13 @@ def _map(link: Link, welcome: dict[str, Any], bounds: Limits, device: torch.devi
     same_gpu = device.type == "cuda" and driver.gpu_name(device) == welcome.get("gpu")
     if not same_gpu or not bounds.direct:
         return _nothing(mode, bounds)
-    return open_mapping(link.request(Message(Kind.MAP)).body, device)
+    try:
+        return open_mapping(link.request(Message(Kind.MAP)).body, device)
+    except driver.DriverError as error:
+        if mode == "direct":
+            raise
+        _log.warning("the executor's memory cannot be mapped (%s): its client part is copied, its layers are called", error)
+        return Mapped()
 
 
 def _nothing(mode: str, bounds: Limits) -> Mapped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+_MOST_SHAPES = 4096
 _FADE = 0.98  # old batches count less: machines get busier and calmer
 
 
@@ -42,7 +43,8 @@ class Costs:
         self._lines: dict[Hashable, _Line] = {}
 
     def observe(self, shape: Hashable, rows: int, seconds: float) -> None:
-        self._lines.setdefault(shape, _Line()).add(rows, seconds)
+        if shape in self._lines or len(self._lines) < _MOST_SHAPES:  # tenants can invent combinations of layers
+            self._lines.setdefault(shape, _Line()).add(rows, seconds)
 
     def estimate(self, shape: Hashable, rows: int) -> float:
         """Seconds a batch of so many rows takes; 0.0 while nothing is known."""

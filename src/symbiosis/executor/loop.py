@@ -49,6 +49,9 @@ class Loop:
             self._turn_away()
         taken.result()
 
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         self._stopping = True
         self._wakeup.ring()
@@ -79,8 +82,14 @@ class Loop:
                     self._take(port)
             timeout = self._service.step()
             if time.monotonic() - tidied > _TIDY_EVERY_S:
-                self._service.tidy()
+                self._tidy()
                 tidied = time.monotonic()
+
+    def _tidy(self) -> None:
+        try:
+            self._service.tidy()
+        except Exception:  # noqa: BLE001 - whoever is left is served all the same
+            _log.exception("a channel that is gone could not be let go")
 
     def _patience(self, timeout: float | None) -> float:
         """How long to sleep at most: hardly at all while a tenant is busy that does not ring."""

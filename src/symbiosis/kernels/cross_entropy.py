@@ -31,7 +31,9 @@ def _forward(logits, labels, losses, sums, width, stride, ignore, BLOCK: tl.cons
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
+        # as long as all is -inf there is nothing to subtract from
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe), 0)
         top = higher
     log_sum = top + tl.log(total)
     label = tl.load(labels + row)
@@ -62,7 +64,8 @@ class _CrossEntropy(torch.autograd.Function):
         sums_R = torch.empty_like(losses_R)
         if rows:
             args = (logits_RV, labels_R, losses_R, sums_R, width, logits_RV.stride(0), ignore)
-            _forward[(rows,)](*args, BLOCK=_BLOCK, num_warps=8)
+            with torch.cuda.device_of(logits_RV):  # type: ignore[no-untyped-call]
+                _forward[(rows,)](*args, BLOCK=_BLOCK, num_warps=8)
         ctx.save_for_backward(logits_RV, labels_R, sums_R)
         ctx.ignore = ignore
         return losses_R
@@ -75,7 +78,8 @@ class _CrossEntropy(torch.autograd.Function):
         grads_RV = torch.empty(rows, width, dtype=logits_RV.dtype, device=logits_RV.device)
         if rows:
             args = (logits_RV, labels_R, sums_R, upstream_R.contiguous(), grads_RV, width, logits_RV.stride(0), ctx.ignore)
-            _backward[(rows, triton.cdiv(width, _BLOCK))](*args, BLOCK=_BLOCK, num_warps=8)
+            with torch.cuda.device_of(logits_RV):  # type: ignore[no-untyped-call]
+                _backward[(rows, triton.cdiv(width, _BLOCK))](*args, BLOCK=_BLOCK, num_warps=8)
         return grads_RV, None, None
 
 

@@ -21,9 +21,11 @@ import select
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +33,9 @@ from torch import Tensor
 from symbiosis import errors
 from symbiosis.errors import BadMessage, ExecutorLost, SymbiosisError, TooLarge
 from symbiosis.links import driver
+from symbiosis.links.dial import Connection, ConnectionCut
 from symbiosis.links.memory import SharedMemory, open_shared
 from symbiosis.messages import Kind, Message, decode, encode, lay_out
-
-if TYPE_CHECKING:
-    from symbiosis.links.dial import Connection
 
 _PAGE = 4096
 _RING = 256
@@ -68,11 +68,11 @@ class CudaChannel:
     """The executor's end."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        self._memory = driver.DeviceMemory(2 * size, device)  # first: this is what may fail
         self._shared = SharedMemory(_PAGE + _RING * _SLOT)
         self._host = memoryview(self._shared.memory)
         self._counters = driver.Counters(self._shared.memory, device)
-        self._memory = driver.DeviceMemory(2 * size, device)
-        self._calls, self._answers = self._memory.bytes[:size], self._memory.bytes[size:]
+        self._calls, self._answers = self._memory.bytes[:size], self._memory.bytes[size : 2 * size]
         self._device, self._size = device, size
         self._next = 1
         self._known: dict[bytes, Message] = {}
@@ -83,7 +83,7 @@ class CudaChannel:
     def reference(self) -> dict[str, Any]:
         """How the tenant finds it."""
         handle, size, _ = driver.export(self._memory.bytes)
-        return {"host": self._shared.reference(), "handle": handle.hex(), "bytes": self._memory.bytes.numel(), "size": size}
+        return {"host": self._shared.reference(), "handle": handle.hex(), "bytes": 2 * self._size, "size": size}
 
     def take(self) -> Message | None:
         """The call that has arrived, if one has. Raises `SymbiosisError` if it cannot be read."""
@@ -114,6 +114,7 @@ class CudaChannel:
                     self._places[key] = places
             torch._foreach_copy_(places, message.tensors)
         else:
+            self._answers.fill_(0xFF)  # no number: whatever the tenant computes before it hears of this shows
             self._counters.host[_FAILED] = self._next & 0xFFFFFFFF
         self._counters.write(driver.current_stream(self._device), _DONE, self._next)
         self._next += 1
@@ -122,11 +123,17 @@ class CudaChannel:
     def close(self) -> None:
         """Whoever waits here goes on, and finds that the executor is gone."""
         self._counters.host[_FAILED] = 0xFFFFFFFF
+        with suppress(RuntimeError):  # a broken context: the tenant goes on all the same
+            torch.cuda.synchronize(self._device)  # no stream of ours writes the counter after this
         self._counters.host[_DONE] = self._next + _FAR & 0xFFFFFFFF
-        self._memory.close()
         self._counters.close()
+        self._memory.close()
         self._host.release()
         self._shared.close()
+
+
+def _gone() -> ExecutorLost:
+    return ExecutorLost("the executor went away in the middle of a call on its GPU: start it, and connect again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +148,18 @@ class _Plan:
 class CudaCaller:
     """The tenant's end: one thread's calls."""
 
-    def __init__(self, connection: Connection, size: int, device: torch.device) -> None:
-        self._connection, self._device = connection, device
+    def __init__(self, connection: Connection, size: int, most: int, device: torch.device) -> None:
+        self._connection, self._most, self._device = connection, most, device
         self._stream = torch.cuda.current_stream(device)
+        self._lock = threading.Lock()  # for the counters, which another thread lets go on
         self._lost = False
-        self._open(size)
+        self._open(min(size, most))
 
     def _open(self, size: int) -> None:
-        reply = self._connection.ask(Message(Kind.CHANNEL, self._connection.next_request(), body={"bytes": size}))
+        try:
+            reply = self._connection.ask(Message(Kind.CHANNEL, self._connection.next_request(), body={"bytes": size}))
+        except ConnectionCut:
+            raise _gone() from None
         if reply.kind is Kind.ERROR:
             raise errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
         try:
@@ -162,12 +173,18 @@ class CudaCaller:
         memory = self._memory.bytes
         self._calls, self._answers, self._size = memory[:half], memory[half : 2 * half], half
         self._host: mmap.mmap = shared
-        self._counters = driver.Counters(shared, self._device)
-        self._next = 1
+        with self._lock:
+            self._counters = driver.Counters(shared, self._device)
+            self._next = 1
         self._plans: dict[Any, _Plan] = {}
 
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
         """The answer's tensors, of these widths: there by the time the current stream comes to use them."""
+        stream = driver.current_stream(self._device)
+        if stream != self._stream.cuda_stream:
+            now = torch.cuda.current_stream(self._device)
+            now.wait_stream(self._stream)
+            self._stream = now
         tensors = message.tensors
         key = (message.layers, message.direction, message.training, *widths, *((t.shape, t.dtype) for t in tensors))
         plan = self._plans.get(key)
@@ -175,11 +192,6 @@ class CudaCaller:
             plan = self._plan(message, widths)
             if len(self._plans) < _REMEMBER:
                 self._plans[key] = plan
-        stream = driver.current_stream(self._device)
-        if stream != self._stream.cuda_stream:
-            now = torch.cuda.current_stream(self._device)
-            now.wait_stream(self._stream)
-            self._stream = now
         self._check()
         torch._foreach_copy_(plan.calls, tensors)  # one launch for all of them
         at = _slot(self._next)
@@ -213,45 +225,64 @@ class CudaCaller:
 
     def _failure(self) -> SymbiosisError:
         if self._lost or self._counters.host[_FAILED] == 0xFFFFFFFF:
-            return ExecutorLost("the executor went away in the middle of a call on its GPU: start it, and connect again")
-        reply = self._connection.next_error()
+            self._lost = True
+            return _gone()
+        try:
+            reply = self._connection.next_error()
+        except ConnectionCut:
+            return _gone()
         self._counters.host[_FAILED] = 0
         return errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
 
     def _grow(self, size: int) -> None:
         torch.cuda.synchronize(self._device)  # nobody reads the old memory any more
         self._check()
-        self._let_go()
-        self._open(size + size // 4)
-
-    def _let_go(self) -> None:
-        self._counters.close()
-        self._memory.close()
+        old = self._counters, self._memory
+        self._open(min(size + size // 4, self._most))
+        for part in old:
+            part.close()
 
     def close(self) -> None:
-        if not self._lost:
-            torch.cuda.synchronize(self._device)
-            self._let_go()
-        self._connection.leave()
+        """Raises what the executor answered to the last call, if that failed."""
+        try:
+            if not self._lost:
+                torch.cuda.synchronize(self._device)
+                self._check()
+                with self._lock:
+                    self._lost = True
+                    self._counters.close()
+                    self._memory.close()
+        finally:
+            self._connection.leave()
 
     def give_up(self) -> None:
         """The executor is dead: let the streams that wait for it go on. Called by another thread."""
-        self._lost = True
-        self._counters.host[_DONE] = self._next + _FAR & 0xFFFFFFFF
+        with self._lock:
+            if not self._lost:
+                self._lost = True
+                self._counters.host[_DONE] = self._next + _FAR & 0xFFFFFFFF
 
 
 class Watch(threading.Thread):
-    """Waits for the executor's process to end, at no cost."""
+    """Waits for the executor's process to end, at no cost; then lets one caller go on."""
 
-    def __init__(self, pid: int, callers: list[CudaCaller]) -> None:
+    def __init__(self, pid: int, caller: CudaCaller) -> None:
         super().__init__(name="symbiosis-watch", daemon=True)
-        self._pidfd, self._callers = os.pidfd_open(pid), callers
+        self._pidfd, self._caller = os.pidfd_open(pid), weakref.ref(caller)
+        self._stop, self._wake = os.pipe()
         self.start()
 
     def run(self) -> None:
         poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        poll.poll()
-        for caller in list(self._callers):
+        for fd in (self._pidfd, self._stop):
+            poll.register(fd, select.POLLIN)
+        ended = poll.poll()
+        caller = self._caller()
+        if caller is not None and any(fd == self._pidfd for fd, _ in ended):
             caller.give_up()
-        os.close(self._pidfd)
+        for fd in (self._pidfd, self._stop, self._wake):
+            os.close(fd)
+
+    def stop(self) -> None:
+        with suppress(OSError):  # it has ended already
+            os.write(self._wake, b"x")

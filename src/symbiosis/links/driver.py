@@ -21,6 +21,7 @@ from symbiosis.errors import SymbiosisError
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _PORTABLE_MAPPED = 3
+_OWN_BLOCK = 2 << 20
 
 
 class _Handle(ctypes.Structure):
@@ -108,10 +109,14 @@ def _at(pointer: int, size: int, device: torch.device) -> Tensor:
 
 
 class DeviceMemory:
-    """An allocation of its own: a handle to it opens this memory and nothing beside it."""
+    """An allocation of its own: a handle to it opens this memory and nothing beside it.
+
+    Whole blocks of 2 MiB, since the driver puts smaller allocations together
+    into one, and a handle opens all of that.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        pointer = ctypes.c_uint64()
+        pointer, size = ctypes.c_uint64(), -(-size // _OWN_BLOCK) * _OWN_BLOCK
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()
             _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
@@ -138,20 +143,26 @@ class Counters:
                 "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), ctypes.c_uint(_PORTABLE_MAPPED)
             )
             _call("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), ctypes.c_void_p(address), ctypes.c_uint(0))
-        self._address, self._pointer = address, pointer.value
+        self._address, self._pointer, self._device = address, pointer.value, device
         self._write, self._wait = _library().cuStreamWriteValue32_v2, _library().cuStreamWaitValue32_v2
         for function in (self._write, self._wait):
             function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
 
     def write(self, stream: int, place: int, value: int) -> None:
         """Once the stream has come here, the number at `place` is `value`."""
-        if self._write(stream, self._pointer + 4 * place, value & 0xFFFFFFFF, 0):
-            raise DriverError("cuStreamWriteValue32 failed: the GPU's context is broken")
+        self._enqueue(self._write, stream, place, value)
 
     def wait(self, stream: int, place: int, value: int) -> None:
         """The stream goes on once the number at `place` is `value` or has passed it."""
-        if self._wait(stream, self._pointer + 4 * place, value & 0xFFFFFFFF, 0):
-            raise DriverError("cuStreamWaitValue32 failed: the GPU's context is broken")
+        self._enqueue(self._wait, stream, place, value)
+
+    def _enqueue(self, function: Any, stream: int, place: int, value: int) -> None:
+        if torch.cuda.current_device() != self._device.index:  # the default stream is that of the current device
+            with torch.cuda.device(self._device):
+                return self._enqueue(function, stream, place, value)
+        if function(stream, self._pointer + 4 * place, value & 0xFFFFFFFF, 0):
+            raise DriverError("a counter could not be put into a stream: the GPU's context is broken")
+        return None
 
     def close(self) -> None:
         _call("cuMemHostUnregister", ctypes.c_void_p(self._address))

@@ -132,8 +132,12 @@ class ShmPort(WirePort):
     def open_channel(self, peer: Peer, size: int, device: torch.device) -> dict[str, Any]:
         if not 0 < size <= self._max_bytes:
             raise TooLarge(f"a channel of {size} bytes: expected 1 to {self._max_bytes}")
+        known = self._channels.get(peer)
+        if known is not None and known.busy:
+            raise TooManyCalls("a call of this channel has not been answered yet: its memory cannot go now")
+        channel = CudaChannel(size, device)
         self._close_channel(peer)
-        channel = self._channels[peer] = CudaChannel(size, device)
+        self._channels[peer] = channel
         return channel.reference()
 
     def _close_channel(self, peer: Peer) -> None:
@@ -175,7 +179,7 @@ class ShmLink(WireLink):
     def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
         name = parse(address)
         self._gpu: torch.device | None = None
-        self._local, self._callers = threading.local(), list[CudaCaller]()
+        self._local, self._callers = threading.local(), list[tuple[CudaCaller, Watch]]()
         if not name:
             raise BadAddress("shm:// needs the name that the executor's listen() returned")
         super().__init__(address, f"ipc://{runtime_folder() / name}", token=token, hello=hello, grace_s=grace_s)
@@ -189,7 +193,6 @@ class ShmLink(WireLink):
     def use_gpu(self, device: torch.device) -> bool:
         """Make calls whose rows are on this GPU, which is the executor's, without the host (links/cuda.py)."""
         self._gpu = device
-        self._watch = Watch(self._executor, self._callers)
         return True
 
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
@@ -205,12 +208,24 @@ class ShmLink(WireLink):
         caller: CudaCaller | None = getattr(self._local, "caller", None)
         if caller is None:
             assert self._gpu is not None, "asked for by a call on a GPU"
-            caller = self._local.caller = CudaCaller(self.connect(), _FIRST_BYTES, self._gpu)
-            self._callers.append(caller)
+            connection = self.connect()
+            try:
+                caller = CudaCaller(connection, _FIRST_BYTES, int(self.welcome["limits"]["max_bytes"]), self._gpu)
+                watch = Watch(self._executor, caller)
+            except BaseException:
+                connection.close()
+                raise
+            self._local.caller = caller
+            self._callers.append((caller, watch))
         return caller
 
     def close(self) -> None:
-        for caller in self._callers:
-            caller.close()
-        self._callers.clear()
-        super().close()
+        """Raises the error of the last call on the GPU, if nobody has heard of it yet."""
+        self._gpu = None
+        try:
+            for caller, watch in self._callers:
+                watch.stop()
+                caller.close()
+        finally:
+            self._callers.clear()
+            super().close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Mapping
 from typing import Any
 
-from symbiosis.errors import BadAddress, InsecureListen
+from symbiosis.errors import BadAddress, InsecureListen, Unreachable
 from symbiosis.links.dial import WireLink
 from symbiosis.links.wire import WirePort
 
@@ -47,4 +48,8 @@ class TcpLink(WireLink):
         host, port = parse(address)
         if port == 0:
             raise BadAddress(f"{address!r} has port 0: use the address the executor's listen() returned")
+        try:
+            socket.getaddrinfo(host.strip("[]"), port)
+        except socket.gaierror as error:
+            raise Unreachable(f"there is no host {host!r} to be found ({error.strerror}): is {address} right?") from None
         super().__init__(address, f"tcp://{host}:{port}", token=token, hello=hello, grace_s=grace_s)

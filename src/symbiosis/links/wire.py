@@ -147,7 +147,14 @@ class WirePort(Port):
         return False
 
     def is_gone(self, peer: Peer) -> bool:
-        return not self.reply(peer, Message(Kind.PING))
+        try:
+            self._socket.send(peer.key, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(encode(Message(Kind.PING)), zmq.NOBLOCK)
+        except zmq.Again:
+            return False  # it has not read its last messages: silent, not gone
+        except zmq.ZMQError:
+            return True
+        return False
 
     def _welcome(self, peer: Peer, message: Message) -> None:
         self._peers[peer.key] = peer
@@ -166,7 +173,10 @@ class WirePort(Port):
 
     def close(self) -> None:
         for peer in list(self._peers.values()):
-            self.forget(peer)
+            try:
+                self.forget(peer)
+            except Exception:  # noqa: BLE001 - the others are to be let go too
+                _log.exception("a channel could not be closed")
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()
