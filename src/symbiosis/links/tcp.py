@@ -12,7 +12,7 @@ from symbiosis.errors import BadAddress, InsecureListen, Unreachable
 from symbiosis.links.dial import WireLink
 from symbiosis.links.wire import WirePort
 
-_ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?")
+_ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})/?")
 
 
 def parse(address: str) -> tuple[str, int]:
