@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve demo test lint unit gpu bench soak clean help
+.PHONY: serve demo test lint unit gpu gpubench bench soak clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -34,8 +34,13 @@ lint: $(READY)  ## ruff, strict types, import contract, forbidden words
 unit: $(READY)  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu'
 
-gpu:  ## parity on a GPU, with the machine's own Python packages and pyzmq
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
+gpu:  ## parity, links and kernels on a GPU, with the machine's own Python packages and pyzmq
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu tests/kernels
+
+gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own packages, about 7 minutes
+	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b --mps --tenants 4 8 --modes plain direct
 
 bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 25 minutes on 2 cores
 	$(BIN)/python -m benchmarks.policies
