@@ -63,8 +63,7 @@ def serve(shape: str, device: str, pipe: Any) -> None:
 
     with symbiosis.Executor(random_model(shape, device), device=device) as executor:
         pipe.send(executor.listen("shm://"))
-        while pipe.recv() != "stop":
-            pipe.send(executor.stats())
+        pipe.recv()  # until it is told to stop
 
 
 class Worker:
@@ -196,7 +195,7 @@ def used_bytes(device: str) -> int:
 
 
 @contextlib.contextmanager
-def executor_of(shape: str, device: str) -> Iterator[tuple[str, Any]]:
+def executor_of(shape: str, device: str) -> Iterator[str]:
     context = mp.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve, args=(shape, device, theirs))
@@ -204,7 +203,7 @@ def executor_of(shape: str, device: str) -> Iterator[tuple[str, Any]]:
     try:
         if not pipe.poll(300):
             raise RuntimeError("the executor did not start")
-        yield pipe.recv(), pipe
+        yield pipe.recv()
         pipe.send("stop")
         process.join(30)
     finally:
@@ -260,7 +259,7 @@ def run(shapes: list[str], device: str, seconds: float, mps: bool, modes: list[s
         for shape in shapes:
             table = results[shape] = {mode: {} for mode in modes}
             empty = used_bytes(device)
-            with executor_of(shape, device) as (address, _):
+            with executor_of(shape, device) as address:
                 shared = used_bytes(device) - empty
                 for count in TENANTS[shape]:
                     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from symbiosis.client.session import Session
+from symbiosis.client.session import Session, answer_widths
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 _OPPOSITE = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Direction.FORWARD}
@@ -31,12 +31,6 @@ def _shaped(rows: Tensor, *shape: int) -> Tensor:
     return shaped
 
 
-def _widths(layers: tuple[LayerSpec, ...], direction: Direction) -> list[int]:
-    if direction is Direction.FORWARD:
-        return [layer.out_width for layer in layers]
-    return [layers[0].in_width]
-
-
 def _ask(
     session: Session,
     layers: tuple[LayerSpec, ...],
@@ -48,7 +42,7 @@ def _ask(
 ) -> tuple[Tensor, ...]:
     rows = tuple(_rows(t) for t in tensors)
     if rows[0].shape[0] == 0:
-        return tuple(rows[0].new_empty(0, width) for width in _widths(layers, direction))
+        return tuple(rows[0].new_empty(0, width) for width in answer_widths(layers, direction, rows))
     return session.call(layers, direction, rows, training=training, with_bias=with_bias)
 
 

@@ -78,7 +78,7 @@ def _map(link: Link, welcome: dict[str, Any], bounds: Limits, device: torch.devi
         return _nothing(mode, bounds)
     try:
         return open_mapping(link.request(Message(Kind.MAP)).body, device)
-    except driver.DriverError as error:
+    except (driver.DriverError, DirectRefused) as error:
         if mode == "direct":
             raise
         _log.warning("the executor's memory cannot be mapped (%s): its client part is copied, its layers are called", error)

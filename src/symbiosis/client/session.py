@@ -19,7 +19,7 @@ from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec, Limits, 
 _SPARE_BYTES = 4096  # alignment of tensors within a message
 
 
-def _widths(layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> list[int]:
+def answer_widths(layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> list[int]:
     """How wide the tensors are that come back."""
     if direction is Direction.FORWARD:
         return [layer.out_width for layer in layers]
@@ -69,7 +69,7 @@ class Session:
         handles = tuple(layer.handle for layer in layers)
         if any(with_bias):
             handles = tuple(handle | (WITH_BIAS * flag) for handle, flag in zip(handles, with_bias, strict=True))
-        widths = _widths(layers, direction, rows)
+        widths = answer_widths(layers, direction, rows)
         parts = []
         for start in range(0, count, step):
             part = rows if count <= step else tuple(t[start : start + step] for t in rows)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from symbiosis.errors import DirectRefused
 from symbiosis.executor.layers import BaseLayer
 from symbiosis.links import driver
 
@@ -16,7 +17,8 @@ def describe(layers: Iterable[BaseLayer], client: Mapping[str, Tensor]) -> dict[
     allocations: dict[bytes, tuple[int, int]] = {}  # handle: (number, bytes)
 
     def place(tensor: Tensor) -> list[Any]:
-        assert tensor.is_contiguous(), "weights lie as the checkpoint has them"
+        if not tensor.is_contiguous():
+            raise DirectRefused("a weight of this model does not lie in one piece: it can be called, not mapped")
         handle, size, offset = driver.export(tensor)
         number, _ = allocations.setdefault(handle, (len(allocations), size))
         return [number, offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]

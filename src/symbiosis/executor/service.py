@@ -163,8 +163,6 @@ class Service:
     def _channel(self, peer: Peer, message: Message) -> Message:
         if self._gpu() is None:
             raise DirectRefused("the executor's layers are not on one GPU: there is no channel to them")
-        if peer.state is not None and peer.state.busy:
-            raise TooManyCalls("this channel's last call has not been answered yet: one at a time")
         return Message(Kind.REPLY, body=peer.port.open_channel(peer, int(message.body["bytes"]), self._layers[0].device))
 
     def _blob(self, message: Message) -> Message:

@@ -35,6 +35,7 @@ from symbiosis.errors import BadMessage, ExecutorLost, SymbiosisError, TooLarge
 from symbiosis.links import driver
 from symbiosis.links.dial import Connection, ConnectionCut
 from symbiosis.links.memory import SharedMemory, open_shared
+from symbiosis.links.waiting import Wakeup
 from symbiosis.messages import Kind, Message, decode, encode, lay_out
 
 _PAGE = 4096
@@ -68,10 +69,14 @@ class CudaChannel:
     """The executor's end."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._memory = driver.DeviceMemory(2 * size, device)  # first: this is what may fail
-        self._shared = SharedMemory(_PAGE + _RING * _SLOT)
-        self._host = memoryview(self._shared.memory)
-        self._counters = driver.Counters(self._shared.memory, device)
+        self._memory = driver.DeviceMemory(2 * size, device)
+        try:
+            self._shared = SharedMemory(_PAGE + _RING * _SLOT)
+            self._host = memoryview(self._shared.memory)
+            self._counters = driver.Counters(self._shared.memory, device)
+        except BaseException:
+            self._memory.close()
+            raise
         self._calls, self._answers = self._memory.bytes[:size], self._memory.bytes[size : 2 * size]
         self._device, self._size = device, size
         self._next = 1
@@ -269,20 +274,18 @@ class Watch(threading.Thread):
     def __init__(self, pid: int, caller: CudaCaller) -> None:
         super().__init__(name="symbiosis-watch", daemon=True)
         self._pidfd, self._caller = os.pidfd_open(pid), weakref.ref(caller)
-        self._stop, self._wake = os.pipe()
+        self._stop = Wakeup()
         self.start()
 
     def run(self) -> None:
         poll = select.poll()
-        for fd in (self._pidfd, self._stop):
+        for fd in (self._pidfd, self._stop.fileno()):
             poll.register(fd, select.POLLIN)
         ended = poll.poll()
         caller = self._caller()
         if caller is not None and any(fd == self._pidfd for fd, _ in ended):
             caller.give_up()
-        for fd in (self._pidfd, self._stop, self._wake):
-            os.close(fd)
+        os.close(self._pidfd)
 
     def stop(self) -> None:
-        with suppress(OSError):  # it has ended already
-            os.write(self._wake, b"x")
+        self._stop.ring()
