@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.client.direct import Mapped, MappedParameter, open_mapping
 from symbiosis.client.download import download
+from symbiosis.client.fused import fuse
 from symbiosis.client.groups import Groups
 from symbiosis.client.layers import (
     VirtualConv1D,
@@ -60,7 +61,9 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
                 module.map({name: mapped.base[module.spec.handle, name] for name, _ in module.spec.weights})
     elif device.type == "cuda" and driver.gpu_name(device) == welcome.get("gpu"):
         link.use_gpu(device)
-    speed_up_loss(model)
+    if device.type == "cuda":
+        fuse(model)
+        speed_up_loss(model)
     model.symbiosis = session
     model.save_pretrained = _cannot_save
     return model

@@ -11,6 +11,8 @@ import ctypes
 import functools
 import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +47,23 @@ def _call(name: str, *args: Any) -> None:
         raise DriverError(f"{name} failed: {(text.value or b'unknown').decode()} ({result})")
 
 
+@functools.cache
+def _context(index: int) -> ctypes.c_void_p:
+    """The context torch uses on this GPU."""
+    context = ctypes.c_void_p()
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(index))
+    return context
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """The driver's calls in here are about this GPU; what the thread has queued on it so far is done."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()
+        _call("cuCtxSetCurrent", _context(device.index))  # a thread that has not used the GPU yet has none
+        yield
+
+
 def current_stream(device: torch.device) -> int:
     """The calling thread's stream, as the driver calls it."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
@@ -59,8 +78,7 @@ def export(tensor: Tensor) -> tuple[bytes, int, int]:
     """(handle, size of the allocation, where in it the tensor starts): how another process finds this tensor."""
     assert tensor.is_cuda, tensor.device
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    with torch.cuda.device(tensor.device):
-        torch.cuda.current_stream().synchronize()  # whatever writes the tensor has ended; and the context is current
+    with _on(tensor.device):
         pointer = ctypes.c_uint64(tensor.data_ptr())
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
         _call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
@@ -75,13 +93,12 @@ class OpenedMemory:
             raise DriverError(f"a handle of {len(handle)} bytes for {size} bytes of memory makes no sense")
         self._pointer, self._device, raw = ctypes.c_uint64(), device, _Handle()
         ctypes.memmove(ctypes.byref(raw), handle, HANDLE_BYTES)
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()
+        with _on(device):
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(self._pointer), raw, ctypes.c_uint(_LAZY_PEER_ACCESS))
         self.bytes = _at(self._pointer.value, size, device)
 
     def close(self) -> None:
-        with torch.cuda.device(self._device):
+        with _on(self._device):
             _call("cuIpcCloseMemHandle", self._pointer)
 
 
@@ -117,15 +134,14 @@ class DeviceMemory:
 
     def __init__(self, size: int, device: torch.device) -> None:
         pointer, size = ctypes.c_uint64(), -(-size // _OWN_BLOCK) * _OWN_BLOCK
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()
+        with _on(device):
             _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
         self._pointer, self._device = pointer, device
         self.bytes = _at(pointer.value, size, device)
 
     def close(self) -> None:
         """Waits for the work that uses the memory."""
-        with torch.cuda.device(self._device):
+        with _on(self._device):
             torch.cuda.synchronize()
             _call("cuMemFree_v2", self._pointer)
 
@@ -137,8 +153,7 @@ class Counters:
         self.host = memoryview(memory).cast("I")
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         pointer = ctypes.c_uint64()
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()
+        with _on(device):
             _call(
                 "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), ctypes.c_uint(_PORTABLE_MAPPED)
             )
@@ -165,5 +180,6 @@ class Counters:
         return None
 
     def close(self) -> None:
-        _call("cuMemHostUnregister", ctypes.c_void_p(self._address))
+        with _on(self._device):
+            _call("cuMemHostUnregister", ctypes.c_void_p(self._address))
         self.host.release()

@@ -1,0 +1,99 @@
+"""Rotary positions of queries and keys: both in one pass forward and one back.
+
+B = sequences, H = heads, T = tokens, D = width of a head. Plain reference:
+`reference`, which is what most models of transformers do in ten small steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def reference(q_BHTD: Tensor, k_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+
+    cos, sin = cos_BTD[:, None], sin_BTD[:, None]
+    return q_BHTD * cos + turned(q_BHTD) * sin, k_BHTD * cos + turned(k_BHTD) * sin
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn(x, y, cos_1, cos_2, sin_1, sin_2, heads, half, xh, yh, BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """All heads of one token: from `x` to `y`."""
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    mask = (head < heads) & (column < half)
+    first = tl.load(x + head * xh + column, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + head * xh + column + half, mask=mask, other=0.0).to(tl.float32)
+    if BACK:
+        above, below = first * cos_1 + second * sin_2, second * cos_2 - first * sin_1
+    else:
+        above, below = first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
+    tl.store(y + head * yh + column, above.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + head * yh + column + half, below.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate(  # type: ignore[no-untyped-def]
+    q, k, q_out, k_out, cos, sin, tokens, half,
+    q_heads, qb, qh, qt, qob, qoh, qot,
+    k_heads, kb, kh, kt, kob, koh, kot,
+    cb, ct, sb, st,
+    BACK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64)
+    b, t = place // tokens, place % tokens
+    column = tl.arange(0, HALF)[None, :]
+    mask = column < half
+    cos_1 = tl.load(cos + b * cb + t * ct + column, mask=mask, other=0.0).to(tl.float32)
+    cos_2 = tl.load(cos + b * cb + t * ct + column + half, mask=mask, other=0.0).to(tl.float32)
+    sin_1 = tl.load(sin + b * sb + t * st + column, mask=mask, other=0.0).to(tl.float32)
+    sin_2 = tl.load(sin + b * sb + t * st + column + half, mask=mask, other=0.0).to(tl.float32)
+    q, q_out = q + b * qb + t * qt, q_out + b * qob + t * qot
+    _turn(q, q_out, cos_1, cos_2, sin_1, sin_2, q_heads, half, qh, qoh, BACK, Q_HEADS, HALF)
+    k, k_out = k + b * kb + t * kt, k_out + b * kob + t * kot
+    _turn(k, k_out, cos_1, cos_2, sin_1, sin_2, k_heads, half, kh, koh, BACK, K_HEADS, HALF)
+
+
+def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    batch, q_heads, tokens, width = q.shape
+    if q.numel() + k.numel() == 0:
+        return q_out, k_out
+    together = cos.shape[0] == 1  # one table for all sequences
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        _rotate[(batch * tokens,)](
+            q, k, q_out, k_out, cos, sin, tokens, width // 2,
+            q_heads, *q.stride()[:3], *q_out.stride()[:3],
+            k.shape[1], *k.stride()[:3], *k_out.stride()[:3],
+            0 if together else cos.stride(0), cos.stride(1), 0 if together else sin.stride(0), sin.stride(1),
+            BACK=back, Q_HEADS=triton.next_power_of_2(q_heads), K_HEADS=triton.next_power_of_2(k.shape[1]),
+            HALF=triton.next_power_of_2(width // 2),
+        )  # fmt: skip
+    return q_out, k_out
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _launch(q, k, cos, sin, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return *_launch(q, k, *ctx.saved_tensors, back=True), None, None
+
+
+def rotary(q_BHTD: Tensor, k_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """Both rotated; cos and sin, [B or 1, T, D], are constants."""
+    if torch.is_grad_enabled() and (q_BHTD.requires_grad or k_BHTD.requires_grad):
+        return _Rotary.apply(q_BHTD, k_BHTD, cos_BTD, sin_BTD)  # type: ignore[no-untyped-call,no-any-return]
+    return _launch(q_BHTD, k_BHTD, cos_BTD, sin_BTD, back=False)
