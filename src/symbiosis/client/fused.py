@@ -28,7 +28,7 @@ _ROTARY = "apply_rotary_pos_emb"
 def fuse(model: nn.Module) -> None:
     """Let the parts of this model, and of no other, use the kernels."""
     norms: dict[type, bool] = {}
-    attentions: dict[type, type | None] = {}
+    attentions: dict[type, Any] = {}
     for module in list(model.modules()):
         kind = type(module)
         if kind not in norms:
@@ -36,8 +36,8 @@ def fuse(model: nn.Module) -> None:
             attentions[kind] = _with_fused_rotary(kind) if _TRITON else None
         if norms[kind]:
             mix_in(module, FusedNorm)
-        elif attentions[kind] is not None:
-            module.__class__ = attentions[kind]
+        elif (fused := attentions[kind]) is not None:
+            module.__class__ = fused
 
 
 class FusedNorm(nn.Module):
@@ -59,18 +59,16 @@ def _epsilon(norm: nn.Module) -> float:
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module) -> bool:
-    if not type(module).__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
+    weight = module._parameters.get("weight")
+    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1:
         return False
-    if (
-        not (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
-        or list(inspect.signature(module.forward).parameters)[1:]
-    ):
+    if [name for name, _ in module.named_parameters()] != ["weight"] or len(inspect.signature(module.forward).parameters) != 1:
         return False
-    weight: Tensor = module.weight.float()  # type: ignore[operator,union-attr]
-    if weight.dim() != 1:
+    if not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
         return False
     x = torch.randn(2, 3, len(weight), device=weight.device)
-    return torch.allclose(module(x).float(), F.rms_norm(x, weight.shape, weight, _epsilon(module)), rtol=1e-4, atol=1e-5)
+    fused = F.rms_norm(x, weight.shape, weight.float(), _epsilon(module))
+    return torch.allclose(module(x).float(), fused, rtol=1e-4, atol=1e-5)
 
 
 def _with_fused_rotary(kind: type) -> type | None:
