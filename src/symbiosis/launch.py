@@ -82,6 +82,7 @@ class Executor:
             limits=self.limits,
             client_tensors=self.split.client_tensors,
         )
+        self._service.calibrate()
         self._inproc = InprocPort()
         self._loop = Loop(self._service)
         self._loop.start()

@@ -74,6 +74,8 @@ class Message:
     training: bool = False
     tensors: tuple[Tensor, ...] = ()
     body: dict[str, Any] = field(default_factory=dict)
+    note: Any = field(default=None, compare=False, repr=False)
+    """The receiver's own; it is there again where a link gives the same message again."""
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -253,7 +253,7 @@ def test_a_layer_that_fails_for_one_call_runs_for_the_others(monkeypatch):
     ann, eve = desk.tenant("ann"), desk.tenant("eve")
     real = desk.layers[LINEAR].forward
 
-    def forward(rows):
+    def forward(rows, out=None):
         if (rows[0] == 666).any():
             raise RuntimeError("sticky")
         return real(rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class BaseLayer:
-    """One hosted layer. `forward` and `backward` take joined, checked rows in the layer's dtype."""
+    """One hosted layer. `forward` and `backward` take joined, checked rows in the layer's dtype.
+
+    With `out` they may write their results there; whoever gives it looks
+    whether they did.
+    """
 
     def __init__(self, spec: LayerSpec, weights: dict[str, Tensor], module: nn.Module | None = None) -> None:
         self.spec = spec
@@ -49,10 +54,10 @@ class BaseLayer:
         if width is not None and tensor.shape[1] != width:
             raise BadCall(f"{self.spec.paths[0]} takes rows of width {width}, got {tensor.shape[1]}")
 
-    def forward(self, rows: Rows) -> Rows:
+    def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         raise BadCall(f"{self.spec.paths[0]} has no forward call")
 
-    def backward(self, rows: Rows) -> Rows:
+    def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
         raise BadCall(f"{self.spec.paths[0]} has no backward call")
 
     def with_bias(self) -> BaseLayer:
@@ -70,6 +75,7 @@ class Matrix(BaseLayer):
     def __init__(self, spec: LayerSpec, weights: dict[str, Tensor], bias: Tensor | None = None) -> None:
         super().__init__(spec, weights)
         self.weight_OI = weights["weight"] if spec.kind is LayerKind.LINEAR else weights["weight"].t()
+        self.weight_IO = self.weight_OI.t()
         self.bias: Tensor | None = None
         self._with_bias: Matrix | None = None
         if bias is not None:
@@ -79,11 +85,15 @@ class Matrix(BaseLayer):
     def with_bias(self) -> BaseLayer:
         return self._with_bias or super().with_bias()
 
-    def forward(self, rows: Rows) -> Rows:
-        return (product(rows[0], self.weight_OI, self.bias),)
+    def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
+        if out is None:
+            return (product(rows[0], self.weight_OI, self.bias),)
+        if self.bias is None:
+            return (torch.mm(rows[0], self.weight_IO, out=out[0]),)
+        return (torch.addmm(self.bias, rows[0], self.weight_IO, out=out[0]),)
 
-    def backward(self, rows: Rows) -> Rows:
-        return (rows[0] @ self.weight_OI,)
+    def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
+        return (torch.mm(rows[0], self.weight_OI, out=out[0] if out else None),)
 
     def row_squares(self) -> Tensor:
         # a few rows at a time: the whole matrix in float64 may be larger than all that is free
@@ -100,7 +110,7 @@ class Embedding(BaseLayer):
             raise BadCall("an embedding takes one column of ids")
         check_index(rows[0], self.spec)
 
-    def forward(self, rows: Rows) -> Rows:
+    def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         return (F.embedding(rows[0][:, 0], self.weights["weight"]),)
 
 
@@ -128,14 +138,66 @@ class Block(BaseLayer):
             return (self.spec.in_width,)
         return (self.spec.in_width, self.spec.out_width)
 
-    def forward(self, rows: Rows) -> Rows:
+    def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         return (self.module(rows[0]),)
 
-    def backward(self, rows: Rows) -> Rows:
+    def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
         x, grad = rows
         with _recomputing():
             x = x.detach().requires_grad_()
             return torch.autograd.grad(self.module(x), x, grad)
+
+
+_GATED: dict[tuple[type, type, int], bool] = {}
+
+
+class GatedBlock(Block):
+    """The usual MLP, down(act(gate(x)) · up(x)), by hand: backward needs no second `down`. Plain reference: `Block`."""
+
+    def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
+        module: Any = self.module
+        inner = module.act_fn(module.gate_proj(rows[0])).mul_(module.up_proj(rows[0]))
+        return (module.down_proj(inner),)
+
+    def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
+        (x, grad), module = rows, cast(Any, self.module)
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        inner = grad @ module.down_proj.weight
+        if isinstance(module.act_fn, nn.SiLU):
+            grad_up = F.silu(gate).mul_(inner)
+            grad_gate = torch.ops.aten.silu_backward(inner.mul_(up), gate)
+        else:
+            with _recomputing():
+                gate.requires_grad_()
+                (grad_gate,) = torch.autograd.grad(act := module.act_fn(gate), gate, inner * up)
+            grad_up = inner.mul_(act.detach())
+        result = torch.mm(grad_gate, module.gate_proj.weight, out=out[0] if out else None)
+        return (result.addmm_(grad_up, module.up_proj.weight),)
+
+    @classmethod
+    @torch.no_grad()
+    def fits(cls, spec: LayerSpec, module: nn.Module) -> bool:
+        """Whether modules of this kind compute just that: their parts say that they may, a try says that they do."""
+        kind = (type(module), type(getattr(module, "act_fn", None)), spec.in_width)
+        if kind not in _GATED:
+            _GATED[kind] = cls._computes(spec, module)
+        return _GATED[kind]
+
+    @classmethod
+    def _computes(cls, spec: LayerSpec, module: nn.Module) -> bool:
+        names = ["gate_proj", "up_proj", "down_proj"]
+        linears = [part for name, part in module.named_children() if name in names and isinstance(part, nn.Linear)]
+        if len(linears) != len(names) or not isinstance(getattr(module, "act_fn", None), nn.Module):
+            return False
+        # the parts' parameters are all there is, but for an activation without any
+        if sum(1 for _ in module.parameters()) != sum(1 for part in linears for _ in part.parameters()):
+            return False
+        weight = linears[0].weight
+        x = torch.randn(3, spec.in_width, device=weight.device).to(weight.dtype)
+        plain = module(x).float()
+        return torch.allclose(
+            cls(spec, module).forward((x,))[0].float(), plain, rtol=1e-2, atol=1e-3 * float(plain.abs().max())
+        )
 
 
 class Experts(BaseLayer):
@@ -155,10 +217,10 @@ class Experts(BaseLayer):
         if expected == 4:
             self._check_rows(rows[3], self.spec.out_width)
 
-    def forward(self, rows: Rows) -> Rows:
+    def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         return (self.module(*rows),)
 
-    def backward(self, rows: Rows) -> Rows:
+    def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
         x, index, weight, grad = rows
         with _recomputing():
             x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
@@ -181,20 +243,32 @@ def make_layer(spec: LayerSpec, weights: dict[str, Tensor], bias: Tensor | None,
     if spec.kind is LayerKind.EMBEDDING:
         return Embedding(spec, weights)
     assert module is not None, "experts and blocks come with their module"
-    return Block(spec, module) if spec.kind is LayerKind.BLOCK else Experts(spec, weights, module)
+    if spec.kind is LayerKind.EXPERTS:
+        return Experts(spec, weights, module)
+    return (GatedBlock if GatedBlock.fits(spec, module) else Block)(spec, module)
 
 
-def run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows) -> Rows:
-    """Run one layer, or several matrices that read the same rows, on joined rows.
+def run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None = None) -> Rows:
+    """Run one layer, or several matrices that read the same rows, on joined rows; into `out` if it is given.
 
     Forward gives one result per layer; backward of several gives the one
     gradient of the rows they shared.
     """
+    results = _run(layers, direction, rows, out)
+    if out is None:
+        return results
+    for place, result in zip(out, results, strict=True):
+        if result is not place:
+            place.copy_(result)
+    return out
+
+
+def _run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None) -> Rows:
     if len(layers) == 1:
-        return layers[0].forward(rows) if direction is Direction.FORWARD else layers[0].backward(rows)
+        return layers[0].forward(rows, out) if direction is Direction.FORWARD else layers[0].backward(rows, out)
     if direction is Direction.FORWARD:
-        return tuple(layer.forward(rows)[0] for layer in layers)
-    total = layers[0].backward(rows[:1])[0]
+        return tuple(layer.forward(rows, out and (out[i],))[0] for i, layer in enumerate(layers))
+    (total,) = layers[0].backward(rows[:1], out)
     for layer, grad in zip(layers[1:], rows[1:], strict=True):
-        total += layer.backward((grad,))[0]
+        total.addmm_(grad, cast(Matrix, layer).weight_OI)
     return (total,)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 
-from symbiosis.errors import Closed
+from symbiosis.errors import Closed, SymbiosisError
 from symbiosis.executor.service import Service
-from symbiosis.links.base import Port
+from symbiosis.links.base import Peer, Port
 from symbiosis.links.waiting import Waiter, Wakeup
+from symbiosis.messages import Message
 
 _DRAIN_AT_ONCE = 64
 _TIDY_EVERY_S = 10.0
 # Polled ports: no sleep for a moment after a batch (the next call of a tenant's pass is on its way, and its GPU waits),
 # then naps, then longer ones.
 _SPIN_S, _NAP_S, _DOZE_S, _DOZE_AFTER_S = 0.02, 1e-4, 1e-3, 2.0
+_LOOK_EVERY_S = 5e-4  # while that lasts, the other ports are looked at so often
 _log = logging.getLogger("symbiosis")
 
 
@@ -70,20 +73,29 @@ class Loop:
             self._turn_away()
 
     def _serve(self) -> None:
-        tidied = time.monotonic()
+        tidied = looked = time.monotonic()
         timeout: float | None = None
         while not self._stopping:
-            ready = self._waiter.wait(self._patience(timeout))
-            if self._wakeup.fileno() in ready:
-                self._wakeup.clear()
-                self._welcome_ports()
-            for port in list(self._ports):
-                if port.waitable() in ready or port.is_polled():
-                    self._take(port)
+            polled = [port for port in self._ports if port.is_polled()]
+            now = time.monotonic()
+            if not polled or now - looked > _LOOK_EVERY_S or now - self._service.last_batch > _SPIN_S:
+                self._look(self._patience(timeout, now) if polled else _TIDY_EVERY_S if timeout is None else timeout)
+                looked = now = time.monotonic()
+            for port in polled:
+                self._take(port, port.poll())
             timeout = self._service.step()
-            if time.monotonic() - tidied > _TIDY_EVERY_S:
+            if now - tidied > _TIDY_EVERY_S:
                 self._tidy()
-                tidied = time.monotonic()
+                tidied = now
+
+    def _look(self, patience: float) -> None:
+        """Wait for what the ports' waitables tell of, and handle it."""
+        ready = self._waiter.wait(patience)
+        if self._wakeup.fileno() in ready:
+            self._wakeup.clear()
+            self._welcome_ports()
+        for port in [port for port in self._ports if port.waitable() in ready]:
+            self._take(port, port.drain(_DRAIN_AT_ONCE))
 
     def _tidy(self) -> None:
         try:
@@ -91,13 +103,11 @@ class Loop:
         except Exception:  # noqa: BLE001 - whoever is left is served all the same
             _log.exception("a channel that is gone could not be let go")
 
-    def _patience(self, timeout: float | None) -> float:
-        """How long to sleep at most: hardly at all while a tenant is busy that does not ring."""
-        patience = _TIDY_EVERY_S if timeout is None else timeout
-        if any(port.is_polled() for port in self._ports):
-            quiet = time.monotonic() - self._service.last_batch
-            patience = min(patience, 0.0 if quiet < _SPIN_S else _NAP_S if quiet < _DOZE_AFTER_S else _DOZE_S)
-        return patience
+    def _patience(self, timeout: float | None, now: float) -> float:
+        """How long to sleep at most while there are tenants that do not ring: hardly at all while one is busy."""
+        quiet = now - self._service.last_batch
+        nap = 0.0 if quiet < _SPIN_S else _NAP_S if quiet < _DOZE_AFTER_S else _DOZE_S
+        return nap if timeout is None else min(nap, timeout)
 
     def _welcome_ports(self) -> None:
         while self._new:
@@ -106,12 +116,12 @@ class Loop:
             self._waiter.add(port.waitable())
             taken.set_result(None)
 
-    def _take(self, port: Port) -> None:
+    def _take(self, port: Port, arrived: Iterable[tuple[Peer, Message | SymbiosisError]]) -> None:
         """Handle what has arrived at a port, as far as there is room for it."""
         if self._service.is_full():
             return
         try:
-            for peer, message in port.drain(_DRAIN_AT_ONCE):
+            for peer, message in arrived:
                 self._service.handle(peer, message)
                 if self._service.is_full():
                     return

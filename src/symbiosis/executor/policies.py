@@ -166,6 +166,8 @@ class Opportunistic:
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
             return Decision()
+        if len(pending) == 1 and pending[0].rows <= self.small_rows:
+            return Decision(batch=(pending[0],))  # alone, and small calls never wait: as below, sooner
         here = {call.session for call in pending}
         coming = [last.key for session, last in heard.items() if session not in here and now - last.last_seen <= self.company_s]
         groups = _by_key(pending)

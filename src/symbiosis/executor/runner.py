@@ -15,68 +15,77 @@ from torch import Tensor
 
 from symbiosis.errors import LayerFailed, SymbiosisError
 from symbiosis.executor.layers import BaseLayer, Rows, run
-from symbiosis.executor.policies import Pending
+from symbiosis.executor.policies import BatchKey, Pending
 from symbiosis.executor.sessions import Session
-from symbiosis.messages import tensor_bytes
-from symbiosis.types import Direction
 
 _log = logging.getLogger("symbiosis")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What a call asks for, checked: the same as often as the same words come from the same memory."""
+
+    layers: tuple[BaseLayer, ...]
+    key: BatchKey
+    rows: Rows
+    places: Rows | None
+    """Where the results may be computed in place, on the layers' device and in their dtype."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A checked layer call with its rows, from the queue to the answer."""
+    """A checked layer call, from the queue to the answer."""
 
     pending: Pending
     session: Session
     request: int
-    layers: tuple[BaseLayer, ...]
-    rows: Rows
-
-    @property
-    def direction(self) -> Direction:
-        return self.pending.key.direction
-
-    def bytes(self) -> int:
-        return sum(tensor_bytes(rows) for rows in self.rows)
+    work: Work
 
 
 @torch.no_grad()
 def run_batch(calls: Sequence[Call]) -> list[Rows | SymbiosisError]:
     """The result of each call, in order; the calls have equal batch keys."""
-    if len(calls) > 1:
+    works = [call.work for call in calls]
+    if len(works) > 1:
         try:
-            return list(_joined(calls))
+            return list(_joined(works))
         except Exception as error:  # noqa: BLE001 - what one call's rows did must not reach the others: run each alone
-            _log.warning("a joined run of %d calls failed (%r): running each alone", len(calls), error)
+            _log.warning("a joined run of %d calls failed (%r): running each alone", len(works), error)
     results: list[Rows | SymbiosisError] = []
-    for call in calls:
+    for work in works:
         try:
-            results.extend(_joined([call]))
+            results.append(_alone(work))
         except Exception as error:  # noqa: BLE001 - reported to its tenant, by name
-            results.append(LayerFailed(f"{call.layers[0].spec.paths[0]} failed: {type(error).__name__}: {error}"))
+            results.append(LayerFailed(f"{work.layers[0].spec.paths[0]} failed: {type(error).__name__}: {error}"))
     return results
 
 
-def _joined(calls: Sequence[Call]) -> list[Rows]:
-    first = calls[0]
-    layer = first.layers[0]
-    joined = tuple(_join([call.rows[i] for call in calls], layer) for i in range(len(first.rows)))
-    results = run(first.layers, first.direction, joined)
-    if len(calls) == 1:
-        return [tuple(_give_back(result, first.rows[0]) for result in results)]
-    split, at = [], 0
-    for call in calls:
-        end = at + call.pending.rows
-        split.append(tuple(_give_back(result[at:end], call.rows[0]) for result in results))
-        at = end
-    return split
+def _alone(work: Work) -> Rows:
+    if work.places is not None:
+        return run(work.layers, work.key.direction, work.rows, work.places)
+    rows = tuple(_ready(part, work.layers[0]) for part in work.rows)
+    results = run(work.layers, work.key.direction, rows)
+    return tuple(_give_back(result, work.rows[0]) for result in results)
 
 
-def _join(parts: list[Tensor], layer: BaseLayer) -> Tensor:
-    """The rows of all calls below each other, on the layer's device and (if floating) in its dtype."""
-    ready = [p.to(layer.device, layer.dtype if p.is_floating_point() else None) for p in parts]
-    return ready[0] if len(ready) == 1 else torch.cat(ready)
+def _joined(works: Sequence[Work]) -> list[Rows]:
+    first = works[0]
+    columns = zip(*(work.rows for work in works), strict=True)
+    joined = tuple(torch.cat([_ready(part, first.layers[0]) for part in parts]) for parts in columns)
+    results = run(first.layers, first.key.direction, joined)
+    sizes = [work.rows[0].shape[0] for work in works]
+    split = list(zip(*(torch.split(result, sizes) for result in results), strict=True))
+    if all(work.places is not None for work in works):
+        places = [work.places or () for work in works]
+        torch._foreach_copy_([p for each in places for p in each], [part for parts in split for part in parts])
+        return places
+    return [tuple(_give_back(part, work.rows[0]) for part in parts) for work, parts in zip(works, split, strict=True)]
+
+
+def _ready(rows: Tensor, layer: BaseLayer) -> Tensor:
+    """Rows on the layer's device and (if floating) in its dtype."""
+    return rows.to(layer.device, layer.dtype if rows.is_floating_point() else None)
 
 
 def _give_back(result: Tensor, rows: Tensor) -> Tensor:

@@ -24,17 +24,19 @@ from symbiosis.errors import (
     UnknownLayer,
     WeightsWithheld,
 )
+from symbiosis.executor.calibration import time_layer
 from symbiosis.executor.costs import Costs
+from symbiosis.executor.lanes import Lanes
 from symbiosis.executor.layers import BaseLayer, Matrix, Rows
 from symbiosis.executor.mapping import describe
 from symbiosis.executor.policies import BatchKey, Pending, Policy
-from symbiosis.executor.runner import Call, run_batch
+from symbiosis.executor.runner import Call, Work, run_batch
 from symbiosis.executor.sessions import Session, Sessions
 from symbiosis.links import driver
 from symbiosis.links.base import Peer
-from symbiosis.messages import PROTOCOL, Kind, Message
+from symbiosis.messages import PROTOCOL, Kind, Message, tensor_bytes
 from symbiosis.models import cache
-from symbiosis.types import WITH_BIAS, BlobRef, Direction, Limits, Manifest
+from symbiosis.types import WITH_BIAS, BlobRef, Direction, LayerKind, Limits, Manifest
 
 PROVIDER = "provider"
 _FORGET_AFTER_S = 120.0
@@ -67,6 +69,9 @@ class Service:
         self._client_tensors = client_tensors or {}
         self._clock = clock
         self._costs = Costs()
+        devices = {layer.device for layer in layers}
+        on_gpu = len(devices) == 1 and layers[0].device.type == "cuda"
+        self._lanes = Lanes(layers[0].device) if on_gpu else None
         self._sessions = Sessions(limits.max_sessions)
         self._queue: dict[int, Call] = {}
         self._queued_bytes = 0
@@ -77,6 +82,7 @@ class Service:
         """When the last batch ended."""
         self._started = clock()
         self._key = lru_cache(maxsize=4096)(self._new_key)
+        self._enters = lru_cache(maxsize=4096)(self._is_entry)
         self._entry = {
             0,
             *(layer.spec.handle for layer in layers if layers[0].spec.paths[0].startswith(f"{layer.spec.paths[0]}.")),
@@ -149,9 +155,7 @@ class Service:
 
     def _gpu(self) -> str | None:
         """The one GPU all layers are on, if so."""
-        devices = {layer.device for layer in self._layers}
-        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        return driver.gpu_name(device) if device.type == "cuda" else None
+        return None if self._lanes is None else driver.gpu_name(self._layers[0].device)
 
     def _map(self, peer: Peer) -> Message:
         if not self.limits.direct:
@@ -213,14 +217,30 @@ class Service:
             if session.request == message.request:
                 return  # sent again while it waits: it will be answered once
             raise TooManyCalls("this channel's last call has not been answered yet: one at a time")
+        work: Work | None = message.note
+        if work is None:
+            work = self._check_work(session.peer, message)
+        self._numbers += 1
+        pending = Pending(self._numbers, session.number, work.key, work.rows[0].shape[0], message.training, session.last_seen)
+        self._queue[pending.number] = Call(pending, session, message.request, work)
+        self._queued_bytes += work.bytes
+        session.busy, session.request = True, message.request
+
+    def _check_work(self, peer: Peer, message: Message) -> Work:
+        """What a call asks for, if it may; noted on the message if all of it was checked for good."""
         layers = tuple(self._layer(handle) for handle in message.layers)
         rows = self._check(layers, message)
         key = self._key(message.layers, message.direction, tuple(t.shape[1] for t in rows))
-        self._numbers += 1
-        pending = Pending(self._numbers, session.number, key, rows[0].shape[0], message.training, session.last_seen)
-        call = self._queue[pending.number] = Call(pending, session, message.request, layers, rows)
-        self._queued_bytes += call.bytes()
-        session.busy, session.request = True, message.request
+        places = None
+        if all(t.dtype is layers[0].dtype and t.device == layers[0].device for t in rows):
+            widths = [layer.spec.out_width for layer in layers]
+            if message.direction is Direction.BACKWARD:
+                widths = [layers[0].spec.in_width]
+            places = peer.port.places(peer, [(rows[0].shape[0], width) for width in widths], layers[0].dtype)
+        work = Work(layers, key, rows, places, sum(tensor_bytes(t) for t in rows))
+        if all(t.is_floating_point() for t in rows):  # whoever sends integers can change them before the next time
+            message.note = work
+        return work
 
     def _new_key(self, handles: tuple[int, ...], direction: Direction, widths: tuple[int, ...]) -> BatchKey:
         specs = [self._layer(handle).spec for handle in handles]
@@ -256,6 +276,17 @@ class Service:
             layer.check(message.direction, (grad,))
         return rows
 
+    def calibrate(self) -> None:
+        """Time every kind of layer with a few and with many rows, so that the policy knows costs from the first call."""
+        for layer in {(layer.spec.kind, layer.spec.in_width, layer.spec.out_width): layer for layer in self._layers}.values():
+            for direction in Direction:
+                widths = layer.widths(direction)
+                if layer.spec.kind in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
+                    continue  # what these cost depends on the numbers in their rows
+                key = self._key((layer.spec.handle,), direction, tuple(width or 0 for width in widths))
+                for rows, seconds in time_layer(layer, direction):
+                    self._costs.observe(key.shape, rows, seconds)
+
     def is_full(self) -> bool:
         """Whether the queue holds as many bytes as it should: run batches before taking more."""
         return self._queued_bytes >= _QUEUE_CALLS * self.limits.max_bytes
@@ -275,15 +306,17 @@ class Service:
             return 0.0
         if not calls:
             return None if decision.ask_again_at is None else max(1e-5, decision.ask_again_at - now)
-        results = run_batch(calls)
+        results = run_batch(calls) if self._lanes is None else self._lanes.run(calls, self._costs)
         self._count(calls, now, self._clock())
         for call, result in zip(calls, results, strict=True):
             self._end(call, result)
+        if self._lanes is not None:
+            self._lanes.leave()
         return 0.0
 
     def _dequeue(self, number: int) -> Call:
         call = self._queue.pop(number)
-        self._queued_bytes -= call.bytes()
+        self._queued_bytes -= call.work.bytes
         return call
 
     def _end(self, call: Call, result: Rows | SymbiosisError) -> None:
@@ -294,7 +327,8 @@ class Service:
             self._refuse(peer, call.request, result)
             return
         try:
-            self._answer(peer, Message(Kind.CALL, call.request), Message(Kind.REPLY, tensors=result))
+            if not peer.port.reply(peer, Message(Kind.REPLY, call.request, tensors=result)):
+                self._forget(call.session)
         except Exception as error:  # noqa: BLE001 - the others of the batch get their answers all the same
             _log.exception("an answer to %s failed", call.session.tenant)
             self._refuse(peer, call.request, SymbiosisError(f"the executor failed: {type(error).__name__}"))
@@ -306,13 +340,14 @@ class Service:
     def _count(self, calls: list[Call], started: float, ended: float) -> None:
         key = calls[0].pending.key
         rows = sum(call.pending.rows for call in calls)
-        self._costs.observe(key.shape, rows, ended - started)
+        if self._lanes is None:  # on a GPU this was only the time to launch it
+            self._costs.observe(key.shape, rows, ended - started)
         self.last_batch = ended
         self._batches += 1
         self._calls += len(calls)
         self._rows += rows
         self._busy_s += ended - started
-        enters = key.direction is Direction.FORWARD and not self._entry.isdisjoint(ref & ~WITH_BIAS for ref in key.layers)
+        enters = self._enters(key)
         for call in calls:
             counts = self._sessions.counts[call.session.tenant]
             counts.calls += 1
@@ -323,6 +358,10 @@ class Service:
                 counts.tokens += call.pending.rows
                 self._tokens += call.pending.rows
             call.session.last_seen, call.session.key = ended, key
+
+    def _is_entry(self, key: BatchKey) -> bool:
+        """Whether rows enter the model with this call."""
+        return key.direction is Direction.FORWARD and not self._entry.isdisjoint(ref & ~WITH_BIAS for ref in key.layers)
 
     def _answer(self, peer: Peer, asked: Message, reply: Message) -> None:
         reply.request = asked.request

@@ -8,7 +8,7 @@ the answer or raises. The same tests run over every link (tests/contract).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,8 +60,16 @@ class Port(ABC):
         return False
 
     def is_polled(self) -> bool:
-        """Whether calls may have arrived that the waitable does not tell of: look again soon."""
+        """Whether calls may arrive that the waitable does not tell of: `poll` for them."""
         return False
+
+    def poll(self) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
+        """Calls that have arrived and that the waitable does not tell of."""
+        return ()
+
+    def places(self, peer: Peer, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+        """Where the tensors of an answer to this peer may be computed in place; None if nowhere."""
+        return None
 
     def open_channel(self, peer: Peer, size: int, device: torch.device) -> dict[str, Any]:
         """A way for calls of up to `size` bytes that stays on the GPU."""

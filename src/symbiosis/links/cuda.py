@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +81,7 @@ class CudaChannel:
         self._device, self._size = device, size
         self._next = 1
         self._known: dict[bytes, Message] = {}
-        self._places: dict[Any, list[Tensor]] = {}
+        self._start = self._answers.data_ptr()
         self.busy = False
         """A call was taken and not answered yet."""
 
@@ -90,10 +90,12 @@ class CudaChannel:
         handle, size, _ = driver.export(self._memory.bytes)
         return {"host": self._shared.reference(), "handle": handle.hex(), "bytes": 2 * self._size, "size": size}
 
-    def take(self) -> Message | None:
-        """The call that has arrived, if one has. Raises `SymbiosisError` if it cannot be read."""
-        if self.busy or self._counters.host[_ARRIVED] != self._next & 0xFFFFFFFF:
-            return None
+    def has_call(self) -> bool:
+        """Whether a call has arrived that was not taken yet."""
+        return not self.busy and self._counters.host[_ARRIVED] == self._next & 0xFFFFFFFF
+
+    def take(self) -> Message:
+        """The call that has arrived. Raises `SymbiosisError` if it cannot be read."""
         self.busy = True
         at = _slot(self._next)
         (length,) = _LENGTH.unpack_from(self._host, at)
@@ -108,16 +110,18 @@ class CudaChannel:
                 self._known[frame] = message
         return message
 
+    def places(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Where an answer of these shapes lies."""
+        return tuple(_views(self._answers, [(torch.Size(shape), dtype) for shape in shapes]))
+
     def answer(self, message: Message) -> None:
         """Give the answer to the call that was taken; the GPU delivers it when it is computed."""
         if message.kind is Kind.REPLY:
-            key = tuple((t.shape, t.dtype) for t in message.tensors)
-            places = self._places.get(key)
-            if places is None:
-                places = _views(self._answers, key)
-                if len(self._places) < _REMEMBER:
-                    self._places[key] = places
-            torch._foreach_copy_(places, message.tensors)
+            offsets, _ = lay_out((t.shape[0], t.shape[1], t.dtype) for t in message.tensors)
+            here = [self._start + offset for offset in offsets]
+            if [t.data_ptr() for t in message.tensors] != here:  # not computed in place
+                shapes = [(t.shape, t.dtype) for t in message.tensors]
+                torch._foreach_copy_(_views(self._answers, shapes), message.tensors)
         else:
             self._answers.fill_(0xFF)  # no number: whatever the tenant computes before it hears of this shows
             self._counters.host[_FAILED] = self._next & 0xFFFFFFFF

@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -112,19 +112,23 @@ class ShmPort(WirePort):
             return HelloFirst("the executor does not know this channel: say HELLO first")
         return super()._read(peer, frame)
 
-    def drain(self, limit: int) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
-        yield from super().drain(limit)
+    def is_polled(self) -> bool:
+        return bool(self._channels)
+
+    def poll(self) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
         for peer, channel in list(self._channels.items()):
+            if not channel.has_call():
+                continue
             try:
                 message = channel.take()
             except SymbiosisError as error:
                 self.reply(peer, Message(Kind.ERROR, REQUEST, body={"code": error.code, "message": str(error)}))
                 continue
-            if message is not None:
-                yield peer, message
+            yield peer, message
 
-    def is_polled(self) -> bool:
-        return bool(self._channels)
+    def places(self, peer: Peer, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+        channel = self._channels.get(peer)
+        return None if channel is None or not channel.busy else channel.places(shapes, dtype)
 
     def keeps(self, peer: Peer) -> bool:
         return peer in self._channels

@@ -1,0 +1,71 @@
+"""Two streams on the executor's GPU, so that a long training batch does not stand in the way of decoding.
+
+What the GPU has in hand of the urgent lane goes first, whatever was launched
+on the other before. Only batches whose rows and results lie in channels of
+their own travel in lanes: their neighbours wait for a counter, not for a
+stream. Everything else stays on the stream that tenants in this process use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from symbiosis.errors import SymbiosisError
+from symbiosis.executor.costs import Costs
+from symbiosis.executor.layers import Rows
+from symbiosis.executor.policies import BatchKey
+from symbiosis.executor.runner import Call, run_batch
+
+_TIME_EVERY = 32  # batches: an event is cheap, not free
+_AT_ONCE = 8  # events whose time has not come
+
+
+class Lanes:
+    """Chooses the stream for each batch of the executor's one thread, and times some of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
+        self._usual = torch.cuda.default_stream(device)
+        self._calm = torch.cuda.Stream(device, priority=low)  # type: ignore[no-untyped-call]
+        self._urgent = torch.cuda.Stream(device, priority=high)  # type: ignore[no-untyped-call]
+        self._now = self._usual
+        self._batches = 0
+        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, BatchKey, int]] = []
+
+    def run(self, calls: Sequence[Call], costs: Costs) -> list[Rows | SymbiosisError]:
+        """Run a batch in its lane; what it costs the GPU is noted later, now and then. Then answer, and `leave`."""
+        self._enter(calls)
+        self._batches += 1
+        if self._batches % _TIME_EVERY or len(self._timed) >= _AT_ONCE:
+            return run_batch(calls)
+        self._look(costs)
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        started.record(self._now)
+        results = run_batch(calls)
+        ended.record(self._now)
+        self._timed.append((started, ended, calls[0].pending.key, sum(call.pending.rows for call in calls)))
+        return results
+
+    def _enter(self, calls: Sequence[Call]) -> None:
+        lane = self._usual
+        if all(call.work.places is not None for call in calls):
+            lane = self._calm if all(call.pending.training for call in calls) else self._urgent
+        if lane is not self._now:
+            torch.cuda.set_stream(lane)
+            self._now = lane
+
+    def leave(self) -> None:
+        if self._now is not self._usual:
+            torch.cuda.set_stream(self._usual)
+            self._now = self._usual
+
+    def _look(self, costs: Costs) -> None:
+        waiting = []
+        for started, ended, key, rows in self._timed:
+            if ended.query():  # type: ignore[no-untyped-call]
+                costs.observe(key.shape, rows, started.elapsed_time(ended) / 1e3)
+            else:
+                waiting.append((started, ended, key, rows))
+        self._timed = waiting
