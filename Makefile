@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve demo test lint unit gpu gpubench bench soak clean help
+.PHONY: serve demo test lint unit gpu kills gpubench bench soak clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -35,7 +35,10 @@ unit: $(READY)  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu'
 
 gpu:  ## parity, links and kernels on a GPU, with the machine's own Python packages and pyzmq
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu tests/kernels
+	PYTHONPATH=src $(PYTHON) -m pytest -m "gpu and not slow" tests/gpu tests/kernels
+
+kills:  ## tenants and executors on a GPU killed at any moment, a hundred times, about 2 minutes
+	PYTHONPATH=src $(PYTHON) -m pytest -rP -m "gpu and slow" tests/gpu/test_kills.py
 
 gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own packages, about 7 minutes
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b
