@@ -175,6 +175,8 @@ class CudaCaller:
             handle, half = bytes.fromhex(reply.body["handle"]), int(reply.body["bytes"]) // 2
             self._memory = driver.OpenedMemory(handle, int(reply.body["size"]), self._device)
             shared = open_shared(reply.body["host"])
+        except ConnectionCut:
+            raise _gone() from None
         except (KeyError, TypeError, ValueError) as error:
             raise BadMessage(f"the executor's channel makes no sense: {error!r}") from error
         if len(shared) != _PAGE + _RING * _SLOT:
@@ -277,7 +279,11 @@ class Watch(threading.Thread):
 
     def __init__(self, pid: int, caller: CudaCaller) -> None:
         super().__init__(name="symbiosis-watch", daemon=True)
-        self._pidfd, self._caller = os.pidfd_open(pid), weakref.ref(caller)
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise _gone() from None
+        self._caller = weakref.ref(caller)
         self._stop = Wakeup()
         self.start()
 
