@@ -22,8 +22,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.policies import Plan as ServePlan
-from benchmarks.policies import one_thread_each, serve
-from benchmarks.results import FOLDER, save
+from benchmarks.policies import serve
+from benchmarks.results import FOLDER, rotated, save
+from benchmarks.tenants import one_thread_each
 
 CASES = ["silent", "stalled", "100 times slower"]
 TENANTS = 3
@@ -114,7 +115,7 @@ def run(plan: Plan, folder: Path = FOLDER) -> dict[str, Any]:
         assert conn.recv() == "ready"
     console, runs = Console(), {case: [] for case in CASES}
     for repetition in range(plan.repetitions):
-        for case in CASES[repetition % 3 :] + CASES[: repetition % 3]:
+        for case in rotated(CASES, repetition):
             stop.clear()
             fourth.send(case)
             assert fourth.recv() == "started"
