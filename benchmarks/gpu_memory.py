@@ -1,14 +1,16 @@
 """Does the executor's GPU memory grow with the tenants or with their tokens?
 
-Tenants fine-tune (LoRA rank 8 on q, k, v, o; batch 2) through the executor: one with sequences of
-512 to 4096 tokens, and 1 to 8 with 512. Before that the same with private copies, as far as they fit.
-The paper's Figures 9 and 10.
+Tenants fine-tune (LoRA rank 8 on q, k, v, o; batch 2) through the executor: one
+with sequences of 512 to 4096 tokens, and 1 to 8 with 512; before that the same
+with private copies, as far as they fit. The paper's Figures 9 and 10.
 
-The executor's memory is read while the tenants are connected, after their steps, in two ways:
-what the GPU has less than with empty contexts, minus what torch holds in the tenants (`executor_bytes`; the
-executor's weights, channels and context), and what the driver counts for the process
-(`executor_bytes_by_driver`, null where it does not tell). Before each case every process gives back what
-its torch holds in reserve, so that each case shows its own peak.
+The executor's memory is read while the tenants are connected, after their
+steps, in two ways. `executor_bytes` is what the GPU has less than with empty
+contexts, minus what torch holds in the tenants: the executor's weights,
+channels, reserve and context. `executor_bytes_by_driver` is what the driver
+counts for its process, null where it does not tell. Before each case every
+process gives back what its torch holds in reserve, so each case shows its own
+peak.
 
     python -m benchmarks.gpu_memory 7b          # about 1.5 minutes on one H200
     python -m benchmarks.gpu_memory tiny --cpu  # seconds, for the tests
@@ -44,7 +46,9 @@ def train(workers: Workers, count: int, loaded: set[int], mode: str, shape: str,
     return workers.all(sorted(loaded), "reserved")
 
 
-def plain(workers: Workers, shape: str, device: str, cases: Sequence[tuple[int, int]], console: Console) -> list[dict[str, Any]]:
+def plain(
+    workers: Workers, shape: str, device: str, cases: Sequence[tuple[int, int]], console: Console
+) -> list[dict[str, Any]]:
     empty, loaded, found, one = used_bytes(device), set[int](), [], 0
     for count, tokens in cases[:-1]:
         if count * one > total_bytes(device) - empty:
@@ -61,7 +65,7 @@ def plain(workers: Workers, shape: str, device: str, cases: Sequence[tuple[int, 
     return found
 
 
-def run(shape: str, device: str, mps: bool, folder: Path = FOLDER) -> dict[str, Any]:
+def run(shape: str, device: str, mps: bool, folder: Path = FOLDER) -> None:
     console, cases = Console(width=160), CASES[shape]
     figures: dict[str, Any] = {"script": "gpu_memory", "shape": shape, "mps": mps, "plain": [], "runs": []}
     name, question = f"gpu-memory-{shape}{'-mps' if mps else ''}", str(__doc__).splitlines()[0]
@@ -97,8 +101,8 @@ def run(shape: str, device: str, mps: bool, folder: Path = FOLDER) -> dict[str, 
                 sizes = [each["executor_bytes"] for each in figures["runs"]]
                 figures["spread"] = max(sizes) / (min(sizes) or 1)
                 save(name, question, figures, folder)
+            workers.all(sorted(loaded), "drop")
     console.print(f"largest to smallest executor: {figures['spread']:.3f}")
-    return figures
 
 
 def line(shape: str, found: dict[str, Any]) -> str:

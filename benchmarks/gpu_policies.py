@@ -1,11 +1,13 @@
 """Which batching policy serves decoding tenants of very different batch sizes best, on a GPU?
 
-Eight tenants, each a process of its own, decode through the executor with 2 to 256 sequences and the
-paper's LoRA settings 1 and 4 in turn (its Table 5). Each policy has an executor of its own with a copy of
-the model, to which every tenant is connected; they take turns, window by window, while the others are silent.
-A decode step always has the same length of cache. Latency is the mean of the tenants' median steps;
-ratios are medians of the ratio to "opportunistic" within one round of turns. There is no plain case:
-eight private copies would not fit beside three executors (`mixed` compares with private copies).
+Eight tenants, each a process of its own, decode through the executor with 2
+to 256 sequences and the paper's LoRA settings 1 and 4 in turn (its Table 5).
+Each policy has an executor of its own with a copy of the model, to which every
+tenant is connected; they take turns, window by window, while the others are
+silent. A decode step always has the same length of cache. Latency is the mean
+of the tenants' median steps; ratios are medians of the ratio to
+"opportunistic" within one round of turns. There is no plain case: eight
+private copies would not fit beside three executors (`mixed` has them).
 
     python -m benchmarks.gpu_policies 7b          # about 2 minutes on one H200
     python -m benchmarks.gpu_policies tiny --cpu  # seconds, for the tests
@@ -57,20 +59,21 @@ def connect(workers: Workers, shape: str, servers: dict[str, Served], batches: S
         workers.window(team, "decode_until", 0.5, key=policy)
 
 
-def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDER) -> dict[str, Any]:
+def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDER) -> None:
     console, batches = Console(width=160), BATCHES[shape]
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     with ExitStack() as stack:
-        workers = stack.enter_context(Workers(len(batches), device))
         servers = {policy: stack.enter_context(Served(shape, device, policy)) for policy in POLICIES}
+        workers = stack.enter_context(Workers(len(batches), device))
         connect(workers, shape, servers, batches)
         for repetition in range(REPETITIONS):
             for policy in rotated(POLICIES, repetition):
                 found = measure(workers, policy, servers[policy], batches, seconds)
                 runs[policy].append(found)
                 console.print(
-                    f"{repetition + 1}/{REPETITIONS} {policy:14s}{found['tokens_per_s']:8.1f} tok/s {found['latency_ms']:7.1f} ms  "
-                    f"batch {found['mean_batch']:.2f}  busy {found['busy_share']:.0%}  {found['latency_ms_by_tenant']}"
+                    f"{repetition + 1}/{REPETITIONS} {policy:14s} {found['tokens_per_s']:7.0f} tok/s  "
+                    f"{found['latency_ms']:7.1f} ms  batch {found['mean_batch']:.2f}  busy {found['busy_share']:.0%}  "
+                    f"{found['latency_ms_by_tenant']}"
                 )
             ratios = {
                 key: compared({policy: [run[key] for run in each] for policy, each in runs.items()}, "opportunistic")
@@ -88,7 +91,6 @@ def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDE
             save(f"gpu-policies-{shape}{'-mps' if mps else ''}", str(__doc__).splitlines()[0], figures, folder)
     show(console, figures)
     console.print("ratios to opportunistic:", figures["ratios"])
-    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,10 +6,10 @@ in direct mode, and through the executor. The three processes are there at once 
 turns, window by window; ratios are medians of the ratio to plain within one
 round of turns.
 
-    python -m benchmarks.lora 1b          # about 1 minute on one H200
-    python -m benchmarks.lora 13b         # the paper's model, about 1.5 minutes
-    python -m benchmarks.lora gemma27b    # about 2.5 minutes
-    python -m benchmarks.lora tiny --cpu  # seconds, for the tests
+    python -m benchmarks.lora 13b                     # the paper's model, about 1.5 minutes on one H200
+    python -m benchmarks.lora 1b --seconds 0.4        # about 1 minute
+    python -m benchmarks.lora gemma27b --seconds 0.5  # about 2 minutes, half of them the executor's start
+    python -m benchmarks.lora tiny --cpu              # seconds, for the tests
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MODES = ("plain", "direct", "executor")
 REPETITIONS = 5
 
 
-def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDER) -> dict[str, Any]:
-    console, results = Console(width=160), {}
+def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDER) -> None:
+    console, results = Console(width=160), dict[int, dict[str, Any]]()
     teams = {mode: range(number, number + 1) for number, mode in enumerate(MODES)}
-    with Workers(len(MODES), device) as workers, Served(shape, device) as served:
+    with Served(shape, device) as served, Workers(len(MODES), device) as workers:
         for setting, (rank, layers) in SHAPES[shape].lora.items():
             for mode, team in teams.items():
                 if results:
@@ -48,11 +48,13 @@ def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDE
                     (steps,) = workers.window(teams[mode], "train_until", seconds)
                     runs[mode].append(statistics.median(steps))
             results[setting] = {"rank": rank, "layers": layers, "step_s": compared(runs, "plain")}
-            shown = [f"{mode} {1e3 * each['median']:7.1f} ms ({each['ratio']:.3f})" for mode, each in results[setting]["step_s"].items()]
+            shown = [
+                f"{mode} {1e3 * each['median']:7.1f} ms ({each['ratio']:.3f})"
+                for mode, each in results[setting]["step_s"].items()
+            ]
             console.print(f"{shape} LoRA {setting}: rank {rank:2d}, {len(layers)} layers: {', '.join(shown)}")
             figures = {"script": "lora", "shape": shape, "mps": mps, "settings": results}
             save(f"lora-{shape}{'-mps' if mps else ''}", str(__doc__).splitlines()[0], figures, folder)
-    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,9 +1,11 @@
 """What does fine-tuning beside it cost inference, and what does the GPU gain?
 
-Eight tenants, each a process of its own: six decode (batch 2, 512 tokens of context) and two are silent,
-decode too, or fine-tune (batch 2 × 512), all through the executor; the paper's Figures 22 and 23. The
-same with private copies of the model before that. The cases take turns, window by
-window; ratios are medians of the ratio to the six alone within one round of turns. Tokens are those decoded and those trained on.
+Eight tenants, each a process of its own: six decode (batch 2, 512 tokens of
+context) and two are silent, decode too, or fine-tune (batch 2 × 512), all
+through the executor (the paper's Figures 22 and 23), and before that with
+private copies of the model. The cases take turns, window by window; ratios are
+medians of the ratio to the six alone within one round of turns. Tokens are
+those decoded and those trained on.
 
     python -m benchmarks.mixed 7b          # about 2 minutes on one H200
     python -m benchmarks.mixed tiny --cpu  # seconds, for the tests
@@ -78,7 +80,9 @@ def compare(workers: Workers, mode: str, address: str, shape: str, seconds: floa
     workers.all(everybody, "drop")
     first = next(iter(runs))
     latency = compared({case: [each["latency_s"] for each in found] for case, found in runs.items()}, first)
-    tokens = compared({case: [each["decoded_per_s"] + each["trained_per_s"] for each in found] for case, found in runs.items()}, first)
+    tokens = compared(
+        {case: [each["decoded_per_s"] + each["trained_per_s"] for each in found] for case, found in runs.items()}, first
+    )
     for case in runs:
         console.print(
             f"{shape} {mode:9s} {case:22s} decode step {1e3 * latency[case]['median']:7.1f} ms ({latency[case]['ratio']:.3f})  "
@@ -87,7 +91,7 @@ def compare(workers: Workers, mode: str, address: str, shape: str, seconds: floa
     return {"latency_s": latency, "tokens_per_s": tokens, "runs": runs}
 
 
-def run(shape: str, device: str, seconds: float, modes: Sequence[str], mps: bool, folder: Path = FOLDER) -> dict[str, Any]:
+def run(shape: str, device: str, seconds: float, modes: Sequence[str], mps: bool, folder: Path = FOLDER) -> None:
     console, results, plan = Console(width=160), {}, PLANS[shape]
     with Workers(plan.inference + plan.others, device) as workers:
         for mode in modes:
@@ -97,7 +101,6 @@ def run(shape: str, device: str, seconds: float, modes: Sequence[str], mps: bool
                 results[mode] = compare(workers, mode, address, shape, seconds, console)
             figures = {"script": "mixed", "shape": shape, "mps": mps, "modes": results}
             save(f"mixed-{shape}{'-mps' if mps else ''}", str(__doc__).splitlines()[0], figures, folder)
-    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -119,7 +119,9 @@ def measure(policy: str, plan: Plan, tenants: list[Any]) -> dict[str, Any]:
     latencies = [conn.recv() for conn in tenants]
     pipe.send("stop")
     executor.join()
-    return figures_of(plan.batches, [steps or [plan.seconds] for steps in latencies], before, after)  # no step: at least so long
+    return figures_of(
+        plan.batches, [steps or [plan.seconds] for steps in latencies], before, after
+    )  # no step: at least so long
 
 
 def figures_of(

@@ -55,7 +55,9 @@ def compared(runs: dict[str, list[float]], baseline: str) -> dict[str, dict[str,
     return {
         case: {
             "median": statistics.median(values),
-            "ratio": statistics.median(value / base if base else 1.0 for value, base in zip(values, runs[baseline], strict=True)),
+            "ratio": statistics.median(
+                value / base if base else 1.0 for value, base in zip(values, runs[baseline], strict=True)
+            ),
             "runs": values,
         }
         for case, values in runs.items()

@@ -42,8 +42,7 @@ class Served:
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        return int(self._process.pid)
 
     @cached_property
     def address(self) -> str:

@@ -12,8 +12,8 @@ Memory is what the GPU has less after the tenants have trained than before they
 came, beyond empty contexts; the executor's, its context included, is counted to
 every shared mode.
 
-    python -m benchmarks.sharing 1b          # Figures 11 and 12, about 2.5 minutes on one H200
-    python -m benchmarks.sharing 7b          # about 2.5 minutes
+    python -m benchmarks.sharing 1b          # Figures 11 and 12, about 2 minutes on one H200
+    python -m benchmarks.sharing 7b          # about 2 minutes
     python -m benchmarks.sharing 1b --mps    # the same under CUDA MPS
     python -m benchmarks.sharing tiny --cpu  # seconds, for the tests
 """
@@ -65,10 +65,10 @@ def measure(
         memory[mode] = [used_bytes(device) - before + (0 if mode == "plain" else shared)]
     rates: dict[str, list[float]] = {mode: [] for mode in modes}
     steps: dict[str, list[float]] = {mode: [] for mode in modes}
-    # One tenant is bound by its host, whose speed varies; several by the GPU, and their steps are long.
+    # One tenant is bound by its host, whose speed varies; several by the GPU.
     for repetition in range(7 if count == 1 else 5):
         for mode in rotated(modes, repetition):
-            found = workers.window(teams[mode], "train_until", seconds if count == 1 else 1.6 * seconds)
+            found = workers.window(teams[mode], "train_until", seconds)
             rates[mode].append(sum(tokens / statistics.mean(each) for each in found))
             steps[mode].append(statistics.mean(statistics.median(each) for each in found))
     figures = {"tokens_per_s": rates, "step_s": steps, "memory_bytes": memory}
@@ -86,14 +86,19 @@ def measure(
 
 
 def line(figures: dict[str, Any], mode: str) -> str:
-    units = {"tokens_per_s": (1, "tok/s"), "step_s": (1e-3, "ms"), "memory_bytes": (2**30, "GiB"), "seconds_per_token": (1e-3, "ms/token")}
+    units = {
+        "tokens_per_s": (1, "tok/s"),
+        "step_s": (1e-3, "ms"),
+        "memory_bytes": (2**30, "GiB"),
+        "seconds_per_token": (1e-3, "ms/token"),
+    }
     shown = [(unit, figures[name][mode], scale) for name, (scale, unit) in units.items() if name in figures]
     return "  ".join(f"{each['median'] / scale:9.1f} {unit} ({each['ratio']:.3f})" for unit, each, scale in shown)
 
 
 def run(
     shape: str, device: str, seconds: float, counts: Sequence[int], modes: Sequence[str], mps: bool, folder: Path = FOLDER
-) -> dict[str, Any]:
+) -> None:
     console, results = Console(width=160), {}
     chosen = {count: tuple(modes) or (ALONE if count == 1 else TOGETHER) for count in counts}
     size = max(count * len(chosen[count]) for count in counts)
@@ -110,7 +115,6 @@ def run(
                     console.print(f"{shape} {mode:9s}× {count} {line(results[count], mode)}")
                 figures = {"script": "sharing", "shape": shape, "mps": mps, "executor_bytes": shared, "tenants": results}
                 save(f"sharing-{shape}{'-mps' if mps else ''}", str(__doc__).splitlines()[0], figures, folder)
-    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,8 +1,9 @@
 """Does a small request wait for a large one?
 
-Two tenants send one prompt after the other through the executor: of 1 token or of 512, in pairs (the paper's
-Table 4). Each policy has an executor of its own; policies and pairs take turns, window by window. Figures
-are each tenant's median time of a prompt; beside them the same of one plain tenant alone.
+Two tenants send one prompt after the other through the executor, of 1 token or
+of 512, in pairs (the paper's Table 4). Each policy has an executor of its own;
+policies and pairs take turns, window by window. Figures are each tenant's
+median time of a prompt; beside them the same of one plain tenant alone.
 
     python -m benchmarks.small_and_large 7b          # about 1.5 minutes on one H200
     python -m benchmarks.small_and_large tiny --cpu  # seconds, for the tests
@@ -14,7 +15,6 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -25,8 +25,12 @@ from benchmarks.served import Served
 from benchmarks.tenants import Workers, window_of
 
 SMALL, LARGE = 1, 512
-PAIRS = {"small & small": (SMALL, SMALL), "small & large": (SMALL, LARGE), "large & large": (LARGE, LARGE)}
-ALONE = {"small": (SMALL,), "large": (LARGE,)}
+PAIRS: dict[str, tuple[int, ...]] = {
+    "small & small": (SMALL, SMALL),
+    "small & large": (SMALL, LARGE),
+    "large & large": (LARGE, LARGE),
+}
+ALONE: dict[str, tuple[int, ...]] = {"small": (SMALL,), "large": (LARGE,)}
 REPETITIONS = 5
 
 
@@ -39,33 +43,33 @@ def prompts(workers: Workers, first: int, sizes: Sequence[int], seconds: float, 
     return [statistics.median(steps) for steps in workers.hear(team)]
 
 
-def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDER) -> dict[str, Any]:
+def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDER) -> None:
     console = Console(width=160)
     runs: dict[str, dict[str, list[list[float]]]] = {policy: {pair: [] for pair in PAIRS} for policy in POLICIES}
     runs["plain alone"] = {size: [] for size in ALONE}
     with ExitStack() as stack:
-        workers = stack.enter_context(Workers(3, device))
         servers = {policy: stack.enter_context(Served(shape, device, policy)) for policy in POLICIES}
+        workers = stack.enter_context(Workers(3, device))
         workers.all([2], "load", "plain", shape, key="plain alone")
         for policy, served in servers.items():
             workers.all([0, 1], "load", "executor", shape, served.address, key=policy)
             prompts(workers, 0, PAIRS["small & large"], 0.5, policy)
         for repetition in range(REPETITIONS):
             for policy in rotated([*POLICIES, "plain alone"], repetition):
-                cases = ALONE if policy == "plain alone" else PAIRS
+                first, cases = (2, ALONE) if policy == "plain alone" else (0, PAIRS)
                 for case in rotated(list(cases), repetition):
-                    first = 2 if policy == "plain alone" else 0
                     runs[policy][case].append(prompts(workers, first, cases[case], seconds, policy))
             middle = {
-                policy: {case: [statistics.median(each) for each in zip(*found, strict=True)] for case, found in cases.items()}
-                for policy, cases in runs.items()
+                policy: {
+                    case: [statistics.median(each) for each in zip(*found, strict=True)] for case, found in of_policy.items()
+                }
+                for policy, of_policy in runs.items()
             }
             figures = {"script": "small_and_large", "shape": shape, "mps": mps, "median_s": middle, "runs": runs}
             save(f"small-and-large-{shape}{'-mps' if mps else ''}", str(__doc__).splitlines()[0], figures, folder)
-    for policy, cases in middle.items():
-        shown = [f"{case} {' / '.join(f'{1e3 * each:.1f}' for each in found)} ms" for case, found in cases.items()]
+    for policy, found in middle.items():
+        shown = [f"{case} {' / '.join(f'{1e3 * each:.1f}' for each in times)} ms" for case, times in found.items()]
         console.print(f"{shape} {policy:14s} {', '.join(shown)}")
-    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -25,6 +25,9 @@ class Tenant:
         self.device = device
         self.base: Any = None
         self.model: Any = None
+        self.optimizer: Any = None
+        self.cache: Any = None
+        self.token: Any = None
 
     def context(self) -> None:
         """So that the process has its GPU context before memory is counted."""
@@ -153,7 +156,7 @@ class Tenant:
 
     def drop(self) -> None:
         session = getattr(self.base, "symbiosis", None)
-        self.model = self.base = self.optimizer = self.cache = None
+        self.model = self.base = self.optimizer = self.cache = self.token = None
         gc.collect()
         if session is not None:
             session.close()
@@ -247,7 +250,7 @@ def window_of(seconds: float) -> tuple[float, float]:
 
 
 def context_for(device: str) -> Any:
-    """How processes are started. On a CPU from one that has imported what takes seconds to import; a GPU allows no such thing."""
+    """How processes are started: on a CPU from one that has imported what takes seconds to import; a GPU allows no forks."""
     if device != "cpu":
         return mp.get_context("spawn")
     one_thread_each()
