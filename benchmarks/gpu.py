@@ -49,7 +49,7 @@ def process_bytes(pid: int, device: str) -> int | None:
     if device == "cpu":
         return None
     query = ["nvidia-smi", "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
-    for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines():
+    for line in subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines():
         found, _, mib = line.partition(",")
         if found.strip() == str(pid) and mib.strip().isdigit():
             return int(mib) << 20
