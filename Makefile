@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve demo test lint unit gpu kills gpubench bench soak clean help
+.PHONY: serve demo test lint unit gpu kills gpubench plots bench soak clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -40,10 +40,21 @@ gpu:  ## parity, links and kernels on a GPU, with the machine's own Python packa
 kills:  ## tenants and executors on a GPU killed at any moment, a hundred times, about 2 minutes
 	PYTHONPATH=src $(PYTHON) -m pytest -rP -m "gpu and slow" tests/gpu/test_kills.py
 
-gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own packages, about 7 minutes
+gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own packages, about 20 minutes; then `make plots`
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b
-	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b --mps --tenants 4 8 --modes plain direct
+	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b --mps
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_memory 7b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies 7b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.small_and_large 7b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.mixed 7b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.lora 1b --seconds 0.4
+	PYTHONPATH=src $(PYTHON) -m benchmarks.lora 13b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.lora gemma27b --seconds 0.5
+
+plots: $(READY)  ## pictures of what gpubench wrote, on any machine
+	$(BIN)/python -m benchmarks.plots
 
 bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 25 minutes on 2 cores
 	$(BIN)/python -m benchmarks.policies

@@ -22,8 +22,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.policies import Plan as ServePlan
-from benchmarks.policies import one_thread_each, serve
-from benchmarks.results import FOLDER, save
+from benchmarks.policies import serve
+from benchmarks.results import FOLDER, rotated, save
+from benchmarks.tenants import one_thread_each
 
 CASES = ["silent", "stalled", "100 times slower"]
 TENANTS = 3
@@ -112,9 +113,10 @@ def run(plan: Plan, folder: Path = FOLDER) -> dict[str, Any]:
     trainers, fourth = [end[0] for end in ends[:TENANTS]], ends[TENANTS][0]
     for conn in (*trainers, fourth):
         assert conn.recv() == "ready"
-    console, runs = Console(), {case: [] for case in CASES}
+    console = Console()
+    runs: dict[str, list[float]] = {case: [] for case in CASES}
     for repetition in range(plan.repetitions):
-        for case in CASES[repetition % 3 :] + CASES[: repetition % 3]:
+        for case in rotated(CASES, repetition):
             stop.clear()
             fourth.send(case)
             assert fourth.recv() == "started"
@@ -135,7 +137,7 @@ def run(plan: Plan, folder: Path = FOLDER) -> dict[str, Any]:
     pipe.send("stop")
     executor.join()
     medians = {case: statistics.median(values) for case, values in runs.items()}
-    figures = {
+    figures: dict[str, Any] = {
         "plan": {"tenants": TENANTS, "steps": plan.steps, "tokens": plan.tokens, "repetitions": plan.repetitions},
         "median_step_s": medians,
         "ratio_to_silent": {case: medians[case] / medians["silent"] for case in CASES},

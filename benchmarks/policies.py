@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing as mp
-import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import FOLDER, save
+from benchmarks.results import FOLDER, rotated, save
+from benchmarks.tenants import one_thread_each
 
 POLICIES = ["none", "lockstep", "opportunistic"]
 PROMPT, CONTEXT = 8, 128
@@ -85,8 +86,8 @@ def decode(model: Any, output: Any, begin: float, end: float) -> list[float]:
         while True:
             started = time.monotonic()
             token = output.logits[:, -1:].argmax(-1)
-            if output.past_key_values.get_seq_length() >= CONTEXT:
-                output.past_key_values.crop(PROMPT)
+            if (length := output.past_key_values.get_seq_length()) >= CONTEXT:
+                output.past_key_values.crop(PROMPT - length)
             output = model(token, past_key_values=output.past_key_values, use_cache=True)
             now = time.monotonic()
             if now > end:
@@ -118,23 +119,25 @@ def measure(policy: str, plan: Plan, tenants: list[Any]) -> dict[str, Any]:
     latencies = [conn.recv() for conn in tenants]
     pipe.send("stop")
     executor.join()
-    calls, batches = after["calls"] - before["calls"], after["batches"] - before["batches"]
-    latencies = [steps or [plan.seconds] for steps in latencies]  # not even one step: at least so long
+    return figures_of(
+        plan.batches, [steps or [plan.seconds] for steps in latencies], before, after
+    )  # no step: at least so long
+
+
+def figures_of(
+    batches: Sequence[int], latencies: list[list[float]], before: dict[str, Any], after: dict[str, Any]
+) -> dict[str, Any]:
+    """One window's figures, from each tenant's seconds of each step and the executor's figures before and after."""
     medians = [statistics.median(steps) for steps in latencies]
-    rates = [batch / statistics.mean(steps) for batch, steps in zip(plan.batches, latencies, strict=True)]
+    rates = [batch / statistics.mean(steps) for batch, steps in zip(batches, latencies, strict=True)]
     return {
         "tokens_per_s": sum(rates),
         "latency_ms": 1e3 * statistics.mean(medians),
         "latency_ms_by_tenant": [round(1e3 * m, 2) for m in medians],
         "tokens_per_s_by_tenant": [round(rate, 1) for rate in rates],
-        "mean_batch": calls / max(1, batches),
+        "mean_batch": (after["calls"] - before["calls"]) / max(1, after["batches"] - before["batches"]),
         "busy_share": (after["busy_s"] - before["busy_s"]) / (after["uptime_s"] - before["uptime_s"]),
     }
-
-
-def one_thread_each() -> None:
-    """For processes started from here. `torch.set_num_threads` is not enough: BLAS libraries keep their own count."""
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def run(plan: Plan, folder: Path = FOLDER) -> dict[str, Any]:
@@ -149,7 +152,7 @@ def run(plan: Plan, folder: Path = FOLDER) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     console = Console()
     for repetition in range(plan.repetitions):
-        for policy in POLICIES[repetition % 3 :] + POLICIES[: repetition % 3]:  # nobody always goes first
+        for policy in rotated(POLICIES, repetition):
             figures = measure(policy, plan, pipes)
             runs[policy].append(figures)
             console.print(

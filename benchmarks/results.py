@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +30,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "pyzmq": zmq.__version__,
         **{name: version(name) for name in ("torch", "transformers", "peft")},
@@ -41,3 +44,27 @@ def save(name: str, question: str, figures: dict[str, Any], folder: Path = FOLDE
     record = {"question": question, "taken": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), **figures}
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def compared(runs: dict[str, list[float]], baseline: str) -> dict[str, dict[str, Any]]:
+    """Of each case its median, every repetition, and the ratio to the baseline.
+
+    The ratio is the median over the repetitions of the ratio within one
+    repetition: a machine whose speed drifts is as fast for one case as for the next.
+    """
+    return {
+        case: {
+            "median": statistics.median(values),
+            "ratio": statistics.median(
+                value / base if base else 1.0 for value, base in zip(values, runs[baseline], strict=True)
+            ),
+            "runs": values,
+        }
+        for case, values in runs.items()
+    }
+
+
+def rotated(cases: Sequence[str], repetition: int) -> list[str]:
+    """The cases in turn, so that nobody always goes first."""
+    first = repetition % len(cases)
+    return [*cases[first:], *cases[:first]]

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from benchmarks import independence, memory, policies
+from benchmarks import gpu_memory, gpu_policies, independence, lora, memory, mixed, plots, policies, sharing, small_and_large
+from benchmarks.results import compared
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,32 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
     record = json.loads(written.read_text())
     assert {"question", "machine", "runs"} <= record.keys()
     assert record["machine"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "options"),
+    [
+        (sharing, ["--seconds", "0.1", "--tenants", "1", "2"]),
+        (lora, ["--seconds", "0.1"]),
+        (gpu_memory, []),
+        (gpu_policies, ["--seconds", "0.2"]),
+        (small_and_large, ["--seconds", "0.1"]),
+        (mixed, ["--seconds", "0.2"]),
+    ],
+    ids=["sharing", "lora", "gpu_memory", "gpu_policies", "small_and_large", "mixed"],
+)
+def test_a_benchmark_of_the_gpu_runs_without_one_and_can_be_drawn(benchmark, options, tmp_path):
+    benchmark.main(["tiny", "--cpu", "--out", str(tmp_path), *options])
+    (written,) = tmp_path.glob("*.json")
+    record = json.loads(written.read_text())
+    assert {"question", "machine", "script", "shape"} <= record.keys()
+    drawn = plots.draw(written)
+    assert drawn is not None
+    assert drawn.is_file()
+
+
+def test_ratios_are_taken_within_one_repetition():
+    figures = compared({"plain": [1.0, 2.0, 4.0], "shared": [1.1, 2.2, 4.4]}, "plain")
+    assert figures["shared"]["ratio"] == pytest.approx(1.1)
+    assert figures["shared"]["median"] == 2.2
+    assert figures["shared"]["runs"] == [1.1, 2.2, 4.4]

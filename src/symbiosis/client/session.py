@@ -81,8 +81,8 @@ class Session:
 
     def _rows_per_call(self, layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> int:
         sent = sum(t.shape[1] * t.element_size() for t in rows)
-        back = sum(layer.out_width if direction is Direction.FORWARD else layer.in_width for layer in layers)
-        wire = max(sent, back * max(4, rows[0].element_size()))
+        size = rows[0].element_size() if rows[0].is_floating_point() else 8  # ids are answered in the layer's dtype
+        wire = max(sent, size * sum(answer_widths(layers, direction, rows)))
         return max(1, min(self.limits.max_rows, (self.limits.max_bytes - _SPARE_BYTES) // wire))
 
     def fetch_weight(self, layer: LayerSpec, name: str) -> Tensor:

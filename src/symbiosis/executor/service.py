@@ -260,7 +260,8 @@ class Service:
         back = (
             [layer.spec.out_width for layer in layers] if message.direction is Direction.FORWARD else [layers[0].spec.in_width]
         )
-        if count * sum(back) * max(4, rows[0].element_size()) > self.limits.max_bytes:
+        size = rows[0].element_size() if rows[0].is_floating_point() else layers[0].dtype.itemsize
+        if count * sum(back) * size > self.limits.max_bytes:
             raise TooLarge(f"the answer to {count} rows is beyond the {self.limits.max_bytes} bytes of a message: cut the call")
         if len(layers) == 1:
             layers[0].check(message.direction, rows)

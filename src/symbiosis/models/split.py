@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -311,9 +312,15 @@ def _identity(kind: str, weights: dict[str, Tensor]) -> str:
     for name, weight in weights.items():
         digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
         flat = weight.contiguous().view(-1).view(torch.uint8)
-        for chunk in torch.split(flat, 64 << 20):
-            digest.update(chunk.cpu().numpy().data)
+        chunks = torch.split(flat, 8 << 20)
+        with ThreadPoolExecutor(min(8, len(chunks))) as pool:  # several at once: this is most of a large model's start
+            for part in pool.map(_digest, chunks):
+                digest.update(part)
     return digest.hexdigest()
+
+
+def _digest(chunk: Tensor) -> bytes:
+    return hashlib.sha256(chunk.cpu().numpy().data).digest()
 
 
 def _skeleton(module: nn.Module) -> nn.Module:

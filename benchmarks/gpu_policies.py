@@ -1,0 +1,103 @@
+"""Which batching policy serves decoding tenants of very different batch sizes best, on a GPU?
+
+Eight tenants, each a process of its own, decode through the executor with 2
+to 256 sequences and the paper's LoRA settings 1 and 4 in turn (its Table 5).
+Each policy has an executor of its own with a copy of the model, to which every
+tenant is connected; they take turns, window by window, while the others are
+silent. A decode step always has the same length of cache. Latency is the mean
+of the tenants' median steps; ratios are medians of the ratio to
+"opportunistic" within one round of turns. There is no plain case: eight
+private copies would not fit beside three executors (`mixed` has them).
+
+    python -m benchmarks.gpu_policies 7b          # about 2 minutes on one H200
+    python -m benchmarks.gpu_policies tiny --cpu  # seconds, for the tests
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.gpu import mps_daemon, options
+from benchmarks.policies import POLICIES, figures_of, medians, show
+from benchmarks.results import FOLDER, compared, rotated, save
+from benchmarks.served import Served
+from benchmarks.tenants import Workers, window_of
+
+BATCHES = {"tiny": (1, 4, 16), "1b": (2, 4, 8, 16, 32, 64, 128, 256), "7b": (2, 4, 8, 16, 32, 64, 128, 256)}
+LENGTH = 64
+REPETITIONS = 5
+
+
+def measure(workers: Workers, policy: str, served: Served, batches: Sequence[int], seconds: float) -> dict[str, Any]:
+    """One window of one policy."""
+    begin, end = window_of(seconds)
+    team = range(len(batches))
+    workers.tell(team, "decode_until", begin, end, key=policy)
+    time.sleep(max(0.0, begin - time.monotonic()))
+    before = served.ask("stats")
+    time.sleep(max(0.0, end - time.monotonic()))
+    after = served.ask("stats")
+    return figures_of(batches, workers.hear(team), before, after)
+
+
+def connect(workers: Workers, shape: str, servers: dict[str, Served], batches: Sequence[int]) -> None:
+    """Every tenant to every policy's executor, with its cache filled and a window to warm up."""
+    team = range(len(batches))
+    for policy, served in servers.items():
+        for number in team:
+            workers.tell([number], "load", "executor", shape, served.address, 4 if number % 2 else 1, key=policy)
+        workers.hear(team)
+        for number, batch in enumerate(batches):
+            workers.tell([number], "prefill", batch, LENGTH, key=policy)
+        workers.hear(team)
+        workers.window(team, "decode_until", 0.5, key=policy)
+
+
+def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDER) -> None:
+    console, batches = Console(width=160), BATCHES[shape]
+    runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
+    with ExitStack() as stack:
+        servers = {policy: stack.enter_context(Served(shape, device, policy)) for policy in POLICIES}
+        workers = stack.enter_context(Workers(len(batches), device))
+        connect(workers, shape, servers, batches)
+        for repetition in range(REPETITIONS):
+            for policy in rotated(POLICIES, repetition):
+                found = measure(workers, policy, servers[policy], batches, seconds)
+                runs[policy].append(found)
+                console.print(
+                    f"{repetition + 1}/{REPETITIONS} {policy:14s} {found['tokens_per_s']:7.0f} tok/s  "
+                    f"{found['latency_ms']:7.1f} ms  batch {found['mean_batch']:.2f}  busy {found['busy_share']:.0%}  "
+                    f"{found['latency_ms_by_tenant']}"
+                )
+            ratios = {
+                key: compared({policy: [run[key] for run in each] for policy, each in runs.items()}, "opportunistic")
+                for key in ("tokens_per_s", "latency_ms")
+            }
+            figures = {
+                "script": "gpu_policies",
+                "shape": shape,
+                "mps": mps,
+                "plan": {"tenants": list(batches), "seconds": seconds, "repetitions": repetition + 1},
+                "medians": {policy: medians(each) for policy, each in runs.items()},
+                "ratios": {key: {policy: each["ratio"] for policy, each in found.items()} for key, found in ratios.items()},
+                "runs": runs,
+            }
+            save(f"gpu-policies-{shape}{'-mps' if mps else ''}", str(__doc__).splitlines()[0], figures, folder)
+    show(console, figures)
+    console.print("ratios to opportunistic:", figures["ratios"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    chosen = options(str(__doc__), shapes=list(BATCHES), shape="7b", seconds=3.0).parse_args(arguments)
+    with mps_daemon(chosen.mps):
+        run(chosen.shape, chosen.device, chosen.seconds, chosen.mps, chosen.out)
+
+
+if __name__ == "__main__":
+    main()

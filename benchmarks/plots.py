@@ -1,0 +1,148 @@
+"""Draws what the GPU benchmarks wrote: a PNG beside each JSON. Needs no GPU, so it can run elsewhere than they did.
+
+python -m benchmarks.plots                                   # all there are
+python -m benchmarks.plots benchmarks/results/mixed-7b.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.policies import plot as plot_policies
+from benchmarks.results import FOLDER
+
+COLORS = {
+    "plain": "#9aa0a6", "auto": "#1a73e8", "direct": "#34a853", "executor": "#e8710a",
+    "none": "#9aa0a6", "lockstep": "#c58af9", "opportunistic": "#1a73e8",
+}  # fmt: skip
+GIB = 2**30
+
+
+def pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def bars(axes: Any, groups: Sequence[str], series: dict[str, list[float | None]], unit: str) -> None:
+    """For each group a bar of each series that has a figure there, with the figure on top."""
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        shift = (number - (len(series) - 1) / 2) * width
+        there = [(group + shift, value) for group, value in enumerate(values) if value is not None]
+        drawn = axes.bar(*zip(*there, strict=True), width, label=name, color=COLORS.get(name))
+        axes.bar_label(drawn, [f"{value:.3g}" if value < 1000 else f"{value:.0f}" for _, value in there], fontsize=7)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel(unit)
+    axes.margins(y=0.12)
+    axes.legend()
+
+
+def sharing(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    counts = record["tenants"]
+    modes = dict.fromkeys(mode for found in counts.values() for mode in found["step_s"])
+    shown = {
+        "tokens_per_s": (1.0, "tokens/s, all tenants"),
+        "step_s": (1e-3, "step, ms"),
+        "memory_bytes": (GIB, "memory in all, GiB"),
+    }
+    for (name, (scale, unit)), each in zip(shown.items(), axes, strict=True):
+        series = {
+            mode: [found[name][mode]["median"] / scale if mode in found[name] else None for found in counts.values()]
+            for mode in modes
+        }
+        bars(each, list(counts), series, unit)
+        each.set_xlabel("fine-tuning tenants")
+
+
+def lora(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    settings = record["settings"]
+    groups = [f"LoRA {number}\nrank {each['rank']}, {len(each['layers'])} layers" for number, each in settings.items()]
+    modes = next(iter(settings.values()))["step_s"]
+    series = {mode: [1e3 * each["step_s"][mode]["median"] for each in settings.values()] for mode in modes}
+    bars(axes[0], groups, series, "step, ms")
+
+
+def memory(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    runs, plain = record["runs"], {(each["tenants"], each["tokens"]): each["in_all_bytes"] for each in record["plain"]}
+    for key, other, each in zip(("tokens", "tenants"), ("tenants", "tokens"), axes, strict=True):
+        fixed = min(run[other] for run in runs)
+        chosen = {run[key]: run for run in runs if run[other] == fixed}
+        values = sorted(chosen)
+        places = range(len(values))
+        own = [chosen[value]["executor_bytes"] / GIB for value in values]
+        each.bar(places, own, 0.4, label="executor", color=COLORS["executor"])
+        theirs = [sum(chosen[value]["tenants_bytes"]) / GIB for value in values]
+        each.bar(places, theirs, 0.4, bottom=own, label="its tenants", color="#fcd9b6")
+        copies = [
+            (place, plain.get((fixed, value) if key == "tokens" else (value, fixed))) for place, value in enumerate(values)
+        ]
+        fitting = [(place + 0.4, size / GIB) for place, size in copies if size is not None]
+        if fitting:
+            each.bar(*zip(*fitting, strict=True), 0.4, label="private copies, as far as they fit", color=COLORS["plain"])
+        each.set_xticks([place + 0.2 for place in places], [str(value) for value in values])
+        each.set_xlabel({"tokens": "tokens of each sequence, one tenant", "tenants": f"tenants, {fixed} tokens"}[key])
+        each.set_ylabel("GPU memory, GiB")
+        each.legend()
+
+
+def mixed(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    modes = record["modes"]
+    cases = list(next(iter(modes.values()))["runs"])
+    for (name, scale, unit), each in zip(
+        [("latency_s", 1e-3, "decode step, ms"), ("tokens_per_s", 1.0, "tokens/s, all")], axes, strict=True
+    ):
+        bars(each, cases, {mode: [modes[mode][name][case]["median"] / scale for case in cases] for mode in modes}, unit)
+
+
+def small_and_large(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    found = {policy: cases for policy, cases in record["median_s"].items() if policy != "plain alone"}
+    pairs = list(next(iter(found.values())))
+    series = {policy: [1e3 * cases[pair][0] for pair in pairs] for policy, cases in found.items()}
+    bars(axes[0], pairs, series, "time of the first of the pair, ms")
+
+
+PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
+    "sharing": (sharing, 3),
+    "lora": (lora, 1),
+    "gpu_memory": (memory, 2),
+    "mixed": (mixed, 2),
+    "small_and_large": (small_and_large, 1),
+}
+
+
+def draw(path: Path) -> Path | None:
+    """The PNG of one JSON; None if nothing here draws it."""
+    record, target = json.loads(path.read_text()), path.with_suffix(".png")
+    if record.get("script") == "gpu_policies":
+        plot_policies(record, target)
+        return target
+    if record.get("script") not in PLOTS:
+        return None
+    plot, panels = PLOTS[record["script"]]
+    figure, axes = pyplot().subplots(1, panels, figsize=(6 * panels, 4), squeeze=False)
+    plot(record, axes[0])
+    figure.suptitle(f"{record['question']} ({record['shape']}{', MPS' if record['mps'] else ''})")
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+    return target
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="*", default=sorted(FOLDER.glob("*.json")))
+    for path in parser.parse_args(arguments).files:
+        drawn = draw(path)
+        if drawn:
+            print(drawn)
+
+
+if __name__ == "__main__":
+    main()
