@@ -126,6 +126,10 @@ def serve(
     max_wait_ms: Annotated[
         float | None, typer.Option("--max-wait-ms", show_default=False, help="Longest that a call is held to gather company.")
     ] = None,
+    training_share: Annotated[
+        float | None,
+        typer.Option(show_default=False, help="Share of the time that training gets while somebody decodes. (default: 0.25)"),
+    ] = None,
     token: Annotated[
         list[str] | None,
         typer.Option(
@@ -163,6 +167,7 @@ def serve(
             weights=not no_weights,
             direct=not no_direct,
             max_wait_ms=max_wait_ms,
+            training_share=training_share,
             progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
         )
     with executor:

@@ -55,10 +55,11 @@ class Executor:
         weights: bool = True,
         direct: bool = True,
         max_wait_ms: float | None = None,
+        training_share: float | None = None,
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.tokens = _check_tokens(tokens or {})
-        chosen = _policy(policy, max_wait_ms)
+        chosen = _policy(policy, max_wait_ms, training_share)
         place = _device(device)
         source = load(model_or_path, device=place, dtype=_dtype(dtype), tokenizer=tokenizer)
         self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
@@ -229,16 +230,23 @@ def _scheme(address: str) -> str:
     return address.partition("://")[0] if isinstance(address, str) and "://" in address else ""
 
 
-def _policy(policy: str | Policy, max_wait_ms: float | None) -> Policy:
+def _policy(policy: str | Policy, max_wait_ms: float | None, training_share: float | None) -> Policy:
     if not isinstance(policy, str):
         return policy
     if policy not in POLICIES:
         raise SymbiosisError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
-    if max_wait_ms is None:
-        return POLICIES[policy]()
-    if not 0 <= max_wait_ms <= 60_000:
-        raise SymbiosisError(f"max_wait_ms={max_wait_ms}: expected 0 to 60000")
-    return POLICIES[policy](max_wait_s=max_wait_ms / 1e3)
+    settings: dict[str, Any] = {}
+    if max_wait_ms is not None:
+        if not 0 <= max_wait_ms <= 60_000:
+            raise SymbiosisError(f"max_wait_ms={max_wait_ms}: expected 0 to 60000")
+        settings["max_wait_s"] = max_wait_ms / 1e3
+    if training_share is not None:
+        if not 0 < training_share <= 1:
+            raise SymbiosisError(f"training_share={training_share}: expected more than 0, at most 1")
+        if policy != "opportunistic":
+            raise SymbiosisError(f"training_share is for the policy 'opportunistic', not for {policy!r}")
+        settings["training_share"] = training_share
+    return POLICIES[policy](**settings)
 
 
 def _device(device: str | torch.device) -> torch.device:

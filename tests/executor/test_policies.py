@@ -23,6 +23,9 @@ Q_BACK = BatchKey((0,), Direction.BACKWARD, ("q",))
 class Heard:
     last_seen: float
     key: BatchKey | None = None
+    training: bool = False
+    ran: float = 0.0
+    span_s: float = 0.0
 
 
 def call(number, session=None, key=Q, rows=1, training=False, arrived=0.0):
@@ -86,6 +89,25 @@ class TestOpportunistic:
     def test_inference_goes_before_training(self):
         calls = [call(1, rows=500, training=True, key=MLP), call(2, rows=500)]
         assert numbers(Opportunistic().decide(calls, heard(1, 2), known_costs(), 0.0)) == [2]
+
+    def test_training_rests_while_somebody_decodes(self):
+        training = call(1, session=1, rows=500, training=True, key=MLP, arrived=1.0)
+        sessions = {1: Heard(1.0, Q_BACK, training=True, ran=0.99, span_s=0.01), 2: Heard(0.999, Q)}
+        policy = Opportunistic(training_share=0.25)
+        decision = policy.decide([training], sessions, Costs(), 1.0)
+        assert not decision.batch
+        assert decision.ask_again_at == pytest.approx(0.99 + 0.01 / 0.25)
+        assert numbers(policy.decide([training], sessions, Costs(), 1.04)) == [1]
+        assert numbers(policy.decide([training, call(2, key=Q, arrived=1.0)], sessions, Costs(), 1.0)) == [2]
+        assert numbers(Opportunistic(training_share=1.0).decide([training], sessions, Costs(), 1.0)) == [1]
+
+    def test_training_does_not_rest_when_nobody_decodes_or_for_longer_than_the_longest_wait(self):
+        training = call(1, session=1, rows=500, training=True, key=MLP, arrived=1.0)
+        last = Heard(1.0, Q_BACK, training=True, ran=0.99, span_s=10.0)
+        gone = {1: last, 2: Heard(0.5, Q)}
+        assert numbers(Opportunistic().decide([training], gone, Costs(), 1.0)) == [1]
+        decodes = {1: last, 2: Heard(1.1, Q)}
+        assert numbers(Opportunistic(max_wait_s=0.1).decide([training], decodes, Costs(), 1.11)) == [1]
 
     def test_inference_and_training_rows_share_a_batch(self):
         calls = [call(1, rows=500, training=True), call(2, rows=500)]

@@ -57,6 +57,12 @@ class Heard(Protocol):
     """When it last sent or was sent something."""
     key: BatchKey | None
     """What it called last."""
+    training: bool
+    """Whether that was for training."""
+    ran: float
+    """When that ran."""
+    span_s: float
+    """How long that kept the machine busy: the tenant's own work before it, and the call itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +150,8 @@ class Opportunistic:
     the queue anyway, and while it is not, waiting would save nothing. A big
     call waits at most a share of its own time, at most what a merged batch
     would save. Nobody waits longer than `max_wait_s`, and nobody at all if
-    every active session is queued already.
+    every active session is queued already. While somebody decodes, training
+    rests between two calls.
     """
 
     name: str = "opportunistic"
@@ -162,19 +169,24 @@ class Opportunistic:
     """Longest wait as a share of the call's own measured time."""
     least_gain: float = 0.01
     """Merging that saves less than this share of the time is not waited for."""
+    training_share: float = 0.25
+    """Share of the time that training gets while somebody decodes; 1.0: as much as it takes."""
 
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
             return Decision()
-        if len(pending) == 1 and pending[0].rows <= self.small_rows:
+        if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:
             return Decision(batch=(pending[0],))  # alone, and small calls never wait: as below, sooner
         here = {call.session for call in pending}
         coming = [last.key for session, last in heard.items() if session not in here and now - last.last_seen <= self.company_s]
+        rest_until = self._rest_until(heard, now)
         groups = _by_key(pending)
         ready: list[tuple[_Rank, BatchKey]] = []
         ask_again: float | None = None
         for key, calls in groups.items():
             wait_until = self._wait_until(key, calls, costs) if coming else now
+            if rest_until > now and all(call.training for call in calls):
+                wait_until = max(wait_until, min(rest_until, min(call.arrived for call in calls) + self.max_wait_s))
             if now >= wait_until:
                 ready.append((self._rank(key, calls, coming, now), key))
             else:
@@ -183,6 +195,13 @@ class Opportunistic:
             return Decision(ask_again_at=ask_again)
         key = min(ready, key=lambda ranked: ranked[0])[1]
         return Decision(batch=self._gather(groups[key], now))
+
+    def _rest_until(self, heard: Mapping[int, Heard], now: float) -> float:
+        """When training may go on; in the past if at once."""
+        active = [last for last in heard.values() if now - last.last_seen <= self.company_s and last.key is not None]
+        if self.training_share >= 1.0 or all(last.training for last in active):
+            return now
+        return max((last.ran + last.span_s / self.training_share for last in active if last.training), default=now)
 
     def _wait_until(self, key: BatchKey, calls: list[Pending], costs: Costs) -> float:
         """When the group must run at the latest; in the past if at once."""

@@ -41,6 +41,7 @@ from symbiosis.types import WITH_BIAS, BlobRef, Direction, LayerKind, Limits, Ma
 PROVIDER = "provider"
 _FORGET_AFTER_S = 120.0
 _LOOK_AFTER_S = 10.0
+_OWN_WORK_S = 0.01  # a tenant that is away for longer is not at work on this machine
 _QUEUE_CALLS = 8  # longest calls that may wait in memory; more stay in the links
 _BLOB_CHUNK = 4 << 20
 _NAME = re.compile(r"[\w.@:-]{1,64}")
@@ -341,8 +342,11 @@ class Service:
     def _count(self, calls: list[Call], started: float, ended: float) -> None:
         key = calls[0].pending.key
         rows = sum(call.pending.rows for call in calls)
-        if self._lanes is None:  # on a GPU this was only the time to launch it
+        cost = 0.0
+        if self._lanes is None:
             self._costs.observe(key.shape, rows, ended - started)
+        else:  # this was only the time to launch it
+            cost = self._costs.estimate(key.shape, rows)
         self.last_batch = ended
         self._batches += 1
         self._calls += len(calls)
@@ -358,7 +362,15 @@ class Service:
             if enters:
                 counts.tokens += call.pending.rows
                 self._tokens += call.pending.rows
-            call.session.last_seen, call.session.key = ended, key
+            self._note(call, started, max(ended - started, cost), ended)
+
+    def _note(self, call: Call, started: float, seconds: float, ended: float) -> None:
+        """What a policy knows of this session from now on."""
+        session = call.session
+        own = min(_OWN_WORK_S, max(0.0, call.pending.arrived - session.answered))
+        session.key, session.training = call.pending.key, call.pending.training
+        session.ran, session.span_s = started, own + seconds
+        session.last_seen = session.answered = ended
 
     def _is_entry(self, key: BatchKey) -> bool:
         """Whether rows enter the model with this call."""

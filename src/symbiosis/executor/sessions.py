@@ -48,6 +48,14 @@ class Session:
     """The request it is busy with."""
     key: BatchKey | None = None
     """What it called last."""
+    training: bool = False
+    """Whether that was for training."""
+    ran: float = 0.0
+    """When that ran."""
+    span_s: float = 0.0
+    """How long that kept the machine busy: the tenant's own work before it, and the call itself."""
+    answered: float = 0.0
+    """When that was answered."""
 
 
 @dataclass(slots=True)
