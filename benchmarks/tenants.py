@@ -30,8 +30,10 @@ class Tenant:
         self.token: Any = None
 
     def context(self) -> None:
-        """So that the process has its GPU context before memory is counted."""
+        """What takes seconds, in all processes at once; and a GPU context, before memory is counted."""
+        import peft  # noqa: F401
         import torch
+        import transformers.models.llama.modeling_llama  # noqa: F401
 
         if self.device != "cpu":
             torch.ones(8, 8, device=self.device) @ torch.ones(8, 8, device=self.device)

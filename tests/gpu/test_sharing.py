@@ -103,6 +103,17 @@ def test_the_results_are_those_of_the_plain_model(server, mode):
     model.symbiosis.close()
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_tenant_on_another_gpu_gets_the_plain_models_results(server):
+    there = server()
+    model = symbiosis.connect(there.address, device="cuda:1")
+    expected = plain()(IDS.cuda()).logits
+    for _ in range(6):
+        torch.testing.assert_close(model(IDS.to("cuda:1")).logits.to("cuda:0"), expected, atol=1e-4, rtol=1e-4)
+    assert there.stats()["calls"] > 0
+    model.symbiosis.close()
+
+
 @pytest.mark.parametrize("mode", ["direct", "executor"])
 def test_greedy_text_is_that_of_the_plain_model(server, mode):
     model = symbiosis.connect(server().address, device="cuda", mode=mode)

@@ -59,8 +59,8 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
         for module in list(model.modules()):
             if isinstance(module, VirtualLayer):
                 module.map({name: mapped.base[module.spec.handle, name] for name, _ in module.spec.weights})
-    elif device.type == "cuda" and driver.gpu_name(device) == welcome.get("gpu"):
-        link.use_gpu(device)
+    elif device.type == "cuda" and (theirs := driver.find_gpu(welcome.get("gpu"))) is not None:
+        link.use_gpu(device, theirs)
     if device.type == "cuda":
         fuse(model)
         speed_up_loss(model)

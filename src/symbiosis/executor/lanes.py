@@ -16,6 +16,7 @@ from symbiosis.errors import SymbiosisError
 from symbiosis.executor.costs import Costs
 from symbiosis.executor.layers import Rows
 from symbiosis.executor.policies import BatchKey
+from symbiosis.executor.replays import Replays
 from symbiosis.executor.runner import Call, run_batch
 
 _TIME_EVERY = 32  # batches: an event is cheap, not free
@@ -31,12 +32,15 @@ class Lanes:
         self._calm = torch.cuda.Stream(device, priority=low)  # type: ignore[no-untyped-call]
         self._urgent = torch.cuda.Stream(device, priority=high)  # type: ignore[no-untyped-call]
         self._now = self._usual
+        self._replays = Replays()
         self._batches = 0
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, BatchKey, int]] = []
 
     def run(self, calls: Sequence[Call], costs: Costs) -> list[Rows | SymbiosisError]:
         """Run a batch in its lane; what it costs the GPU is noted later, now and then. Then answer, and `leave`."""
         self._enter(calls)
+        if len(calls) == 1 and self._now is self._urgent and self._replays.knows(calls[0].work):
+            return [self._replays.replay(calls[0].work)]
         self._batches += 1
         if self._batches % _TIME_EVERY or len(self._timed) >= _AT_ONCE:
             return run_batch(calls)

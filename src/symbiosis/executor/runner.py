@@ -21,7 +21,7 @@ from symbiosis.executor.sessions import Session
 _log = logging.getLogger("symbiosis")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Work:
     """What a call asks for, checked: the same as often as the same words come from the same memory."""
 
@@ -31,6 +31,10 @@ class Work:
     places: Rows | None
     """Where the results may be computed in place, on the layers' device and in their dtype."""
     bytes: int
+    runs: int = 0
+    """How often it ran so far, and"""
+    graph: torch.cuda.CUDAGraph | None = None
+    """what replays it, if it came often enough (`replays`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

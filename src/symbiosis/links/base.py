@@ -98,9 +98,8 @@ class Link(ABC):
         """The tensors that answer a CALL, as many and as wide as `widths` says."""
         return self.request(message).tensors
 
-    def use_gpu(self, device: torch.device) -> bool:
-        """The tenant is on the executor's GPU: keep calls there, if this link can. Whether it can."""
-        return False
+    def use_gpu(self, device: torch.device, theirs: torch.device) -> None:
+        """The tenant is on a GPU and sees the executor's, perhaps the same: keep calls there, if this link can."""
 
     @abstractmethod
     def close(self) -> None: ...

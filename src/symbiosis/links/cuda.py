@@ -155,10 +155,14 @@ class _Plan:
 
 
 class CudaCaller:
-    """The tenant's end: one thread's calls."""
+    """The tenant's end: one thread's calls.
 
-    def __init__(self, connection: Connection, size: int, most: int, device: torch.device) -> None:
-        self._connection, self._most, self._device = connection, most, device
+    The tenant may be on another GPU of the host (`theirs` is the executor's,
+    as this process numbers it): then its copies go from GPU to GPU.
+    """
+
+    def __init__(self, connection: Connection, size: int, most: int, device: torch.device, theirs: torch.device) -> None:
+        self._connection, self._most, self._device, self._theirs = connection, most, device, theirs
         self._stream = torch.cuda.current_stream(device)
         self._lock = threading.Lock()  # for the counters, which another thread lets go on
         self._lost = False
@@ -173,7 +177,7 @@ class CudaCaller:
             raise errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
         try:
             handle, half = bytes.fromhex(reply.body["handle"]), int(reply.body["bytes"]) // 2
-            self._memory = driver.OpenedMemory(handle, int(reply.body["size"]), self._device)
+            self._memory = driver.OpenedMemory(handle, int(reply.body["size"]), self._theirs)
             shared = open_shared(reply.body["host"])
         except ConnectionCut:
             raise _gone() from None
@@ -210,7 +214,7 @@ class CudaCaller:
         self._counters.write(stream, _ARRIVED, self._next)
         self._counters.wait(stream, _DONE, self._next)
         self._next += 1
-        results = [torch.empty_like(place) for place in plan.answers]
+        results = [torch.empty_like(place, device=self._device) for place in plan.answers]
         torch._foreach_copy_(results, plan.answers)
         return tuple(results)
 
@@ -246,7 +250,7 @@ class CudaCaller:
         return errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
 
     def _grow(self, size: int) -> None:
-        torch.cuda.synchronize(self._device)  # nobody reads the old memory any more
+        self._wait()  # nobody reads the old memory any more
         self._check()
         old = self._counters, self._memory
         self._open(min(size + size // 4, self._most))
@@ -257,7 +261,7 @@ class CudaCaller:
         """Raises what the executor answered to the last call, if that failed."""
         try:
             if not self._lost:
-                torch.cuda.synchronize(self._device)
+                self._wait()
                 self._check()
                 with self._lock:
                     self._lost = True
@@ -265,6 +269,10 @@ class CudaCaller:
                     self._memory.close()
         finally:
             self._connection.leave()
+
+    def _wait(self) -> None:
+        for device in {self._device, self._theirs}:
+            torch.cuda.synchronize(device)
 
     def give_up(self) -> None:
         """The executor is dead: let the streams that wait for it go on. Called by another thread."""

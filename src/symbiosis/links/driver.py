@@ -74,6 +74,12 @@ def gpu_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def find_gpu(name: str | None) -> torch.device | None:
+    """The GPU of this name, if this process sees it."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if name else []
+    return next((device for device in devices if gpu_name(device) == name), None)
+
+
 def export(tensor: Tensor) -> tuple[bytes, int, int]:
     """(handle, size of the allocation, where in it the tensor starts): how another process finds this tensor."""
     assert tensor.is_cuda, tensor.device

@@ -183,6 +183,7 @@ class ShmLink(WireLink):
     def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
         name = parse(address)
         self._gpu: torch.device | None = None
+        self._their_gpu = torch.device("cuda")
         self._local, self._callers = threading.local(), list[tuple[CudaCaller, Watch]]()
         if not name:
             raise BadAddress("shm:// needs the name that the executor's listen() returned")
@@ -196,10 +197,9 @@ class ShmLink(WireLink):
             welcome.body["gpu"] = None  # the driver opens no memory of the same process
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def use_gpu(self, device: torch.device) -> bool:
-        """Make calls whose rows are on this GPU, which is the executor's, without the host (links/cuda.py)."""
-        self._gpu = device
-        return True
+    def use_gpu(self, device: torch.device, theirs: torch.device) -> None:
+        """Make calls whose rows are on `device` without the host (links/cuda.py); `theirs` is the executor's GPU."""
+        self._gpu, self._their_gpu = device, theirs
 
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
         rows = message.tensors[0]
@@ -216,7 +216,8 @@ class ShmLink(WireLink):
             assert self._gpu is not None, "asked for by a call on a GPU"
             connection = self.connect()
             try:
-                caller = CudaCaller(connection, _FIRST_BYTES, int(self.welcome["limits"]["max_bytes"]), self._gpu)
+                most = int(self.welcome["limits"]["max_bytes"])
+                caller = CudaCaller(connection, _FIRST_BYTES, most, self._gpu, self._their_gpu)
                 watch = Watch(self._executor, caller)
             except BaseException:
                 connection.close()
