@@ -100,6 +100,7 @@ class Link(ABC):
 
     def use_gpu(self, device: torch.device, theirs: torch.device) -> None:
         """The tenant is on a GPU and sees the executor's, perhaps the same: keep calls there, if this link can."""
+        return
 
     @abstractmethod
     def close(self) -> None: ...
