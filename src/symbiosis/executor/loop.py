@@ -75,12 +75,13 @@ class Loop:
     def _serve(self) -> None:
         tidied = looked = time.monotonic()
         timeout: float | None = None
+        polled: list[Port] = []
         while not self._stopping:
-            polled = [port for port in self._ports if port.is_polled()]
             now = time.monotonic()
             if not polled or now - looked > _LOOK_EVERY_S or now - self._service.last_batch > _SPIN_S:
                 self._look(self._patience(timeout, now) if polled else _TIDY_EVERY_S if timeout is None else timeout)
                 looked = now = time.monotonic()
+            polled = [port for port in self._ports if port.is_polled()]
             for port in polled:
                 self._take(port, port.poll())
             timeout = self._service.step()
