@@ -82,6 +82,13 @@ class TestOpportunistic:
     def test_a_small_call_does_not_wait(self):
         assert numbers(Opportunistic().decide([call(1)], heard(1, 2, 3), known_costs(), 0.0)) == [1]
 
+    def test_a_call_that_hardly_costs_more_than_a_small_one_is_small(self):
+        cheap = known_costs(fixed=0.010, per_row=1e-6)
+        large = call(1, rows=2560, key=MLP)
+        ahead = call(3, rows=1, key=FAR)
+        assert numbers(Opportunistic().decide([ahead, large], heard(1, 3), cheap, 0.0)) == [1]
+        assert numbers(Opportunistic().decide([ahead, large], heard(1, 3), known_costs(), 0.0)) == [3]
+
     def test_a_small_call_takes_no_big_one_along(self):
         calls = [call(1, rows=4096), call(2, rows=1), call(3, rows=2)]
         assert numbers(Opportunistic().decide(calls, heard(1, 2, 3), known_costs(), 0.0)) == [2, 3]

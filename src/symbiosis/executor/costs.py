@@ -54,6 +54,14 @@ class Costs:
         fixed, per_row = line.fit()
         return fixed + per_row * rows
 
+    def is_mostly_fixed(self, shape: Hashable, rows: int) -> bool:
+        """Whether so many rows cost less than having them at all (reading the weights): twice as many are nearly free."""
+        line = self._lines.get(shape)
+        if line is None:
+            return False
+        fixed, per_row = line.fit()
+        return per_row * rows < fixed
+
     def saving(self, shape: Hashable) -> float:
         """Seconds saved by running two batches as one: the fixed part."""
         line = self._lines.get(shape)

@@ -8,6 +8,7 @@ stream. Everything else stays on the stream that tenants in this process use.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,7 @@ from symbiosis.executor.runner import Call, run_batch
 
 _TIME_EVERY = 32  # batches: an event is cheap, not free
 _AT_ONCE = 8  # events whose time has not come
+_log = logging.getLogger("symbiosis")
 
 
 class Lanes:
@@ -32,25 +34,36 @@ class Lanes:
         self._calm = torch.cuda.Stream(device, priority=low)  # type: ignore[no-untyped-call]
         self._urgent = torch.cuda.Stream(device, priority=high)  # type: ignore[no-untyped-call]
         self._now = self._usual
-        self._replays = Replays()
+        self._replays = Replays(device)
         self._batches = 0
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, BatchKey, int]] = []
 
     def run(self, calls: Sequence[Call], costs: Costs) -> list[Rows | SymbiosisError]:
         """Run a batch in its lane; what it costs the GPU is noted later, now and then. Then answer, and `leave`."""
         self._enter(calls)
-        if len(calls) == 1 and self._now is self._urgent and self._replays.knows(calls[0].work):
-            return [self._replays.replay(calls[0].work)]
         self._batches += 1
-        if self._batches % _TIME_EVERY or len(self._timed) >= _AT_ONCE:
-            return run_batch(calls)
+        if self._batches % _TIME_EVERY:
+            return self._run(calls)
         self._look(costs)
+        if len(self._timed) >= _AT_ONCE:
+            return self._run(calls)
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         started.record(self._now)
-        results = run_batch(calls)
+        results = self._run(calls)
         ended.record(self._now)
         self._timed.append((started, ended, calls[0].pending.key, sum(call.pending.rows for call in calls)))
         return results
+
+    def _run(self, calls: Sequence[Call]) -> list[Rows | SymbiosisError]:
+        if self._now is self._urgent:
+            try:
+                known = self._replays.run([call.work for call in calls])
+            except RuntimeError as error:
+                _log.warning("a replay of %d calls failed (%r): running them as they are", len(calls), error)
+                known = None
+            if known is not None:
+                return list(known)
+        return run_batch(calls)
 
     def _enter(self, calls: Sequence[Call]) -> None:
         lane = self._usual

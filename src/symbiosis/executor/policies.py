@@ -146,12 +146,12 @@ _Rank = tuple[bool, bool, bool, bool, tuple[int, int], int]
 class Opportunistic:
     """Runs what is there; calls may wait a little for company where that pays.
 
-    Small calls go first and never wait: while the executor is busy they meet in
-    the queue anyway, and while it is not, waiting would save nothing. A big
-    call waits at most a share of its own time, at most what a merged batch
-    would save. Nobody waits longer than `max_wait_s`, and nobody at all if
-    every active session is queued already. While somebody decodes, training
-    rests between two calls.
+    Small calls (few rows, or hardly more than the fixed cost) go first. Few
+    rows never wait: while the executor is busy they meet in the queue anyway,
+    and while it is not, waiting would save nothing. Other calls wait at most a
+    share of their own time, at most what a merged batch would save. Nobody
+    waits longer than `max_wait_s`, and nobody at all if every active session is
+    queued already. While somebody decodes, training rests between two calls.
     """
 
     name: str = "opportunistic"
@@ -160,7 +160,7 @@ class Opportunistic:
     max_rows: int = 8192
     """Most rows of one batch."""
     small_rows: int = 64
-    """Calls up to this size are decode-like: they never wait."""
+    """Calls up to this size are small whatever they cost, and never wait."""
     company_s: float = 0.1
     """A session not heard for so long is not expected to come."""
     reach: int = 12
@@ -181,6 +181,7 @@ class Opportunistic:
         coming = [last.key for session, last in heard.items() if session not in here and now - last.last_seen <= self.company_s]
         rest_until = self._rest_until(heard, now)
         groups = _by_key(pending)
+        small = {call.number for call in pending if self._is_small(call, costs)}
         ready: list[tuple[_Rank, BatchKey]] = []
         ask_again: float | None = None
         for key, calls in groups.items():
@@ -188,13 +189,16 @@ class Opportunistic:
             if rest_until > now and all(call.training for call in calls):
                 wait_until = max(wait_until, min(rest_until, min(call.arrived for call in calls) + self.max_wait_s))
             if now >= wait_until:
-                ready.append((self._rank(key, calls, coming, now), key))
+                ready.append((self._rank(key, calls, small, coming, now), key))
             else:
                 ask_again = wait_until if ask_again is None else min(ask_again, wait_until)
         if not ready:
             return Decision(ask_again_at=ask_again)
         key = min(ready, key=lambda ranked: ranked[0])[1]
-        return Decision(batch=self._gather(groups[key], now))
+        return Decision(batch=self._gather(groups[key], small, now))
+
+    def _is_small(self, call: Pending, costs: Costs) -> bool:
+        return call.rows <= self.small_rows or costs.is_mostly_fixed(call.key.shape, call.rows)
 
     def _rest_until(self, heard: Mapping[int, Heard], now: float) -> float:
         """When training may go on; in the past if at once."""
@@ -214,7 +218,7 @@ class Opportunistic:
             return first
         return first + min(self.max_wait_s, gain, self.wait_share * own_time)
 
-    def _rank(self, key: BatchKey, calls: list[Pending], coming: list[BatchKey | None], now: float) -> _Rank:
+    def _rank(self, key: BatchKey, calls: list[Pending], small: set[int], coming: list[BatchKey | None], now: float) -> _Rank:
         """Smaller goes first: overdue, inference, small, nobody just behind, furthest behind, first come.
 
         So those behind catch up with others of their kind that wait further on,
@@ -225,7 +229,7 @@ class Opportunistic:
         if any(now - call.arrived > self.max_wait_s for call in calls):
             return (False, False, False, False, (0, 0), oldest)
         training = all(call.training for call in calls)
-        big = all(call.rows > self.small_rows for call in calls)
+        big = all(call.number not in small for call in calls)
         awaited = any(self._is_just_behind(last, key) for last in coming)
         return (True, training, big, awaited, key.progress, oldest)
 
@@ -235,13 +239,13 @@ class Opportunistic:
             return False
         return 0 < key.progress[1] - last.progress[1] <= self.reach
 
-    def _gather(self, calls: list[Pending], now: float) -> tuple[Pending, ...]:
+    def _gather(self, calls: list[Pending], small: set[int], now: float) -> tuple[Pending, ...]:
         """Who travels together: inference before training, first come first; small calls take no big ones along."""
-        calls = sorted(calls, key=lambda call: (call.rows > self.small_rows, call.training, call.number))
+        calls = sorted(calls, key=lambda call: (call.number not in small, call.training, call.number))
         overdue = any(now - call.arrived > self.max_wait_s for call in calls)
         limit = self.max_rows
-        if calls[0].rows <= self.small_rows and not overdue:
-            limit = max(2 * self.small_rows, sum(c.rows for c in calls if c.rows <= self.small_rows))
+        if calls[0].number in small and not overdue:
+            limit = max(2 * self.small_rows, sum(c.rows for c in calls if c.number in small))
         return _fill(calls, min(limit, self.max_rows))
 
 

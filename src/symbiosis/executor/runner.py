@@ -7,7 +7,7 @@ the one at fault gets the error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +33,8 @@ class Work:
     bytes: int
     runs: int = 0
     """How often it ran so far, and"""
-    graph: torch.cuda.CUDAGraph | None = None
-    """what replays it, if it came often enough (`replays`)."""
+    replay: Callable[[], None] | None = None
+    """what runs it again, if it came often enough (`replays`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,12 +31,17 @@ def _turn(x, y, cos_1, cos_2, sin_1, sin_2, heads, half, xh, yh, BACK: tl.conste
     mask = (head < heads) & (column < half)
     first = tl.load(x + head * xh + column, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + head * xh + column + half, mask=mask, other=0.0).to(tl.float32)
+    # each product is rounded before the sum, as in the reference
+    kind = y.dtype.element_ty
+    above, below = (first * cos_1).to(kind).to(tl.float32), (second * cos_2).to(kind).to(tl.float32)
     if BACK:
-        above, below = first * cos_1 + second * sin_2, second * cos_2 - first * sin_1
+        above += (second * sin_2).to(kind).to(tl.float32)
+        below -= (first * sin_1).to(kind).to(tl.float32)
     else:
-        above, below = first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
-    tl.store(y + head * yh + column, above.to(y.dtype.element_ty), mask=mask)
-    tl.store(y + head * yh + column + half, below.to(y.dtype.element_ty), mask=mask)
+        above -= (second * sin_1).to(kind).to(tl.float32)
+        below += (first * sin_2).to(kind).to(tl.float32)
+    tl.store(y + head * yh + column, above.to(kind), mask=mask)
+    tl.store(y + head * yh + column + half, below.to(kind), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,0 +1,71 @@
+"""Known calls run again, against the plain way. Here without CUDA graphs: what they record is called instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from symbiosis.executor.layers import make_layer
+from symbiosis.executor.policies import BatchKey
+from symbiosis.executor.replays import Replays
+from symbiosis.executor.runner import Work, _joined
+from symbiosis.types import Direction, LayerKind, LayerSpec
+
+LAYERS = tuple(
+    make_layer(
+        LayerSpec(
+            handle=i, kind=LayerKind.LINEAR, paths=(f"layer{i}",), in_width=8, out_width=6 + i, weights=(), identity=str(i)
+        ),
+        {"weight": torch.randn(6 + i, 8)},
+        None,
+        None,
+    )
+    for i in range(3)
+)
+FORWARD = BatchKey((0, 1, 2), Direction.FORWARD)
+BACKWARD = BatchKey((0, 1, 2), Direction.BACKWARD)
+
+
+def work(rows: int, key: BatchKey = FORWARD) -> Work:
+    back = key.direction is Direction.BACKWARD
+    given = tuple(torch.randn(rows, 6 + i) for i in range(3)) if back else (torch.randn(rows, 8),)
+    places = (torch.zeros(rows, 8),) if back else tuple(torch.zeros(rows, 6 + i) for i in range(3))
+    return Work(LAYERS, key, given, places, 0)
+
+
+@pytest.mark.parametrize("key", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("sizes", [(3,), (1, 2), (5, 60, 100), (400, 100)])
+def test_a_batch_that_came_often_has_the_plain_results(key, sizes):
+    replays = Replays(torch.device("cpu"))
+    works = [work(size, key) for size in sizes]
+    known = []
+    for _ in range(6):
+        for each in works:
+            for rows in each.rows:
+                rows.normal_()  # a tenant's memory stays, its rows change
+        results = replays.run(works)
+        known.append(results is not None)
+        if results is not None:
+            expected = _joined([Work(w.layers, w.key, w.rows, None, 0) for w in works])
+            for found, plain in zip(results, expected, strict=True):
+                torch.testing.assert_close(found, plain)
+            assert all(found is w.places for found, w in zip(results, works, strict=True))
+    assert known == [False, False, False, True, True, True]
+
+
+def test_any_company_of_a_known_size_is_known():
+    replays = Replays(torch.device("cpu"))
+    for _ in range(4):
+        replays.run([work(3), work(4)])
+    first, second, third = work(2), work(9), work(1)
+    results = replays.run([first, second, third])
+    assert results is not None
+    for found, each in zip(results, (first, second, third), strict=True):
+        torch.testing.assert_close(found, _joined([Work(LAYERS, FORWARD, each.rows, None, 0)])[0])
+
+
+def test_large_calls_are_not_kept():
+    replays = Replays(torch.device("cpu"))
+    for _ in range(6):
+        assert replays.run([work(300)]) is None
+        assert replays.run([work(300), work(300)]) is None
