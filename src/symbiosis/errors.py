@@ -25,6 +25,12 @@ class CannotSplit(SymbiosisError):
     code = "cannot_split"
 
 
+class CannotServe(SymbiosisError):
+    """The model's code asks for something the serving engine does not have."""
+
+    code = "cannot_serve"
+
+
 class BadAddress(SymbiosisError):
     """An address that is not of the form a link takes."""
 

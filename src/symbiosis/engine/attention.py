@@ -1,0 +1,210 @@
+"""Attention of an unmodified transformers model over pages of keys and values.
+
+transformers lets a model name its attention function; ours writes the new
+rows' keys and values to their pages and attends from each row to its own
+sequence. All sequences of a pass lie behind each other as if they were one:
+only this function knows where one ends.
+
+R = rows of a pass, H = query heads, K = key heads, D = width of a head, P = pages of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from symbiosis.errors import CannotServe
+
+NAME = "symbiosis_pages"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of one sequence in a pass."""
+
+    start: int
+    """Its first row in the pass."""
+    count: int
+    first: int
+    """Its first row's place in the sequence: so many tokens are in its pages already."""
+    pages: Sequence[int]
+
+
+class Pages:
+    """Keys and values of all layers, in pages; and which pass is running."""
+
+    def __init__(
+        self, *, layers: int, heads: int, width: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_size = page_size
+        shape = (layers, 2, pages * page_size, heads, width)
+        self._memory = torch.zeros(shape, dtype=dtype, device=device)
+        self._pass: _Pass | None = None
+
+    def bytes(self) -> int:
+        return self._memory.numel() * self._memory.element_size()
+
+    def begin(self, spans: Sequence[Span]) -> None:
+        """The rows of the next pass through the model."""
+        self._pass = _Pass(spans, self.page_size, self._memory.device)
+
+    def write(self, layer: int, pages: Sequence[int], keys_TKD: Tensor, values_TKD: Tensor) -> None:
+        """Put keys and values that were computed elsewhere at the beginning of these pages."""
+        slots = _slots(pages, self.page_size, 0, len(keys_TKD)).to(self._memory.device)
+        self._memory[layer, 0].index_copy_(0, slots, keys_TKD.to(self._memory))
+        self._memory[layer, 1].index_copy_(0, slots, values_TKD.to(self._memory))
+
+    def copy(self, source: int, target: int) -> None:
+        """A page's content to another page."""
+        size = self.page_size
+        self._memory[:, :, target * size : (target + 1) * size] = self._memory[:, :, source * size : (source + 1) * size]
+
+    def attend(
+        self, layer: int, q_HRD: Tensor, k_KRD: Tensor, v_KRD: Tensor, *, scale: float, window: int | None, cap: float | None
+    ) -> Tensor:
+        """What each row reads from its sequence, [R, H, D]."""
+        now = self._pass
+        assert now is not None, "begin() comes first"
+        keys, values = self._memory[layer, 0], self._memory[layer, 1]
+        keys.index_copy_(0, now.slots_R, k_KRD.transpose(0, 1).to(keys.dtype))
+        values.index_copy_(0, now.slots_R, v_KRD.transpose(0, 1).to(values.dtype))
+        heads, _, width = q_HRD.shape
+        groups = heads // keys.shape[1]
+        out_RHD = torch.empty(q_HRD.shape[1], heads, v_KRD.shape[-1], dtype=q_HRD.dtype, device=q_HRD.device)
+        if now.single is not None:
+            rows, (slots_BT, bias_B1T) = now.single, now.table(window, q_HRD.dtype)
+            count = len(rows)
+            q = q_HRD.transpose(0, 1)[rows].view(count, keys.shape[1], groups, width)
+            k, v = (memory.index_select(0, slots_BT.view(-1)).view(count, -1, *memory.shape[1:]) for memory in (keys, values))
+            found = _attend(q, k.transpose(1, 2), v.transpose(1, 2), bias_B1T[:, None], scale, cap)
+            out_RHD[rows] = found.reshape(count, heads, -1)
+        for several in now.several:
+            end = several.start + several.count
+            q = q_HRD[:, several.start : end].reshape(1, keys.shape[1], groups * several.count, width)
+            k, v = (memory.index_select(0, several.slots)[None].transpose(1, 2) for memory in (keys, values))
+            bias = several.bias(window, q_HRD.dtype).repeat(groups, 1)[None, None]
+            found = _attend(q, k, v, bias, scale, cap)[0]
+            out_RHD[several.start : end] = found.reshape(heads, several.count, -1).transpose(0, 1)
+        return out_RHD
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Attention of grouped queries, [B, K, rows of a group, D]; the bias is -inf where a row must not look."""
+    if cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    scores = cap * torch.tanh(scores / cap) + bias
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+def _slots(pages: Sequence[int], page_size: int, start: int, end: int) -> Tensor:
+    """Where the tokens from `start` to `end` of a sequence lie."""
+    at = torch.arange(start, end)
+    return torch.tensor(pages)[at // page_size] * page_size + at % page_size
+
+
+def _bias(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
+
+class _Several:
+    """A span of several rows: a piece of a prompt."""
+
+    def __init__(self, span: Span, page_size: int, device: torch.device) -> None:
+        self.start, self.count = span.start, span.count
+        self._first = span.first
+        self.slots = _slots(span.pages, page_size, 0, span.first + span.count).to(device)
+        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        if (window, dtype) not in self._biases:
+            place = torch.arange(self._first, self._first + self.count, device=self.slots.device)[:, None]
+            other = torch.arange(len(self.slots), device=self.slots.device)[None, :]
+            allowed = other <= place
+            if window is not None:
+                allowed &= other > place - window
+            self._biases[window, dtype] = _bias(allowed, dtype)
+        return self._biases[window, dtype]
+
+
+class _Pass:
+    """What all layers of one pass need, made once."""
+
+    def __init__(self, spans: Sequence[Span], page_size: int, device: torch.device) -> None:
+        slots = [_slots(span.pages, page_size, span.first, span.first + span.count) for span in spans]
+        self.slots_R = torch.cat(slots).to(device)
+        self.several = [_Several(span, page_size, device) for span in spans if span.count > 1]
+        single = [span for span in spans if span.count == 1]
+        self.single = torch.tensor([span.start for span in single], device=device) if single else None
+        self._places = torch.tensor([span.first for span in single], device=device)
+        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
+        if single:
+            longest = max(span.first for span in single) + 1
+            table = torch.zeros(len(single), -(-longest // page_size), dtype=torch.int64)
+            for row, span in zip(table, single, strict=True):
+                used = min(len(span.pages), len(row))
+                row[:used] = torch.tensor(span.pages[:used])
+            within = torch.arange(page_size)
+            self._slots_BT = (table[:, :, None] * page_size + within).flatten(1)[:, :longest].contiguous().to(device)
+
+    def table(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Slots of each single row's sequence, [B, T], and its bias, [B, 1, T]."""
+        if (window, dtype) not in self._biases:
+            other = torch.arange(self._slots_BT.shape[1], device=self._slots_BT.device)[None, :]
+            allowed = other <= self._places[:, None]
+            if window is not None:
+                allowed &= other > self._places[:, None] - window
+            self._biases[window, dtype] = _bias(allowed, dtype)[:, None]
+        return self._slots_BT, self._biases[window, dtype]
+
+
+def use_pages(model: PreTrainedModel, pages: Pages) -> None:
+    """Let every attention module of this model read and write these pages."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            object.__setattr__(module, "symbiosis_pages", pages)
+    model.set_attn_implementation(NAME)
+
+
+_MISSING = ("s_aux", "sinks", "position_bias", "head_mask")  # other settings than these do not change what attention computes
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    strange = [name for name in _MISSING if more.get(name) is not None]
+    if strange or attention_mask is not None or query.shape[0] != 1:
+        raise CannotServe(f"{type(module).__name__} asks its attention for {strange or 'a mask'}, which pages do not have")
+    pages: Pages = module.symbiosis_pages  # type: ignore[assignment]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    found = pages.attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query[0],
+        key[0],
+        value[0],
+        scale=scale,
+        window=sliding_window,
+        cap=softcap,
+    )
+    return found[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None

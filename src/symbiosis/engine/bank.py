@@ -1,0 +1,196 @@
+"""What the adapters of a pass do to each layer: worked out once, used by all layers and again while the company stays.
+
+A pass is one list of rows; rows of one adapter lie together as a `Segment`.
+Weights are never gathered per row: equal ranks with few rows each are one
+batched product over stacked weights, anything else one product per adapter.
+No adapter on a layer, no work there.
+
+R = rows, I / O = input and output width, N = adapters, M = most rows of one of them, r = rank.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_FEW_ROWS = 16
+_KEEP = 8  # companies
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Low:
+    """A low-rank change of a layer as the engine computes it; `b_rO` has the scale in it."""
+
+    a_Ir: Tensor
+    b_rO: Tensor
+    bias_O: Tensor | None = None
+    stretch_O: Tensor | None = None
+    """DoRA: the whole product, without the layer's own bias, times this."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale:
+    """IA3: inputs or outputs times a vector."""
+
+    vector: Tensor
+    of_input: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """A trained weight in the place of the layer's own."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None = None
+
+
+Part = Low | Scale | Whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """An adapter in the engine's dtype on its device: what it does, by the path of a layer."""
+
+    hash: str
+    parts: Mapping[str, tuple[Part, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one adapter."""
+
+    adapter: Loaded
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Batched:
+    """Low-rank changes of equal rank over few rows each."""
+
+    rows_NM: Tensor
+    """Which rows; where an adapter has fewer than M, one of its own again."""
+    real: Tensor
+    """Which of the N × M count."""
+    target: Tensor
+    """The rows of those."""
+    a_NIr: Tensor
+    b_NrO: Tensor
+
+    def add(self, x_RI: Tensor, y_RO: Tensor) -> None:
+        low = torch.bmm(x_RI[self.rows_NM], self.a_NIr)
+        change = torch.bmm(low, self.b_NrO).flatten(0, 1)
+        y_RO.index_add_(0, self.target, change if len(self.real) == len(change) else change[self.real])
+
+
+class Effect:
+    """What the adapters of one company do to one layer."""
+
+    def __init__(self, path: str, segments: Sequence[Segment]) -> None:
+        found = [(s, part) for s in segments for part in s.adapter.parts.get(path, ())]
+        self.scaled_inputs = [(slice(s.start, s.end), p.vector) for s, p in found if isinstance(p, Scale) and p.of_input]
+        self._scaled = [(slice(s.start, s.end), p.vector) for s, p in found if isinstance(p, Scale) and not p.of_input]
+        self._whole = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Whole)]
+        plain = [(s, p) for s, p in found if isinstance(p, Low) and p.stretch_O is None and p.bias_O is None]
+        self._alone = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Low) and (s, p) not in plain]
+        self._batched: list[_Batched] = []
+        for rank in {p.a_Ir.shape[1] for _, p in plain}:
+            same = [(s, p) for s, p in plain if p.a_Ir.shape[1] == rank]
+            few = [(s, p) for s, p in same if s.end - s.start <= _FEW_ROWS]
+            if len(few) > 1:
+                self._batched.append(_stack(few))
+            self._alone += [(slice(s.start, s.end), p) for s, p in same if len(few) == 1 or (s, p) not in few]
+        self.is_nothing = not found
+
+    def tables(self) -> list[tuple[slice, Tensor]]:
+        """Rows that have a table of embeddings of their own."""
+        return [(rows, whole.weight_OI) for rows, whole in self._whole]
+
+    def before(self, x_RI: Tensor) -> Tensor:
+        """The rows as the layer is to see them."""
+        if not self.scaled_inputs:
+            return x_RI
+        x_RI = x_RI.clone()
+        for rows, vector in self.scaled_inputs:
+            x_RI[rows] *= vector
+        return x_RI
+
+    def after(self, x_RI: Tensor, y_RO: Tensor, own_bias: Tensor | None) -> Tensor:
+        """The layer's result with every adapter's change; `x_RI` are the rows it saw. May write to `y_RO`."""
+        for rows, whole in self._whole:
+            y_RO[rows] = F.linear(x_RI[rows], whole.weight_OI, whole.bias_O)
+        for rows, low in self._alone:
+            _change(x_RI[rows], y_RO[rows], low, own_bias)
+        for batched in self._batched:
+            batched.add(x_RI, y_RO)
+        for rows, vector in self._scaled:
+            y_RO[rows] *= vector
+        return y_RO
+
+
+def _change(x: Tensor, y: Tensor, low: Low, own_bias: Tensor | None) -> None:
+    """One adapter's rows, in place: y is a view."""
+    if low.stretch_O is not None:
+        if own_bias is not None:
+            y -= own_bias
+        y.addmm_(x @ low.a_Ir, low.b_rO).mul_(low.stretch_O)
+        if own_bias is not None:
+            y += own_bias
+    else:
+        y.addmm_(x @ low.a_Ir, low.b_rO)
+    if low.bias_O is not None:
+        y += low.bias_O
+
+
+def _stack(few: Sequence[tuple[Segment, Low]]) -> _Batched:
+    most = max(s.end - s.start for s, _ in few)
+    rows = torch.tensor([[min(s.start + i, s.end - 1) for i in range(most)] for s, _ in few])
+    real = torch.tensor([n * most + i for n, (s, _) in enumerate(few) for i in range(s.end - s.start)])
+    device = few[0][1].a_Ir.device
+    return _Batched(
+        rows_NM=rows.to(device),
+        real=real.to(device),
+        target=rows.flatten()[real].to(device),
+        a_NIr=torch.stack([low.a_Ir for _, low in few]),
+        b_NrO=torch.stack([low.b_rO for _, low in few]),
+    )
+
+
+class Bank:
+    """Which adapters are at work in the pass that runs."""
+
+    def __init__(self) -> None:
+        self._companies: OrderedDict[tuple[tuple[str, int, int], ...], dict[str, Effect]] = OrderedDict()
+        self._rows: dict[str, Effect] | None = None
+        self._logits: dict[str, Effect] | None = None
+        self._segments: tuple[Sequence[Segment], Sequence[Segment]] = ((), ())
+
+    def begin(self, segments: Sequence[Segment], logits: Sequence[Segment]) -> None:
+        """The segments of the next pass's rows, and of the rows that the head sees."""
+        self._segments = (segments, logits)
+        self._rows, self._logits = self._company(segments), self._company(logits)
+
+    def _company(self, segments: Sequence[Segment]) -> dict[str, Effect] | None:
+        if not segments:
+            return None
+        key = tuple((s.adapter.hash, s.start, s.end) for s in segments)
+        effects = self._companies.setdefault(key, {})
+        self._companies.move_to_end(key)
+        if len(self._companies) > _KEEP:
+            self._companies.popitem(last=False)
+        return effects
+
+    def effect(self, path: str, *, of_head: bool) -> Effect | None:
+        """What happens at this layer now; None if nothing does."""
+        effects = self._logits if of_head else self._rows
+        if effects is None:
+            return None
+        effect = effects.get(path)
+        if effect is None:
+            effect = effects[path] = Effect(path, self._segments[of_head])
+        return None if effect.is_nothing else effect
