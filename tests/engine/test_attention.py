@@ -1,0 +1,80 @@
+"""Many sequences as one, over pages, on unmodified models: each sequence's logits are the plain model's."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from symbiosis.engine.attention import Pages, Span, use_pages
+from symbiosis.errors import CannotServe
+from tests.parity.architectures import ARCHITECTURES
+
+DECODERS = [a for a in ARCHITECTURES if a.name not in ("bert", "t5")]
+PAGE = 4
+
+
+def pages_for(model) -> Pages:
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if getattr(config, "multi_query", False):
+        heads = 1
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Pages(
+        layers=config.num_hidden_layers,
+        heads=heads,
+        width=width,
+        pages=64,
+        page_size=PAGE,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize("architecture", DECODERS, ids=lambda a: a.name)
+@torch.no_grad()
+def test_prompts_in_pieces_and_single_tokens_share_passes(architecture):
+    torch.manual_seed(0)
+    model = architecture.model().eval()
+    plain = copy.deepcopy(model)
+    pages = pages_for(model)
+    use_pages(model, pages)
+    sequences = [torch.randint(0, model.config.vocab_size, (length,)) for length in (7, 1, 12, 30)]
+    numbers = list(range(64))
+    random.Random(0).shuffle(numbers)
+    own = [numbers[i * 8 : i * 8 + 8] for i in range(4)]
+    done, logits = [0, 0, 0, 0], [[], [], [], []]
+    passes = [[(0, 5), (2, 7)], [(0, 1), (1, 1), (2, 1), (3, 9)], [(0, 1), (2, 3), (3, 1)], [(2, 1), (3, 20)]]
+    for company in passes:
+        spans, start = [], 0
+        for i, count in company:
+            spans.append(Span(start, count, done[i], own[i]))
+            start += count
+        pages.begin(spans)
+        ids = torch.cat([sequences[i][done[i] : done[i] + count] for i, count in company])
+        places = torch.cat([torch.arange(done[i], done[i] + count) for i, count in company])
+        found = model(input_ids=ids[None], position_ids=places[None], use_cache=False).logits[0]
+        for span, (i, count) in zip(spans, company, strict=True):
+            logits[i].append(found[span.start : span.start + count])
+            done[i] += count
+    for i, ids in enumerate(sequences):
+        torch.testing.assert_close(torch.cat(logits[i]), plain(ids[None, : done[i]]).logits[0], atol=1e-5, rtol=1e-5)
+
+
+def test_the_windows_of_the_test_models_are_shorter_than_their_sequences():
+    windows = {a.name: getattr(a.model().config, "sliding_window", None) for a in DECODERS}
+    assert any(window is not None and window < 30 for window in windows.values()), windows
+
+
+def test_attention_with_more_than_pages_have_is_refused():
+    model = ARCHITECTURES[0].model()
+    use_pages(model, pages_for(model))
+    layer = model.model.layers[0].self_attn
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    rows = torch.randn(1, 2, 3, 4)
+    with pytest.raises(CannotServe, match="s_aux"):
+        attention(layer, rows, rows, rows, None, s_aux=torch.zeros(2))

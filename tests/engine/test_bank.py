@@ -1,0 +1,88 @@
+"""Adapters side by side in one pass against plain PEFT, each alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+
+from symbiosis.engine.bank import Bank, Loaded, Low, Scale, Segment, Whole
+from symbiosis.engine.layers import adapt
+from tests.parity.architectures import ARCHITECTURES
+
+LLAMA = ARCHITECTURES[0]
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KINDS = {
+    "rank 4": LoraConfig(r=4, lora_alpha=6, target_modules=ALL, init_lora_weights=False),
+    "rank 4 too": LoraConfig(r=4, lora_alpha=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    "rank 7": LoraConfig(r=7, target_modules=ALL, use_rslora=True, init_lora_weights=False),
+    "dora": LoraConfig(r=3, target_modules=["k_proj", "down_proj"], use_dora=True, init_lora_weights=False),
+    "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "head": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"], init_lora_weights=False),
+}
+
+
+def made(base, kind: str):
+    torch.manual_seed(len(kind))
+    model = get_peft_model(copy.deepcopy(base), copy.deepcopy(KINDS[kind])).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "ia3_l" in name or "modules_to_save" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            if "magnitude" in name:
+                parameter.mul_(1.2)
+    return model
+
+
+def loaded(model, kind: str) -> Loaded:
+    """The adapter's parts, read from PEFT's own modules."""
+    parts: dict[str, tuple] = {}
+    for name, module in model.base_model.model.named_modules():
+        if hasattr(module, "lora_A") and "default" in module.lora_A:
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            stretch = None
+            if "default" in module.lora_magnitude_vector:
+                scaled = module.scaling["default"] * b @ a
+                norm = (module.base_layer.weight + scaled).norm(dim=1)
+                stretch = (module.lora_magnitude_vector["default"].weight / norm).detach()
+            parts[name] = (Low(a.detach().T, module.scaling["default"] * b.detach().T, stretch_O=stretch),)
+        elif hasattr(module, "ia3_l") and "default" in module.ia3_l:
+            parts[name] = (Scale(module.ia3_l["default"].detach().flatten(), module.is_feedforward),)
+        elif hasattr(module, "modules_to_save") and "default" in module.modules_to_save:
+            parts[name] = (Whole(module.modules_to_save["default"].weight.detach()),)
+    return Loaded(kind, parts)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1), (3, 1, 2, 5, 1, 4), (30, 2, 40, 7, 1, 20)], ids=str)
+@torch.no_grad()
+def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes):
+    """Rows are independent here: every sequence has one token, so attention mixes nothing."""
+    base = LLAMA.model().eval()
+    adapters = {kind: made(base, kind) for kind in KINDS}
+    served, bank = copy.deepcopy(base), Bank()
+    adapt(served, bank)
+    ids = torch.randint(0, base.config.vocab_size, (sum(sizes) + 2, 1))  # two rows of nobody's at the end
+    segments, at = [], 0
+    for (kind, model), size in zip(adapters.items(), sizes, strict=True):
+        segments.append(Segment(loaded(model, kind), at, at + size))
+        at += size
+    for _ in range(2):
+        bank.begin(segments, segments)
+        found = served(ids).logits
+        for segment, model in zip(segments, adapters.values(), strict=True):
+            expected = model(ids[segment.start : segment.end]).logits
+            torch.testing.assert_close(found[segment.start : segment.end], expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found[at:], base(ids[at:]).logits, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_without_adapters_nothing_is_done():
+    base = LLAMA.model().eval()
+    served, bank = copy.deepcopy(base), Bank()
+    adapt(served, bank)
+    bank.begin((), ())
+    ids = torch.arange(12).view(2, 6)
+    assert torch.equal(served(ids).logits, base(ids).logits)
+    assert bank.effect("model.layers.0.self_attn.q_proj", of_head=False) is None
