@@ -46,5 +46,23 @@ def test_results_and_gradients_are_those_of_the_module(act_fn, bias, rows, in_pl
         assert not in_place or found is out[0]
 
 
+class Cut(Mlp):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=10) * self.up_proj(x))
+
+
+def test_a_module_that_cuts_large_numbers_off_is_run_as_it_is():
+    assert type(make_layer(SPEC, {}, None, Cut(nn.SiLU()))) is Block
+
+
+def test_an_activation_that_writes_to_its_input_is_run_as_it_is_or_right():
+    layer = make_layer(SPEC, {}, None, Mlp(nn.ReLU(inplace=True)))
+    x, grad = torch.randn(3, 16), torch.randn(3, 16)
+    plain = Block(SPEC, layer.module)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.forward((x,))[0], plain.forward((x,))[0])
+        torch.testing.assert_close(layer.backward((x, grad))[0], plain.backward((x, grad))[0])
+
+
 def test_a_module_that_only_looks_like_it_is_run_as_it_is():
     assert type(make_layer(SPEC, {}, None, Other(nn.SiLU()))) is Block

@@ -26,6 +26,11 @@ class Heard:
     training: bool = False
     ran: float = 0.0
     span_s: float = 0.0
+    rows: int = 1
+
+    @property
+    def answered(self) -> float:
+        return self.last_seen
 
 
 def call(number, session=None, key=Q, rows=1, training=False, arrived=0.0):
@@ -113,6 +118,8 @@ class TestOpportunistic:
         last = Heard(1.0, Q_BACK, training=True, ran=0.99, span_s=10.0)
         gone = {1: last, 2: Heard(0.5, Q)}
         assert numbers(Opportunistic().decide([training], gone, Costs(), 1.0)) == [1]
+        reads = {1: last, 2: Heard(1.0, Q, rows=1000)}
+        assert numbers(Opportunistic().decide([training], reads, Costs(), 1.0)) == [1]
         decodes = {1: last, 2: Heard(1.1, Q)}
         assert numbers(Opportunistic(max_wait_s=0.1).decide([training], decodes, Costs(), 1.11)) == [1]
 

@@ -33,6 +33,10 @@ def work(rows: int, key: BatchKey = FORWARD) -> Work:
     return Work(LAYERS, key, given, places, 0)
 
 
+def known_as(works: list[Work], tenant: str = "ann") -> list[tuple]:
+    return [(tenant, each, each.places) for each in works]
+
+
 @pytest.mark.parametrize("key", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("sizes", [(3,), (1, 2), (5, 60, 100), (400, 100)])
 def test_a_batch_that_came_often_has_the_plain_results(key, sizes):
@@ -43,7 +47,7 @@ def test_a_batch_that_came_often_has_the_plain_results(key, sizes):
         for each in works:
             for rows in each.rows:
                 rows.normal_()  # a tenant's memory stays, its rows change
-        results = replays.run(works)
+        results = replays.run(known_as(works))
         known.append(results is not None)
         if results is not None:
             expected = _joined([Work(w.layers, w.key, w.rows, None, 0) for w in works])
@@ -56,9 +60,9 @@ def test_a_batch_that_came_often_has_the_plain_results(key, sizes):
 def test_any_company_of_a_known_size_is_known():
     replays = Replays(torch.device("cpu"))
     for _ in range(4):
-        replays.run([work(3), work(4)])
+        replays.run(known_as([work(3), work(4)]))
     first, second, third = work(2), work(9), work(1)
-    results = replays.run([first, second, third])
+    results = replays.run(known_as([first, second, third]))
     assert results is not None
     for found, each in zip(results, (first, second, third), strict=True):
         torch.testing.assert_close(found, _joined([Work(LAYERS, FORWARD, each.rows, None, 0)])[0])
@@ -67,5 +71,29 @@ def test_any_company_of_a_known_size_is_known():
 def test_large_calls_are_not_kept():
     replays = Replays(torch.device("cpu"))
     for _ in range(6):
-        assert replays.run([work(300)]) is None
-        assert replays.run([work(300), work(300)]) is None
+        assert replays.run(known_as([work(300)])) is None
+        assert replays.run(known_as([work(300), work(300)])) is None
+
+
+def test_one_tenant_keeps_a_bounded_number():
+    replays = Replays(torch.device("cpu"))
+    kept = [work(1) for _ in range(1030)]
+    for _ in range(4):
+        for each in kept:
+            replays.run(known_as([each]))
+    assert sum(each.replay is not None for each in kept) == 1024
+    other = work(1)
+    for _ in range(4):
+        replays.run([("bob", other, other.places)])
+    assert other.replay is not None
+
+
+def test_calls_that_never_come_again_leave_no_room_taken():
+    replays = Replays(torch.device("cpu"))
+    for number in range(9000):
+        replays.run(
+            known_as([work(1, BatchKey((number,), Direction.FORWARD)), work(1, BatchKey((number,), Direction.FORWARD))])
+        )
+    for _ in range(3):
+        assert replays.run(known_as([work(1), work(2)])) is None
+    assert replays.run(known_as([work(1), work(2)])) is not None

@@ -122,6 +122,18 @@ def test_greedy_text_is_that_of_the_plain_model(server, mode):
     model.symbiosis.close()
 
 
+def test_decoding_becomes_graphs_for_everybody_who_comes_also_after_all_have_left(server):
+    there = server()
+    expected = plain().generate(IDS[:, :4].cuda(), max_new_tokens=24, do_sample=False)
+    graphs = [0]
+    for _ in range(3):
+        model = symbiosis.connect(there.address, device="cuda", mode="executor")
+        assert torch.equal(model.generate(IDS[:, :4].cuda(), max_new_tokens=24, do_sample=False), expected)
+        model.symbiosis.close()
+        graphs.append(there.stats()["graphs"])
+        assert graphs[-1] > graphs[-2], graphs
+
+
 def test_bigger_calls_grow_the_channel(server):
     there = server()
     model = symbiosis.connect(there.address, device="cuda", mode="executor")

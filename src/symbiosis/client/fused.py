@@ -9,6 +9,7 @@ call is unusual, the model's own code runs.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections.abc import Callable
@@ -27,17 +28,17 @@ _ROTARY = "apply_rotary_pos_emb"
 
 def fuse(model: nn.Module) -> None:
     """Let the parts of this model, and of no other, use the kernels."""
-    norms: dict[type, bool] = {}
     attentions: dict[type, Any] = {}
     for module in list(model.modules()):
+        norm = _norm_like(module)
+        if norm is not None:
+            mix_in(module, norm)
+            continue
         kind = type(module)
-        if kind not in norms:
-            norms[kind] = _is_rms_norm(module)
+        if kind not in attentions:
             attentions[kind] = _with_fused_rotary(kind) if _TRITON else None
-        if norms[kind]:
-            mix_in(module, FusedNorm)
-        elif (fused := attentions[kind]) is not None:
-            module.__class__ = fused
+        if attentions[kind] is not None:
+            module.__class__ = attentions[kind]
 
 
 class FusedNorm(nn.Module):
@@ -49,8 +50,19 @@ class FusedNorm(nn.Module):
         weight = self.weight
         if not x.is_cuda or x.dtype is not weight.dtype or torch.is_autocast_enabled("cuda"):
             return super().forward(x)
-        # times the weight by itself, as the model's own code has it: a product in the kernel would round once less
-        return F.rms_norm(x, weight.shape, None, _epsilon(self)) * weight
+        return self.normalised(x, weight, _epsilon(self))
+
+    @staticmethod
+    def normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Rounded before the product with the weight, and again after it."""
+        return F.rms_norm(x, weight.shape, None, epsilon) * weight
+
+
+class FusedNormAtOnce(FusedNorm):
+    @staticmethod
+    def normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Rounded once."""
+        return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def _epsilon(norm: nn.Module) -> float:
@@ -59,17 +71,32 @@ def _epsilon(norm: nn.Module) -> float:
 
 
 @torch.no_grad()
-def _is_rms_norm(module: nn.Module) -> bool:
+def _norm_like(module: nn.Module) -> type[FusedNorm] | None:
+    """The kernel that computes what this module computes, rounding included; None if none does."""
     weight = module._parameters.get("weight")
     if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1:
-        return False
+        return None
     if [name for name, _ in module.named_parameters()] != ["weight"] or len(inspect.signature(module.forward).parameters) != 1:
-        return False
-    if not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
-        return False
-    x = torch.randn(2, 3, len(weight), device=weight.device)
-    fused = F.rms_norm(x, weight.shape, None, _epsilon(module)) * weight.float()
-    return torch.allclose(module(x).float(), fused, rtol=1e-4, atol=1e-5)
+        return None
+    if getattr(module, "variance_epsilon", None) is None and getattr(module, "eps", None) is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 16, len(weight), generator=generator).to(weight)
+    probe = copy.copy(module)
+    probe._parameters = {"weight": nn.Parameter(torch.rand(len(weight), generator=generator).to(weight), requires_grad=False)}
+    expected = probe(x)
+    for kind in (FusedNorm, FusedNormAtOnce):
+        found = kind.normalised(x, probe._parameters["weight"], _epsilon(module))  # type: ignore[arg-type]
+        if found.dtype is expected.dtype and _alike(found, expected):
+            return kind
+    return None
+
+
+def _alike(found: Tensor, expected: Tensor) -> bool:
+    """Equal, but for few numbers that were just between two roundings."""
+    if found.dtype is torch.float32:
+        return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    return bool((found != expected).float().mean() < 0.02) and torch.allclose(found, expected, rtol=0.02, atol=0.02)
 
 
 def _with_fused_rotary(kind: type) -> type | None:
@@ -93,20 +120,20 @@ def _turns_halves(plain: Callable[..., Any]) -> bool:
     parameters = list(inspect.signature(plain).parameters.values())
     if [p.name for p in parameters[:4]] != ["q", "k", "cos", "sin"] or any(p.default is p.empty for p in parameters[4:]):
         return False
-    inputs = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 2, 3, 8), (2, 1, 3, 8), (2, 3, 8), (2, 3, 8)
+    inputs = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
     try:
-        pairs = zip(plain(*inputs), reference(*inputs), strict=True)
-        return all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in pairs)
+        return all(torch.equal(ours, theirs) for ours, theirs in zip(plain(*inputs), reference(*inputs), strict=True))
     except (RuntimeError, TypeError, ValueError):  # it takes tensors of other shapes
         return False
 
 
 def _or_plain(plain: Callable[..., Any]) -> Callable[..., Any]:
-    from symbiosis.kernels.rotary import rotary
+    from symbiosis.kernels.rotary import fits, rotary
 
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
-        usual = q.is_cuda and q.dim() == cos.dim() + 1 == 4 and q.dtype is k.dtype is cos.dtype is sin.dtype
-        if more or named or not usual or cos.shape[-1] != q.shape[-1] or cos.shape[-2] != q.shape[-2]:
+        if more or named or not q.is_cuda or not fits(q, k, cos, sin):
             return plain(q, k, cos, sin, *more, **named)
         return rotary(q, k, cos, sin)
 

@@ -9,6 +9,7 @@ trains it; then nothing of that reaches the executor.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import sys
@@ -384,10 +385,13 @@ def _asking_method() -> str:
 
 def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
     """Make `module` an instance of its own class with `mixin` in front; to everybody else its class looks the same."""
-    original = type(module)
-    module.__class__ = type(
-        original.__name__, (mixin, original), {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    )
+    module.__class__ = _mixed(type(module), mixin)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _mixed(original: Any, mixin: Any) -> Any:
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (mixin, original), names)
 
 
 def make_block(module: nn.Module, spec: LayerSpec) -> None:

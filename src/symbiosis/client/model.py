@@ -63,7 +63,7 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
         link.use_gpu(device, theirs)
     if device.type == "cuda":
         fuse(model)
-        speed_up_loss(model)
+    speed_up_loss(model)
     model.symbiosis = session
     model.save_pretrained = _cannot_save
     return model

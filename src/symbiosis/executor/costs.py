@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 _MOST_SHAPES = 4096
+_ENOUGH = 8.0  # batches of its own, where its parts are known
 _FADE = 0.98  # old batches count less: machines get busier and calmer
 
 
@@ -41,28 +42,37 @@ class Costs:
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, _Line] = {}
+        self._parts: dict[Hashable, list[Hashable]] = {}
 
     def observe(self, shape: Hashable, rows: int, seconds: float) -> None:
         if shape in self._lines or len(self._lines) < _MOST_SHAPES:  # tenants can invent combinations of layers
             self._lines.setdefault(shape, _Line()).add(rows, seconds)
 
+    def consists(self, shape: Hashable, parts: list[Hashable]) -> None:
+        """A shape that costs what its parts cost, until it was seen itself."""
+        if len(self._parts) < _MOST_SHAPES:
+            self._parts[shape] = parts
+
+    def _fit(self, shape: Hashable) -> tuple[float, float]:
+        """Fixed seconds, and seconds a row; nothing while nothing is known."""
+        line = self._lines.get(shape)
+        if line is not None and line.n > _ENOUGH:
+            return line.fit()
+        parts = [self._lines[part].fit() for part in self._parts.get(shape, ()) if part in self._lines]
+        if not parts:
+            return line.fit() if line is not None else (0.0, 0.0)
+        return sum(fixed for fixed, _ in parts), sum(per_row for _, per_row in parts)
+
     def estimate(self, shape: Hashable, rows: int) -> float:
         """Seconds a batch of so many rows takes; 0.0 while nothing is known."""
-        line = self._lines.get(shape)
-        if line is None:
-            return 0.0
-        fixed, per_row = line.fit()
+        fixed, per_row = self._fit(shape)
         return fixed + per_row * rows
 
     def is_mostly_fixed(self, shape: Hashable, rows: int) -> bool:
         """Whether so many rows cost less than having them at all (reading the weights): twice as many are nearly free."""
-        line = self._lines.get(shape)
-        if line is None:
-            return False
-        fixed, per_row = line.fit()
+        fixed, per_row = self._fit(shape)
         return per_row * rows < fixed
 
     def saving(self, shape: Hashable) -> float:
         """Seconds saved by running two batches as one: the fixed part."""
-        line = self._lines.get(shape)
-        return line.fit()[0] if line else 0.0
+        return self._fit(shape)[0]

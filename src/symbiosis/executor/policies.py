@@ -57,6 +57,10 @@ class Heard(Protocol):
     """When it last sent or was sent something."""
     key: BatchKey | None
     """What it called last."""
+    rows: int
+    """With how many rows."""
+    answered: float
+    """When that was answered."""
     training: bool
     """Whether that was for training."""
     ran: float
@@ -169,6 +173,8 @@ class Opportunistic:
     """Longest wait as a share of the call's own measured time."""
     least_gain: float = 0.01
     """Merging that saves less than this share of the time is not waited for."""
+    decode_rows: int = 256
+    """Inference with more rows at once is no decoding: training does not rest for it."""
     training_share: float = 0.25
     """Share of the time that training gets while somebody decodes; 1.0: as much as it takes."""
 
@@ -202,8 +208,9 @@ class Opportunistic:
 
     def _rest_until(self, heard: Mapping[int, Heard], now: float) -> float:
         """When training may go on; in the past if at once."""
-        active = [last for last in heard.values() if now - last.last_seen <= self.company_s and last.key is not None]
-        if self.training_share >= 1.0 or all(last.training for last in active):
+        active = [last for last in heard.values() if now - last.answered <= self.company_s and last.key is not None]
+        # not every call without a gradient decodes: a trainer's first layer has none either
+        if self.training_share >= 1.0 or all(last.training or last.rows > self.decode_rows for last in active):
             return now
         return max((last.ran + last.span_s / self.training_share for last in active if last.training), default=now)
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -26,18 +27,18 @@ from symbiosis.executor.runner import Work
 _KNOWN = 4  # what comes so often comes again
 _ROWS = 256  # of one call: with more rows the GPU takes longer than the launches
 _SIZES = (16, 64, 128, 256, 512)  # of rows together
-_MOST = 8192
+_LAYERS = 4  # of one call: q, k and v, or gate and up
+_MOST, _MOST_OF_ONE = 8192, 1024  # graphs of everybody together, and of one tenant
 _log = logging.getLogger("symbiosis")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Joint:
     """All calls of one key that fit one size."""
 
-    runs: int = 0
-    replay: Callable[[], None] | None = None
-    rows: Rows = ()
-    results: Rows = ()
+    replay: Callable[[], None]
+    rows: Rows
+    results: Rows
 
 
 class Replays:
@@ -45,64 +46,77 @@ class Replays:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._works: WeakSet[Work] = WeakSet()  # they go with their channels
+        self.captures = 0
+        """Graphs made so far: whoever times a batch leaves those out."""
+        self._pool: Any = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._works: dict[str, WeakSet[Work]] = {}  # by tenant; they go with their channels
         self._joints: dict[tuple[BatchKey, int], _Joint] = {}
+        self._seen: dict[tuple[BatchKey, int], int] = {}
         self._memory: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         self._parts: dict[tuple[int, int, int], Tensor] = {}
 
-    def run(self, works: Sequence[Work]) -> list[Rows] | None:
-        """The results of a batch, if it is known well enough; None if it must be run as it is."""
+    def run(self, works: Sequence[tuple[str, Work, Rows]]) -> list[Rows] | None:
+        """The results of a batch, (tenant, work, its places) each, if it is known well enough; None: run it as it is."""
+        if len(works[0][1].layers) > _LAYERS:
+            return None
         if len(works) == 1:
-            return self._alone(works[0])
-        rows = sum(work.rows[0].shape[0] for work in works)
+            return self._alone(*works[0])
+        rows = sum(work.rows[0].shape[0] for _, work, _ in works)
         size = next((size for size in _SIZES if size >= rows), None)
         return None if size is None else self._together(works, size)
 
-    def _alone(self, work: Work) -> list[Rows] | None:
+    def _alone(self, tenant: str, work: Work, places: Rows) -> list[Rows] | None:
         if work.replay is None:
             work.runs += 1
-            if work.runs != _KNOWN or len(self._works) >= _MOST or work.rows[0].shape[0] > _ROWS:
+            if work.runs != _KNOWN or work.rows[0].shape[0] > _ROWS:
                 return None
-            assert work.places is not None, "only such works come here"
-            work.replay = self._record(work, work.rows, work.places)
+            kept = self._works.setdefault(tenant, WeakSet())
+            if len(kept) >= _MOST_OF_ONE:
+                return None
+            work.replay = self._record(work, work.rows, places)
             if work.replay is None:
                 return None
-            self._works.add(work)
+            kept.add(work)
         work.replay()
-        return [work.places or ()]
+        return [places]
 
-    def _together(self, works: Sequence[Work], size: int) -> list[Rows] | None:
-        first = works[0]
-        if (first.key, size) not in self._joints and len(self._joints) >= _MOST:
-            return None
-        joint = self._joints.setdefault((first.key, size), _Joint())
-        if joint.replay is None:
-            joint.runs += 1
-            if joint.runs != _KNOWN:
+    def _together(self, works: Sequence[tuple[str, Work, Rows]], size: int) -> list[Rows] | None:
+        _, first, first_places = works[0]
+        joint = self._joints.get((first.key, size))
+        if joint is None:
+            if not self._is_known((first.key, size)):
                 return None
-            assert first.places is not None, "only such works come here"
-            joint.rows = tuple(self._take(f"row {i}", size, t) for i, t in enumerate(first.rows))
-            joint.results = tuple(self._take(f"result {i}", size, t) for i, t in enumerate(first.places))
-            joint.replay = self._record(first, joint.rows, joint.results)
-            if joint.replay is None:
+            rows = tuple(self._take(f"row {i}", size, t) for i, t in enumerate(first.rows))
+            results = tuple(self._take(f"result {i}", size, t) for i, t in enumerate(first_places))
+            replay = self._record(first, rows, results)
+            if replay is None:
                 return None
-        ends: list[Tensor] = []
-        starts: list[Tensor] = []
-        places: list[Tensor] = []
+            _drop_oldest(self._joints, _MOST)
+            joint = self._joints[first.key, size] = _Joint(replay, rows, results)
         given: list[Tensor] = []
+        starts: list[Tensor] = []
+        ends: list[Tensor] = []
+        wanted: list[Tensor] = []
         at = 0
-        for work in works:
+        for _, work, places in works:
             end = at + work.rows[0].shape[0]
             given += work.rows
             starts += [self._part(memory, at, end) for memory in joint.rows]
             ends += [self._part(memory, at, end) for memory in joint.results]
-            places += work.places or ()
+            wanted += places
             at = end
         torch._foreach_copy_(starts, given)
         joint.replay()
-        torch._foreach_copy_(places, ends)
-        return [work.places or () for work in works]
+        torch._foreach_copy_(wanted, ends)
+        return [places for _, _, places in works]
+
+    def _is_known(self, key: tuple[BatchKey, int]) -> bool:
+        """Whether this has come often enough to be kept."""
+        count = self._seen.pop(key, 0) + 1
+        _drop_oldest(self._seen, _MOST)
+        self._seen[key] = count
+        return count == _KNOWN
 
     def _take(self, use: str, size: int, like: Tensor) -> Tensor:
         """Memory that all joints of this size and width use in turn."""
@@ -129,6 +143,21 @@ class Replays:
 
         if self._device.type != "cuda":
             return compute
+        self.captures += 1
+        try:
+            if self._keeper is None:
+                # A pool lives as long as a graph that uses it. This one stays when all tenants have left.
+                self._pool, spare = torch.cuda.graph_pool_handle(), torch.zeros(8, device=self._device)
+                self._keeper = self._capture(lambda: spare.add_(1.0))
+            graph = self._capture(compute)
+        except Exception as error:  # noqa: BLE001 - run as it is, whatever it did in there is told to its tenant then
+            _log.warning("%s cannot be a CUDA graph (%r): it is run as it is", work.layers[0].spec.paths[0], error)
+            self._keeper = None  # a failed capture may leave its pool unusable: the next one gets another
+            return None
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def _capture(self, compute: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # nothing on the GPU may be freed meanwhile
@@ -141,11 +170,12 @@ class Replays:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        except RuntimeError as error:
-            _log.warning("%s cannot be a CUDA graph (%r): it is run as it is", work.layers[0].spec.paths[0], error)
-            return None
         finally:
             if collects:
                 gc.enable()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return graph
+
+
+def _drop_oldest(kept: dict[Any, Any], most: int) -> None:
+    while len(kept) >= most:
+        del kept[next(iter(kept))]

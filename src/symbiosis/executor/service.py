@@ -238,15 +238,24 @@ class Service:
             if message.direction is Direction.BACKWARD:
                 widths = [layers[0].spec.in_width]
             places = peer.port.places(peer, [(rows[0].shape[0], width) for width in widths], layers[0].dtype)
-        work = Work(layers, key, rows, places, sum(tensor_bytes(t) for t in rows))
+        # rows of tenants on this host lie in their channel's own memory, whether they wait here or there
+        held = 0 if peer.port.same_host else sum(tensor_bytes(t) for t in rows)
+        work = Work(layers, key, rows, places, held)
         if all(t.is_floating_point() for t in rows):  # whoever sends integers can change them before the next time
             message.note = work
         return work
 
     def _new_key(self, handles: tuple[int, ...], direction: Direction, widths: tuple[int, ...]) -> BatchKey:
         specs = [self._layer(handle).spec for handle in handles]
-        shape = (direction, *(x for spec in specs for x in (spec.kind, spec.in_width, spec.out_width)))
-        return BatchKey(handles, direction, (*shape, *widths))
+        shape = (direction, *(x for spec in specs for x in (spec.kind, spec.in_width, spec.out_width)), *widths)
+        if len(specs) > 1:  # matrices: each is as dear as alone until more is known
+            self._costs.consists(
+                shape, [self._key((handle,), direction, self._alone(handle, direction)).shape for handle in handles]
+            )
+        return BatchKey(handles, direction, shape)
+
+    def _alone(self, handle: int, direction: Direction) -> tuple[int, ...]:
+        return tuple(width or 0 for width in self._layer(handle).widths(direction))
 
     def _check(self, layers: tuple[BaseLayer, ...], message: Message) -> tuple[torch.Tensor, ...]:
         # Integers decide which memory is read: take them out of the tenant's reach before looking at them.
@@ -286,8 +295,13 @@ class Service:
                 if layer.spec.kind in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
                     continue  # what these cost depends on the numbers in their rows
                 key = self._key((layer.spec.handle,), direction, tuple(width or 0 for width in widths))
-                for rows, seconds in time_layer(layer, direction):
-                    self._costs.observe(key.shape, rows, seconds)
+                try:
+                    for rows, seconds in time_layer(layer, direction):
+                        self._costs.observe(key.shape, rows, seconds)
+                except Exception:  # noqa: BLE001 - it may work with other rows, or never be called
+                    _log.warning("%s could not be timed %s", layer.spec.paths[0], direction.name.lower(), exc_info=True)
+        if self._lanes is not None:
+            torch.cuda.empty_cache()
 
     def is_full(self) -> bool:
         """Whether the queue holds as many bytes as it should: run batches before taking more."""
@@ -333,6 +347,8 @@ class Service:
                 self._forget(call.session)
         except Exception as error:  # noqa: BLE001 - the others of the batch get their answers all the same
             _log.exception("an answer to %s failed", call.session.tenant)
+            if self._lanes is not None:
+                self._lanes.check()  # if that raises, the loop ends, and everybody hears of it
             self._refuse(peer, call.request, SymbiosisError(f"the executor failed: {type(error).__name__}"))
 
     def _fail_all(self, error: SymbiosisError) -> None:
@@ -367,8 +383,10 @@ class Service:
     def _note(self, call: Call, started: float, seconds: float, ended: float) -> None:
         """What a policy knows of this session from now on."""
         session = call.session
-        own = min(_OWN_WORK_S, max(0.0, call.pending.arrived - session.answered))
-        session.key, session.training = call.pending.key, call.pending.training
+        away = call.pending.arrived - session.answered
+        own = away if 0.0 <= away <= _OWN_WORK_S and session.peer.port.same_host else 0.0
+        session.key, session.rows = call.pending.key, call.pending.rows
+        session.training = call.pending.training or session.key.direction is Direction.BACKWARD
         session.ran, session.span_s = started, own + seconds
         session.last_seen = session.answered = ended
 
@@ -451,5 +469,6 @@ class Service:
             "sessions": len(sessions),
             "layers": len(self._layers),
             "bytes_held": self.bytes_held(),
+            "graphs": self._lanes.graphs if self._lanes is not None else 0,
             "tenants": tenants,
         }

@@ -48,6 +48,8 @@ class Session:
     """The request it is busy with."""
     key: BatchKey | None = None
     """What it called last."""
+    rows: int = 0
+    """With how many rows."""
     training: bool = False
     """Whether that was for training."""
     ran: float = 0.0

@@ -27,7 +27,7 @@ def reference(q_BHTD: Tensor, k_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(x, y, cos_1, cos_2, sin_1, sin_2, heads, half, xh, yh, BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     """All heads of one token: from `x` to `y`."""
-    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    head, column = tl.arange(0, HEADS)[:, None].to(tl.int64), tl.arange(0, HALF)[None, :]
     mask = (head < heads) & (column < half)
     first = tl.load(x + head * xh + column, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + head * xh + column + half, mask=mask, other=0.0).to(tl.float32)
@@ -95,6 +95,16 @@ class _Rotary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, None, None]:
         return *_launch(q, k, *ctx.saved_tensors, back=True), None, None
+
+
+def fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernel takes these."""
+    if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and q.dtype is k.dtype is cos.dtype is sin.dtype):
+        return False
+    batch, _, tokens, width = q.shape
+    tables = cos.shape == sin.shape and tuple(cos.shape[1:]) == (tokens, width) and cos.shape[0] in (1, batch)
+    same = (k.shape[0], *k.shape[2:]) == (batch, tokens, width) and width % 2 == 0
+    return tables and same and cos.stride(-1) == sin.stride(-1) == 1 and not (cos.requires_grad or sin.requires_grad)
 
 
 def rotary(q_BHTD: Tensor, k_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:

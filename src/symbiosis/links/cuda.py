@@ -71,6 +71,7 @@ class CudaChannel:
     def __init__(self, size: int, device: torch.device) -> None:
         self._memory = driver.DeviceMemory(2 * size, device)
         try:
+            self._memory.bytes.zero_()  # nobody reads what another tenant left
             self._shared = SharedMemory(_PAGE + _RING * _SLOT)
             self._host = memoryview(self._shared.memory)
             self._counters = driver.Counters(self._shared.memory, device)
@@ -106,8 +107,9 @@ class CudaChannel:
             message = decode(memoryview(frame), max_bytes=self._size, max_body=0, arena=self._calls)
             if message.kind is not Kind.CALL or message.request != REQUEST:
                 raise BadMessage(f"a {message.kind.name} among the calls of a channel")
-            if len(self._known) < _REMEMBER:
-                self._known[frame] = message
+            if len(self._known) >= _REMEMBER:
+                del self._known[next(iter(self._known))]
+            self._known[frame] = message
         return message
 
     def places(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -116,25 +118,37 @@ class CudaChannel:
 
     def answer(self, message: Message) -> None:
         """Give the answer to the call that was taken; the GPU delivers it when it is computed."""
-        if message.kind is Kind.REPLY:
-            offsets, _ = lay_out((t.shape[0], t.shape[1], t.dtype) for t in message.tensors)
-            here = [self._start + offset for offset in offsets]
-            if [t.data_ptr() for t in message.tensors] != here:  # not computed in place
-                shapes = [(t.shape, t.dtype) for t in message.tensors]
-                torch._foreach_copy_(_views(self._answers, shapes), message.tensors)
-        else:
-            self._answers.fill_(0xFF)  # no number: whatever the tenant computes before it hears of this shows
-            self._counters.host[_FAILED] = self._next & 0xFFFFFFFF
-        self._counters.write(driver.current_stream(self._device), _DONE, self._next)
+        try:
+            self._put(message)
+            self._counters.write(driver.current_stream(self._device), _DONE, self._next)
+        except (RuntimeError, SymbiosisError):  # the GPU's context is broken: its streams deliver nothing any more
+            self._let_go()
+            raise
         self._next += 1
         self.busy = False
+
+    def _put(self, message: Message) -> None:
+        if message.kind is not Kind.REPLY:
+            self._answers.fill_(0xFF)  # no number: whatever the tenant computes before it hears of this shows
+            self._counters.host[_FAILED] = self._next & 0xFFFFFFFF
+            return
+        offsets, _ = lay_out((t.shape[0], t.shape[1], t.dtype) for t in message.tensors)
+        here = [self._start + offset for offset in offsets]
+        if [t.data_ptr() for t in message.tensors] != here:  # not computed in place
+            shapes = [(t.shape, t.dtype) for t in message.tensors]
+            torch._foreach_copy_(_views(self._answers, shapes), message.tensors)
+
+    def _let_go(self) -> None:
+        """The tenant's stream goes on, and its next call finds that the executor is gone."""
+        self._counters.host[_FAILED] = 0xFFFFFFFF
+        self._counters.host[_DONE] = self._next + _FAR & 0xFFFFFFFF
 
     def close(self) -> None:
         """Whoever waits here goes on, and finds that the executor is gone."""
         self._counters.host[_FAILED] = 0xFFFFFFFF
         with suppress(RuntimeError):  # a broken context: the tenant goes on all the same
             torch.cuda.synchronize(self._device)  # no stream of ours writes the counter after this
-        self._counters.host[_DONE] = self._next + _FAR & 0xFFFFFFFF
+        self._let_go()
         self._counters.close()
         self._memory.close()
         self._host.release()
@@ -205,8 +219,9 @@ class CudaCaller:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan(message, widths)
-            if len(self._plans) < _REMEMBER:
-                self._plans[key] = plan
+            if len(self._plans) >= _REMEMBER:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan
         self._check()
         torch._foreach_copy_(plan.calls, tensors)  # one launch for all of them
         at = _slot(self._next)

@@ -8,6 +8,7 @@ either side is killed. The first half carries calls, the second answers.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -29,6 +30,7 @@ from symbiosis.errors import (
     TooLarge,
     TooManyCalls,
 )
+from symbiosis.links import driver
 from symbiosis.links.base import Peer
 from symbiosis.links.cuda import REQUEST, CudaCaller, CudaChannel, Watch
 from symbiosis.links.dial import WireLink
@@ -37,6 +39,7 @@ from symbiosis.links.wire import WirePort
 from symbiosis.messages import Kind, Message, is_call
 
 _FIRST_BYTES = 8 << 20
+_log = logging.getLogger("symbiosis")
 _NAME = re.compile(r"(?!.*\.lock$)[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 
 
@@ -207,7 +210,13 @@ class ShmLink(WireLink):
             return super().call(message, widths)
         if self.closed:
             raise Closed("this session was closed; connect again")
-        return self._caller().call(message, widths)
+        try:
+            caller = self._caller()
+        except driver.DriverError as error:
+            _log.warning("no channel on the executor's GPU (%s): calls go through shared memory", error)
+            self._gpu = None
+            return super().call(message, widths)
+        return caller.call(message, widths)
 
     def _caller(self) -> CudaCaller:
         """This thread's own."""
