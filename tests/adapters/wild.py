@@ -19,6 +19,7 @@ NAMES = {architecture.name: architecture for architecture in [*ARCHITECTURES, *M
 def base(name: str) -> PreTrainedModel:
     """The same numbers each time; `tied_llama` is a Llama whose head is its embedding."""
     model = NAMES[name].model() if name != "tied_llama" else _tied_llama()
+    model.set_experts_implementation("eager")  # the grouped one knows no double precision
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -104,11 +104,15 @@ def _module(module: nn.Module) -> ModuleFacts:
     return ModuleFacts(kind=None, shapes=shapes)
 
 
+_ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
 def _cache(config: Any) -> tuple[int, int]:
     """Key/value heads and width of a head in every layer's cache; zeros where one pair does not say it."""
     heads = getattr(config, "num_attention_heads", 0) or 0
-    # latent attention, layers that differ and layers that share a cache
-    if not heads or any(getattr(config, name, None) for name in ("kv_lora_rank", "per_layer_config", "num_kv_shared_layers")):
+    latent, shared = getattr(config, "kv_lora_rank", None), getattr(config, "num_kv_shared_layers", None)
+    differ = config.to_dict().get("per_layer_config")  # the attribute is a view that is always there
+    if not heads or latent or shared or differ or not set(getattr(config, "layer_types", None) or ()) <= _ATTENTIONS:
         return 0, 0
     kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
