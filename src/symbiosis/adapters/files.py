@@ -122,12 +122,16 @@ def _file(place: int, name: str, max_bytes: int) -> Iterator[BufferedReader]:
         raise BadAdapter(f"{name} is missing: expected a folder as PEFT's `save_pretrained` writes it") from None
     except OSError as error:
         raise BadAdapter(f"{name} cannot be opened ({error.strerror}); it must be a plain file, not a link") from None
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > max_bytes:
+        os.close(handle)
+        reason = (
+            f"has {found.st_size} bytes, more than the {max_bytes} allowed"
+            if stat.S_ISREG(found.st_mode)
+            else "is not a plain file"
+        )
+        raise BadAdapter(f"{name} {reason}")
     with os.fdopen(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise BadAdapter(f"{name} is not a plain file")
-        if found.st_size > max_bytes:
-            raise BadAdapter(f"{name} has {found.st_size} bytes, more than the {max_bytes} allowed")
         yield file
 
 

@@ -94,14 +94,11 @@ def _low_rank(path: str, module: ModuleFacts, settings: LoraSettings, stored: St
     role_a, role_b = (Role.EMBEDDING_A, Role.EMBEDDING_B) if embedding else (Role.A, Role.B)
     if not stored.has(path, role_a):
         raise BadAdapter(f"{TENSORS} lacks {role_a} of {path}, which target_modules names")
-    found = stored.shape(path, role_a)
-    if len(found) == 2 and found[0] != rank:
-        raise BadAdapter(f"{TENSORS}: {role_a} of {path} has rank {found[0]}; r and rank_pattern of {CONFIG} say {rank}")
     fit = f"{path} is a {described(module)} of {into} to {out}"
     bias = settings.lora_bias and not embedding
     return LowRank(
-        a_RI=stored.take(path, role_a, (rank, into), fit=fit),
-        b_OR=stored.take(path, role_b, (out, rank), fit=fit),
+        a_RI=stored.take(path, role_a, (rank, into), fit=fit, own=0),
+        b_OR=stored.take(path, role_b, (out, rank), fit=fit, own=1),
         scale=settings.scale_of(path),
         magnitude_O=stored.take(path, Role.MAGNITUDE, (out,), fit=fit) if settings.dora else None,
         bias_O=stored.take(path, Role.B_BIAS, (out,), fit=fit) if bias else None,
@@ -204,7 +201,7 @@ def _take_tokens(settings: LoraSettings, stored: Stored, model: ModelFacts, part
             )
         if not stored.has(path, Role.TOKENS) and any(wanted.get(other) == ids for other in model.ties.get(path, ())):
             continue  # stored once for all that are tied
-        rows = stored.take(path, Role.TOKENS, (len(ids), shape[1]), fit=f"{path} has rows of {shape[1]}")
+        rows = stored.take(path, Role.TOKENS, (len(ids), shape[1]), fit=f"{path} has rows of {shape[1]}", own=0)
         made[path] = Tokens(ids=ids, rows_TD=rows)
     for other in model.ties.get(model.embedding or "", ()):
         if model.embedding in made and other not in made:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from symbiosis.adapters.config import Method
 from symbiosis.adapters.facts import ModelFacts, ModuleFacts
-from symbiosis.adapters.files import TENSORS, TensorFile, listed, shown
+from symbiosis.adapters.files import CONFIG, TENSORS, TensorFile, listed, shown
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
 PROMPT = "prompt_embeddings"
@@ -37,6 +37,8 @@ _ROLES = {
     Method.LORA: tuple(role for role in Role if role is not Role.SCALING),
     Method.IA3: (Role.SCALING, *_OF_ANY),
 }
+_OWN = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "ia3_l", "base_layer", "token_adapter", "original_module"}
+"""Names of PEFT's own that a module of a plain model does not have within its path."""
 _PREFIX = {Method.LORA: "base_model.model.", Method.IA3: "base_model.model."}
 
 
@@ -56,7 +58,12 @@ class Stored:
             if name == PROMPT and method not in _PREFIX:
                 continue
             role = next((role for role in ordered if name.endswith(f".{role}")), None)
-            if role is None or not name.startswith(prefix):
+            parent, _, parameter = name.removeprefix(prefix).rpartition(".")
+            if parent in model.modules and parameter in set(model.modules[parent].shapes) - {"weight", "bias"}:
+                raise UnsupportedAdapter(
+                    f"{TENSORS} has {name}: replacing {parameter} of a {described(model.modules[parent])} is not served"
+                )
+            if role is None or not name.startswith(prefix) or _OWN & set(name.removesuffix(role).split(".")):
                 raise BadAdapter(
                     f"{TENSORS} has {shown(name)}, which is no tensor of {method.value}: expected names such as "
                     f"{prefix}PATH.{roles[0]}"
@@ -77,24 +84,28 @@ class Stored:
     def has(self, path: str, role: Role) -> bool:
         return (path, role) in self._names
 
-    def take(self, path: str, role: Role, shape: tuple[int, ...], *, fit: str = "") -> Tensor:
-        """The tensor, which must have this shape. `fit` names the model's side, if the shape comes from there."""
+    def take(self, path: str, role: Role, shape: tuple[int, ...], *, fit: str, own: int | None = None) -> Tensor:
+        """The tensor, which must have this shape. The sizes come from the model, as `fit` says; only that of
+        dimension `own` comes from the config.
+        """
         name = self._names.pop((path, role), None)
         if name is None:
             raise BadAdapter(f"{TENSORS} lacks {role} of {path}, which the config says it has")
-        return self._read(name, shape, fit)
+        return self._read(name, shape, fit, own)
 
     def take_prompt(self, shape: tuple[int, int]) -> Tensor:
         if not self.has_prompt:
             raise BadAdapter(f"{TENSORS} lacks {PROMPT}")
-        return self._read(PROMPT, shape, "")
+        return self._read(PROMPT, shape, "", None)
 
-    def _read(self, name: str, shape: tuple[int, ...], fit: str) -> Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], fit: str, own: int | None) -> Tensor:
         found = self._file.entries[name].shape
         if found != shape:
             # what disagrees with the model was made for another one; what disagrees with its config is broken
-            raise (UnsupportedAdapter if fit else BadAdapter)(
-                f"{TENSORS}: {name} has the shape {list(found)}, expected {list(shape)}{fit and f' as {fit}'}"
+            broken = not fit or len(found) != len(shape) or (own is not None and found[own] != shape[own])
+            raise (BadAdapter if broken else UnsupportedAdapter)(
+                f"{TENSORS}: {name} has the shape {list(found)}, expected {list(shape)} as {CONFIG if broken else fit}"
+                f"{' says' if broken else ''}"
             )
         return self._file.read(name)
 
