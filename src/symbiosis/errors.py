@@ -157,6 +157,18 @@ class LayerFailed(SymbiosisError):
     code = "layer_failed"
 
 
+class BadAdapter(SymbiosisError):
+    """An adapter that is malformed, hostile, or disagrees with itself."""
+
+    code = "bad_adapter"
+
+
+class UnsupportedAdapter(SymbiosisError):
+    """A sound adapter that cannot be served: its method or a setting of it, or it was made for another model."""
+
+    code = "unsupported_adapter"
+
+
 def _tree(root: type[SymbiosisError]) -> dict[str, type[SymbiosisError]]:
     found = {root.code: root}
     for child in root.__subclasses__():

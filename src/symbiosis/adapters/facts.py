@@ -1,0 +1,120 @@
+"""What a model has that an adapter could change: said once, so that reading an adapter needs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.types import LayerKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleFacts:
+    """One module with parameters of its own."""
+
+    kind: LayerKind | None
+    """LINEAR, CONV1D or EMBEDDING; None for anything else, such as a norm or stacked experts."""
+    in_width: int = 0
+    """For an embedding: the vocabulary."""
+    out_width: int = 0
+    shapes: Mapping[str, tuple[int, ...]]
+    """Its own parameters by name, in the shape the model stores them in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What adapters are checked against."""
+
+    name: str
+    modules: Mapping[str, ModuleFacts]
+    """By path, in the order of the model; a module that stands in several places is listed at the first."""
+    layers: int
+    kv_heads: int
+    """0 where the layers' caches differ or hold something else than keys and values by head."""
+    head_dim: int
+    hidden: int
+    vocab: int
+    embedding: str | None = None
+    """Path of the input embedding."""
+    head: str | None = None
+    """Path of the output embedding."""
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The other modules that use the same weight."""
+    decoder_only: bool = True
+    weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """The embedding's and the head's weights, not copied: PEFT stores these again beside an adapter of theirs,
+    and what the model has already need not be kept twice."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelFacts:
+        """The facts of a plain transformers model, which must not carry adapters."""
+        modules = {path: _module(module) for path, module in model.named_modules() if path and _shapes(module)}
+        users: dict[int, list[str]] = {}
+        paths: dict[nn.Module, str] = {}
+        for path, module in model.named_modules():
+            paths[module] = path
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter):
+                users.setdefault(id(weight), []).append(path)
+        ties = {path: tuple(o for o in group if o != path) for group in users.values() for path in group if len(group) > 1}
+        config = model.config.get_text_config()
+        kv_heads, head_dim = _cache(config)
+        embedding, head = _embedding(model, "get_input_embeddings"), _embedding(model, "get_output_embeddings")
+        ends = {paths[module]: module.weight for module in (embedding, head) if module is not None}
+        return cls(
+            name=str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+            modules=modules,
+            layers=int(getattr(config, "num_hidden_layers", 0) or 0),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            hidden=int(getattr(config, "hidden_size", 0) or 0),
+            vocab=int(getattr(config, "vocab_size", 0) or 0),
+            embedding=None if embedding is None else paths[embedding],
+            head=None if head is None else paths[head],
+            ties=ties,
+            decoder_only=not getattr(config, "is_encoder_decoder", False) and head is not None,
+            weights={path: weight.detach() for path, weight in ends.items()},
+        )
+
+
+def _embedding(model: PreTrainedModel, getter: str) -> Any:
+    module = getattr(model, getter)()
+    return module if isinstance(getattr(module, "weight", None), Tensor) else None
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
+
+
+def _module(module: nn.Module) -> ModuleFacts:
+    shapes = _shapes(module)
+    if isinstance(module, nn.Linear):
+        return ModuleFacts(kind=LayerKind.LINEAR, in_width=module.in_features, out_width=module.out_features, shapes=shapes)
+    if isinstance(module, Conv1D):
+        return ModuleFacts(kind=LayerKind.CONV1D, in_width=module.nx, out_width=module.nf, shapes=shapes)
+    if isinstance(module, nn.Embedding):
+        return ModuleFacts(
+            kind=LayerKind.EMBEDDING, in_width=module.num_embeddings, out_width=module.embedding_dim, shapes=shapes
+        )
+    return ModuleFacts(kind=None, shapes=shapes)
+
+
+_ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def _cache(config: Any) -> tuple[int, int]:
+    """Key/value heads and width of a head in every layer's cache; zeros where one pair does not say it."""
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    latent, shared = getattr(config, "kv_lora_rank", None), getattr(config, "num_kv_shared_layers", None)
+    differ = config.to_dict().get("per_layer_config")  # the attribute is a view that is always there
+    if not heads or latent or shared or differ or not set(getattr(config, "layer_types", None) or ()) <= _ATTENTIONS:
+        return 0, 0
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv_heads = 1
+    return int(kv_heads), int(getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -1,0 +1,101 @@
+"""Reading the keys of a config one by one: each has a type, a range and a default, and none is passed over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from symbiosis.adapters.files import CONFIG, shown
+from symbiosis.errors import BadAdapter, UnsupportedAdapter
+
+_MAX_NAMES = 20_000
+_MAX_NAME = 512
+
+
+class Fields:
+    """A config's keys. What is taken must have the right type; `finish` says what to make of the rest."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self._raw = dict(raw)
+
+    def take(self, key: str) -> Any:
+        return self._raw.pop(key, None)
+
+    def flag(self, key: str) -> bool:
+        value = self.take(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return bool(value)
+
+    def text(self, key: str) -> str | None:
+        value = self.take(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, value, "a text")
+        return value
+
+    def integer(self, key: str, low: int, high: int) -> int:
+        return self.checked_integer(key, self.take(key), low, high)
+
+    def number(self, key: str) -> float:
+        return self.checked_number(key, self.take(key))
+
+    def names(self, key: str) -> tuple[str, ...] | None:
+        """A list of names; None if it is not there."""
+        value = self.take(key)
+        return None if value is None else self.checked_names(key, value)
+
+    def names_or_text(self, key: str) -> tuple[str, ...] | str | None:
+        value = self.take(key)
+        if value is None or isinstance(value, str):
+            return value
+        return self.checked_names(key, value)
+
+    def table(self, key: str) -> dict[str, Any]:
+        value = self.take(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or len(value) > _MAX_NAMES:
+            raise self.wrong(key, value, f"an object of at most {_MAX_NAMES} keys")
+        return value
+
+    def finish(self, *, harmless: frozenset[str], refused: Mapping[str, str]) -> None:
+        """Every key left is harmless, off, or the reason to refuse the adapter."""
+        for key, value in self._raw.items():
+            if key in harmless or is_off(value):
+                continue
+            raise UnsupportedAdapter(
+                f"{CONFIG} sets {shown(key)} to {shown(value)}: "
+                f"{refused.get(key, 'not a setting known here, so what it would change cannot be told')}"
+            )
+
+    @staticmethod
+    def checked_integer(key: str, value: Any, low: int, high: int) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise Fields.wrong(key, value, f"a whole number from {low} to {high}")
+        return value
+
+    @staticmethod
+    def checked_number(key: str, value: Any) -> float:
+        if type(value) not in (int, float) or abs(value) > 1e9 or not math.isfinite(value):
+            raise Fields.wrong(key, value, "a number")
+        return float(value)
+
+    @staticmethod
+    def checked_names(key: str, value: Any) -> tuple[str, ...]:
+        if (
+            not isinstance(value, list)
+            or len(value) > _MAX_NAMES
+            or not all(isinstance(name, str) and 0 < len(name) <= _MAX_NAME for name in value)
+        ):
+            raise Fields.wrong(key, value, "a list of names")
+        return tuple(value)
+
+    @staticmethod
+    def wrong(key: str, value: Any, expected: str) -> BadAdapter:
+        return BadAdapter(f"{CONFIG}: {shown(key)} is {shown(value)}, expected {expected}")
+
+
+def is_off(value: Any) -> bool:
+    """Whether a setting is as good as not there."""
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)

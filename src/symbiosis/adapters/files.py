@@ -1,0 +1,221 @@
+"""The two files of an adapter's folder, read with trust in nothing.
+
+Only plain files of bounded size are opened, by name, in a folder that is open already: no link is followed and no
+path from outside is used. JSON is strict: UTF-8, no key twice, no NaN. Of the safetensors file every name, dtype,
+shape and offset is checked against the file's size before a byte of a tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import BadAdapter, UnsupportedAdapter
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHER_DTYPES = {"F64", "I64", "I32", "I16", "I8", "U8", "U16", "U32", "U64", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"}
+_MAX_DIMS = 4
+_MAX_NAME = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How large an adapter may be."""
+
+    max_rank: int = 512
+    max_virtual_tokens: int = 4096
+    max_bytes: int = 8 << 30
+    """Of the safetensors file."""
+    max_header_bytes: int = 8 << 20
+    """Of the safetensors file's header, which lists the tensors."""
+    max_config_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor as the header announces it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """From the start of the file."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """An open safetensors file whose header has been checked."""
+
+    def __init__(self, file: BufferedReader, entries: dict[str, Entry]) -> None:
+        self._file = file
+        self.entries = entries
+
+    def read(self, name: str) -> Tensor:
+        """A tensor's numbers, all of them finite. Raises `BadAdapter`."""
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self._file.seek(entry.offset)
+        if self._file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != entry.size:
+            raise BadAdapter(f"{TENSORS} ended within {name}; it was changed while it was read")
+        if not bool(torch.isfinite(tensor).all()):
+            raise BadAdapter(f"{TENSORS}: {name} has numbers that are not finite (NaN or infinite); was the training stable?")
+        return tensor
+
+
+def shown(value: object) -> str:
+    """Something from outside, for a message: short, and no characters that could fool a terminal."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def listed(names: list[str]) -> str:
+    """Some names, for a message."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@contextmanager
+def opened(folder: Path, limits: Limits) -> Iterator[tuple[dict[str, Any], TensorFile]]:
+    """The config and the tensors of a folder. Raises `BadAdapter` or `UnsupportedAdapter`."""
+    try:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise BadAdapter(f"the adapter's folder {shown(folder.name)} cannot be opened: {error.strerror}") from None
+    try:
+        with _file(place, CONFIG, limits.max_config_bytes) as file:
+            config = strict_json(file.read(limits.max_config_bytes + 1), CONFIG)
+        names = os.listdir(place)
+        if TENSORS not in names and PICKLE in names:
+            raise UnsupportedAdapter(
+                f"{PICKLE} is a pickle, which can run code when it is read; only {TENSORS} is served. To convert it where you "
+                "trust it: PeftModel.from_pretrained(model, folder).save_pretrained(new_folder)"
+            )
+        with _file(place, TENSORS, limits.max_bytes) as file:
+            yield config, TensorFile(file, _entries(file, limits))
+    finally:
+        os.close(place)
+
+
+@contextmanager
+def _file(place: int, name: str, max_bytes: int) -> Iterator[BufferedReader]:
+    try:
+        # Non-blocking: opening a pipe that nobody writes to must not wait.
+        handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+    except FileNotFoundError:
+        raise BadAdapter(f"{name} is missing: expected a folder as PEFT's `save_pretrained` writes it") from None
+    except OSError as error:
+        raise BadAdapter(f"{name} cannot be opened ({error.strerror}); it must be a plain file, not a link") from None
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > max_bytes:
+        os.close(handle)
+        reason = (
+            f"has {found.st_size} bytes, more than the {max_bytes} allowed"
+            if stat.S_ISREG(found.st_mode)
+            else "is not a plain file"
+        )
+        raise BadAdapter(f"{name} {reason}")
+    with os.fdopen(handle, "rb") as file:
+        yield file
+
+
+def strict_json(raw: bytes, name: str) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises `BadAdapter`."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            keys = [key for key, _ in items]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise BadAdapter(f"{name} has the key {shown(twice)} twice")
+        return found
+
+    def constant(text: str) -> None:
+        raise BadAdapter(f"{name} has {text}, which is no JSON number")
+
+    try:
+        found = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+    except UnicodeDecodeError:
+        raise BadAdapter(f"{name} is not UTF-8 text") from None
+    except RecursionError:
+        raise BadAdapter(f"{name} is nested too deeply") from None
+    except ValueError as error:
+        raise BadAdapter(f"{name} is not JSON: {shown(str(error))}") from None
+    if not isinstance(found, dict):
+        raise BadAdapter(f"{name} must hold one JSON object, not {type(found).__name__}")
+    return found
+
+
+def _entries(file: BufferedReader, limits: Limits) -> dict[str, Entry]:
+    total = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    size = int.from_bytes(start, "little")
+    if len(start) < 8 or size > total - 8:
+        raise BadAdapter(f"{TENSORS} is not a safetensors file, or cut off: {total} bytes with a header said to have {size}")
+    if size > limits.max_header_bytes:
+        raise BadAdapter(f"{TENSORS} has a header of {size} bytes, more than the {limits.max_header_bytes} allowed")
+    header = strict_json(file.read(size), f"the header of {TENSORS}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise BadAdapter(f"the header of {TENSORS} has metadata that are not texts by name")
+    entries = {}
+    spans = []
+    for name, value in header.items():
+        if not name or len(name) > _MAX_NAME or not name.isascii() or not name.isprintable():
+            raise BadAdapter(f"{TENSORS} has a tensor named {shown(name)}: expected plain characters, {_MAX_NAME} at most")
+        dtype, shape, begin, end = _announced(name, value)
+        entry = Entry(name, dtype, shape, 8 + size + begin)
+        if entry.size != end - begin:
+            raise BadAdapter(f"{TENSORS}: {name} of shape {shape} takes {entry.size} bytes, not the {end - begin} announced")
+        entries[name] = entry
+        spans.append((begin, end))
+    at = 0
+    for begin, end in sorted(spans):
+        if begin != at:
+            raise BadAdapter(f"{TENSORS} has tensors that overlap or leave a gap at byte {at} of the data")
+        at = end
+    if at != total - 8 - size:
+        raise BadAdapter(f"{TENSORS} has {total - 8 - size} bytes of data, its header announces {at}; is the file complete?")
+    if not entries:
+        raise BadAdapter(f"{TENSORS} has no tensors; was the adapter saved on a process that holds its weights?")
+    return entries
+
+
+def _announced(name: str, value: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise BadAdapter(f"{TENSORS}: {name} must be described by dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        known = isinstance(dtype, str) and dtype in _OTHER_DTYPES
+        raise (UnsupportedAdapter if known else BadAdapter)(
+            f"{TENSORS}: {name} has dtype {shown(dtype)}; served are {', '.join(_DTYPES)}: save the adapter in one of these"
+        )
+    if not _counts(shape) or len(shape) > _MAX_DIMS or any(dimension > 1 << 31 for dimension in shape):
+        raise BadAdapter(f"{TENSORS}: {name} has the shape {shown(shape)}: expected up to {_MAX_DIMS} sizes")
+    if 0 in shape:
+        raise BadAdapter(
+            f"{TENSORS}: {name} is empty (shape {shape}); under DeepSpeed ZeRO-3 or FSDP gather the weights before saving"
+        )
+    if not _counts(offsets) or len(offsets) != 2:
+        raise BadAdapter(f"{TENSORS}: {name} has the data_offsets {shown(offsets)}: expected two numbers")
+    return _DTYPES[dtype], tuple(shape), offsets[0], offsets[1]
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)

@@ -1,0 +1,215 @@
+"""Regular expressions from outside, matched in bounded time.
+
+An adapter's config may choose modules by regular expressions, and Python's own matcher takes exponential time
+on some (`(a+)+$`). This one walks sets of positions instead of trying ways one by one, which is polynomial, and
+counts its steps. Whether a whole text matches is all it answers, so greedy and lazy are the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any, TypeAlias
+
+from symbiosis.errors import BadAdapter, UnsupportedAdapter
+
+MAX_PATTERN = 16_384
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+
+Item: TypeAlias = tuple[Any, ...]
+"""(kind, what it holds): text, one (character), any (run of any characters), at, look, branch, repeat, group."""
+
+
+class Effort:
+    """How many steps all patterns of one adapter may take together."""
+
+    def __init__(self, steps: int = 3_000_000) -> None:
+        self._left = steps
+
+    def spend(self, steps: int = 1) -> None:
+        """Raises `UnsupportedAdapter` when nothing is left."""
+        self._left -= steps
+        if self._left < 0:
+            raise UnsupportedAdapter(
+                "adapter_config.json: its regular expressions take too long to match; list the modules' names instead"
+            )
+
+
+class Pattern:
+    """A regular expression of field `where`. Raises `BadAdapter` or `UnsupportedAdapter` if it cannot be used."""
+
+    def __init__(self, text: str, where: str, effort: Effort) -> None:
+        self.text = text
+        self._effort = effort
+        self._plain = bool(_PLAIN.fullmatch(text))
+        self._items: tuple[Item, ...] = ()
+        if self._plain:
+            return
+        if len(text) > MAX_PATTERN:
+            raise BadAdapter(f"adapter_config.json: a pattern of {len(text)} characters in {where}; {MAX_PATTERN} are allowed")
+        try:
+            tree = _parser.parse(text)
+        except (re.error, RecursionError, OverflowError, ValueError) as error:
+            raise BadAdapter(f"adapter_config.json: {where} is not a regular expression: {ascii(str(error))[:100]}") from None
+        if tree.state.flags & ~re.UNICODE:
+            raise UnsupportedAdapter(f"adapter_config.json: {where} sets flags in its regular expression; leave them out")
+        try:
+            self._items = _compiled(tree, where)
+        except RecursionError:
+            raise BadAdapter(f"adapter_config.json: {where} is nested too deeply") from None
+
+    def matches(self, text: str) -> bool:
+        """Whether the whole text matches, as `re.fullmatch` would say."""
+        if self._plain:
+            return len(text) == len(self.text) and _like(self.text, text)
+        return len(text) in _Run(text, self._effort).sequence(self._items, 0)
+
+    def ends(self, path: str) -> bool:
+        """Whether the whole path, or what follows one of its dots, matches."""
+        if self._plain:
+            rest = len(path) - len(self.text)
+            return rest >= 0 and (rest == 0 or path[rest - 1] == ".") and _like(self.text, path[rest:])
+        starts = [0, *(at + 1 for at, letter in enumerate(path) if letter == ".")]
+        run = _Run(path, self._effort)
+        return any(len(path) in run.sequence(self._items, start) for start in starts)
+
+
+def _like(plain: str, text: str) -> bool:
+    return plain == text or all(expected in (".", letter) for expected, letter in zip(plain, text, strict=True))
+
+
+def _compiled(tree: Iterable[Any], where: str) -> tuple[Item, ...]:
+    items: list[Item] = []
+    for op, argument in tree:
+        name = str(op)
+        if name == "LITERAL":
+            if items and items[-1][0] == "text":
+                items[-1] = ("text", items[-1][1] + chr(argument))
+            else:
+                items.append(("text", chr(argument)))
+        elif name in ("ANY", "NOT_LITERAL", "IN"):
+            items.append(("one", _one(name, argument)))
+        elif name == "AT":
+            items.append(("at", str(argument)))
+        elif name == "BRANCH":
+            items.append(("branch", tuple(_compiled(choice, where) for choice in argument[1])))
+        elif name == "SUBPATTERN" and not argument[1] and not argument[2]:
+            items.append(("group", _compiled(argument[3], where)))
+        elif name in ("ASSERT", "ASSERT_NOT") and argument[0] == 1:
+            items.append(("look", name == "ASSERT", _compiled(argument[1], where)))
+        elif name in ("MAX_REPEAT", "MIN_REPEAT"):
+            least, most, body = argument
+            inner = _compiled(body, where)
+            everything = (least, str(most)) == (0, "MAXREPEAT") and [str(part) for part, _ in body] == ["ANY"]
+            items.append(("any",) if everything else ("repeat", int(least), int(most), inner))
+        else:
+            raise UnsupportedAdapter(
+                f"adapter_config.json: {where} uses {name.lower()} in a regular expression, which is not matched here; "
+                "list the modules' names instead"
+            )
+    return tuple(items)
+
+
+_CATEGORIES: dict[str, Callable[[str], bool]] = {
+    "CATEGORY_DIGIT": str.isdecimal,
+    "CATEGORY_SPACE": str.isspace,
+    "CATEGORY_WORD": lambda letter: letter.isalnum() or letter == "_",
+}
+
+
+def _one(name: str, argument: Any) -> Callable[[str], bool]:
+    """Whether a single character is one of those meant."""
+    if name == "ANY":
+        return lambda letter: letter != "\n"
+    if name == "NOT_LITERAL":
+        return lambda letter: ord(letter) != argument
+    wanted, codes, ranges, categories = True, set(), [], []
+    for op, value in argument:
+        if str(op) == "NEGATE":
+            wanted = False
+        elif str(op) == "LITERAL":
+            codes.add(value)
+        elif str(op) == "RANGE":
+            ranges.append(value)
+        else:
+            categories.append((_CATEGORIES[str(value).replace("_NOT_", "_")], "_NOT_" not in str(value)))
+
+    def test(letter: str) -> bool:
+        code = ord(letter)
+        found = code in codes or any(low <= code <= high for low, high in ranges)
+        return (found or any(category(letter) == yes for category, yes in categories)) == wanted
+
+    return test
+
+
+class _Run:
+    """One text being matched: for each item and position, the positions it can end at."""
+
+    def __init__(self, text: str, effort: Effort) -> None:
+        self._text = text
+        self._effort = effort
+        self._known: dict[tuple[int, int], frozenset[int]] = {}
+
+    def sequence(self, items: tuple[Item, ...], at: int) -> frozenset[int]:
+        known = self._known.get((id(items), at))
+        if known is None:
+            places = {at}
+            for item in items:
+                places = set().union(*(self._step(item, place) for place in places))
+                if not places:
+                    break
+            known = self._known[id(items), at] = frozenset(places)
+        return known
+
+    def _step(self, item: Item, at: int) -> Iterable[int]:
+        self._effort.spend()
+        text, kind = self._text, item[0]
+        if kind == "text":
+            return (at + len(item[1]),) if text.startswith(item[1], at) else ()
+        if kind == "one":
+            return (at + 1,) if at < len(text) and item[1](text[at]) else ()
+        if kind == "any":
+            stop = text.find("\n", at)
+            stop = len(text) if stop < 0 else stop
+            self._effort.spend(stop - at)
+            return range(at, stop + 1)
+        if kind == "at":
+            return (at,) if self._is_at(item[1], at) else ()
+        if kind == "look":
+            return (at,) if bool(self.sequence(item[2], at)) == item[1] else ()
+        if kind == "branch":
+            return set().union(*(self.sequence(choice, at) for choice in item[1]))
+        if kind == "group":
+            return self.sequence(item[1], at)
+        return self._repeat(item[1], item[2], item[3], at)
+
+    def _repeat(self, least: int, most: int, items: tuple[Item, ...], at: int) -> set[int]:
+        # Positions never go back, so more rounds than characters only repeat rounds that matched nothing.
+        rounds = len(self._text) + 1
+        places = {at}
+        for _ in range(min(least, rounds)):
+            places = self._round(items, places)
+        reached, places = set(places), set(places)
+        for _ in range(min(most - least, rounds)):
+            places = self._round(items, places) - reached
+            if not places:
+                break
+            reached |= places
+        return reached
+
+    def _round(self, items: tuple[Item, ...], places: set[int]) -> set[int]:
+        self._effort.spend(len(places) + 1)
+        return set().union(*(self.sequence(items, place) for place in places))
+
+    def _is_at(self, where: str, at: int) -> bool:
+        text = self._text
+        if where in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
+            return at == 0
+        if where == "AT_END_STRING":
+            return at == len(text)
+        if where == "AT_END":
+            return at == len(text) or (at == len(text) - 1 and text[at] == "\n")
+        word = _CATEGORIES["CATEGORY_WORD"]
+        boundary = (at > 0 and word(text[at - 1])) != (at < len(text) and word(text[at]))
+        return boundary == (where == "AT_BOUNDARY")

@@ -1,0 +1,206 @@
+"""What is read from a folder, worked into a plain model, computes what PEFT computes with that folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+)
+
+from symbiosis.adapters.facts import ModelFacts
+from symbiosis.adapters.folder import read
+from symbiosis.adapters.parts import Adapter, LowRank, Scaling, Tokens, Whole
+from tests.adapters.formulas import logits
+from tests.adapters.wild import NAMES, base, save, served_by_peft, set_config
+from tests.parity.architectures import ARCHITECTURES, MORE
+
+
+def lora(targets: object = ("q_proj", "v_proj"), **settings: object) -> LoraConfig:
+    targets = list(targets) if isinstance(targets, tuple) else targets
+    return LoraConfig(**{"task_type": "CAUSAL_LM", "init_lora_weights": False, "r": 4, **settings}, target_modules=targets)
+
+
+def ia3(targets: tuple[str, ...], feedforward: object) -> IA3Config:
+    return IA3Config(
+        task_type="CAUSAL_LM", target_modules=list(targets), feedforward_modules=feedforward, init_ia3_weights=False
+    )
+
+
+def prefix(**settings: object) -> PrefixTuningConfig:
+    return PrefixTuningConfig(task_type="CAUSAL_LM", **settings)
+
+
+def prompt(**settings: object) -> PromptTuningConfig:
+    return PromptTuningConfig(task_type="CAUSAL_LM", **settings)
+
+
+def same_as_peft(name: str, folder: Path) -> Adapter:
+    """Read the folder, compare the logits with PEFT's."""
+    # in double precision, where the order of sums does not matter
+    adapter = read(folder, ModelFacts.of(base(name)))
+    batch = NAMES[name if name in NAMES else "llama"].batch()
+    with torch.no_grad():
+        expected = served_by_peft(name, folder).double()(**batch).logits[:, -batch["input_ids"].shape[1] :]
+        plain = base(name).double()(**batch).logits
+    assert (expected - plain).abs().max() > 1e-3, "the adapter changes nothing, so the comparison would show nothing"
+    torch.testing.assert_close(logits(adapter, base(name).double(), batch), expected, atol=1e-5, rtol=1e-5)
+    return adapter
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE], ids=lambda a: a.name)
+def test_lora_of_every_architecture_is_what_peft_computes(architecture, tmp_path):
+    config = LoraConfig(r=4, lora_alpha=16, init_lora_weights=False, target_modules=list(architecture.targets))
+    save(architecture.name, config, tmp_path)
+    adapter = same_as_peft(architecture.name, tmp_path)
+    assert (adapter.method, adapter.rank) == ("lora", 4)
+    assert all(path.endswith(architecture.targets) for path in adapter.parts)
+
+
+CASES: dict[str, tuple[str, PeftConfig]] = {
+    "rslora": ("llama", lora(use_rslora=True, lora_alpha=12)),
+    "alpha that is no whole number": ("llama", lora(lora_alpha=2.5)),
+    "a rank for each module": (
+        "llama", lora(rank_pattern={"q_proj": 8, "^model.layers.1.self_attn.v_proj": 2}, alpha_pattern={r"layers\.0\..*": 32}),
+    ),
+    "patterns and rslora": (
+        "llama", lora(use_rslora=True, rank_pattern={"layers.1.self_attn.q_proj": 3}, alpha_pattern={"q_proj": 5}),
+    ),
+    "targets by a regular expression": ("llama", lora(r"^(?!.*layers\.0\.).*\.(?:q_proj|down_proj)")),
+    "all linear layers": ("llama", lora("all-linear")),
+    "some layers": ("llama", lora(layers_to_transform=[1])),
+    "some layers of a named list": ("gpt2", lora(("c_attn",), layers_to_transform=0, layers_pattern="h")),
+    "excluded modules": ("llama", lora(exclude_modules=["layers.0.self_attn.q_proj"])),
+    "dora": ("llama", lora(use_dora=True)),
+    "dora on Conv1D with biases": ("gpt2", lora(("c_attn", "c_fc"), use_dora=True)),
+    "dora of an embedding": ("llama", lora(("embed_tokens", "q_proj"), use_dora=True)),
+    "lora with a bias": ("llama", lora(lora_bias=True)),
+    "lora with a bias beside the layer's": ("opt", lora(("q_proj",), lora_bias=True)),
+    "all biases trained": ("opt", lora(("q_proj",), bias="all")),
+    "biases of adapted layers trained": ("gpt2", lora(("c_attn",), bias="lora_only")),
+    "biases trained of a model without": ("llama", lora(bias="all")),
+    "embedding and head": ("llama", lora(("embed_tokens", "lm_head"))),
+    "a scaled embedding": ("gemma2", lora(("embed_tokens", "q_proj"))),
+    "an embedding tied to the head": ("tied_llama", lora(("embed_tokens",))),
+    "embedding and head kept tied": ("tied_llama", lora(("embed_tokens",), ensure_weight_tying=True)),
+    "a trained head": ("llama", lora(modules_to_save=["lm_head"])),
+    "a trained embedding and all norms": ("llama", lora(modules_to_save=["embed_tokens", "norm"])),
+    "a trained MLP": ("llama", lora(modules_to_save=["mlp"])),
+    "a trained embedding tied to the head": ("tied_llama", lora(modules_to_save=["embed_tokens"])),
+    "a trained embedding kept tied": ("tied_llama", lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
+    "a trained head tied to the embedding": ("tied_llama", lora(modules_to_save=["lm_head"])),
+    "trained tokens": ("llama", lora(trainable_token_indices=[3, 50, 7])),
+    "trained tokens, tied": ("tied_llama", lora(trainable_token_indices=[3, 50])),
+    "trained tokens by name, tied": ("gpt2", lora(("c_attn",), trainable_token_indices={"wte": [3, 50]})),
+    "trained tokens of both, tied": ("tied_llama", lora(trainable_token_indices={"embed_tokens": [5, 6], "lm_head": [5, 6]})),
+    "different tokens of both, tied": ("tied_llama", lora(trainable_token_indices={"embed_tokens": [5, 6], "lm_head": [7]})),
+    "orthogonal start": ("llama", lora(init_lora_weights="orthogonal")),
+    "mica start": ("llama", lora(init_lora_weights="mica")),
+    "ia3": ("llama", ia3(("k_proj", "v_proj", "down_proj"), ["down_proj"])),
+    "ia3 on Conv1D with biases": ("gpt2", ia3(("c_attn", "mlp.c_proj"), ["mlp.c_proj"])),
+    "ia3 by a regular expression": ("opt", ia3(("k_proj", "fc2"), r".*\.fc[12]")),
+    "prefix": ("llama", prefix(num_virtual_tokens=3)),
+    "prefix with a projection": (
+        "qwen3", prefix(num_virtual_tokens=5, prefix_projection=True, encoder_hidden_size=16),
+    ),
+    "prefix and sliding windows": ("gemma2", prefix(num_virtual_tokens=4)),
+    "prefix without grouped heads": ("gpt2", prefix(num_virtual_tokens=4)),
+    "prompt": ("llama", prompt(num_virtual_tokens=3)),
+    "prompt and learned positions": ("gpt2", prompt(num_virtual_tokens=3)),
+    "prompt and a trained head": ("llama", prompt(num_virtual_tokens=3, modules_to_save=["lm_head"])),
+    "p-tuning": ("llama", PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16)),
+    "p-tuning with an LSTM": (
+        "qwen2",
+        PromptEncoderConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16, encoder_reparameterization_type="LSTM"
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_method_is_what_peft_computes(case, tmp_path):
+    name, config = CASES[case]
+    save(name, config, tmp_path)
+    adapter = same_as_peft(name, tmp_path)
+    assert adapter.bytes > 0
+
+
+def test_parts_say_what_the_method_does(tmp_path):
+    save("llama", lora(("q_proj",), use_rslora=True, lora_alpha=6, modules_to_save=["lm_head"]), tmp_path / "lora")
+    adapter = read(tmp_path / "lora", ModelFacts.of(base("llama")))
+    (part,) = adapter.parts["model.layers.0.self_attn.q_proj"]
+    assert isinstance(part, LowRank)
+    assert (part.a_RI.shape, part.b_OR.shape, part.scale) == ((4, 32), (32, 4), 3.0)
+    (head,) = adapter.parts["lm_head"]
+    assert isinstance(head, Whole)
+    assert head.bias is None
+    save("llama", ia3(("k_proj", "down_proj"), ["down_proj"]), tmp_path / "ia3")
+    parts = read(tmp_path / "ia3", ModelFacts.of(base("llama"))).parts
+    (keys,), (down,) = parts["model.layers.0.self_attn.k_proj"], parts["model.layers.0.mlp.down_proj"]
+    assert isinstance(keys, Scaling)
+    assert isinstance(down, Scaling)
+    assert (keys.of_input, keys.vector.shape, down.of_input, down.vector.shape) == (False, (16,), True, (64,))
+
+
+def test_the_embedding_peft_stores_beside_its_adapter_is_not_kept_again(tmp_path):
+    save("llama", lora(("embed_tokens",)), tmp_path)
+    adapter = read(tmp_path, ModelFacts.of(base("llama")))
+    (part,) = adapter.parts["model.embed_tokens"]
+    assert isinstance(part, LowRank)
+    assert adapter.bytes == 4 * (4 * 96 + 32 * 4)
+    assert any("model's own" in note for note in adapter.notes)
+
+
+def test_an_embedding_that_is_not_the_models_own_is_served(tmp_path):
+    save("llama", lora(("embed_tokens",)), tmp_path)
+    model = base("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight += 1
+    parts = read(tmp_path, ModelFacts.of(model)).parts["model.embed_tokens"]
+    assert [type(part) for part in parts] == [Whole, LowRank]
+
+
+def test_tied_tokens_are_one_tensor(tmp_path):
+    save("tied_llama", lora(trainable_token_indices=[3, 50]), tmp_path)
+    parts = read(tmp_path, ModelFacts.of(base("tied_llama"))).parts
+    assert isinstance(parts["lm_head"][0], Tokens)
+    assert parts["lm_head"][0] is parts["model.embed_tokens"][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes_are_kept(dtype, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save("llama", lora(), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    (part,) = read(tmp_path, ModelFacts.of(base("llama"))).parts["model.layers.0.self_attn.q_proj"]
+    assert isinstance(part, LowRank)
+    assert part.a_RI.dtype == dtype
+
+
+def test_equal_content_has_one_hash_whatever_the_folder(tmp_path):
+    facts = ModelFacts.of(base("llama"))
+    for folder in ("one", "two", "other"):
+        save("llama", lora(), tmp_path / folder)
+    set_config(tmp_path / "two", base_model_name_or_path="somebody/else", lora_dropout=0.5, peft_version="0.7")
+    set_config(tmp_path / "other", lora_alpha=9)
+    one, two, other = (read(tmp_path / folder, facts) for folder in ("one", "two", "other"))
+    assert one.hash == two.hash
+    assert one.hash != other.hash
+    assert not one.notes
+    assert "somebody/else" in two.notes[0]
+
+
+def test_a_classifier_named_both_ways_is_noted_not_refused(tmp_path):
+    save("llama", lora(modules_to_save=["lm_head", "score"]), tmp_path)
+    adapter = read(tmp_path, ModelFacts.of(base("llama")))
+    assert any("'score'" in note for note in adapter.notes)

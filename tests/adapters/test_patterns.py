@@ -1,0 +1,70 @@
+"""Regular expressions from outside match what Python's would, in bounded time."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from symbiosis.adapters.patterns import Effort, Pattern
+from symbiosis.errors import UnsupportedAdapter
+
+PATHS = [
+    "lm_head",
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.11.mlp.down_proj",
+    "model.vision_tower.layers.3.mlp.fc1",
+    "transformer.h.2.attn.c_attn",
+]
+SEEN = [
+    r".*\.(?:q_proj|v_proj)",
+    r"^(?!.*vision_tower).*(?:q_proj|down_proj).*",
+    r"(?:.*?(?:language|text|layers).*?(?:self_attn|mlp).*?(?:q_proj|down_proj|fc1).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.(?:up))",
+    r"model\.layers\.(?:0|1\d)\.[a-z_]+\.\w+",
+    r"[^.]*\.h\.\d+\.attn\.c_[^.]+$",
+    r"lm_head",
+    r"lm.head",
+]
+
+
+@pytest.mark.parametrize("pattern", SEEN)
+def test_patterns_seen_in_the_wild_match_as_in_python(pattern):
+    for path in PATHS:
+        assert Pattern(pattern, "target_modules", Effort()).matches(path) == bool(re.fullmatch(pattern, path)), path
+
+
+pieces = st.recursive(
+    st.sampled_from(["a", "b", ".", r"\.", "[ab]", "[^a]", r"\w", r"\d", r"\b", "^", "$", ""]),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.tuples(inner, inner).map(lambda two: f"(?:{two[0]}|{two[1]})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "*?"])).map(lambda two: f"(?:{two[0]}){two[1]}"),
+        inner.map(lambda one: f"(?={one})"),
+        inner.map(lambda one: f"(?!{one})"),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(pieces, st.text("ab.1", max_size=7))
+def test_any_pattern_matches_as_in_python(pattern, text):
+    ours = Pattern(pattern, "target_modules", Effort())
+    assert ours.matches(text) == bool(re.fullmatch(pattern, text))
+    assert ours.ends(text) == bool(re.match(rf"(.*\.)?({pattern})$", text))
+
+
+@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(a|aa)+c", r"(.*)*x", r"(?:a?){50}a{50}b", r"(a*)*(a*)*(a*)*b"])
+def test_patterns_that_explode_elsewhere_take_no_time(pattern):
+    began = time.monotonic()
+    Pattern(pattern, "target_modules", Effort()).matches("a" * 60 + "!")
+    assert time.monotonic() - began < 2
+
+
+def test_effort_ends():
+    pattern = Pattern(r"(.{0,40}){0,40}!", "target_modules", Effort(1000))
+    with pytest.raises(UnsupportedAdapter, match="too long"):
+        pattern.matches("a" * 60)
