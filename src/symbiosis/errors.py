@@ -151,6 +151,29 @@ class LayerFailed(SymbiosisError):
     code = "layer_failed"
 
 
+class OutOfRange(SymbiosisError):
+    """A value of a request that is not one of those allowed; `field` and `expected` say which and what."""
+
+    code = "out_of_range"
+
+    def __init__(self, message: str, *, field: str = "", expected: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+        self.expected = expected
+
+
+class ContextTooLong(SymbiosisError):
+    """A prompt, or a prompt and the answer asked for, longer than the model or the cache takes."""
+
+    code = "context_too_long"
+
+
+class TooManyRequests(SymbiosisError):
+    """More requests at once than the provider lets wait, of one tenant or of all."""
+
+    code = "too_many_requests"
+
+
 def _tree(root: type[SymbiosisError]) -> dict[str, type[SymbiosisError]]:
     found = {root.code: root}
     for child in root.__subclasses__():
