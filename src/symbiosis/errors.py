@@ -157,6 +157,12 @@ class LayerFailed(SymbiosisError):
     code = "layer_failed"
 
 
+class UnknownAdapter(SymbiosisError):
+    """A name that no served adapter has."""
+
+    code = "unknown_adapter"
+
+
 class BadAdapter(SymbiosisError):
     """An adapter that is malformed, hostile, or disagrees with itself."""
 
@@ -167,6 +173,29 @@ class UnsupportedAdapter(SymbiosisError):
     """A sound adapter that cannot be served: its method or a setting of it, or it was made for another model."""
 
     code = "unsupported_adapter"
+
+
+class OutOfRange(SymbiosisError):
+    """A value of a request that is not one of those allowed; `field` and `expected` say which and what."""
+
+    code = "out_of_range"
+
+    def __init__(self, message: str, *, field: str = "", expected: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+        self.expected = expected
+
+
+class ContextTooLong(SymbiosisError):
+    """A prompt, or a prompt and the answer asked for, longer than the model or the cache takes."""
+
+    code = "context_too_long"
+
+
+class TooManyRequests(SymbiosisError):
+    """More requests at once than the provider lets wait, of one tenant or of all."""
+
+    code = "too_many_requests"
 
 
 def _tree(root: type[SymbiosisError]) -> dict[str, type[SymbiosisError]]:

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from symbiosis.engine.attention import Pages, Span, use_pages
+from symbiosis.engine.attention import KeyValues, Span, use_pages
 from symbiosis.errors import CannotServe
 from tests.parity.architectures import ARCHITECTURES
 
@@ -16,13 +16,13 @@ DECODERS = [a for a in ARCHITECTURES if a.name not in ("bert", "t5")]
 PAGE = 4
 
 
-def pages_for(model) -> Pages:
+def pages_for(model) -> KeyValues:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if getattr(config, "multi_query", False):
         heads = 1
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Pages(
+    return KeyValues(
         layers=config.num_hidden_layers,
         heads=heads,
         width=width,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
-from symbiosis.engine.bank import Bank, Loaded, Low, Scale, Segment, Whole
+from symbiosis.engine.bank import Bank, Loaded, Low, Own, Scale, Segment
 from symbiosis.engine.layers import adapt
 from tests.parity.architectures import ARCHITECTURES
 
@@ -51,7 +51,7 @@ def loaded(model, kind: str) -> Loaded:
         elif hasattr(module, "ia3_l") and "default" in module.ia3_l:
             parts[name] = (Scale(module.ia3_l["default"].detach().flatten(), module.is_feedforward),)
         elif hasattr(module, "modules_to_save") and "default" in module.modules_to_save:
-            parts[name] = (Whole(module.modules_to_save["default"].weight.detach()),)
+            parts[name] = (Own(module.modules_to_save["default"].weight.detach()),)
     return Loaded(kind, parts)
 
 

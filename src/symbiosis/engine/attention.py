@@ -36,7 +36,17 @@ class Span:
     pages: Sequence[int]
 
 
-class Pages:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Rows whose keys and values an adapter gives (prefix tuning): what the model computes for them is not kept."""
+
+    start: int
+    """The first of these rows in the pass."""
+    keys_LTKD: Tensor
+    values_LTKD: Tensor
+
+
+class KeyValues:
     """Keys and values of all layers, in pages; and which pass is running."""
 
     def __init__(
@@ -50,20 +60,17 @@ class Pages:
     def bytes(self) -> int:
         return self._memory.numel() * self._memory.element_size()
 
-    def begin(self, spans: Sequence[Span]) -> None:
-        """The rows of the next pass through the model."""
-        self._pass = _Pass(spans, self.page_size, self._memory.device)
+    def begin(self, spans: Sequence[Span], given: Sequence[Given] = ()) -> None:
+        """The rows of the next pass through the model; and of which of them keys and values are given."""
+        self._pass = _Pass(spans, given, self.page_size, self._memory.device)
 
-    def write(self, layer: int, pages: Sequence[int], keys_TKD: Tensor, values_TKD: Tensor) -> None:
-        """Put keys and values that were computed elsewhere at the beginning of these pages."""
-        slots = _slots(pages, self.page_size, 0, len(keys_TKD)).to(self._memory.device)
-        self._memory[layer, 0].index_copy_(0, slots, keys_TKD.to(self._memory))
-        self._memory[layer, 1].index_copy_(0, slots, values_TKD.to(self._memory))
-
-    def copy(self, source: int, target: int) -> None:
-        """A page's content to another page."""
-        size = self.page_size
-        self._memory[:, :, target * size : (target + 1) * size] = self._memory[:, :, source * size : (source + 1) * size]
+    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
+        """(from, to): whole pages, all read before any is written."""
+        if pages:
+            shape = (*self._memory.shape[:2], -1, self.page_size, *self._memory.shape[3:])
+            by_page = self._memory.view(shape)
+            source, target = (torch.tensor(numbers, device=self._memory.device) for numbers in zip(*pages, strict=True))
+            by_page[:, :, target] = by_page[:, :, source]
 
     def attend(
         self, layer: int, q_HRD: Tensor, k_KRD: Tensor, v_KRD: Tensor, *, scale: float, window: int | None, cap: float | None
@@ -74,6 +81,9 @@ class Pages:
         keys, values = self._memory[layer, 0], self._memory[layer, 1]
         keys.index_copy_(0, now.slots_R, k_KRD.transpose(0, 1).to(keys.dtype))
         values.index_copy_(0, now.slots_R, v_KRD.transpose(0, 1).to(values.dtype))
+        for slots, given in now.given:
+            keys.index_copy_(0, slots, given.keys_LTKD[layer].to(keys.dtype))
+            values.index_copy_(0, slots, given.values_LTKD[layer].to(values.dtype))
         heads, _, width = q_HRD.shape
         groups = heads // keys.shape[1]
         out_RHD = torch.empty(q_HRD.shape[1], heads, v_KRD.shape[-1], dtype=q_HRD.dtype, device=q_HRD.device)
@@ -136,9 +146,10 @@ class _Several:
 class _Pass:
     """What all layers of one pass need, made once."""
 
-    def __init__(self, spans: Sequence[Span], page_size: int, device: torch.device) -> None:
+    def __init__(self, spans: Sequence[Span], given: Sequence[Given], page_size: int, device: torch.device) -> None:
         slots = [_slots(span.pages, page_size, span.first, span.first + span.count) for span in spans]
         self.slots_R = torch.cat(slots).to(device)
+        self.given = [(self.slots_R[each.start : each.start + each.keys_LTKD.shape[1]], each) for each in given]
         self.several = [_Several(span, page_size, device) for span in spans if span.count > 1]
         single = [span for span in spans if span.count == 1]
         self.single = torch.tensor([span.start for span in single], device=device) if single else None
@@ -164,13 +175,13 @@ class _Pass:
         return self._slots_BT, self._biases[window, dtype]
 
 
-def use_pages(model: PreTrainedModel, pages: Pages) -> None:
-    """Let every attention module of this model read and write these pages."""
+def use_pages(model: PreTrainedModel, memory: KeyValues) -> None:
+    """Let every attention module of this model read and write this memory."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _no_mask)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
-            object.__setattr__(module, "symbiosis_pages", pages)
+            object.__setattr__(module, "symbiosis_memory", memory)
     model.set_attn_implementation(NAME)
 
 
@@ -192,9 +203,9 @@ def _attention(
     strange = [name for name in _MISSING if more.get(name) is not None]
     if strange or attention_mask is not None or query.shape[0] != 1:
         raise CannotServe(f"{type(module).__name__} asks its attention for {strange or 'a mask'}, which pages do not have")
-    pages: Pages = module.symbiosis_pages  # type: ignore[assignment]
+    memory: KeyValues = module.symbiosis_memory  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    found = pages.attend(
+    found = memory.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0],
         key[0],

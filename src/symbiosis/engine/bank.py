@@ -42,14 +42,32 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Whole:
-    """A trained weight in the place of the layer's own."""
+class Own:
+    """A trained weight in the place of the layer's; of an embedding [V, D]."""
 
     weight_OI: Tensor
     bias_O: Tensor | None = None
 
 
-Part = Low | Scale | Whole
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Some rows of an embedding, or of a head, are the adapter's own."""
+
+    ids: Tensor
+    rows_TD: Tensor
+
+
+Part = Low | Scale | Own | Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Virtual:
+    """Tokens in front of every prompt: of prompt tuning by their embeddings, of prefix tuning by keys and values."""
+
+    count: int
+    embeddings_TD: Tensor | None = None
+    keys_LTKD: Tensor | None = None
+    values_LTKD: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +76,7 @@ class Loaded:
 
     hash: str
     parts: Mapping[str, tuple[Part, ...]]
+    virtual: Virtual | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +114,9 @@ class Effect:
         found = [(s, part) for s in segments for part in s.adapter.parts.get(path, ())]
         self.scaled_inputs = [(slice(s.start, s.end), p.vector) for s, p in found if isinstance(p, Scale) and p.of_input]
         self._scaled = [(slice(s.start, s.end), p.vector) for s, p in found if isinstance(p, Scale) and not p.of_input]
-        self._whole = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Whole)]
+        self._own = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Own)]
+        self._rows = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Rows)]
+        self._all_low = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Low)]
         plain = [(s, p) for s, p in found if isinstance(p, Low) and p.stretch_O is None and p.bias_O is None]
         self._alone = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Low) and (s, p) not in plain]
         self._batched: list[_Batched] = []
@@ -107,9 +128,15 @@ class Effect:
             self._alone += [(slice(s.start, s.end), p) for s, p in same if len(few) == 1 or (s, p) not in few]
         self.is_nothing = not found
 
-    def tables(self) -> list[tuple[slice, Tensor]]:
-        """Rows that have a table of embeddings of their own."""
-        return [(rows, whole.weight_OI) for rows, whole in self._whole]
+    def embedded(self, ids_R: Tensor, y_RD: Tensor) -> None:
+        """An embedding's result with every adapter's change, in place."""
+        for rows, own in self._own:
+            y_RD[rows] = F.embedding(ids_R[rows], own.weight_OI)
+        for rows, low in self._all_low:
+            y_RD[rows] += F.embedding(ids_R[rows], low.a_Ir) @ low.b_rO
+        for rows, part in self._rows:
+            hits = ids_R[rows][:, None] == part.ids[None, :]
+            y_RD[rows] = torch.where(hits.any(1)[:, None], part.rows_TD[hits.int().argmax(1)], y_RD[rows])
 
     def before(self, x_RI: Tensor) -> Tensor:
         """The rows as the layer is to see them."""
@@ -122,8 +149,10 @@ class Effect:
 
     def after(self, x_RI: Tensor, y_RO: Tensor, own_bias: Tensor | None) -> Tensor:
         """The layer's result with every adapter's change; `x_RI` are the rows it saw. May write to `y_RO`."""
-        for rows, whole in self._whole:
-            y_RO[rows] = F.linear(x_RI[rows], whole.weight_OI, whole.bias_O)
+        for rows, own in self._own:
+            y_RO[rows] = F.linear(x_RI[rows], own.weight_OI, own.bias_O)
+        for rows, part in self._rows:
+            y_RO[rows, :].index_copy_(1, part.ids, x_RI[rows] @ part.rows_TD.T)
         for rows, low in self._alone:
             _change(x_RI[rows], y_RO[rows], low, own_bias)
         for batched in self._batched:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -52,14 +51,12 @@ class AdaptedLinear(Adapted):
 class AdaptedEmbedding(Adapted):
     """In front of `nn.Embedding`: rows of adapters with an embedding of their own are read from that."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        result: Tensor = super().forward(ids)
+    def forward(self, ids: Tensor, *more: Any, **named: Any) -> Tensor:
+        result: Tensor = super().forward(ids, *more, **named)
         effect = self._effect()
         if effect is None:
             return result
-        flat = result.view(-1, result.shape[-1])
-        for rows, weight in effect.tables():
-            flat[rows] = F.embedding(ids.view(-1)[rows], weight).to(flat.dtype)
+        effect.embedded(ids.reshape(-1), result.view(-1, result.shape[-1]))
         return result
 
 

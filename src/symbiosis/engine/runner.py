@@ -1,0 +1,116 @@
+"""Computes a pass: the rows of all its sequences as one, through the unmodified model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from symbiosis.engine.attention import Given, KeyValues, Span, use_pages
+from symbiosis.engine.bank import Bank, Loaded, Segment, Virtual
+from symbiosis.engine.layers import adapt
+from symbiosis.engine.scheduler import Chunk, Pass
+from symbiosis.errors import CannotServe
+
+_PROBE = 12
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_COARSE = 0.1
+
+
+class Runner:
+    """Owns the model from now on: it serves passes and nothing else."""
+
+    def __init__(self, model: PreTrainedModel, memory: KeyValues) -> None:
+        """Raises `CannotServe` if the model computes something else over pages than by itself."""
+        self.model, self.memory, self._bank = model, memory, Bank()
+        with torch.inference_mode():
+            ids = torch.arange(_PROBE, device=model.device).remainder(model.config.get_text_config().vocab_size)
+            expected = model(input_ids=ids[None], use_cache=False).logits[0, -1]
+            use_pages(model, memory)
+            adapt(model, self._bank)
+            found = self._probe(ids)
+        room = _TOLERANCE.get(model.dtype, _COARSE) * float(expected.abs().max())
+        if not torch.allclose(found.float(), expected.float(), rtol=0, atol=room):
+            raise CannotServe(
+                f"{type(model).__name__} computes something else when its sequences lie behind each other: it cannot be served"
+            )
+
+    def _probe(self, ids: Tensor) -> Tensor:
+        """The last logits of a sequence that comes in pieces, beside another."""
+        pages, others = range(-(-_PROBE // self.memory.page_size) + 1), -(-_PROBE // self.memory.page_size) + 1
+        for start, end in ((0, 5), (5, _PROBE - 1), (_PROBE - 1, _PROBE)):
+            spans = [Span(0, 1, 0, [others]), Span(1, end - start, start, pages)]
+            self.memory.begin(spans)
+            self._bank.begin((), ())
+            rows, places = torch.cat([ids[:1], ids[start:end]]), torch.arange(start, end, device=ids.device)
+            output = self.model(
+                input_ids=rows[None], position_ids=torch.cat([places.new_zeros(1), places])[None], use_cache=False
+            )
+        last: Tensor = output.logits[0, -1]
+        return last
+
+    @torch.inference_mode()
+    def compute(self, made: Pass, adapters: Mapping[str, Loaded]) -> Tensor:
+        """The logits of `made.sampled`, [B, V]. `adapters` has those of its sequences, by hash."""
+        self.memory.copy(made.copies)
+        spans: list[Span] = []
+        given: list[Given] = []
+        segments: list[Segment] = []
+        heads: list[Segment] = []
+        embeds: list[tuple[int, Tensor]] = []
+        wanted: list[int] = []
+        ids: list[int] = []
+        places: list[int] = []
+        for chunk in made.chunks:
+            row, sequence = len(ids), chunk.sequence
+            end = chunk.start + chunk.count
+            ids += sequence.tokens[chunk.start : end]
+            places += range(chunk.start, end)
+            spans.append(Span(row, chunk.count, chunk.start, sequence.pages))
+            adapter = adapters[sequence.adapter] if sequence.adapter else None
+            if adapter is not None:
+                _extend(segments, adapter, row, row + chunk.count)
+                if chunk.samples:
+                    _extend(heads, adapter, len(wanted), len(wanted) + 1)
+                if adapter.virtual is not None and chunk.start < adapter.virtual.count:
+                    _add_virtual(chunk, row, adapter.virtual, given, embeds)
+            if chunk.samples:
+                wanted.append(row + chunk.count - 1)
+        self.memory.begin(spans, given)
+        self._bank.begin(segments, heads)
+        device = self.model.device
+        inputs = {"input_ids": torch.tensor(ids, device=device)[None]}
+        if embeds:
+            rows = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+            for start, values in embeds:
+                rows[0, start : start + len(values)] = values
+            inputs["inputs_embeds"] = rows
+        output = self.model(
+            **inputs,
+            position_ids=torch.tensor(places, device=device)[None],
+            use_cache=False,
+            logits_to_keep=torch.tensor(wanted, device=device, dtype=torch.int64),
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def _extend(segments: list[Segment], adapter: Loaded, start: int, end: int) -> None:
+    """Rows of one adapter lie together: one segment for all of them."""
+    if segments and segments[-1].adapter is adapter and segments[-1].end == start:
+        segments[-1] = Segment(adapter, segments[-1].start, end)
+    else:
+        segments.append(Segment(adapter, start, end))
+
+
+def _add_virtual(chunk: Chunk, row: int, virtual: Virtual, given: list[Given], embeds: list[tuple[int, Tensor]]) -> None:
+    """The virtual tokens among a chunk's rows."""
+    start, end = chunk.start, min(virtual.count, chunk.start + chunk.count)
+    if virtual.embeddings_TD is not None:
+        embeds.append((row, virtual.embeddings_TD[start:end]))
+    else:
+        assert virtual.keys_LTKD is not None
+        assert virtual.values_LTKD is not None
+        given.append(Given(row, virtual.keys_LTKD[:, start:end], virtual.values_LTKD[:, start:end]))

@@ -1,0 +1,118 @@
+"""Requests with every kind of adapter in shared passes: each gets what plain PEFT gives it alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+from symbiosis.engine.engine import Core, Engine
+from symbiosis.engine.sequences import Reason, Sampling
+from symbiosis.errors import CannotServe, UnknownAdapter
+from tests.parity.architectures import ARCHITECTURES
+
+LLAMA = ARCHITECTURES[0]
+BY_NAME = {a.name: a for a in ARCHITECTURES}
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KINDS = {
+    "rank4": LoraConfig(r=4, lora_alpha=6, target_modules=ALL, init_lora_weights=False, task_type="CAUSAL_LM"),
+    "rank16": LoraConfig(r=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"),
+    "rslora": LoraConfig(r=7, target_modules=ALL, use_rslora=True, init_lora_weights=False, task_type="CAUSAL_LM"),
+    "dora": LoraConfig(
+        r=3, target_modules=["k_proj", "down_proj"], use_dora=True, init_lora_weights=False, task_type="CAUSAL_LM"
+    ),
+    "ia3": IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    ),
+    "head": LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"
+    ),
+    "prefix": PrefixTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"),
+    "prompt": PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """A plain model, PEFT models over copies of it, and the folders they were saved to."""
+    base = LLAMA.model().eval()
+    folder, models = tmp_path_factory.mktemp("adapters"), {}
+    for number, (name, config) in enumerate(KINDS.items()):
+        torch.manual_seed(number)
+        model = get_peft_model(copy.deepcopy(base), copy.deepcopy(config)).eval()
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    noise = 0.4 * torch.randn_like(parameter)
+                    parameter.copy_(parameter + noise if "magnitude" not in parameter_name else parameter * (1 + noise / 4))
+        model.save_pretrained(folder / name)
+        models[name] = model
+    return base, models, folder
+
+
+def greedy(model, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens by whole forward passes, without any cache."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(("pages", "max_rows"), [(400, 2048), (60, 300)], ids=["room", "crowded"])
+def test_a_mixed_batch_gives_every_request_what_peft_gives_it_alone(adapters, pages, max_rows):
+    base, models, folder = adapters
+    engine = Engine(copy.deepcopy(base), pages=pages, page_size=4, max_rows=max_rows)
+    for name in models:
+        engine.add_adapter(name, folder / name)
+    names = [None, *models] * 2
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 90, (3 + 5 * (i % 7),), generator=generator).tolist() for i in range(len(names))]
+    wish = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
+    answers = engine.generate(prompts, names, wish)
+    for name, prompt, answer in zip(names, prompts, answers, strict=True):
+        assert answer.tokens == greedy(models[name] if name else base, prompt, 12), name
+        assert answer.reason is Reason.LENGTH
+    again = engine.generate(prompts, names, wish)  # now with cached prefixes
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES if a.name not in ("bert", "t5", "llama")])
+def test_every_decoder_serves(name):
+    base = BY_NAME[name].model().eval()
+    prompts = [[5, 6, 7], list(range(1, 24)), [9]]
+    wish = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
+    answers = Engine(copy.deepcopy(base), pages=64, page_size=4).generate(prompts, sampling=wish)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == greedy(base, prompt, 10)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_models_that_are_no_decoders_are_refused_with_the_reason(name):
+    with pytest.raises(CannotServe, match="cannot be served"):
+        Core(BY_NAME[name].model())
+
+
+def test_seeds_reproduce_whatever_the_company(adapters):
+    base, _, folder = adapters
+    engine = Engine(copy.deepcopy(base), pages=400, page_size=4)
+    engine.add_adapter("rank4", folder / "rank4")
+    wish = Sampling(temperature=1.0, seed=7, max_tokens=16, ignore_eos=True)
+    alone = engine.generate([[1, 2, 3]], ["rank4"], wish)[0].tokens
+    other = Sampling(temperature=1.0, seed=8, max_tokens=9, ignore_eos=True)
+    crowd = engine.generate([[4, 5], [1, 2, 3], [6] * 20], [None, "rank4", "rank4"], [other, wish, other])
+    assert crowd[1].tokens == alone
+
+
+def test_an_adapter_reloaded_under_its_name_is_the_new_one_and_an_unknown_one_an_error(adapters):
+    base, models, folder = adapters
+    engine = Engine(copy.deepcopy(base), pages=100, page_size=4)
+    wish = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for name in ("rank4", "rslora"):
+        engine.add_adapter("mine", folder / name)
+        assert engine.generate([[1, 2, 3]], ["mine"], wish)[0].tokens == greedy(models[name], [1, 2, 3], 8)
+    engine.remove_adapter("mine")
+    with pytest.raises(UnknownAdapter, match="mine"):
+        engine.generate([[1, 2, 3]], ["mine"], wish)
