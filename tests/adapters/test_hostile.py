@@ -340,6 +340,18 @@ def test_settings_that_are_off_or_only_matter_in_training_change_nothing(saved, 
     assert read(folder, facts).hash == plain.hash
 
 
+@pytest.mark.parametrize("kind", ["lora", "ia3", "prefix", "prompt"])
+def test_every_field_of_peft_is_served_harmless_or_refused(kind, saved, facts, tmp_path):
+    for field in config_of(saved[kind]):
+        folder = copied(saved[kind], tmp_path / field)
+        set_config(folder, **{field: [{"surprise": 1}]})
+        try:
+            read(folder, facts)
+        except (BadAdapter, UnsupportedAdapter) as error:
+            assert field in str(error)  # noqa: PT017 - harmless fields raise nothing
+            assert "not a setting known here" not in str(error)  # noqa: PT017
+
+
 def test_the_codes_cross_the_wire():
     assert type(from_code("bad_adapter", "")) is BadAdapter
     assert type(from_code("unsupported_adapter", "")) is UnsupportedAdapter

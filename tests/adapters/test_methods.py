@@ -10,10 +10,12 @@ from peft import (
     IA3Config,
     LoraConfig,
     PeftConfig,
+    PeftModel,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
 )
+from transformers import PreTrainedModel
 
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.folder import read
@@ -166,6 +168,33 @@ def test_an_embedding_that_is_not_the_models_own_is_served(tmp_path):
         model.get_input_embeddings().weight += 1
     parts = read(tmp_path, ModelFacts.of(model)).parts["model.embed_tokens"]
     assert [type(part) for part in parts] == [Whole, LowRank]
+
+
+def test_the_embedding_stored_beside_tokens_is_served(tmp_path):
+    from peft import get_peft_model
+
+    model = get_peft_model(base("llama"), lora(trainable_token_indices=[3, 5]))
+    model.save_pretrained(str(tmp_path), save_embedding_layers=True)
+    adapter = read(tmp_path, ModelFacts.of(base("llama")))
+    assert [type(part) for part in adapter.parts["model.embed_tokens"]] == [Tokens]
+    assert any("model's own" in note for note in adapter.notes)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied_llama"])
+def test_an_embedding_that_is_not_the_models_own_is_what_peft_computes(name, tmp_path):
+    save(name, lora(("embed_tokens",)), tmp_path)
+    batch = NAMES["llama"].batch()
+
+    def other() -> PreTrainedModel:
+        model = base(name).double()
+        with torch.no_grad():
+            model.get_input_embeddings().weight += torch.linspace(-1, 1, 32)
+        return model
+
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(other(), str(tmp_path)).double()(**batch).logits
+    adapter = read(tmp_path, ModelFacts.of(other()))
+    torch.testing.assert_close(logits(adapter, other(), batch), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_tied_tokens_are_one_tensor(tmp_path):

@@ -182,14 +182,15 @@ def _targets(fields: Fields, effort: Effort) -> Targets:
     if not isinstance(layers, list) or len(layers) > 10_000:
         raise Fields.wrong("layers_to_transform", layers, "numbers of layers")
     patterns = fields.names_or_text("layers_pattern") or ()
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
+    if len(patterns) > 16:
+        raise Fields.wrong("layers_pattern", list(patterns), "at most 16 names")
     return Targets(
         chosen=Choice.of(chosen, "target_modules", effort),
         excluded=Choice.of(excluded, "exclude_modules", effort) if excluded else None,
         layers=frozenset(Fields.checked_integer("layers_to_transform", layer, 0, 100_000) for layer in layers),
-        layers_patterns=tuple(
-            Pattern(pattern, "layers_pattern", effort) for pattern in ((patterns,) if isinstance(patterns, str) else patterns)
-        ),
-        saved=fields.names("modules_to_save") or (),
+        layers_patterns=tuple(Pattern(pattern, "layers_pattern", effort) for pattern in patterns),
+        saved=fields.names("modules_to_save", 256),
     )
 
 
@@ -237,7 +238,7 @@ def _prompt(fields: Fields, method: Method, limits: Limits) -> PromptSettings:
         width=fields.integer("token_dim", 1, 1 << 20),
         heads=None if heads is None else Fields.checked_integer("num_attention_heads", heads, 1, 1 << 20),
         layers=None if layers is None else Fields.checked_integer("num_layers", layers, 1, 100_000),
-        saved=fields.names("modules_to_save") or (),
+        saved=fields.names("modules_to_save", 256),
         base_model=fields.text("base_model_name_or_path"),
     )
     fields.finish(harmless=_PROMPT_HARMLESS, refused={})

@@ -10,6 +10,7 @@ from symbiosis.adapters.files import CONFIG, shown
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
 _MAX_NAMES = 20_000
+_MAX_KEYS = 4096
 _MAX_NAME = 512
 
 
@@ -40,10 +41,10 @@ class Fields:
     def number(self, key: str) -> float:
         return self.checked_number(key, self.take(key))
 
-    def names(self, key: str) -> tuple[str, ...] | None:
-        """A list of names; None if it is not there."""
+    def names(self, key: str, most: int = _MAX_NAMES) -> tuple[str, ...]:
+        """A list of names; none if it is not there."""
         value = self.take(key)
-        return None if value is None else self.checked_names(key, value)
+        return () if value is None else self.checked_names(key, value, most)
 
     def names_or_text(self, key: str) -> tuple[str, ...] | str | None:
         value = self.take(key)
@@ -55,8 +56,8 @@ class Fields:
         value = self.take(key)
         if value is None:
             return {}
-        if not isinstance(value, dict) or len(value) > _MAX_NAMES:
-            raise self.wrong(key, value, f"an object of at most {_MAX_NAMES} keys")
+        if not isinstance(value, dict) or len(value) > _MAX_KEYS:
+            raise self.wrong(key, value, f"an object of at most {_MAX_KEYS} keys")
         return value
 
     def finish(self, *, harmless: frozenset[str], refused: Mapping[str, str]) -> None:
@@ -82,13 +83,13 @@ class Fields:
         return float(value)
 
     @staticmethod
-    def checked_names(key: str, value: Any) -> tuple[str, ...]:
+    def checked_names(key: str, value: Any, most: int = _MAX_NAMES) -> tuple[str, ...]:
         if (
             not isinstance(value, list)
-            or len(value) > _MAX_NAMES
+            or len(value) > most
             or not all(isinstance(name, str) and 0 < len(name) <= _MAX_NAME for name in value)
         ):
-            raise Fields.wrong(key, value, "a list of names")
+            raise Fields.wrong(key, value, f"a list of at most {most} names")
         return tuple(value)
 
     @staticmethod

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def shown(value: object) -> str:
 
 def listed(names: list[str]) -> str:
     """Some names, for a message."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(name[:120] for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextmanager
@@ -141,8 +142,7 @@ def strict_json(raw: bytes, name: str) -> dict[str, Any]:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
         if len(found) != len(items):
-            keys = [key for key, _ in items]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = Counter(key for key, _ in items).most_common(1)[0][0]
             raise BadAdapter(f"{name} has the key {shown(twice)} twice")
         return found
 

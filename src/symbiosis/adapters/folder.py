@@ -136,11 +136,11 @@ def _take_saved(
 def _take_base_weights(stored: Stored, model: ModelFacts, parts: Parts, notes: list[str]) -> None:
     """PEFT stores the whole embedding beside an adapter of it, and when the vocabulary was resized."""
     ends = {path for path in (model.embedding, model.head) if path is not None}
-    for path in stored.paths(Role.BASE_WEIGHT, Role.WEIGHT):
-        if path not in ends:
-            continue
+    roles = (Role.BASE_WEIGHT, Role.TOKENS_BASE_WEIGHT, Role.WEIGHT)
+    settled = {*parts, *stored.paths(*roles)}
+    for path in sorted(ends.intersection(stored.paths(*roles))):
         shape = model.modules[path].shapes["weight"]
-        for role in (Role.BASE_WEIGHT, Role.WEIGHT):
+        for role in roles:
             if not stored.has(path, role):
                 continue
             found = stored.shape(path, role)
@@ -154,10 +154,9 @@ def _take_base_weights(stored: Stored, model: ModelFacts, parts: Parts, notes: l
             if base is not None and torch.equal(base.to("cpu"), weight.to(base.dtype)):
                 notes.append(f"the {role} of {path} is the model's own and was not kept again")
                 continue
-            # A tied weight is one tensor: PEFT writes to it wherever it is used.
-            for user in (path, *model.ties.get(path, ())):
-                if user == path or not stored.has(user, role):
-                    parts.setdefault(user, []).append(Whole(weight=weight, bias=None))
+            # A tied weight is one tensor: PEFT writes to it for all that use it, unless they have one of their own.
+            for user in (path, *(user for user in model.ties.get(path, ()) if user not in settled)):
+                parts.setdefault(user, []).append(Whole(weight=weight, bias=None))
 
 
 def _take_biases(settings: LoraSettings, targets: list[str], stored: Stored, model: ModelFacts, parts: Parts) -> None:
@@ -207,9 +206,9 @@ def _take_tokens(settings: LoraSettings, stored: Stored, model: ModelFacts, part
         if model.embedding in made and other not in made:
             made[other] = made[model.embedding]
     for path, tokens in made.items():
-        if parts.get(path):
-            raise BadAdapter(f"{CONFIG}: trainable_token_indices names {path}, which is adapted or replaced as well")
-        parts[path] = [tokens]
+        if any(isinstance(part, LowRank) for part in parts.get(path, ())):
+            raise BadAdapter(f"{CONFIG}: trainable_token_indices names {path}, which target_modules names as well")
+        parts.setdefault(path, []).append(tokens)
 
 
 def _read_ia3(settings: Ia3Settings, stored: Stored, model: ModelFacts, notes: list[str]) -> Adapter:

@@ -8,7 +8,7 @@ counts its steps. Whether a whole text matches is all it answers, so greedy and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any, TypeAlias
 
@@ -27,7 +27,7 @@ class Effort:
     def __init__(self, steps: int = 3_000_000) -> None:
         self._left = steps
 
-    def spend(self, steps: int = 1) -> None:
+    def spend(self, steps: int) -> None:
         """Raises `UnsupportedAdapter` when nothing is left."""
         self._left -= steps
         if self._left < 0:
@@ -90,6 +90,8 @@ def _compiled(tree: Iterable[Any], where: str) -> tuple[Item, ...]:
                 items.append(("text", chr(argument)))
         elif name in ("ANY", "NOT_LITERAL", "IN"):
             items.append(("one", _one(name, argument)))
+        elif name == "FAILURE":  # (?!)
+            items.append(("branch", ()))
         elif name == "AT":
             items.append(("at", str(argument)))
         elif name == "BRANCH":
@@ -156,14 +158,20 @@ class _Run:
         if known is None:
             places = {at}
             for item in items:
-                places = set().union(*(self._step(item, place) for place in places))
+                places = self._joined(self._step(item, place) for place in places)
                 if not places:
                     break
             known = self._known[id(items), at] = frozenset(places)
         return known
 
-    def _step(self, item: Item, at: int) -> Iterable[int]:
-        self._effort.spend()
+    def _joined(self, found: Iterable[Collection[int]]) -> set[int]:
+        joined: set[int] = set()
+        for places in found:
+            self._effort.spend(1 + len(places))
+            joined.update(places)
+        return joined
+
+    def _step(self, item: Item, at: int) -> Collection[int]:
         text, kind = self._text, item[0]
         if kind == "text":
             return (at + len(item[1]),) if text.startswith(item[1], at) else ()
@@ -172,14 +180,13 @@ class _Run:
         if kind == "any":
             stop = text.find("\n", at)
             stop = len(text) if stop < 0 else stop
-            self._effort.spend(stop - at)
             return range(at, stop + 1)
         if kind == "at":
             return (at,) if self._is_at(item[1], at) else ()
         if kind == "look":
             return (at,) if bool(self.sequence(item[2], at)) == item[1] else ()
         if kind == "branch":
-            return set().union(*(self.sequence(choice, at) for choice in item[1]))
+            return self._joined(self.sequence(choice, at) for choice in item[1])
         if kind == "group":
             return self.sequence(item[1], at)
         return self._repeat(item[1], item[2], item[3], at)
@@ -189,18 +196,14 @@ class _Run:
         rounds = len(self._text) + 1
         places = {at}
         for _ in range(min(least, rounds)):
-            places = self._round(items, places)
+            places = self._joined(self.sequence(items, place) for place in places)
         reached, places = set(places), set(places)
         for _ in range(min(most - least, rounds)):
-            places = self._round(items, places) - reached
+            places = self._joined(self.sequence(items, place) for place in places) - reached
             if not places:
                 break
             reached |= places
         return reached
-
-    def _round(self, items: tuple[Item, ...], places: set[int]) -> set[int]:
-        self._effort.spend(len(places) + 1)
-        return set().union(*(self.sequence(items, place) for place in places))
 
     def _is_at(self, where: str, at: int) -> bool:
         text = self._text

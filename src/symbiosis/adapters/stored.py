@@ -26,6 +26,7 @@ class Role(StrEnum):
     MAGNITUDE = "lora_magnitude_vector"
     SCALING = "ia3_l"
     TOKENS = "token_adapter.trainable_tokens_delta"
+    TOKENS_BASE_WEIGHT = "token_adapter.base_layer.weight"
     BASE_WEIGHT = "base_layer.weight"
     BASE_BIAS = "base_layer.bias"
     WEIGHT = "weight"
