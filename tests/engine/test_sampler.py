@@ -211,6 +211,22 @@ def test_also_when_rows_are_worked_on_in_parts(monkeypatch):
         company_does_not_matter(seed, "cpu", torch.float32, 50)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_looking_at_the_likeliest_first_changes_nothing(seed):
+    rng = random.Random(seed)
+    rows = logits(8, 60, seed, spread=rng.choice([0.1, 3.0, 30.0]))
+    rows = (rows * 2).round() / 2 if rng.random() < 0.7 else rows
+    rows[rng.randrange(8)] = rng.choice([math.nan, -math.inf, 0.0])
+    asked = [one(**{**requests(rng), "top_k": rng.choice([0, 1, 3, 5, 59, 60, 61])}) for _ in range(8)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "_LIKELY", 1000)
+        everything = sample(rows, asked).tokens
+        for few in (1, 2, 5, 30, 59):
+            patch.setattr(sampler, "_LIKELY", few)
+            assert sample(rows, asked).tokens == everything
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [50, 1001, 32_000, 50_257, 128_256])
 def test_on_a_gpu_too_whoever_else_is_in_the_batch(vocabulary):

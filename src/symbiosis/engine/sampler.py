@@ -15,7 +15,7 @@ penalties, bias, temperature and top-k/top-p/min-p (as OpenAI's API and vLLM's
 `raw_logprobs` have it). The token that was chosen is reported even if it is
 not among the likeliest.
 """
-# B = rows of the pass that choose a token; b, c = some of them; V = vocabulary
+# B = rows of the pass that choose a token; b, c = some of them; V = vocabulary; n = likeliest tokens
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ _ONE = float(1 << 40)
 """The weight of the likeliest token. 2**40 times 2**22 tokens still fits an int64."""
 _AT_ONCE = 1 << 23
 """Most logits that are worked on at once: what is copied is at most a few times this."""
+_LIKELY = 512
+"""Top-k and top-p look at so many tokens first; all are sorted only if these do not suffice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,30 +180,61 @@ def _draw(x_bV: Tensor, sequences: Seq[Sequence], *, cut: bool) -> Tensor:
     best_b1 = x_bV.amax(dim=-1, keepdim=True)
     fit_b1 = best_b1.isfinite()
     x_bV = torch.where(fit_b1, x_bV - best_b1, 0.0)
-    tokens_bV: Tensor | None = None
-    if cut:
-        x_bV, tokens_bV = x_bV.sort(dim=-1, descending=True, stable=True)
-    share_bV = (x_bV / temperature_b1.float()).exp_()
-    weight_bV = (torch.where(share_bV >= min_p_b1.float(), share_bV, 0.0) * _ONE).long()
-    if cut:
-        weight_bV = _likeliest_weights(weight_bV, top_k_b1, top_p_b1)
-    sums_bV = weight_bV.cumsum(dim=-1)
-    total_b1 = sums_bV[:, -1:]
-    target_b1 = torch.minimum((number_b1 * total_b1.double()).long(), total_b1 - 1)
-    chosen_b1 = torch.searchsorted(sums_bV, target_b1, right=True)
-    if tokens_bV is not None:
-        chosen_b1 = tokens_bV.gather(1, chosen_b1)
+    weight_bV = _weights(x_bV, temperature_b1, min_p_b1)
+    if not cut:
+        return torch.where(fit_b1, _place(weight_bV, number_b1), -1).squeeze(1)
+    top_k_b1 = torch.where(top_k_b1 == 0, x_bV.shape[1], top_k_b1)
+    chosen_b1, sure_b1 = _draw_of_the_likeliest(_LIKELY, x_bV, weight_bV, top_k_b1, top_p_b1, number_b1)
+    unsure_c = (fit_b1 & ~sure_b1).squeeze(1).nonzero().squeeze(1)
+    if unsure_c.numel():
+        again = (each.index_select(0, unsure_c) for each in (x_bV, weight_bV, top_k_b1, top_p_b1, number_b1))
+        chosen_b1.index_copy_(0, unsure_c, _draw_of_the_likeliest(x_bV.shape[1], *again)[0])
     return torch.where(fit_b1, chosen_b1, -1).squeeze(1)
 
 
-def _likeliest_weights(weight_bV: Tensor, top_k_b1: Tensor, top_p_b1: Tensor) -> Tensor:
-    """Of weights from large to small the first `top_k`, and of these the first that have `top_p` of them together."""
-    place_V = torch.arange(weight_bV.shape[1], device=weight_bV.device)
-    weight_bV = torch.where((place_V < top_k_b1) | (top_k_b1 == 0), weight_bV, 0)
+def _weights(x_bV: Tensor, temperature_b1: Tensor, min_p_b1: Tensor) -> Tensor:
+    """Probabilities as integers, up to a factor; `x_bV` is 0 for the likeliest token."""
+    share_bV = (x_bV / temperature_b1.float()).exp_()
+    return share_bV.mul_(share_bV >= min_p_b1.float()).mul_(_ONE).long()
+
+
+def _place(weight_bV: Tensor, number_b1: Tensor) -> Tensor:
+    """Where the number falls if each place is as wide as its weight."""
     sums_bV = weight_bV.cumsum(dim=-1)
-    enough_b1 = (top_p_b1 * sums_bV[:, -1:].double()).long().clamp_(min=1)
+    total_b1 = sums_bV[:, -1:]
+    target_b1 = torch.minimum((number_b1 * total_b1.double()).long(), total_b1 - 1)
+    return torch.searchsorted(sums_bV, target_b1, right=True)
+
+
+def _draw_of_the_likeliest(
+    n: int, x_bV: Tensor, weight_bV: Tensor, top_k_b1: Tensor, top_p_b1: Tensor, number_b1: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw of the first `top_k`, and of these of the first that have `top_p` of them together.
+
+    Only the `n` likeliest are looked at. The second answer says whether that
+    changed nothing: nobody who might have been kept was left out.
+    """
+    vocabulary = x_bV.shape[1]
+    if n < vocabulary:
+        tokens_bn = x_bV.topk(n, dim=-1).indices.sort(dim=-1).values  # by id first: ties go to the lower one
+        x_bn, order_bn = x_bV.gather(1, tokens_bn).sort(dim=-1, descending=True, stable=True)
+        tokens_bn = tokens_bn.gather(1, order_bn)
+    else:
+        x_bn, tokens_bn = x_bV.sort(dim=-1, descending=True, stable=True)
+    weight_bn = weight_bV.gather(1, tokens_bn)
+    place_n = torch.arange(x_bn.shape[1], device=x_bV.device)
+    weight_bn = torch.where(place_n < top_k_b1, weight_bn, 0)
+    sums_bn = weight_bn.cumsum(dim=-1)
+    whole_b1 = torch.where(top_k_b1 < vocabulary, sums_bn[:, -1:], weight_bV.sum(dim=-1, keepdim=True))
+    enough_b1 = (top_p_b1 * whole_b1.double()).long().clamp_(min=1)
     # the token that reaches top_p is the last: what comes before it has less
-    return torch.where(sums_bV - weight_bV < enough_b1, weight_bV, 0)
+    kept_bn = (sums_bn - weight_bn < enough_b1) & (weight_bn > 0)
+    if n < vocabulary:  # who has just as much as the last one looked at may have a twin that was left out
+        sure_b1 = ~(kept_bn & (x_bn == x_bn[:, -1:])).any(dim=-1, keepdim=True) & ((top_k_b1 < n) | (top_k_b1 >= vocabulary))
+    else:
+        sure_b1 = torch.ones_like(top_k_b1, dtype=torch.bool)
+    place_b1 = _place(torch.where(kept_bn, weight_bn, 0), number_b1)
+    return tokens_bn.gather(1, place_b1.clamp(max=x_bn.shape[1] - 1)), sure_b1
 
 
 # Reporting
