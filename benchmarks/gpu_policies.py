@@ -2,14 +2,13 @@
 
 Eight tenants, each a process of its own, decode through the executor with 2
 to 256 sequences and the paper's LoRA settings 1 and 4 in turn (its Table 5).
-Each policy has an executor of its own with a copy of the model, to which every
-tenant is connected; they take turns, window by window, while the others are
-silent. A decode step always has the same length of cache. Latency is the mean
-of the tenants' median steps; ratios are medians of the ratio to
-"opportunistic" within one round of turns. There is no plain case: eight
-private copies would not fit beside three executors (`mixed` has them).
+The executor is one and the same; its policies take turns, window by window. A
+decode step always has the same length of cache. Latency is the mean of the
+tenants' median steps; ratios are medians of the ratio to "opportunistic" within
+one round of turns. There is no plain case: eight private copies with such
+caches do not fit (`mixed` has smaller ones).
 
-    python -m benchmarks.gpu_policies 7b          # about 2 minutes on one H200
+    python -m benchmarks.gpu_policies 7b          # about 1.5 minutes on one H200
     python -m benchmarks.gpu_policies tiny --cpu  # seconds, for the tests
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +34,10 @@ REPETITIONS = 5
 
 def measure(workers: Workers, policy: str, served: Served, batches: Sequence[int], seconds: float) -> dict[str, Any]:
     """One window of one policy."""
+    served.ask(f"policy {policy}")
     begin, end = window_of(seconds)
     team = range(len(batches))
-    workers.tell(team, "decode_until", begin, end, key=policy)
+    workers.tell(team, "decode_until", begin, end)
     time.sleep(max(0.0, begin - time.monotonic()))
     before = served.ask("stats")
     time.sleep(max(0.0, end - time.monotonic()))
@@ -46,29 +45,27 @@ def measure(workers: Workers, policy: str, served: Served, batches: Sequence[int
     return figures_of(batches, workers.hear(team), before, after)
 
 
-def connect(workers: Workers, shape: str, servers: dict[str, Served], batches: Sequence[int]) -> None:
-    """Every tenant to every policy's executor, with its cache filled and a window to warm up."""
+def connect(workers: Workers, shape: str, served: Served, batches: Sequence[int]) -> None:
+    """Every tenant, with its cache filled."""
     team = range(len(batches))
-    for policy, served in servers.items():
-        for number in team:
-            workers.tell([number], "load", "executor", shape, served.address, 4 if number % 2 else 1, key=policy)
-        workers.hear(team)
-        for number, batch in enumerate(batches):
-            workers.tell([number], "prefill", batch, LENGTH, key=policy)
-        workers.hear(team)
-        workers.window(team, "decode_until", 0.5, key=policy)
+    for number in team:
+        workers.tell([number], "load", "executor", shape, served.address, 4 if number % 2 else 1)
+    workers.hear(team)
+    for number, batch in enumerate(batches):
+        workers.tell([number], "prefill", batch, LENGTH)
+    workers.hear(team)
 
 
 def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDER) -> None:
     console, batches = Console(width=160), BATCHES[shape]
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
-    with ExitStack() as stack:
-        servers = {policy: stack.enter_context(Served(shape, device, policy)) for policy in POLICIES}
-        workers = stack.enter_context(Workers(len(batches), device))
-        connect(workers, shape, servers, batches)
+    with Served(shape, device) as served, Workers(len(batches), device) as workers:
+        connect(workers, shape, served, batches)
+        for policy in POLICIES:  # to warm up: what comes again and again becomes a graph
+            measure(workers, policy, served, batches, seconds)
         for repetition in range(REPETITIONS):
             for policy in rotated(POLICIES, repetition):
-                found = measure(workers, policy, servers[policy], batches, seconds)
+                found = measure(workers, policy, served, batches, seconds)
                 runs[policy].append(found)
                 console.print(
                     f"{repetition + 1}/{REPETITIONS} {policy:14s} {found['tokens_per_s']:7.0f} tok/s  "

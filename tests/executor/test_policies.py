@@ -27,6 +27,8 @@ class Heard:
     ran: float = 0.0
     span_s: float = 0.0
     rows: int = 1
+    entered: float = 0.0
+    pass_s: float = 0.0
 
     @property
     def answered(self) -> float:

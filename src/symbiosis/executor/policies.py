@@ -67,6 +67,10 @@ class Heard(Protocol):
     """When that ran."""
     span_s: float
     """How long that kept the machine busy: the tenant's own work before it, and the call itself."""
+    entered: float
+    """When its last pass through the model began, and"""
+    pass_s: float
+    """how long after the one before; 0.0 if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,11 @@ class Opportunistic:
     share of their own time, at most what a merged batch would save. Nobody
     waits longer than `max_wait_s`, and nobody at all if every active session is
     queued already. While somebody decodes, training rests between two calls.
+
+    Where batches are only launched (a GPU), queues form out of sight, and small
+    calls do not meet by themselves. There, who begins a pass waits a moment for
+    others about to begin theirs, and in the middle of a pass for those who are
+    at the same place: they travel together, at hardly more than the price of one.
     """
 
     name: str = "opportunistic"
@@ -177,12 +186,20 @@ class Opportunistic:
     """Inference with more rows at once is no decoding: training does not rest for it."""
     training_share: float = 0.25
     """Share of the time that training gets while somebody decodes; 1.0: as much as it takes."""
+    launches: bool = False
+    """Whether a batch is launched, not run, when it leaves the queue."""
+    start_share: float = 0.06
+    """Longest wait for others who begin a pass too, as a share of the time between two passes."""
+    least_patience_s: float = 5e-5
+    patience: float = 2.0
+    """Longest wait for others in the middle of a pass: so many times what merging saves, and at least the above."""
 
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
             return Decision()
-        if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:
-            return Decision(batch=(pending[0],))  # alone, and small calls never wait: as below, sooner
+        if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:  # as below, sooner
+            until = self._meet_until(pending[0].key, pending, {pending[0].session}, heard, costs, now)
+            return Decision(batch=(pending[0],)) if now >= until else Decision(ask_again_at=until)
         here = {call.session for call in pending}
         coming = [last.key for session, last in heard.items() if session not in here and now - last.last_seen <= self.company_s]
         rest_until = self._rest_until(heard, now)
@@ -191,7 +208,12 @@ class Opportunistic:
         ready: list[tuple[_Rank, BatchKey]] = []
         ask_again: float | None = None
         for key, calls in groups.items():
-            wait_until = self._wait_until(key, calls, costs) if coming else now
+            if not coming:
+                wait_until = now
+            elif self.launches and not calls[0].training and any(call.number in small for call in calls):
+                wait_until = self._meet_until(key, calls, here, heard, costs, now)
+            else:
+                wait_until = self._wait_until(key, calls, costs)
             if rest_until > now and all(call.training for call in calls):
                 wait_until = max(wait_until, min(rest_until, min(call.arrived for call in calls) + self.max_wait_s))
             if now >= wait_until:
@@ -224,6 +246,23 @@ class Opportunistic:
         if gain < self.least_gain * own_time:
             return first
         return first + min(self.max_wait_s, gain, self.wait_share * own_time)
+
+    def _meet_until(
+        self, key: BatchKey, calls: Sequence[Pending], here: set[int], heard: Mapping[int, Heard], costs: Costs, now: float
+    ) -> float:
+        """Until when small calls wait for those they can travel with; in the past if for nobody. Who is `here` has called."""
+        first = min(call.arrived for call in calls)
+        mine = heard.get(calls[0].session)
+        if not self.launches or mine is None or mine.key is None:
+            return first
+        others = [o for session, o in heard.items() if session not in here and now - o.last_seen <= self.company_s]
+        if mine.key.progress >= key.progress:
+            patience = self.start_share * mine.pass_s
+            met = any(o.pass_s and not o.training and abs(o.entered + o.pass_s - first) <= patience for o in others)
+        else:
+            patience = max(self.least_patience_s, self.patience * costs.saving(key.shape))
+            met = any(o.key == mine.key and abs(o.ran - mine.ran) <= patience for o in others)
+        return first + min(self.max_wait_s, patience) if met else first
 
     def _rank(self, key: BatchKey, calls: list[Pending], small: set[int], coming: list[BatchKey | None], now: float) -> _Rank:
         """Smaller goes first: overdue, inference, small, nobody just behind, furthest behind, first come.

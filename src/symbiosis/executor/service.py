@@ -378,11 +378,14 @@ class Service:
             if enters:
                 counts.tokens += call.pending.rows
                 self._tokens += call.pending.rows
-            self._note(call, started, max(ended - started, cost), ended)
+            self._note(call, enters, started, max(ended - started, cost), ended)
 
-    def _note(self, call: Call, started: float, seconds: float, ended: float) -> None:
+    def _note(self, call: Call, enters: bool, started: float, seconds: float, ended: float) -> None:
         """What a policy knows of this session from now on."""
         session = call.session
+        if enters:
+            session.pass_s = call.pending.arrived - session.entered if session.entered else 0.0
+            session.entered = call.pending.arrived
         away = call.pending.arrived - session.answered
         own = away if 0.0 <= away <= _OWN_WORK_S and session.peer.port.same_host else 0.0
         session.key, session.rows = call.pending.key, call.pending.rows

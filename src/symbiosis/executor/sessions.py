@@ -58,6 +58,10 @@ class Session:
     """How long that kept the machine busy: the tenant's own work before it, and the call itself."""
     answered: float = 0.0
     """When that was answered."""
+    entered: float = 0.0
+    """When its last pass through the model began, and"""
+    pass_s: float = 0.0
+    """how long after the one before; 0.0 if there was none."""
 
 
 @dataclass(slots=True)
