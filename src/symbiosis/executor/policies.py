@@ -71,6 +71,8 @@ class Heard(Protocol):
     """When its last pass through the model began, and"""
     pass_s: float
     """how long after the one before; 0.0 if there was none."""
+    waited_s: float
+    """How long its calls of that pass have waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,8 @@ class Opportunistic:
     Where batches are only launched (a GPU), queues form out of sight, and small
     calls do not meet by themselves. There, who begins a pass waits a moment for
     others about to begin theirs, and in the middle of a pass for those who are
-    at the same place: they travel together, at hardly more than the price of one.
+    at the same place: they travel together, at hardly more than the price of
+    one. Nobody gives more than a small share of its time for that.
     """
 
     name: str = "opportunistic"
@@ -188,18 +191,18 @@ class Opportunistic:
     """Share of the time that training gets while somebody decodes; 1.0: as much as it takes."""
     launches: bool = False
     """Whether a batch is launched, not run, when it leaves the queue."""
-    start_share: float = 0.06
-    """Longest wait for others who begin a pass too, as a share of the time between two passes."""
-    least_patience_s: float = 5e-5
-    patience: float = 2.0
-    """Longest wait for others in the middle of a pass: so many times what merging saves, and at least the above."""
+    meeting_share: float = 0.2
+    """Longest time that a small call's session waits for others in one pass, as a share of the time between two passes."""
+    patience_s: float = 3e-4
+    """Longest time that it waits for others in the middle of a pass, at one place."""
 
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
             return Decision()
-        if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:  # as below, sooner
-            until = self._meet_until(pending[0].key, pending, {pending[0].session}, heard, costs, now)
-            return Decision(batch=(pending[0],)) if now >= until else Decision(ask_again_at=until)
+        if self.launches and all(call.rows <= self.decode_rows and not call.training for call in pending):
+            return self._meet(pending, heard, now)
+        if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:
+            return Decision(batch=(pending[0],))  # alone, and small calls never wait: as below, sooner
         here = {call.session for call in pending}
         coming = [last.key for session, last in heard.items() if session not in here and now - last.last_seen <= self.company_s]
         rest_until = self._rest_until(heard, now)
@@ -208,12 +211,7 @@ class Opportunistic:
         ready: list[tuple[_Rank, BatchKey]] = []
         ask_again: float | None = None
         for key, calls in groups.items():
-            if not coming:
-                wait_until = now
-            elif self.launches and not calls[0].training and any(call.number in small for call in calls):
-                wait_until = self._meet_until(key, calls, here, heard, costs, now)
-            else:
-                wait_until = self._wait_until(key, calls, costs)
+            wait_until = self._wait_until(key, calls, costs) if coming else now
             if rest_until > now and all(call.training for call in calls):
                 wait_until = max(wait_until, min(rest_until, min(call.arrived for call in calls) + self.max_wait_s))
             if now >= wait_until:
@@ -247,22 +245,40 @@ class Opportunistic:
             return first
         return first + min(self.max_wait_s, gain, self.wait_share * own_time)
 
-    def _meet_until(
-        self, key: BatchKey, calls: Sequence[Pending], here: set[int], heard: Mapping[int, Heard], costs: Costs, now: float
-    ) -> float:
-        """Until when small calls wait for those they can travel with; in the past if for nobody. Who is `here` has called."""
-        first = min(call.arrived for call in calls)
-        mine = heard.get(calls[0].session)
-        if not self.launches or mine is None or mine.key is None:
-            return first
-        others = [o for session, o in heard.items() if session not in here and now - o.last_seen <= self.company_s]
-        if mine.key.progress >= key.progress:
-            patience = self.start_share * mine.pass_s
-            met = any(o.pass_s and not o.training and abs(o.entered + o.pass_s - first) <= patience for o in others)
+    def _meet(self, pending: Sequence[Pending], heard: Mapping[int, Heard], now: float) -> Decision:
+        """Decoding on a GPU, where every microsecond counts: first come, first served, but for who waits for company."""
+        here = {call.session for call in pending}
+        ask_again: float | None = None
+        for calls in _by_key(pending).values():
+            until = self._meet_until(calls, here, heard, now)
+            if now >= until:
+                return Decision(batch=_fill(calls, self.max_rows))
+            ask_again = until if ask_again is None else min(ask_again, until)
+        return Decision(ask_again_at=ask_again)
+
+    def _meet_until(self, calls: list[Pending], here: set[int], heard: Mapping[int, Heard], now: float) -> float:
+        """Until when calls wait for those they can travel with; in the past if for nobody. Who is `here` has called."""
+        first = calls[0]
+        mine = heard.get(first.session)
+        if mine is None or mine.key is None:
+            return first.arrived
+        key, ran, begins = mine.key, mine.ran, mine.key.progress >= first.key.progress
+        patience = 0.5 * self.meeting_share * mine.pass_s if begins else self.patience_s
+        for session, other in heard.items():
+            if session in here or other.training or now - other.last_seen > self.company_s:
+                continue
+            if begins and abs(other.entered + other.pass_s - first.arrived) <= patience:
+                break  # it is about to begin too
+            if not begins and other.key is key and abs(other.ran - ran) <= patience:
+                break  # it is at the same place
         else:
-            patience = max(self.least_patience_s, self.patience * costs.saving(key.shape))
-            met = any(o.key == mine.key and abs(o.ran - mine.ran) <= patience for o in others)
-        return first + min(self.max_wait_s, patience) if met else first
+            return first.arrived
+        until = first.arrived + min(self.max_wait_s, patience)
+        for call in calls:
+            last = heard.get(call.session)
+            if last is not None:
+                until = min(until, call.arrived + self.meeting_share * last.pass_s - last.waited_s)
+        return until
 
     def _rank(self, key: BatchKey, calls: list[Pending], small: set[int], coming: list[BatchKey | None], now: float) -> _Rank:
         """Smaller goes first: overdue, inference, small, nobody just behind, furthest behind, first come.

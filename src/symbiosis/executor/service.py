@@ -385,7 +385,8 @@ class Service:
         session = call.session
         if enters:
             session.pass_s = call.pending.arrived - session.entered if session.entered else 0.0
-            session.entered = call.pending.arrived
+            session.entered, session.waited_s = call.pending.arrived, 0.0
+        session.waited_s += started - call.pending.arrived
         away = call.pending.arrived - session.answered
         own = away if 0.0 <= away <= _OWN_WORK_S and session.peer.port.same_host else 0.0
         session.key, session.rows = call.pending.key, call.pending.rows

@@ -62,6 +62,8 @@ class Session:
     """When its last pass through the model began, and"""
     pass_s: float = 0.0
     """how long after the one before; 0.0 if there was none."""
+    waited_s: float = 0.0
+    """How long its calls of that pass have waited."""
 
 
 @dataclass(slots=True)
