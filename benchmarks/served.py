@@ -12,12 +12,12 @@ from benchmarks.tenants import context_for
 _START_S = 300.0
 
 
-def serve(shape: str, device: str, pipe: Any) -> None:
+def serve(shape: str, device: str, head: bool, pipe: Any) -> None:
     import torch
 
     import symbiosis
 
-    with symbiosis.Executor(random_model(shape, device), device=device) as executor:
+    with symbiosis.Executor(random_model(shape, device), device=device, host_head=head) as executor:
         pipe.send(executor.listen("shm://"))
         while (asked := pipe.recv()) != "stop":
             if asked == "stats":
@@ -34,12 +34,12 @@ def serve(shape: str, device: str, pipe: Any) -> None:
 
 
 class Served:
-    """It starts at once and is waited for when its address is asked for. A context manager."""
+    """It starts at once and is waited for when its address is asked for. With the `head` too if asked. A context manager."""
 
-    def __init__(self, shape: str, device: str) -> None:
+    def __init__(self, shape: str, device: str, *, head: bool = False) -> None:
         context = context_for(device)
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(shape, device, theirs), daemon=True)
+        self._process = context.Process(target=serve, args=(shape, device, head, theirs), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -59,8 +59,8 @@ class Executor:
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.tokens = _check_tokens(tokens or {})
-        place = self._place = _device(device)
-        chosen = _policy(policy, max_wait_ms, training_share, launches=place.type == "cuda")
+        place = _device(device)
+        chosen = _policy(policy, max_wait_ms, training_share)
         source = load(model_or_path, device=place, dtype=_dtype(dtype), tokenizer=tokenizer)
         self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
         self.model_class = type(source.model)
@@ -105,7 +105,7 @@ class Executor:
 
     def use_policy(self, policy: str | Policy) -> None:
         """Batch calls by another policy from the next batch on."""
-        self._service.policy = _policy(policy, None, None, launches=self._place.type == "cuda")
+        self._service.policy = _policy(policy, None, None)
 
     def manifest(self) -> Manifest:
         """The model as tenants see it."""
@@ -234,12 +234,12 @@ def _scheme(address: str) -> str:
     return address.partition("://")[0] if isinstance(address, str) and "://" in address else ""
 
 
-def _policy(policy: str | Policy, max_wait_ms: float | None, training_share: float | None, *, launches: bool) -> Policy:
+def _policy(policy: str | Policy, max_wait_ms: float | None, training_share: float | None) -> Policy:
     if not isinstance(policy, str):
         return policy
     if policy not in POLICIES:
         raise SymbiosisError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
-    settings: dict[str, Any] = {"launches": launches} if policy == "opportunistic" else {}
+    settings: dict[str, Any] = {}
     if max_wait_ms is not None:
         if not 0 <= max_wait_ms <= 60_000:
             raise SymbiosisError(f"max_wait_ms={max_wait_ms}: expected 0 to 60000")

@@ -48,6 +48,8 @@ class Pending:
     rows: int
     training: bool
     arrived: float
+    launched: bool = False
+    """Its batch is only launched when it leaves the queue: nobody here waits for the result."""
 
 
 class Heard(Protocol):
@@ -163,8 +165,8 @@ class Opportunistic:
     waits longer than `max_wait_s`, and nobody at all if every active session is
     queued already. While somebody decodes, training rests between two calls.
 
-    Where batches are only launched (a GPU), queues form out of sight, and small
-    calls do not meet by themselves. There, who begins a pass waits a moment for
+    Where batches are only launched (tenants on the executor's GPU), queues form out of
+    sight, and small calls do not meet by themselves. There, who begins a pass waits a moment for
     others about to begin theirs, and in the middle of a pass for those who are
     at the same place: they travel together, at hardly more than the price of
     one. Nobody gives more than a small share of its time for that.
@@ -189,9 +191,7 @@ class Opportunistic:
     """Inference with more rows at once is no decoding: training does not rest for it."""
     training_share: float = 0.25
     """Share of the time that training gets while somebody decodes; 1.0: as much as it takes."""
-    launches: bool = False
-    """Whether a batch is launched, not run, when it leaves the queue."""
-    meeting_share: float = 0.2
+    meeting_share: float = 0.5
     """Longest time that a small call's session waits for others in one pass, as a share of the time between two passes."""
     patience_s: float = 3e-4
     """Longest time that it waits for others in the middle of a pass, at one place."""
@@ -199,7 +199,7 @@ class Opportunistic:
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
             return Decision()
-        if self.launches and all(call.rows <= self.decode_rows and not call.training for call in pending):
+        if all(call.launched and call.rows <= self.decode_rows and not call.training for call in pending):
             return self._meet(pending, heard, now)
         if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:
             return Decision(batch=(pending[0],))  # alone, and small calls never wait: as below, sooner

@@ -222,7 +222,9 @@ class Service:
         if work is None:
             work = self._check_work(session.peer, message)
         self._numbers += 1
-        pending = Pending(self._numbers, session.number, work.key, work.rows[0].shape[0], message.training, session.last_seen)
+        launched = work.places is not None and self._lanes is not None
+        rows = work.rows[0].shape[0]
+        pending = Pending(self._numbers, session.number, work.key, rows, message.training, session.last_seen, launched)
         self._queue[pending.number] = Call(pending, session, message.request, work)
         self._queued_bytes += work.bytes
         session.busy, session.request = True, message.request
