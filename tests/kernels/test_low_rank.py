@@ -11,7 +11,8 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.low_rank import NOTHING, Change, Members, Plan, Segment, Tiles, low_rank, reference, tile_rows
+from symbiosis.kernels.low_rank import NOTHING, Change, Members, Plan, low_rank, reference, tile_rows
+from symbiosis.kernels.tiles import Segment, Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if torch.cuda.is_available() else []
@@ -143,7 +144,12 @@ def test_a_graph_serves_other_adapters_and_rows_when_replayed():
     torch.manual_seed(0)
     width, widths, dtype = 512, [512, 128], torch.bfloat16
     changes, table = adapters([[16, 8], [64, 0], [24, 24]], width, widths, dtype)
-    x, y, tiles, members = random(8, width, dtype=dtype), random(8, 640, dtype=dtype), Tiles(8, 16, DEVICE), Members(widths, DEVICE)
+    x, y, tiles, members = (
+        random(8, width, dtype=dtype),
+        random(8, 640, dtype=dtype),
+        Tiles(8, 16, DEVICE),
+        Members(widths, DEVICE),
+    )
     start = y.clone()
     low_rank(x, y, table, tiles, members, 64)
     torch.cuda.synchronize()

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from symbiosis.kernels.tiles import Segment, Tiles
+
 _PROCESSORS = 132
 _ALIGNMENT = 16  # bytes
 
@@ -41,7 +43,9 @@ class Change:
         tensors = (self.a_rI, self.b_Or) if self.stretch_O is None else (self.a_rI, self.b_Or, self.stretch_O)
         rank = self.a_rI.shape[0]
         if self.b_Or.shape[1] != rank or len({t.dtype for t in tensors}) != 1:
-            raise ValueError(f"a {tuple(self.a_rI.shape)} and b {tuple(self.b_Or.shape)} have one rank and one dtype with stretch")
+            raise ValueError(
+                f"a {tuple(self.a_rI.shape)} and b {tuple(self.b_Or.shape)} have one rank and one dtype with stretch"
+            )
         if not all(t.is_contiguous() and t.data_ptr() % _ALIGNMENT == 0 for t in tensors):
             raise ValueError(f"weights are contiguous and start at multiples of {_ALIGNMENT} bytes")
         stretch = 0 if self.stretch_O is None else self.stretch_O.data_ptr()
@@ -52,51 +56,12 @@ NOTHING = (0, 0, 0, 0)
 """The line of an adapter that leaves this layer alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows of one adapter that lie together."""
-
-    slot: int
-    """Of the table; -1: no adapter."""
-    start: int
-    count: int
-
-
-class Tiles:
-    """The rows of a pass cut into at most `capacity` tiles of one adapter and at most `rows` rows each, on the device."""
-
-    def __init__(self, capacity: int, rows: int, device: torch.device | str) -> None:
-        self.capacity, self.rows = capacity, rows
-        self.device_3T = torch.zeros(3, capacity, dtype=torch.int32, device=device)
-        self.device_3T[0] = -1
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment], rows: int, device: torch.device | str) -> Tiles:
-        """Just as many tiles as these take."""
-        tiles = cls(max(1, sum(-(-s.count // rows) for s in segments if s.slot >= 0)), rows, device)
-        tiles.fill(segments)
-        return tiles
-
-    def fill(self, segments: Sequence[Segment]) -> None:
-        """The rows of the next pass, in the order of the current stream."""
-        cut = [
-            (s.slot, start, min(self.rows, s.start + s.count - start))
-            for s in segments
-            if s.slot >= 0
-            for start in range(s.start, s.start + s.count, self.rows)
-        ]
-        if len(cut) > self.capacity:
-            raise ValueError(f"{len(cut)} tiles where there is room for {self.capacity}")
-        cut += [(-1, 0, 0)] * (self.capacity - len(cut))
-        host_3T = torch.tensor(list(zip(*cut, strict=True)), dtype=torch.int32, pin_memory=self.device_3T.is_cuda)
-        self.device_3T.copy_(host_3T, non_blocking=True)
-
-
 class Members:
     """Layers that read the same rows, and where in y the outputs of each begin."""
 
     def __init__(self, widths: Sequence[int], device: torch.device | str) -> None:
         self.widths, self.device = tuple(widths), torch.device(device)
+        self.even = all(width % 16 == 0 for width in widths)
         self._blocks: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
@@ -196,7 +161,7 @@ def _shrink(  # type: ignore[no-untyped-def]
     rank = tl.load(entry + 2).to(tl.int32)
     if rank <= turn * 16:
         return
-    a = tl.multiple_of(tl.load(entry), 16).to(x.dtype)
+    a = tl.multiple_of(tl.load(entry).to(x.dtype), 16)
     begin = split * span
     end = begin + span
     x += start * x_stride
@@ -230,7 +195,7 @@ def _shrink(  # type: ignore[no-untyped-def]
 def _stretched(value, stretch, own_bias, y, column, own, mask, HAS_BIAS: tl.constexpr, SEVERAL: tl.constexpr):  # type: ignore[no-untyped-def]
     """DoRA: `value` without the layer's own bias, times the stretch. One row or [rows, columns]."""
     if stretch != 0:
-        scale = tl.load(tl.multiple_of(stretch, 16).to(y.dtype) + own, mask=mask, other=1.0).to(tl.float32)
+        scale = tl.load(tl.multiple_of(stretch.to(y.dtype), 16) + own, mask=mask, other=1.0).to(tl.float32)
         if SEVERAL:
             scale = scale[None, :]
         if HAS_BIAS:
@@ -245,7 +210,7 @@ def _stretched(value, stretch, own_bias, y, column, own, mask, HAS_BIAS: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand_one(  # type: ignore[no-untyped-def]
-    y, b, parts, own_bias, stretch, column, own, columns, rank, rank_stride, splits, split_stride,
+    y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride,
     HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One row: `PART_N` outputs by `WIDE` of the rank at a time. The weights are read in the order they lie in."""
@@ -255,8 +220,8 @@ def _expand_one(  # type: ignore[no-untyped-def]
         total = tl.zeros((PART_N,), dtype=tl.float32)
         for first in range(0, rank, WIDE):
             r = first + tl.arange(0, WIDE)
-            weight_at = b + n.to(tl.int64)[:, None] * rank_stride + r[None, :]
-            weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank_stride)[None, :], other=0.0)
+            weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
+            weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank)[None, :], other=0.0)
             low_at = parts + s.to(tl.int64)[:, None] * split_stride + r[None, :]
             low = tl.sum(tl.load(low_at, mask=(s < splits)[:, None] & (r < rank)[None, :], other=0.0), 0)
             low = low.to(weight.dtype).to(tl.float32)
@@ -268,33 +233,37 @@ def _expand_one(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand_several(  # type: ignore[no-untyped-def]
-    y, b, parts, own_bias, stretch, column, own, columns, rank, rank_stride, splits, split_stride, rmax, count, y_stride,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr,
 ):  # fmt: skip
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
     rows = m < count
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first in range(0, rank, 16):
-        r = first + tl.arange(0, 16)
-        weight_at = b + n.to(tl.int64)[:, None] * rank_stride + r[None, :]
-        weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank_stride)[None, :], other=0.0)
-        low = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
-        for split in range(splits):
-            low_at = parts + split * split_stride + m[:, None] * rmax + r[None, :]
-            low += tl.load(low_at, mask=rows[:, None] & (r < rank)[None, :], other=0.0)
-        total = tl.dot(low.to(weight.dtype), tl.trans(weight), total, input_precision="ieee")
-    mask = rows[:, None] & (n < columns)[None, :]
-    y_at = y + m.to(tl.int64)[:, None] * y_stride + (column + n)[None, :]
-    value = tl.load(y_at, mask=mask, other=0.0).to(tl.float32) + total
-    value = _stretched(value, stretch, own_bias, y, column + n, own + n, n < columns, HAS_BIAS, True)
-    tl.store(y_at, value.to(y.dtype.element_ty), mask=mask)
+    for part in range(0, BLOCK_N, PART_N):
+        n = part + tl.arange(0, PART_N)
+        total = tl.zeros((BLOCK_M, PART_N), dtype=tl.float32)
+        for first in range(0, rank, 16):
+            r = first + tl.arange(0, 16)
+            weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
+            weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank)[None, :], other=0.0)
+            low = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
+            low_at = parts + m[:, None] * rmax + r[None, :]
+            for _ in range(splits):
+                low += tl.load(low_at, mask=rows[:, None] & (r < rank)[None, :], other=0.0)
+                low_at += split_stride
+            total = tl.dot(low.to(weight.dtype), tl.trans(weight), total, input_precision="ieee")
+        mask = rows[:, None] & (n < columns)[None, :]
+        y_at = y + m.to(tl.int64)[:, None] * y_stride + (column + n)[None, :]
+        value = tl.load(y_at, mask=mask, other=0.0).to(tl.float32) + total
+        value = _stretched(value, stretch, own_bias, y, column + n, own + n, n < columns, HAS_BIAS, True)
+        tl.store(y_at, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
-    y, table, tiles, blocks, parts, own_bias, rows, members, capacity, splits, rmax, y_stride, table_stride,
-    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    y, table, tiles, blocks, parts, own_bias, rows, capacity, splits, split_stride, rmax, y_stride, table_stride,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    PART_N: tl.constexpr = BLOCK_N if BLOCK_N < 128 else 128
     tile, block = tl.program_id(0), blocks + tl.program_id(1) * 4
     slot = tl.load(tiles + tile)
     start = tl.load(tiles + capacity + tile).to(tl.int64)
@@ -307,44 +276,44 @@ def _expand(  # type: ignore[no-untyped-def]
     if rank <= 0:
         return
     column, own, columns = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
+    if EVEN:
+        column, own, columns = tl.multiple_of(column, 16), tl.multiple_of(own, 16), tl.multiple_of(columns, 16)
     stretch = tl.load(entry + 3)
     y += start * y_stride
-    # rank * own * 2 bytes is a multiple of 16, as blocks are
-    b = tl.multiple_of(tl.load(entry + 1), 16).to(y.dtype) + tl.multiple_of(own.to(tl.int64) * rank, 8)
-    split_stride = members.to(tl.int64) * rows * rmax
+    b = tl.multiple_of(tl.load(entry + 1).to(y.dtype), 16) + tl.multiple_of(own.to(tl.int64) * rank, 8)
     parts += (member.to(tl.int64) * rows + start) * rmax
     # Rows of b that start at multiples of 16 bytes can be read 16 bytes at a time, if the compiler is told so.
     even = (rank // 8) * 8
     if count == 1:
         if even != rank:
             _expand_one(
-                y, b, parts, own_bias, stretch, column, own, columns, rank, rank, splits, split_stride,
-                HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N // 2, 32,
+                y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride,
+                HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N // 8, 32,
             )  # fmt: skip
         elif rank <= 16:
             _expand_one(
-                y, b, parts, own_bias, stretch, column, own, columns, rank, even, splits, split_stride,
+                y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride,
                 HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N, 16,
             )  # fmt: skip
         elif rank <= 32:
             _expand_one(
-                y, b, parts, own_bias, stretch, column, own, columns, rank, even, splits, split_stride,
+                y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride,
                 HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N // 2, 32,
             )  # fmt: skip
         else:
             _expand_one(
-                y, b, parts, own_bias, stretch, column, own, columns, rank, even, splits, split_stride,
+                y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride,
                 HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N // 4, 64,
             )  # fmt: skip
     elif even == rank:
         _expand_several(
-            y, b, parts, own_bias, stretch, column, own, columns, rank, even, splits, split_stride, rmax, count, y_stride,
-            HAS_BIAS, BLOCK_M, BLOCK_N,
+            y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride, rmax, count, y_stride,
+            HAS_BIAS, BLOCK_M, BLOCK_N, PART_N,
         )  # fmt: skip
     else:
         _expand_several(
-            y, b, parts, own_bias, stretch, column, own, columns, rank, rank, splits, split_stride, rmax, count, y_stride,
-            HAS_BIAS, BLOCK_M, BLOCK_N,
+            y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
+            HAS_BIAS, BLOCK_M, BLOCK_N, PART_N,
         )  # fmt: skip
 
 
@@ -355,9 +324,10 @@ def scratch(rows: int, members: int, rmax: int, chosen: Plan, device: torch.devi
 
 def shrink(x_RI: Tensor, table: Tensor, tiles: Tiles, parts_SMRr: Tensor, chosen: Plan) -> None:
     """Rows times `a`, in parts over the input width."""
-    assert x_RI.stride(1) == 1 and table.stride(1) == 4 and table.dtype is torch.int64, (x_RI.stride(), table.stride())
     splits, members, rows, rmax = parts_SMRr.shape
-    assert splits == chosen.splits and rows >= x_RI.shape[0] and parts_SMRr.is_contiguous() and table.shape[1] == members
+    assert (splits, members) == (chosen.splits, table.shape[1]), (parts_SMRr.shape, chosen, table.shape)
+    assert rows >= x_RI.shape[0], (rows, x_RI.shape)
+    assert (x_RI.stride(1), table.stride(1), table.stride(2), parts_SMRr.stride(2)) == (1, 4, 1, rmax)
     span = -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
     with torch.cuda.device_of(x_RI):  # type: ignore[no-untyped-call]
         _shrink[(tiles.capacity, splits * chosen.rank_programs, members)](
@@ -378,15 +348,15 @@ def expand(
     own_bias_O: Tensor | None = None,
 ) -> None:
     """The parts together times `b`, added to y in place."""
-    assert y_RO.stride(1) == 1 and y_RO.shape[1] == sum(members.widths), (y_RO.shape, y_RO.stride(), members.widths)
     splits, count, rows, rmax = parts_SMRr.shape
-    assert count == len(members) == table.shape[1] and rows >= y_RO.shape[0]
+    assert count == len(members) == table.shape[1], (parts_SMRr.shape, members.widths, table.shape)
+    assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
     blocks = members.blocks(chosen.block_n)
     with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
         _expand[(tiles.capacity, blocks.shape[0])](
             y_RO, table, tiles.device_3T, blocks, parts_SMRr, y_RO if own_bias_O is None else own_bias_O,
-            rows, count, tiles.capacity, splits, rmax, y_RO.stride(0), table.stride(0),
-            HAS_BIAS=own_bias_O is not None, SPLITS=triton.next_power_of_2(splits),
+            rows, tiles.capacity, splits, parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
+            HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=triton.next_power_of_2(splits),
             BLOCK_M=max(16, tiles.rows), BLOCK_N=chosen.block_n,
             num_warps=chosen.expand_warps, num_stages=chosen.stages,
         )  # fmt: skip
