@@ -8,7 +8,8 @@ rows of a tile with its adapter's `a`, each program over a part of I;
 `_expand` sums the parts, multiplies with `b` and adds to the layer's own
 result in place. Weights are read where they lie, once per tile, over the adapter's own rank. No
 atomics: results do not depend on timing. All that changes from pass to pass
-is in device memory, so that a CUDA graph can be replayed for other rows and adapters.
+is in device memory, so that a CUDA graph can be replayed for other rows and adapters; and numbers that
+change are no reason to compile again.
 A tile of one row, which is what decoding different adapters gives, is multiplied without tensor cores:
 it is bound by reading the weights. Plain reference: `reference`.
 """
@@ -27,6 +28,7 @@ from symbiosis.kernels.tiles import Segment, Tiles
 
 _PROCESSORS = 132
 _ALIGNMENT = 16  # bytes
+_MOST_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def plan(tiles: Tiles, width: int, members: int, rmax: int) -> Plan:
     splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs)))
     if few:  # a program of one row reads 512 columns at once
         splits = max(splits, -(-width // 512))
-    splits = min(splits, 32)
+    splits = min(splits, _MOST_SPLITS)
     spare = _PROCESSORS * wanted // (programs * splits)
     return Plan(
         splits=splits,
@@ -145,13 +147,13 @@ def reference(
             y_RO[rows, columns] = y.to(y_RO.dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "members", "capacity", "rank_programs"])  # type: ignore[untyped-decorator]
 def _shrink(  # type: ignore[no-untyped-def]
-    x, table, tiles, parts, rows, width, span, members, capacity, rmax, x_stride, table_stride,
-    RANK_PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, ONE_K: tl.constexpr,
+    x, table, tiles, parts, rows, width, span, members, capacity, rank_programs, rmax, x_stride, table_stride,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, ONE_K: tl.constexpr,
 ):  # fmt: skip
     tile, member = tl.program_id(0), tl.program_id(2)
-    split, turn = tl.program_id(1) // RANK_PROGRAMS, tl.program_id(1) % RANK_PROGRAMS
+    split, turn = tl.program_id(1) // rank_programs, tl.program_id(1) % rank_programs
     slot = tl.load(tiles + tile)
     start = tl.load(tiles + capacity + tile).to(tl.int64)
     count = tl.load(tiles + 2 * capacity + tile)
@@ -166,7 +168,7 @@ def _shrink(  # type: ignore[no-untyped-def]
     end = begin + span
     x += start * x_stride
     parts += ((split * members + member).to(tl.int64) * rows + start) * rmax
-    for first in range(turn * 16, rank, 16 * RANK_PROGRAMS):
+    for first in range(turn * 16, rank, 16 * rank_programs):
         r = first + tl.arange(0, 16)
         a_rows = a + r.to(tl.int64)[:, None] * width
         if count == 1:
@@ -258,7 +260,7 @@ def _expand_several(  # type: ignore[no-untyped-def]
         tl.store(y_at, value.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "capacity", "splits"])  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
     y, table, tiles, blocks, parts, own_bias, rows, capacity, splits, split_stride, rmax, y_stride, table_stride,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -325,15 +327,16 @@ def scratch(rows: int, members: int, rmax: int, chosen: Plan, device: torch.devi
 def shrink(x_RI: Tensor, table: Tensor, tiles: Tiles, parts_SMRr: Tensor, chosen: Plan) -> None:
     """Rows times `a`, in parts over the input width."""
     splits, members, rows, rmax = parts_SMRr.shape
+    assert rmax % 16 == 0, rmax
     assert (splits, members) == (chosen.splits, table.shape[1]), (parts_SMRr.shape, chosen, table.shape)
     assert rows >= x_RI.shape[0], (rows, x_RI.shape)
     assert (x_RI.stride(1), table.stride(1), table.stride(2), parts_SMRr.stride(2)) == (1, 4, 1, rmax)
     span = -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
     with torch.cuda.device_of(x_RI):  # type: ignore[no-untyped-call]
         _shrink[(tiles.capacity, splits * chosen.rank_programs, members)](
-            x_RI, table, tiles.device_3T, parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity, rmax,
-            x_RI.stride(0), table.stride(0),
-            RANK_PROGRAMS=chosen.rank_programs, BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k, ONE_K=4 * chosen.block_k,
+            x_RI, table, tiles.device_3T, parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
+            chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
+            BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k, ONE_K=4 * chosen.block_k,
             num_warps=chosen.shrink_warps, num_stages=chosen.stages,
         )  # fmt: skip
 
@@ -356,7 +359,7 @@ def expand(
         _expand[(tiles.capacity, blocks.shape[0])](
             y_RO, table, tiles.device_3T, blocks, parts_SMRr, y_RO if own_bias_O is None else own_bias_O,
             rows, tiles.capacity, splits, parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
-            HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=triton.next_power_of_2(splits),
+            HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=_MOST_SPLITS,
             BLOCK_M=max(16, tiles.rows), BLOCK_N=chosen.block_n,
             num_warps=chosen.expand_warps, num_stages=chosen.stages,
         )  # fmt: skip

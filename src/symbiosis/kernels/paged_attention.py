@@ -24,7 +24,7 @@ from torch import Tensor
 from symbiosis.kernels.tiles import Segment, Tiles
 
 _PROCESSORS = 132
-_LOG2_E = 1.4426950408889634
+_MOST_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Pass:
 
     @staticmethod
     def _parts(flat: Tensor, rows: int, sequences: int, max_pages: int) -> tuple[Tensor, Tensor, Tensor]:
-        facts, slots, table = flat.split([3 * sequences, rows, sequences * max_pages])
-        return facts.view(3, sequences), slots, table.view(sequences, max_pages)
+        first, second = 3 * sequences, 3 * sequences + rows
+        return flat[:first].view(3, sequences), flat[first:second], flat[second:].view(sequences, max_pages)
 
     @classmethod
     def of(cls, spans: Sequence[Span], page_size: int, device: torch.device | str) -> Pass:
@@ -154,7 +154,7 @@ def _step(  # type: ignore[no-untyped-def]
     return higher, total, sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["window", "sequences", "splits", "table_row"])  # type: ignore[untyped-decorator]
 def _single(  # type: ignore[no-untyped-def]
     q, keys, values, table, facts, out, parts, marks, scale, cap, window, sequences, splits,
     q_row, q_head, out_row, out_head, key_slot, key_head, value_slot, value_head, table_row,
@@ -204,7 +204,7 @@ def _single(  # type: ignore[no-untyped-def]
         tl.store(out_at, (sums / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["sequences", "splits"])  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     parts, marks, facts, out, sequences, splits, out_row, out_head,
     D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
@@ -228,18 +228,18 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(out + row * out_row + head * out_head + d, value.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["window", "sequences", "capacity", "table_row"])  # type: ignore[untyped-decorator]
 def _several(  # type: ignore[no-untyped-def]
     q, keys, values, table, facts, tiles, out, scale, cap, window, sequences, capacity,
     q_row, q_head, out_row, out_head, key_slot, key_head, value_slot, value_head, table_row,
     WINDOW: tl.constexpr, CAP: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of one sequence, one head."""
-    tile, head = tl.program_id(0), tl.program_id(1)
+    """A tile of rows of one sequence, or a part of it, one head."""
+    tile, part, head = tl.program_id(0) // (TILE // BLOCK_M), tl.program_id(0) % (TILE // BLOCK_M), tl.program_id(1)
     b = tl.load(tiles + tile)
-    start = tl.load(tiles + capacity + tile)
-    count = tl.load(tiles + 2 * capacity + tile)
+    start = tl.load(tiles + capacity + tile) + part * BLOCK_M
+    count = tl.minimum(tl.load(tiles + 2 * capacity + tile) - part * BLOCK_M, BLOCK_M)
     if (b < 0) | (count <= 0):
         return
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
@@ -310,14 +310,24 @@ class Plan:
     single_block: int
     """Keys a step, of one row."""
     several_block: int
-    warps: int
+    several_rows: int
+    """Rows a program, at most."""
+    several_warps: int
     stages: int
 
 
 def plan(sequences: int, key_heads: int, width: int, longest: int, itemsize: int) -> Plan:
-    splits = max(1, min(-(-longest // 256), -(-4 * _PROCESSORS // max(1, sequences * key_heads)), 64))
+    splits = max(1, min(-(-longest // 256), -(-4 * _PROCESSORS // max(1, sequences * key_heads)), _MOST_SPLITS))
     block = max(16, min(64, 16384 // (triton.next_power_of_2(width) * itemsize)))
-    return Plan(splits=splits, single_block=block, several_block=block, warps=4, stages=3 if itemsize == 2 else 2)
+    small = itemsize == 2  # float32 has no tensor cores here: few rows, or registers do not suffice
+    return Plan(
+        splits=splits,
+        single_block=block,
+        several_block=block,
+        several_rows=64 if small else 16,
+        several_warps=4 if width <= 128 else 8,
+        stages=3 if small else 2,
+    )
 
 
 def attend(
@@ -334,7 +344,7 @@ def attend(
 ) -> Tensor:
     """What each row reads from its sequence, [R, H, D]; rows of no sequence are zeros if the pass was `fill`ed.
 
-    A row at place p sees the places up to p, of these the last `window` only. The keys and values of this pass are stored before.
+    A row at place p sees the places up to p, of these the last `window` only. Keys and values of this pass are stored before.
     """
     rows, heads, width = q_RHD.shape
     _, key_heads, _ = keys_SKD.shape
@@ -349,7 +359,7 @@ def attend(
     )  # fmt: skip
     same = {
         "WINDOW": window is not None, "CAP": cap is not None, "G": groups, "D": width, "WIDTH": wide, "PAGE": now.page_size,
-        "num_warps": chosen.warps, "num_stages": chosen.stages,
+        "num_stages": chosen.stages,
     }  # fmt: skip
     with torch.cuda.device_of(q_RHD):  # type: ignore[no-untyped-call]
         if now.single:
@@ -358,17 +368,20 @@ def attend(
             parts = torch.empty(*shape, width, dtype=torch.float32, device=q_RHD.device) if split else out_RHD
             marks = torch.empty(*shape, 2, dtype=torch.float32, device=q_RHD.device) if split else out_RHD
             _single[(now.single, key_heads, chosen.splits)](
-                q_RHD, keys_SKD, values_SKD, now.table_BP, now.facts_3B, out_RHD, parts, marks, *numbers, chosen.splits, *strides,
-                SPLIT=split, GROUP=max(16, triton.next_power_of_2(groups)), BLOCK_T=chosen.single_block, **same,
+                q_RHD, keys_SKD, values_SKD, now.table_BP, now.facts_3B, out_RHD, parts, marks, *numbers,
+                chosen.splits, *strides, SPLIT=split, GROUP=max(16, triton.next_power_of_2(groups)), 
+                BLOCK_T=chosen.single_block, num_warps=4, **same,
             )  # fmt: skip
             if split:
                 _join[(now.single, heads)](
                     parts, marks, now.facts_3B, out_RHD, sequences, chosen.splits, *out_RHD.stride()[:2],
-                    D=width, WIDTH=wide, SPLITS=triton.next_power_of_2(chosen.splits), num_warps=4,
+                    D=width, WIDTH=wide, SPLITS=8 if chosen.splits <= 8 else _MOST_SPLITS, num_warps=4,
                 )  # fmt: skip
         if now.tiles is not None:
-            _several[(now.tiles.capacity, heads)](
+            several_rows = min(now.tiles.rows, chosen.several_rows)
+            _several[(now.tiles.capacity * (now.tiles.rows // several_rows), heads)](
                 q_RHD, keys_SKD, values_SKD, now.table_BP, now.facts_3B, now.tiles.device_3T, out_RHD, *numbers,
-                now.tiles.capacity, *strides, BLOCK_M=now.tiles.rows, BLOCK_T=chosen.several_block, **same,
+                now.tiles.capacity, *strides, TILE=now.tiles.rows, BLOCK_M=several_rows, BLOCK_T=chosen.several_block,
+                num_warps=chosen.several_warps, **same,
             )  # fmt: skip
     return out_RHD
