@@ -239,9 +239,7 @@ class Attention:
         self.layers = 2 if bench.tiny else max(2, min(8, -(-FROM_MEMORY // self.bytes)))
         self.memory = torch.randn(self.layers, 2, sum(needed) * self.page_size, key_heads, width, **options)
         self.q = torch.randn(len(lengths), heads, width, **options)
-        self.now = paged_attention.Pass(
-            rows=len(lengths), sequences=len(lengths), max_pages=max(needed), page_size=self.page_size, device=bench.device
-        )
+        self.now = paged_attention.Pass(rows=len(lengths), max_pages=max(needed), page_size=self.page_size, device=bench.device)
         self.now.fill(spans)
         self.use(paged_attention.plan(len(lengths), key_heads, width, self.now.longest, size))
         within = torch.arange(self.page_size)

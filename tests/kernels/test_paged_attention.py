@@ -107,7 +107,7 @@ def test_pieces_of_prompts(sizes):
 @pytest.mark.parametrize("splits", [1, 4])
 def test_rows_of_no_sequence_are_zeros_and_a_pass_is_filled_again_in_place(splits):
     torch.manual_seed(0)
-    now = Pass(rows=5, sequences=5, max_pages=8, page_size=PAGE, device=DEVICE)
+    now = Pass(rows=5, max_pages=8, page_size=PAGE, device=DEVICE)
     addresses = [part.data_ptr() for part in (now.facts_3B, now.slots_R, now.table_BP)]
     for sizes in ([(40, 1), (100, 1)], [], [(3, 1), (16, 1), (99, 1), (0, 1), (31, 1)], [(127, 1)]):
         spans, used, _ = spans_of(sizes)
@@ -153,7 +153,7 @@ def test_rows_without_a_slot_are_not_stored():
 def test_a_graph_serves_other_sequences_when_replayed(splits):
     torch.manual_seed(0)
     dtype = torch.bfloat16
-    now = Pass(rows=4, sequences=4, max_pages=16, page_size=PAGE, device=DEVICE)
+    now = Pass(rows=4, max_pages=16, page_size=PAGE, device=DEVICE)
     memory = memory_of(80 * PAGE, 2, 128, dtype)
     q, k, v = (torch.randn(4, h, 128, device=DEVICE, dtype=dtype) for h in (8, 2, 2))
     chosen = replace(plan(4, 2, 128, now.longest, 2), splits=splits)
@@ -174,3 +174,8 @@ def test_a_graph_serves_other_sequences_when_replayed(splits):
         now.fill(spans)
         graph.replay()
         torch.testing.assert_close(found, reference(q, *memory, spans, PAGE, 0.1), rtol=2e-2, atol=2e-2)
+
+
+def test_rows_between_spans_have_no_slot():
+    now = Pass.of([Span(1, 2, 15, [4, 2]), Span(5, 1, 3, [7])], PAGE, DEVICE)
+    assert now.slots_R.tolist() == [-1, 79, 32, -1, -1, 115]

@@ -147,7 +147,7 @@ def reference(
             y_RO[rows, columns] = y.to(y_RO.dtype)
 
 
-@triton.jit(do_not_specialize=["rows", "members", "capacity", "rank_programs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "members", "capacity", "rank_programs", "table_stride"])  # type: ignore[untyped-decorator]
 def _shrink(  # type: ignore[no-untyped-def]
     x, table, tiles, parts, rows, width, span, members, capacity, rank_programs, rmax, x_stride, table_stride,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, ONE_K: tl.constexpr,
@@ -260,7 +260,7 @@ def _expand_several(  # type: ignore[no-untyped-def]
         tl.store(y_at, value.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "capacity", "splits"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "capacity", "splits", "table_stride"])  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
     y, table, tiles, blocks, parts, own_bias, rows, capacity, splits, split_stride, rmax, y_stride, table_stride,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

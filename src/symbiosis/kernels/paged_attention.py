@@ -12,6 +12,8 @@ see is not read, or of its own sequence. Plain reference: `reference`.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,33 +42,38 @@ class Span:
 
 
 class Pass:
-    """Which rows see what, on the device. Made once, used by all layers; may be filled again in place."""
+    """Which rows see what, on the device. Made once, used by all layers.
 
-    def __init__(self, *, rows: int, sequences: int, max_pages: int, page_size: int, device: torch.device | str) -> None:
+    As `Pass(...)` it has room for so many rows that decode, one of a sequence
+    each, and can be filled again in place, between replays of a CUDA graph.
+    """
+
+    def __init__(
+        self, *, rows: int, max_pages: int, page_size: int, device: torch.device | str, sequences: int | None = None
+    ) -> None:
+        sequences = rows if sequences is None else sequences
         self.page_size, self.longest = page_size, max_pages * page_size
-        self._host = torch.zeros(3 * sequences + rows + sequences * max_pages, dtype=torch.int32)
+        shapes = ((3, sequences), (rows,), (sequences, max_pages))
+        # each part starts at a multiple of 16 bytes: kernels are compiled for that
+        sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes]
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32)
         self._device = self._host.to(device)
-        self.facts_3B, self.slots_R, self.table_BP = self._parts(self._device, rows, sequences, max_pages)
-        self._facts, self._slots, self._table = (part.numpy() for part in self._parts(self._host, rows, sequences, max_pages))
+        self.facts_3B, self.slots_R, self.table_BP = _cut(self._device, shapes, sizes)
+        self._facts, self._slots, self._table = (part.numpy() for part in _cut(self._host, shapes, sizes))
         self._pages: list[list[int]] = [[] for _ in range(sequences)]
         self.single = sequences
         """The first so many sequences have one row each, or none."""
         self.tiles: Tiles | None = None
 
-    @staticmethod
-    def _parts(flat: Tensor, rows: int, sequences: int, max_pages: int) -> tuple[Tensor, Tensor, Tensor]:
-        first, second = 3 * sequences, 3 * sequences + rows
-        return flat[:first].view(3, sequences), flat[first:second], flat[second:].view(sequences, max_pages)
-
     @classmethod
     def of(cls, spans: Sequence[Span], page_size: int, device: torch.device | str) -> Pass:
-        """Just as large as these need; any number of rows each."""
+        """Just as large as these need; one or more rows each."""
         ordered = sorted(spans, key=lambda span: span.count > 1)
         rows = max((span.start + span.count for span in spans), default=0)
         most = max((len(span.pages) for span in spans), default=0)
-        made = cls(rows=rows, sequences=len(spans), max_pages=max(1, most), page_size=page_size, device=device)
-        made.single = sum(span.count <= 1 for span in spans)
-        several = [Segment(b, s.start, s.count) for b, s in enumerate(ordered) if s.count > 1]
+        made = cls(rows=rows, max_pages=max(1, most), page_size=page_size, device=device, sequences=len(spans))
+        made.single = sum(span.count == 1 for span in spans)
+        several = [Segment(b, span.start, span.count) for b, span in enumerate(ordered) if span.count > 1]
         if several:
             longest = max(segment.count for segment in several)
             made.tiles = Tiles.of(several, 16 if longest <= 16 else 64, device)
@@ -77,22 +84,33 @@ class Pass:
         """The next pass, in the order of the current stream: one row each; rows that nobody names become zeros."""
         if len(spans) > len(self._pages) or any(span.count != 1 for span in spans):
             raise ValueError(f"{len(spans)} sequences where there is room for {len(self._pages)} of one row each")
-        used = {span.start for span in spans}
-        idle = [row for row in range(len(self._slots)) if row not in used][: len(self._pages) - len(spans)]
-        self._set([*spans, *(Span(row, 0, 0, ()) for row in idle)])
+        idle = set(range(len(self._slots))) - {span.start for span in spans}
+        self._set([*spans, *(Span(row, 0, 0, ()) for row in sorted(idle))])
 
     def _set(self, spans: Sequence[Span]) -> None:
-        self._slots[:] = -1
+        if not spans:
+            return
+        self._facts[:] = np.array([(span.start, span.count, span.before) for span in spans], dtype=np.int32).T
         for b, span in enumerate(spans):
-            self._facts[:, b] = span.start, span.count, span.before
             pages = list(span.pages)
             if pages != self._pages[b]:
                 self._table[b, : len(pages)] = pages
                 self._pages[b] = pages
-            page, offset = np.divmod(np.arange(span.before, span.before + span.count), self.page_size)
-            self._slots[span.start : span.start + span.count] = self._table[b, page] * self.page_size + offset
+        self._slots[:] = -1
+        start, count, before = self._facts
+        page, offset = np.divmod(before, self.page_size)
+        self._slots[start] = np.where(count > 0, self._table[np.arange(len(spans)), page] * self.page_size + offset, -1)
+        for b, span in enumerate(spans):
+            if span.count > 1:
+                page, offset = np.divmod(np.arange(span.before, span.before + span.count), self.page_size)
+                self._slots[span.start : span.start + span.count] = self._table[b, page] * self.page_size + offset
         host = self._host.pin_memory() if self._device.is_cuda else self._host
         self._device.copy_(host, non_blocking=True)
+
+
+def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(flat[start : start + math.prod(shape)].view(shape) for shape, start in zip(shapes, starts, strict=False))
 
 
 def reference(
@@ -342,7 +360,7 @@ def attend(
     out_RHD: Tensor | None = None,
     chosen: Plan | None = None,
 ) -> Tensor:
-    """What each row reads from its sequence, [R, H, D]; rows of no sequence are zeros if the pass was `fill`ed.
+    """What each row reads from its sequence, [R, H, D]; all of the pass's rows are written.
 
     A row at place p sees the places up to p, of these the last `window` only. Keys and values of this pass are stored before.
     """
