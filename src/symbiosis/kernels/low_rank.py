@@ -3,15 +3,17 @@
 R = rows, I / O = input and output width, r = rank, M = members (layers that
 read the same rows: q, k and v), O* = their outputs side by side, T = tiles, S = splits of the input width.
 
-Rows of one adapter that lie together are cut into tiles. `_shrink` multiplies the
-rows of a tile with its adapter's `a`, each program over a part of I;
-`_expand` sums the parts, multiplies with `b` and adds to the layer's own
-result in place. Weights are read where they lie, once per tile, over the adapter's own rank. No
-atomics: results do not depend on timing. All that changes from pass to pass
-is in device memory, so that a CUDA graph can be replayed for other rows and adapters; and numbers that
-change are no reason to compile again.
-A tile of one row, which is what decoding different adapters gives, is multiplied without tensor cores:
-it is bound by reading the weights. Plain reference: `reference`.
+Rows of one adapter that lie together are cut into tiles. `_shrink` multiplies
+the rows of a tile with its adapter's `a`, each program over a part of I;
+`_expand` sums the parts, multiplies with `b` and adds to the layer's own result
+in place. Weights are read where they lie, once per tile, over the adapter's own
+rank. No atomics: results do not depend on timing. All that changes from pass to
+pass is in device memory, so that a CUDA graph can be replayed for other rows
+and adapters; and numbers that change are no reason to compile again. A tile of
+one row, which is what decoding with different adapters gives, is multiplied
+without tensor cores: it is bound by reading the weights. The rank's worth of
+numbers between the two is rounded to the model's dtype, as PEFT does. Plain
+reference: `reference`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from symbiosis.kernels.tiles import Segment, Tiles
 
-_PROCESSORS = 132
+_PROCESSORS = 132  # of an H200
 _ALIGNMENT = 16  # bytes
 _MOST_SPLITS = 32
 
@@ -98,7 +100,7 @@ class Plan:
 
 def tile_rows(rows: int) -> int:
     """How many rows a tile should have in a pass of so many."""
-    return 16 if rows <= 64 else 32 if rows <= 256 else 64
+    return 16 if rows <= 256 else 64  # up to there it may be all decoding, each row with another adapter
 
 
 def plan(tiles: Tiles, width: int, members: int, rmax: int) -> Plan:

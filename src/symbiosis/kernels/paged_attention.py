@@ -4,10 +4,11 @@ R = rows of a pass, B = sequences, H = query heads, K = key heads (H = K × G), 
 S = slots of the memory (slot = page × page size + offset), P = most pages of a sequence, T = tiles, N = splits.
 
 A sequence with one row (decoding) is read once for all query heads of a key
-head, by several programs where there are few sequences; `_join` puts their results together in a
-fixed order. Rows of a longer piece (a prompt) are computed in tiles. Lengths and pages are read from device memory, so
-that a CUDA graph can be replayed for other sequences. What a row must not
-see is not read, or of its own sequence. Plain reference: `reference`.
+head, by several programs where there are few sequences; `_join` puts their
+results together in a fixed order. Rows of a longer piece (a prompt) are
+computed in tiles. Lengths and pages are read from device memory, so that a CUDA
+graph can be replayed for other sequences. Nothing of another sequence is read.
+Plain reference: `reference`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from symbiosis.kernels.tiles import Segment, Tiles
 
-_PROCESSORS = 132
+_PROCESSORS = 132  # of an H200
 _MOST_SPLITS = 64
 
 
