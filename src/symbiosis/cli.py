@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,7 +92,20 @@ def main(
 # -- the provider ---------------------------------------------------------------------------
 
 
-def read_tokens(given: list[str], environment: str) -> dict[str, str]:
+def read_adapters(given: list[str]) -> dict[str, Path]:
+    """Names and folders from `NAME=FOLDER`."""
+    adapters: dict[str, Path] = {}
+    for entry in given:
+        name, mark, folder = entry.partition("=")
+        if not mark or not name or not folder:
+            raise SymbiosisError(f"--adapter {entry}: expected NAME=FOLDER")
+        if name in adapters:
+            raise SymbiosisError(f"two adapters are named {name!r}: give each a name of its own")
+        adapters[name] = Path(folder)
+    return adapters
+
+
+def read_tokens(given: list[str], environment: str, what: str = "token") -> dict[str, str]:
     """Tenants' names and secrets from `NAME=SECRET` or plain `SECRET`. Raises without repeating a secret."""
     tokens: dict[str, str] = {}
     plain = 0
@@ -102,9 +115,9 @@ def read_tokens(given: list[str], environment: str) -> dict[str, str]:
             plain += 1
             name, secret = f"tenant-{plain}", entry
         if not name or not secret:
-            raise SymbiosisError("a token must be NAME=SECRET or SECRET, neither empty")
+            raise SymbiosisError(f"a {what} must be NAME=SECRET or SECRET, neither empty")
         if name in tokens:
-            raise SymbiosisError(f"two tokens name the tenant {name!r}: give each tenant one")
+            raise SymbiosisError(f"two {what}s name the tenant {name!r}: give each tenant one")
         tokens[name] = secret
     return tokens
 
@@ -144,14 +157,58 @@ def serve(
     no_direct: Annotated[
         bool, typer.Option("--no-direct", help="Let no tenant map the GPU's memory: calls only, for tenants you do not trust.")
     ] = False,
+    http: Annotated[
+        str | None,
+        typer.Option("--http", metavar="HOST:PORT", show_default=False, help="Serve OpenAI's API too, on the same weights."),
+    ] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--key",
+            metavar="NAME=SECRET",
+            help="A tenant's key for HTTP; repeatable. Also from SYMBIOSIS_KEYS.",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            "--admin-key",
+            metavar="SECRET",
+            envvar="SYMBIOSIS_ADMIN_KEY",
+            show_default=False,
+            help="For /metrics and to load and unload adapters.",
+        ),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=FOLDER", help="A PEFT adapter to serve over HTTP; repeatable."),
+    ] = None,
+    adapter_root: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter-root",
+            metavar="FOLDER",
+            show_default=False,
+            help="Where the admin may load adapters from while serving; none: from nowhere.",
+        ),
+    ] = None,
 ) -> None:
     """Hold one base model and serve its layers to tenants, until Ctrl-C."""
+    keys = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key")
+    adapters = read_adapters(adapter or [])
+    if http is None and (key or admin_key or adapters or adapter_root):
+        raise SymbiosisError("--key, --admin-key, --adapter and --adapter-root are for HTTP: give --http HOST:PORT too")
     tokens = read_tokens(token or [], os.environ.get("SYMBIOSIS_TOKENS", ""))
-    for name in (name for name, secret in tokens.items() if len(secret) < _SHORT_SECRET):
-        err.print(f"the token of {name} is short enough to guess: `openssl rand -hex 16` makes a good one")
+    secrets = [*(("token", *each) for each in tokens.items()), *(("key", *each) for each in keys.items())]
+    secrets += [("key", "the admin", admin_key)] if admin_key else []
+    for what, name in ((what, name) for what, name, secret in secrets if len(secret) < _SHORT_SECRET):
+        err.print(f"the {what} of {name} is short enough to guess: `openssl rand -hex 16` makes a good one")
     with err.status("Starting"):
+        from symbiosis.hosting import check_http
         from symbiosis.launch import Executor, check_address
 
+        if http is not None:
+            check_http(http, keys)
         for address in listen or [DEFAULT_ADDRESS]:
             check_address(address, tokens)  # before a big model is loaded for nothing
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
@@ -168,9 +225,10 @@ def serve(
             direct=not no_direct,
             max_wait_ms=max_wait_ms,
             training_share=training_share,
+            hosting=http is not None,
             progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
         )
-    with executor:
+    with executor, ExitStack() as stack:
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stopped.set())
@@ -186,10 +244,18 @@ def serve(
         )
         for address in addresses:
             typer.echo(f"listening at {address}")
+        hosting = None
+        if http is not None:
+            hosting = stack.enter_context(
+                executor.host(http, keys=keys, admin_key=admin_key, adapters=adapters, adapter_root=adapter_root)
+            )
+            typer.echo(f"listening at {hosting.url}")
         sys.stdout.flush()  # scripts wait for these lines
         while not stopped.wait(1.0):
             if not executor.is_serving():
                 raise SymbiosisError("the executor's loop has failed, as the log above says")
+            if hosting is not None:
+                hosting.check()
         err.print("stopping")
 
 

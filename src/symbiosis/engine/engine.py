@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.facts import ModelFacts
@@ -22,7 +24,7 @@ from symbiosis.engine.sampler import Logprobs, sample
 from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Request
-from symbiosis.errors import CannotServe, UnknownAdapter
+from symbiosis.errors import CannotServe, PassFailed, UnknownAdapter
 
 _VIRTUAL = 0  # the token that stands for a virtual one: its row, or its keys, are the adapter's
 
@@ -71,6 +73,8 @@ class Core:
         self.scheduler = Scheduler(config, PagePool(pages, page_size), self._adapters_loaded)
         self._loaded: dict[str, Loaded] = {}
         self._names: dict[str, str] = {}
+        self._users: Counter[str] = Counter()  # requests that have not ended, by their adapter's hash
+        self.passes = 0
         self._clock = clock
         self._numbers = itertools.count()
         eos = model.generation_config.eos_token_id
@@ -79,18 +83,44 @@ class Core:
     def _adapters_loaded(self, hash: str) -> bool:
         return not hash or hash in self._loaded
 
+    def prepare(self, folder: str | Path) -> Loaded:
+        """Read an adapter and bring it to the device. Any thread may, while another steps. Raises what is wrong with it."""
+        return load(read(Path(folder), self.facts), self._runner.model)
+
+    def put_adapter(self, name: str, loaded: Loaded) -> str:
+        """Serve what `prepare` gave under `name`; its content hash. Who runs with an older one keeps it."""
+        older = self._names.get(name)
+        self._loaded.setdefault(loaded.hash, loaded)
+        self._names[name] = loaded.hash
+        if older is not None:
+            self._let_go(older)
+        return loaded.hash
+
     def add_adapter(self, name: str, folder: str | Path) -> str:
-        """Serve the PEFT adapter in this folder under `name`; its content hash. Who runs with an older one keeps it."""
-        adapter = read(Path(folder), self.facts)
-        if adapter.hash not in self._loaded:
-            self._loaded[adapter.hash] = load(adapter, self._runner.model)
-        self._names[name] = adapter.hash
-        return adapter.hash
+        """Serve the PEFT adapter in this folder under `name`; its content hash."""
+        return self.put_adapter(name, self.prepare(folder))
 
     def remove_adapter(self, name: str) -> None:
-        """Nobody new gets it. Raises `UnknownAdapter`."""
-        self._hash(name)
+        """Nobody new gets it; its memory is free when nobody runs with it. Raises `UnknownAdapter`."""
+        hash = self._hash(name)
         del self._names[name]
+        self._let_go(hash)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The content hash behind each name."""
+        return dict(self._names)
+
+    @property
+    def resident(self) -> int:
+        """How many adapters have memory, also those without a name that somebody still runs with."""
+        return len(self._loaded)
+
+    def _let_go(self, hash: str) -> None:
+        if hash and not self._users[hash]:
+            del self._users[hash]
+            if hash not in self._names.values():
+                self._loaded.pop(hash, None)
 
     def _hash(self, name: str | None) -> str:
         if name is None:
@@ -101,6 +131,12 @@ class Core:
 
     def add(self, prompt: Iterable[int], sampling: Sampling, *, adapter: str | None = None, tenant: str = "") -> Request:
         """Queue a request. Raises what is wrong with it."""
+        return self.add_several(1, prompt, sampling, adapter=adapter, tenant=tenant)[0]
+
+    def add_several(
+        self, n: int, prompt: Iterable[int], sampling: Sampling, *, adapter: str | None = None, tenant: str = ""
+    ) -> list[Request]:
+        """Queue `n` answers to one prompt: all, or none and an error."""
         hash = self._hash(adapter)
         virtual = self._loaded[hash].virtual if hash else None
         tokens = [_VIRTUAL] * (virtual.count if virtual else 0) + list(prompt)
@@ -114,22 +150,50 @@ class Core:
             salt=tenant.encode(),
             eos_ids=self._eos,
         )
-        self.scheduler.add(request)
-        return request
+        answers = request.siblings(n)
+        self.scheduler.add(*answers)
+        self._users[hash] += n
+        return answers
+
+    def cancel(self, request: Request, reason: Reason = Reason.CANCELLED) -> bool:
+        """End a request now; False if it has ended."""
+        if not self.scheduler.cancel(request.id, reason):
+            return False
+        self._ended(request)
+        return True
+
+    def _ended(self, request: Request) -> None:
+        self._users[request.adapter] -= 1
+        self._let_go(request.adapter)
 
     def step(self) -> list[tuple[Request, int, Logprobs | None]]:
-        """One pass: each request that got a token, with that token. Empty if there was nothing to do."""
+        """One pass: each request that got a token, with that token (-1: there was none to choose, it failed).
+
+        Empty if there was nothing to do. Raises `PassFailed` if the pass itself failed; its requests have ended then.
+        """
         made = self.scheduler.plan(self._clock())
         if not made.chunks:
             self.scheduler.done(made, [])
             return []
+        self.passes += 1
         try:
             sampled = sample(self._runner.compute(made, self._loaded), made.sampled)
-        except BaseException:
+        except Exception as error:
             self.scheduler.abandon(made)
-            raise
-        self.scheduler.done(made, sampled.tokens)
+            requests = [chunk.sequence for chunk in made.chunks]
+            for request in requests:
+                self.cancel(request, Reason.FAILED)
+            raise PassFailed(f"the pass that computed this failed: {type(error).__name__}", requests) from error
+        for request in self.scheduler.done(made, sampled.tokens):
+            self._ended(request)
         return list(zip(made.sampled, sampled.tokens, sampled.logprobs, strict=True))
+
+    def is_sound(self) -> bool:
+        """Whether the device still computes: some of a GPU's errors are for ever."""
+        try:
+            return int(torch.ones(1, device=self._runner.model.device).item()) == 1
+        except Exception:  # noqa: BLE001 - whatever it says, it is not sound
+            return False
 
     def is_idle(self) -> bool:
         return self.scheduler.running == 0 and self.scheduler.waiting == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import tempfile
 import zipfile
@@ -48,6 +49,12 @@ def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None
         folder = name = str(source)
     model = _from_pretrained(folder, device, dtype)
     return Source(model, name, _pack(tokenizer or _tokenizer(folder)), borrowed=False)
+
+
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model in modules of its own, with the very same tensors: what is done to its modules stays its own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:

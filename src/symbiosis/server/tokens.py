@@ -1,0 +1,57 @@
+"""Text to tokens and back, by the model's own tokenizer and chat template; a template never comes from a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+from symbiosis.engine.stops import TextStream
+from symbiosis.errors import NoTokenizer
+from symbiosis.server.failures import BadRequest
+
+
+class Tokens:
+    """Long texts take long: all are encoded on one thread beside the event loop."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-tokenizer")
+        self.shown = lru_cache(maxsize=65536)(self._shown)
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Raises `NoTokenizer`."""
+        return await self._run(lambda: list(self._known()(text, add_special_tokens=special)["input_ids"]))
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]], *, answer: bool = True) -> list[int]:
+        """A chat as the tokenizer's template writes it; with `answer`, up to where the assistant begins."""
+        return await self._run(lambda: self._chat(messages, answer))
+
+    def _chat(self, messages: Sequence[dict[str, str]], answer: bool) -> list[int]:
+        tokenizer = self._known()
+        if not getattr(tokenizer, "chat_template", None):
+            raise NoTokenizer("this model's tokenizer has no chat template: use /v1/completions")
+        try:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
+        except Exception as error:  # noqa: BLE001 - templates raise whatever they like, such as for roles in a wrong order
+            raise BadRequest(f"the model's chat template does not take these messages: {error}", field="messages") from None
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def stream(self, stops: Sequence[str], *, include_stop: bool, skip_special: bool) -> TextStream:
+        return TextStream(self._known(), stops, include_stop=include_stop, skip_special_tokens=skip_special)
+
+    def _shown(self, token: int) -> str:
+        """One token by itself; with � where it is not whole characters."""
+        text: str = self._known().decode([token], skip_special_tokens=False)
+        return text
+
+    def _known(self) -> Any:
+        if self._tokenizer is None:
+            raise NoTokenizer("this model was served without a tokenizer: neither text nor chats can be read")
+        return self._tokenizer
+
+    async def _run(self, work: Any) -> list[int]:
+        made: list[int] = await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        return made
