@@ -73,16 +73,23 @@ def response_of(error: Exception) -> JSONResponse:
 
 def bad_request(found: ValidationError) -> BadRequest:
     """What pydantic found, as one sentence about the first field."""
-    first = found.errors(include_url=False, include_input=False)[0]
-    field = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
+    all_found = found.errors(include_url=False, include_input=False)
+    first = all_found[0]
+    field = _field(first["loc"])
     if first["type"] == "extra_forbidden":
         return BadRequest(f"{field} is not supported here: leave it out", field=field, code="unsupported_parameter")
     if first["type"] == "json_invalid":
         return BadRequest("the body is no JSON", code="invalid_json")
-    message = first["msg"].removeprefix("Value error, ")
-    return BadRequest(f"{field or 'the body'}: {message}", field=field)
+    # a field that may be several kinds of things has an error for each
+    messages = dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in all_found if _field(each["loc"]) == field)
+    return BadRequest(f"{field or 'the body'}: {', or: '.join(list(messages)[:3])}", field=field)
 
 
-def _is_branch(part: int | str) -> bool:
-    """Names that pydantic gives to the branches of a union, such as `list[constrained-str]`."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "Text"))
+def _field(place: tuple[int | str, ...]) -> str:
+    """The way to a field, up to where pydantic names the branches of a union, such as `list[constrained-str]`."""
+    names = []
+    for part in place:
+        if (isinstance(part, str) and not part.isidentifier()) or part in ("str", "int", "float"):
+            break
+        names.append(str(part))
+    return ".".join(names)
