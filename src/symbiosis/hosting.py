@@ -22,11 +22,11 @@ from symbiosis.engine.engine import Core
 from symbiosis.engine.window import Window
 from symbiosis.errors import AddressInUse, BadAddress, EngineLost, InsecureListen, SymbiosisError
 from symbiosis.links.shm import runtime_folder
-from symbiosis.server.app import Settings
+from symbiosis.server.settings import Settings
 
 _START_S = 120.0
 _FINISH_S = 40.0
-_SOON_S = 10.0
+_SOON_S, _DEATHS = 30.0, 3
 _log = logging.getLogger("symbiosis")
 
 
@@ -58,6 +58,7 @@ class Hosting:
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._process = _Process(self._socket)  # it takes seconds to import what it needs: begin now
+        self._deaths = 0
         self._window: Window | None = None
         try:
             core = Core(model, **engine)
@@ -96,8 +97,9 @@ class Hosting:
         if not self._window.is_alive():
             raise EngineLost("the engine's loop has failed, as the log above says")
         if not self._process.is_alive():
-            if time.monotonic() - self._process.started < _SOON_S:
-                raise EngineLost("the HTTP process died twice within seconds; the log above says why")
+            self._deaths = self._deaths + 1 if time.monotonic() - self._process.started < _SOON_S else 1
+            if self._deaths >= _DEATHS:
+                raise EngineLost(f"the HTTP process died {_DEATHS} times within seconds; the log above says why")
             _log.warning("the HTTP process is gone: starting another")
             self._process = _Process(self._socket)
             self._process.tell(self._told)
@@ -139,10 +141,6 @@ class _Process:
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def stop(self) -> None:
         self._process.terminate()

@@ -17,8 +17,9 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from symbiosis.links.line import Line
-from symbiosis.server.app import Server, Settings
+from symbiosis.server.app import Server
 from symbiosis.server.remote import Remote
+from symbiosis.server.settings import Settings
 from symbiosis.server.tokens import Tokens
 
 _LOST_S = 10.0

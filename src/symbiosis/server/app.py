@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +36,7 @@ from symbiosis.server.schemas import (
     adapter_of,
     check_n,
 )
+from symbiosis.server.settings import Settings
 from symbiosis.server.tokens import Tokens
 
 MAX_BODY = 16 << 20
@@ -44,21 +44,6 @@ _DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat goes on until 
 _CLIENT_LEFT = 499
 _Schema = TypeVar("_Schema", bound=Strict)
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What the server is told at its start."""
-
-    base: str
-    """The base model's name."""
-    keys: dict[str, str] = field(default_factory=dict, repr=False)
-    """Secrets by tenant."""
-    admin_key: str | None = field(default=None, repr=False)
-    adapter_root: str | None = None
-    """Where adapters may be loaded from while serving; None: from nowhere."""
-    hosts: tuple[str, ...] | None = None
-    """Names to be called by, if there are no keys."""
 
 
 class Server:
