@@ -128,6 +128,21 @@ def test_serve_tells_what_it_hosts_and_what_a_tenant_types(folder):
         assert "lockstep" in run_here("top", "--once", "--connect", addresses[0]).stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--key", "ann=abcdefghi"), "--http"),
+        (("--http", "0.0.0.0:0"), "--key"),
+        (("--http", "8000"), "HOST:PORT"),
+        (("--http", "127.0.0.1:0", "--adapter", "nameless"), "NAME=FOLDER"),
+        (("--http", "127.0.0.1:0", "--key", "ann=one-secret", "--key", "ann=two-secret"), "ann"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_serving_over_http_wrongly_says_what_to_do(folder, arguments, says):
+    assert says in fails("serve", folder, "--listen", "tcp://127.0.0.1:0", *arguments)
+
+
 @pytest.mark.parametrize("link", [0, 1], ids=["tcp", "shm"])
 def test_generate_gives_the_text_of_the_plain_model(server, folder, link):
     speaker = Speaker(AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer())
