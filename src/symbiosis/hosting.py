@@ -56,6 +56,18 @@ class Hosting:
             raise SymbiosisError(f"an adapter is named {base!r}, like the base model: give it another name")
         self._socket = _listen(address, keys or {})
         host, port = self._socket.getsockname()[:2]
+        try:
+            hosts = None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host})
+            settings = Settings(
+                base=base,
+                keys=dict(keys or {}),
+                admin_key=admin_key,
+                adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
+                hosts=hosts,
+            )
+        except BaseException:
+            self._socket.close()
+            raise
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._process = _Process(self._socket)  # it takes seconds to import what it needs: begin now
         self._deaths = 0
@@ -65,18 +77,10 @@ class Hosting:
             for adapter, folder in (adapters or {}).items():
                 core.add_adapter(adapter, folder)
             self._window = Window(core, runtime_folder())
-            hosts = None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host})
-            settings = Settings(
-                base=base,
-                keys=dict(keys or {}),
-                admin_key=admin_key,
-                adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
-                hosts=hosts,
-            )
             self._told = {
                 "line": str(self._window.path),
                 "tokenizer": None if tokenizer is None else str(tokenizer),
-                "settings": asdict(settings),
+                "settings": {**asdict(settings), "longest": core.scheduler.longest},
             }
             self._process.tell(self._told)
             self._wait()

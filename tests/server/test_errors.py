@@ -75,7 +75,7 @@ def test_an_unknown_model_is_404(site):
 
 
 def test_too_long_is_400_and_says_the_limit(site):
-    for ask in ({"prompt": "x" * 300}, {"prompt": "x", "max_tokens": 256}):
+    for ask in ({"prompt": "x" * 300}, {"prompt": "x" * 3_000_000}, {"prompt": "x", "max_tokens": 256}):
         with pytest.raises(openai.BadRequestError, match="256") as caught:
             site.client().completions.create(model="tiny", **ask)
         assert caught.value.code == "context_length_exceeded"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import openai
 import pytest
 
-from symbiosis.errors import AddressInUse, BadAddress, InsecureListen
+from symbiosis.errors import AddressInUse, BadAddress, InsecureListen, SymbiosisError
 from symbiosis.hosting import check_http
 from symbiosis.server.app import Server
-from symbiosis.server.keys import ADMIN, TENANTS_PATHS, Guard, Keys
+from symbiosis.server.keys import TENANTS_PATHS, Guard, Keys
 from symbiosis.server.metrics import Metrics
-from symbiosis.server.settings import Settings
+from symbiosis.server.settings import ADMIN, Settings
 from tests.server.conftest import CHAT
 
 ANN, BOB, CHIEF = "a secret of ann's", "a secret of bob's", "a secret of the chief's"
@@ -67,7 +67,14 @@ def test_tenants_find_only_their_own_prompts_in_the_cache(locked):
     assert min(cached[2:]) > 0
 
 
-def test_a_tenants_key_may_not_be_the_admins_name():
+def test_keys_that_could_not_be_told_apart_are_refused():
+    for keys, admin in (({"ann": ANN, "bob": ANN}, None), ({"ann": ANN}, ANN), ({"ann": ""}, None), ({ADMIN: ANN}, None)):
+        with pytest.raises(SymbiosisError) as caught:
+            Settings(base="x", keys=keys, admin_key=admin)
+        assert ANN not in str(caught.value)
+
+
+def test_a_key_says_who_asks():
     keys = Keys({"ann": ANN}, None)
     assert not keys.caller(f"Bearer {ANN}").is_admin
     assert keys.caller(f"bearer {ANN}").tenant == "ann"

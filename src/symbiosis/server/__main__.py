@@ -35,7 +35,7 @@ async def _serve(told: dict[str, Any]) -> None:
     settings = Settings(**{**told["settings"], "hosts": told["settings"]["hosts"] and tuple(told["settings"]["hosts"])})
     server = uvicorn.Server(
         uvicorn.Config(
-            Server(remote, Tokens(tokenizer), settings).app(),
+            Server(remote, Tokens(tokenizer, settings.longest), settings).app(),
             log_config=None,
             access_log=False,
             server_header=False,

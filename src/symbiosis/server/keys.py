@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.errors import Forbidden, SymbiosisError, Unauthorized
 from symbiosis.server.failures import response_of
+from symbiosis.server.settings import ADMIN
 
 TENANTS_PATHS = frozenset({"/health", "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize"})
-ADMIN = "admin"
 
 
 @dataclass(frozen=True, slots=True)

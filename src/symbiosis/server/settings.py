@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from symbiosis.errors import SymbiosisError
+
+ADMIN = "admin"
+"""The tenant that the admin's key stands for."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -11,6 +16,8 @@ class Settings:
 
     base: str
     """The base model's name."""
+    longest: int = 1 << 20
+    """Most tokens of a prompt and its answer."""
     keys: dict[str, str] = field(default_factory=dict, repr=False)
     """Secrets by tenant."""
     admin_key: str | None = field(default=None, repr=False)
@@ -18,3 +25,12 @@ class Settings:
     """Where adapters may be loaded from while serving; None: from nowhere."""
     hosts: tuple[str, ...] | None = None
     """Names to be called by, if there are no keys."""
+
+    def __post_init__(self) -> None:
+        """Raises `SymbiosisError` without repeating a secret."""
+        for name in self.keys:
+            if not 0 < len(name) <= 64 or name == ADMIN:
+                raise SymbiosisError(f"a key names the tenant {name!r}: expected 1 to 64 characters, and not {ADMIN!r}")
+        secrets = [*self.keys.values(), *([] if self.admin_key is None else [self.admin_key])]
+        if not all(secrets) or len(set(secrets)) != len(secrets):
+            raise SymbiosisError("keys must not be empty, and no two alike: the server could not tell who asks")

@@ -9,21 +9,30 @@ from functools import lru_cache
 from typing import Any
 
 from symbiosis.engine.stops import TextStream
-from symbiosis.errors import NoTokenizer
+from symbiosis.errors import ContextTooLong, NoTokenizer
 from symbiosis.server.failures import BadRequest
 
 
 class Tokens:
     """Long texts take long: all are encoded on one thread beside the event loop."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, longest: int) -> None:
+        """`longest`: most tokens a request may have. What certainly has more is not even encoded."""
+        self._tokenizer, self._longest = tokenizer, longest
+        self._widest = 1 if tokenizer is None else max(len(piece) for piece in tokenizer.get_vocab())
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-tokenizer")
         self.shown = lru_cache(maxsize=65536)(self._shown)
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Raises `NoTokenizer`."""
-        return await self._run(lambda: list(self._known()(text, add_special_tokens=special)["input_ids"]))
+        """Raises `NoTokenizer` or `ContextTooLong`."""
+        return await self._run(lambda: self._ids(text, special))
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        if len(text) > self._longest * self._widest:
+            raise ContextTooLong(
+                f"a text of {len(text)} characters has more tokens than the {self._longest} that are taken. Shorten the prompt"
+            )
+        return list(self._known()(text, add_special_tokens=special)["input_ids"])
 
     async def encode_chat(self, messages: Sequence[dict[str, str]], *, answer: bool = True) -> list[int]:
         """A chat as the tokenizer's template writes it; with `answer`, up to where the assistant begins."""
@@ -37,7 +46,7 @@ class Tokens:
             text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
         except Exception as error:  # noqa: BLE001 - templates raise whatever they like, such as for roles in a wrong order
             raise BadRequest(f"the model's chat template does not take these messages: {error}", field="messages") from None
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._ids(text, False)
 
     def stream(self, stops: Sequence[str], *, include_stop: bool, skip_special: bool) -> TextStream:
         return TextStream(self._known(), stops, include_stop=include_stop, skip_special_tokens=skip_special)
