@@ -144,7 +144,9 @@ class Window:
             self.desk.unload(ticket, _text(body, "name"))
         elif op == "stats":
             self.desk.stats(ticket)
-        elif op != "hello":
+        elif op == "hello":
+            self._send(peer, {"beat": self.desk.is_alive()})
+        else:
             raise BadMessage(f"op is {op!r:.40}: expected hello, submit, cancel, load, unload or stats")
 
 
