@@ -10,7 +10,7 @@ import hashlib
 
 from symbiosis.engine.pages import PagePool
 from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
-from symbiosis.engine.sequences import Reason, Sampling, Sequence
+from symbiosis.engine.sequences import Reason, Sampling, Sequence, State
 
 VOCABULARY = 32
 
@@ -58,6 +58,7 @@ class Simulated:
             assert self.added[id].reason is Reason.CANCELLED
 
     def plan(self):
+        were = {one for one in self.added.values() if one.state is State.RUNNING}
         self.last = made = self.scheduler.plan(self.now)
         self.preemptions += len(made.preempted)
         rows = sum(chunk.count for chunk in made.chunks)
@@ -66,6 +67,7 @@ class Simulated:
         blocks = [adapter for index, adapter in enumerate(groups) if index == 0 or groups[index - 1] != adapter]
         assert len(blocks) == len(set(blocks)), "rows of one adapter are not together"
         assert len({chunk.sequence for chunk in made.chunks}) == len(made.chunks)
+        assert not made.preempted or {chunk.sequence for chunk in made.chunks} <= were, "admitted while pages ran out"
         for chunk in made.chunks:
             self.admitted.setdefault(chunk.sequence.id, self.now)
             assert chunk.start == chunk.sequence.computed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 
@@ -272,6 +273,26 @@ class TestCache:
         engine.add("b")
         assert set(rows(engine.step())) == {"a", "b"}
 
+    def test_a_page_that_is_about_to_be_filled_by_a_copy_is_not_copied_from(self):
+        engine = Simulated(max_running=1)
+        parent, child = engine.add("a", prompt=range(6), max_tokens=4, n=2)
+        before = engine.add("b", tenant="bob", prompt=[*range(6), *expected(parent, 2)], max_tokens=1)
+        engine.cancel("a")
+        engine.cancel("a.1")
+        engine.drain()
+        assert before.reason is Reason.LENGTH
+        parent, child = engine.add("c", prompt=range(6), max_tokens=4, n=2)
+        engine.step()
+        engine.step()
+        engine.scheduler.abandon(engine.plan())
+        assert (len(parent.tokens), parent.state) == (8, State.PREEMPTED)
+        engine.scheduler.config = dataclasses.replace(engine.scheduler.config, max_running=2)
+        made = engine.step()
+        assert set(rows(made)) == {"c", "c.1"}
+        assert len({source for source, _ in made.copies} & {target for _, target in made.copies}) == 0
+        engine.drain()
+        assert child.outputs == expected(child, 4)
+
     def test_siblings_get_on_without_their_parent(self):
         engine = Simulated()
         engine.add("a", prompt=range(30), n=3)
@@ -418,10 +439,11 @@ class TestAdapters:
         there = {"a", "b"}
         engine = Simulated(max_adapters=1, max_running=4, max_wait_s=3, resident=there.__contains__)
         engine.add("late", tenant="bob", adapter="cold")
+        asked = 0
         for number in range(40):
             engine.add(f"n{number}", adapter="ab"[number % 2], prompt=[number % 32, 1, 2], max_tokens=2)
-            made = engine.step()
-            if "cold" in made.missing and number > 20:
+            asked = asked + 1 if "cold" in engine.step().missing else 0
+            if asked == 3:  # it takes three steps to load, and is given up if nobody asks
                 there.add("cold")
         assert "late" in engine.ended
 

@@ -184,10 +184,11 @@ def _draw(x_bV: Tensor, sequences: Seq[Sequence], *, cut: bool) -> Tensor:
     if not cut:
         return torch.where(fit_b1, _place(weight_bV, number_b1), -1).squeeze(1)
     top_k_b1 = torch.where(top_k_b1 == 0, x_bV.shape[1], top_k_b1)
-    chosen_b1, sure_b1 = _draw_of_the_likeliest(x_bV, weight_bV, top_k_b1, top_p_b1, number_b1, _LIKELY)
-    if not bool((sure_b1 | ~fit_b1).all()):
-        all_b1, _ = _draw_of_the_likeliest(x_bV, weight_bV, top_k_b1, top_p_b1, number_b1, x_bV.shape[1])
-        chosen_b1 = torch.where(sure_b1, chosen_b1, all_b1)
+    chosen_b1, sure_b1 = _draw_of_the_likeliest(_LIKELY, x_bV, weight_bV, top_k_b1, top_p_b1, number_b1)
+    unsure_c = (fit_b1 & ~sure_b1).squeeze(1).nonzero().squeeze(1)
+    if unsure_c.numel():
+        again = (each.index_select(0, unsure_c) for each in (x_bV, weight_bV, top_k_b1, top_p_b1, number_b1))
+        chosen_b1.index_copy_(0, unsure_c, _draw_of_the_likeliest(x_bV.shape[1], *again)[0])
     return torch.where(fit_b1, chosen_b1, -1).squeeze(1)
 
 
@@ -206,7 +207,7 @@ def _place(weight_bV: Tensor, number_b1: Tensor) -> Tensor:
 
 
 def _draw_of_the_likeliest(
-    x_bV: Tensor, weight_bV: Tensor, top_k_b1: Tensor, top_p_b1: Tensor, number_b1: Tensor, n: int
+    n: int, x_bV: Tensor, weight_bV: Tensor, top_k_b1: Tensor, top_p_b1: Tensor, number_b1: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Draw of the first `top_k`, and of these of the first that have `top_p` of them together.
 
@@ -224,14 +225,14 @@ def _draw_of_the_likeliest(
     place_n = torch.arange(x_bn.shape[1], device=x_bV.device)
     weight_bn = torch.where(place_n < top_k_b1, weight_bn, 0)
     sums_bn = weight_bn.cumsum(dim=-1)
-    whole_b1 = torch.where(top_k_b1 < n, sums_bn[:, -1:], weight_bV.sum(dim=-1, keepdim=True))
+    whole_b1 = torch.where(top_k_b1 < vocabulary, sums_bn[:, -1:], weight_bV.sum(dim=-1, keepdim=True))
     enough_b1 = (top_p_b1 * whole_b1.double()).long().clamp_(min=1)
     # the token that reaches top_p is the last: what comes before it has less
     kept_bn = (sums_bn - weight_bn < enough_b1) & (weight_bn > 0)
-    # who has just as much as the last one looked at may have a twin that was left out
-    sure_b1 = ~(kept_bn & (x_bn == x_bn[:, -1:])).any(dim=-1, keepdim=True)
-    if n >= vocabulary:
-        sure_b1 = torch.ones_like(sure_b1)
+    if n < vocabulary:  # who has just as much as the last one looked at may have a twin that was left out
+        sure_b1 = ~(kept_bn & (x_bn == x_bn[:, -1:])).any(dim=-1, keepdim=True) & ((top_k_b1 < n) | (top_k_b1 >= vocabulary))
+    else:
+        sure_b1 = torch.ones_like(top_k_b1, dtype=torch.bool)
     place_b1 = _place(torch.where(kept_bn, weight_bn, 0), number_b1)
     return tokens_bn.gather(1, place_b1.clamp(max=x_bn.shape[1] - 1)), sure_b1
 

@@ -79,7 +79,7 @@ class SchedulerConfig:
         within("decode_charge", self.decode_charge, 0.001, 1000)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: hundreds are made in every plan, and that takes twice as long
 class Chunk:
     """Tokens `start` to `start + count` of a sequence are computed; if `samples`, the last one's logits choose a token."""
 
@@ -435,13 +435,14 @@ class Scheduler:
     def _decode(self, plan: _Plan) -> None:
         """One row for each sequence that needs just one. Those at the end of the list make room for those before."""
         running, position = self._running, 0
+        here, page_size = plan.asked, self.pool.page_size
         while position < len(running):
             sequence = running[position]
             position += 1
             length = len(sequence.tokens)
-            if length - sequence.computed != 1 or not self._has(plan, sequence.adapter):
+            if length - sequence.computed != 1 or not (here.get(sequence.adapter) or self._has(plan, sequence.adapter)):
                 continue
-            while not self.pool.grow(sequence, length):
+            while length > len(sequence.pages) * page_size and not self.pool.grow(sequence, length):
                 victim = running.pop()
                 self._preempt(victim)
                 plan.preempted.append(victim)
