@@ -35,7 +35,7 @@ unit: $(READY)  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu'
 
 gpu:  ## parity, links and kernels on a GPU, with the machine's own Python packages and pyzmq
-	PYTHONPATH=src $(PYTHON) -m pytest -m "gpu and not slow" tests/gpu tests/kernels
+	PYTHONPATH=src $(PYTHON) -m pytest -m "gpu and not slow" tests/gpu tests/kernels tests/engine
 
 kills:  ## tenants and executors on a GPU killed at any moment, a hundred times, about 2 minutes
 	PYTHONPATH=src $(PYTHON) -m pytest -rP -m "gpu and slow" tests/gpu/test_kills.py

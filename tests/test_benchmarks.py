@@ -6,7 +6,19 @@ import json
 
 import pytest
 
-from benchmarks import gpu_memory, gpu_policies, independence, lora, memory, mixed, plots, policies, sharing, small_and_large
+from benchmarks import (
+    gpu_memory,
+    gpu_policies,
+    independence,
+    lora,
+    memory,
+    mixed,
+    plots,
+    policies,
+    serving,
+    sharing,
+    small_and_large,
+)
 from benchmarks.results import compared
 
 
@@ -47,6 +59,12 @@ def test_a_benchmark_of_the_gpu_runs_without_one_and_can_be_drawn(benchmark, opt
     drawn = plots.draw(written)
     assert drawn is not None
     assert drawn.is_file()
+
+
+def test_serving_gives_the_answers_of_peft(tmp_path):
+    figures = serving.run(tiny=True, repetitions=1, folder=tmp_path)
+    assert set(figures["equal_answers"].values()) == {8}
+    assert (tmp_path / "serving-tiny.json").is_file()
 
 
 def test_ratios_are_taken_within_one_repetition():

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import symbiosis
-from symbiosis.chatting import BadAdapter, Sampling, Speaker, with_adapter
+from symbiosis.chatting import Sampling, Speaker, with_adapter
+from symbiosis.errors import BadAdapter
 from symbiosis.finetuning import METHODS, BadData, BadSettings, FinetuneConfig, Sample, encode, finetune, read_samples
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 

@@ -192,3 +192,21 @@ def test_random_bytes_give_an_error_of_ours(frame: bytes):
     for start in (b"", MAGIC, MAGIC + bytes([PROTOCOL])):
         with contextlib.suppress(SymbiosisError):
             read(start + frame)
+
+
+def test_no_two_errors_share_a_code():
+    import importlib
+    import pkgutil
+
+    import symbiosis
+    from symbiosis.errors import SymbiosisError
+
+    for module in pkgutil.walk_packages(symbiosis.__path__, "symbiosis."):
+        if ".kernels." not in module.name and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    kinds, codes = [SymbiosisError], {}
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if "code" in vars(kind):
+            assert codes.setdefault(kind.code, kind) is kind, f"{kind} and {codes[kind.code]}"

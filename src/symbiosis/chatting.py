@@ -12,14 +12,8 @@ import torch
 from peft import PeftModel
 from transformers import TextStreamer
 
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import BadAdapter, SymbiosisError
 from symbiosis.launch import connect
-
-
-class BadAdapter(SymbiosisError):
-    """A folder that holds no adapter for this model."""
-
-    code = "bad_adapter"
 
 
 class BadPrompt(SymbiosisError):

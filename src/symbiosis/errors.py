@@ -167,7 +167,7 @@ class UnknownAdapter(SymbiosisError):
 
 
 class BadAdapter(SymbiosisError):
-    """An adapter that is malformed, hostile, or disagrees with itself."""
+    """An adapter that is malformed, hostile, disagrees with itself, or does not fit the model it is put on."""
 
     code = "bad_adapter"
 

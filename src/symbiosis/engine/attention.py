@@ -57,9 +57,6 @@ class KeyValues:
         self._memory = torch.zeros(shape, dtype=dtype, device=device)
         self._pass: _Pass | None = None
 
-    def bytes(self) -> int:
-        return self._memory.numel() * self._memory.element_size()
-
     def begin(self, spans: Sequence[Span], given: Sequence[Given] = ()) -> None:
         """The rows of the next pass through the model; and of which of them keys and values are given."""
         self._pass = _Pass(spans, given, self.page_size, self._memory.device)

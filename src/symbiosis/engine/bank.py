@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _FEW_ROWS = 16
-_KEEP = 8  # companies
+_KEEP = 4  # companies
+_KEEP_STACKS = 2  # of one layer: each is as large as its adapters there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,29 +90,75 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batched:
-    """Low-rank changes of equal rank over few rows each."""
+class _Layout:
+    """Few rows of each of several adapters, as one batch. The same for all layers."""
 
     rows_NM: Tensor
-    """Which rows; where an adapter has fewer than M, one of its own again."""
-    real: Tensor
-    """Which of the N × M count."""
+    """Which rows; where an adapter has fewer than M, its last one again."""
+    real: Tensor | None
+    """Which of the N × M count; None: all."""
     target: Tensor
     """The rows of those."""
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device) -> _Layout:
+        most = max(s.end - s.start for s in segments)
+        rows = torch.tensor([[min(s.start + i, s.end - 1) for i in range(most)] for s in segments])
+        real = torch.tensor([n * most + i for n, s in enumerate(segments) for i in range(s.end - s.start)])
+        target = rows.flatten()[real].to(device)
+        return cls(rows.to(device), None if len(real) == rows.numel() else real.to(device), target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Low-rank changes of one layer by several adapters of equal rank."""
+
     a_NIr: Tensor
     b_NrO: Tensor
 
-    def add(self, x_RI: Tensor, y_RO: Tensor) -> None:
-        low = torch.bmm(x_RI[self.rows_NM], self.a_NIr)
+    def add(self, x_RI: Tensor, y_RO: Tensor, layout: _Layout) -> None:
+        low = torch.bmm(x_RI[layout.rows_NM], self.a_NIr)
         change = torch.bmm(low, self.b_NrO).flatten(0, 1)
-        y_RO.index_add_(0, self.target, change if len(self.real) == len(change) else change[self.real])
+        y_RO.index_add_(0, layout.target, change if layout.real is None else change[layout.real])
+
+
+class Stacks:
+    """Stacked weights, kept while the same adapters are at work on the same layer."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, OrderedDict[tuple[str, ...], _Stack]] = {}
+
+    def of(self, path: str, few: Sequence[tuple[Segment, Low]]) -> _Stack:
+        key, kept = tuple(s.adapter.hash for s, _ in few), self._kept.setdefault(path, OrderedDict())
+        stack = kept.get(key)
+        if stack is None:
+            stack = kept[key] = _Stack(torch.stack([low.a_Ir for _, low in few]), torch.stack([low.b_rO for _, low in few]))
+            if len(kept) > _KEEP_STACKS:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        return stack
+
+
+class Company:
+    """The segments of a pass, and what follows from them, layer by layer."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self.effects: dict[str, Effect] = {}
+        self._layouts: dict[tuple[int, ...], _Layout] = {}
+
+    def layout(self, segments: Sequence[Segment], device: torch.device) -> _Layout:
+        key = tuple(s.start for s in segments)
+        if key not in self._layouts:
+            self._layouts[key] = _Layout.of(segments, device)
+        return self._layouts[key]
 
 
 class Effect:
     """What the adapters of one company do to one layer."""
 
-    def __init__(self, path: str, segments: Sequence[Segment]) -> None:
-        found = [(s, part) for s in segments for part in s.adapter.parts.get(path, ())]
+    def __init__(self, path: str, company: Company, stacks: Stacks) -> None:
+        found = [(s, part) for s in company.segments for part in s.adapter.parts.get(path, ())]
         self.scaled_inputs = [(slice(s.start, s.end), p.vector) for s, p in found if isinstance(p, Scale) and p.of_input]
         self._scaled = [(slice(s.start, s.end), p.vector) for s, p in found if isinstance(p, Scale) and not p.of_input]
         self._own = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Own)]
@@ -119,12 +166,13 @@ class Effect:
         self._all_low = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Low)]
         plain = [(s, p) for s, p in found if isinstance(p, Low) and p.stretch_O is None and p.bias_O is None]
         self._alone = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Low) and (s, p) not in plain]
-        self._batched: list[_Batched] = []
+        self._batched: list[tuple[_Stack, _Layout]] = []
         for rank in {p.a_Ir.shape[1] for _, p in plain}:
             same = [(s, p) for s, p in plain if p.a_Ir.shape[1] == rank]
             few = [(s, p) for s, p in same if s.end - s.start <= _FEW_ROWS]
             if len(few) > 1:
-                self._batched.append(_stack(few))
+                layout = company.layout([s for s, _ in few], few[0][1].a_Ir.device)
+                self._batched.append((stacks.of(path, few), layout))
             self._alone += [(slice(s.start, s.end), p) for s, p in same if len(few) == 1 or (s, p) not in few]
         self.is_nothing = not found
 
@@ -155,8 +203,8 @@ class Effect:
             y_RO[rows, :].index_copy_(1, part.ids, x_RI[rows] @ part.rows_TD.T)
         for rows, low in self._alone:
             _change(x_RI[rows], y_RO[rows], low, own_bias)
-        for batched in self._batched:
-            batched.add(x_RI, y_RO)
+        for stack, layout in self._batched:
+            stack.add(x_RI, y_RO, layout)
         for rows, vector in self._scaled:
             y_RO[rows] *= vector
         return y_RO
@@ -176,50 +224,37 @@ def _change(x: Tensor, y: Tensor, low: Low, own_bias: Tensor | None) -> None:
         y += low.bias_O
 
 
-def _stack(few: Sequence[tuple[Segment, Low]]) -> _Batched:
-    most = max(s.end - s.start for s, _ in few)
-    rows = torch.tensor([[min(s.start + i, s.end - 1) for i in range(most)] for s, _ in few])
-    real = torch.tensor([n * most + i for n, (s, _) in enumerate(few) for i in range(s.end - s.start)])
-    device = few[0][1].a_Ir.device
-    return _Batched(
-        rows_NM=rows.to(device),
-        real=real.to(device),
-        target=rows.flatten()[real].to(device),
-        a_NIr=torch.stack([low.a_Ir for _, low in few]),
-        b_NrO=torch.stack([low.b_rO for _, low in few]),
-    )
-
-
 class Bank:
     """Which adapters are at work in the pass that runs."""
 
     def __init__(self) -> None:
-        self._companies: OrderedDict[tuple[tuple[str, int, int], ...], dict[str, Effect]] = OrderedDict()
-        self._rows: dict[str, Effect] | None = None
-        self._logits: dict[str, Effect] | None = None
-        self._segments: tuple[Sequence[Segment], Sequence[Segment]] = ((), ())
+        self._companies: OrderedDict[tuple[tuple[str, int, int], ...], Company] = OrderedDict()
+        self._stacks = Stacks()
+        self._rows: Company | None = None
+        self._logits: Company | None = None
 
     def begin(self, segments: Sequence[Segment], logits: Sequence[Segment]) -> None:
         """The segments of the next pass's rows, and of the rows that the head sees."""
-        self._segments = (segments, logits)
         self._rows, self._logits = self._company(segments), self._company(logits)
 
-    def _company(self, segments: Sequence[Segment]) -> dict[str, Effect] | None:
+    def _company(self, segments: Sequence[Segment]) -> Company | None:
         if not segments:
             return None
         key = tuple((s.adapter.hash, s.start, s.end) for s in segments)
-        effects = self._companies.setdefault(key, {})
+        company = self._companies.get(key)
+        if company is None:
+            company = self._companies[key] = Company(list(segments))
+            if len(self._companies) > _KEEP:
+                self._companies.popitem(last=False)
         self._companies.move_to_end(key)
-        if len(self._companies) > _KEEP:
-            self._companies.popitem(last=False)
-        return effects
+        return company
 
     def effect(self, path: str, *, of_head: bool) -> Effect | None:
         """What happens at this layer now; None if nothing does."""
-        effects = self._logits if of_head else self._rows
-        if effects is None:
+        company = self._logits if of_head else self._rows
+        if company is None:
             return None
-        effect = effects.get(path)
+        effect = company.effects.get(path)
         if effect is None:
-            effect = effects[path] = Effect(path, self._segments[of_head])
+            effect = company.effects[path] = Effect(path, company, self._stacks)
         return None if effect.is_nothing else effect

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.client.layers import mix_in
 from symbiosis.engine.bank import Bank, Effect
 from symbiosis.executor.product import product
 
@@ -65,16 +66,11 @@ def adapt(model: PreTrainedModel, bank: Bank) -> None:
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear or type(module) is Conv1D:
-            _put(module, AdaptedLinear)
+            mix_in(module, AdaptedLinear)
         elif isinstance(module, nn.Embedding):
-            _put(module, AdaptedEmbedding)
+            mix_in(module, AdaptedEmbedding)
         else:
             continue
         attributes = {"symbiosis_bank": bank, "symbiosis_path": path, "symbiosis_head": module is head}
         for name, value in attributes.items():
             object.__setattr__(module, name, value)
-
-
-def _put(module: nn.Module, mixin: type[nn.Module]) -> None:
-    original = type(module)
-    module.__class__ = type(original.__name__, (mixin, original), {"__module__": original.__module__})

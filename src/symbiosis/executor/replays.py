@@ -71,7 +71,9 @@ class Replays:
             work.runs += 1
             if work.runs != _KNOWN or work.rows[0].shape[0] > _ROWS:
                 return None
-            kept = self._works.setdefault(tenant, WeakSet())
+            kept = self._works.pop(tenant, None) or WeakSet()
+            _drop_oldest(self._works, _MOST_OF_ONE)  # tenants without a token can have as many names as they like
+            self._works[tenant] = kept
             if len(kept) >= _MOST_OF_ONE:
                 return None
             work.replay = self._record(work, work.rows, places)
@@ -92,6 +94,7 @@ class Replays:
             replay = self._record(first, rows, results)
             if replay is None:
                 return None
+            del self._seen[first.key, size]  # if it is dropped one day, it is counted from the beginning
             _drop_oldest(self._joints, _MOST)
             joint = self._joints[first.key, size] = _Joint(replay, rows, results)
         given: list[Tensor] = []
