@@ -7,6 +7,7 @@ torch takes seconds to import, so every command imports what it needs itself:
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from symbiosis import __version__
 from symbiosis.errors import SymbiosisError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from symbiosis.finetuning import Step
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:7777"
+DEFAULT_HTTP = "127.0.0.1:8000"
 _SHORT_SECRET = 8
 err = Console(stderr=True)
 
@@ -47,6 +49,16 @@ class _Commands(TyperGroup):
             line = " ".join(str(error).split())
             err.print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)
             raise typer.Exit(1) from None
+
+
+class _Serve(TyperCommand):
+    """`--http` may stand alone: then it is the usual address."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        said: list[str] = []
+        for word, following in zip(args, [*args[1:], ""], strict=True):
+            said += [word] if word != "--http" or re.fullmatch(r"[^-].*:.*|\d+", following) else [word, DEFAULT_HTTP]
+        return super().parse_args(ctx, said)
 
 
 app = typer.Typer(
@@ -122,7 +134,7 @@ def read_tokens(given: list[str], environment: str, what: str = "token") -> dict
     return tokens
 
 
-@app.command(epilog="Example: symbiosis serve --listen tcp://127.0.0.1:7777 --listen shm://base")
+@app.command(cls=_Serve, epilog="Example: symbiosis serve --listen tcp://127.0.0.1:7777 --listen shm://base --http")
 def serve(
     model: Annotated[str | None, typer.Argument(show_default=False, help="Folder or hub id; none: the default model.")] = None,
     listen: Annotated[
@@ -159,7 +171,12 @@ def serve(
     ] = False,
     http: Annotated[
         str | None,
-        typer.Option("--http", metavar="HOST:PORT", show_default=False, help="Serve OpenAI's API too, on the same weights."),
+        typer.Option(
+            "--http",
+            metavar="[HOST:PORT]",
+            show_default=False,
+            help=f"Serve OpenAI's API too, on the same weights. (alone: at {DEFAULT_HTTP})",
+        ),
     ] = None,
     key: Annotated[
         list[str] | None,
@@ -197,7 +214,7 @@ def serve(
     keys = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key")
     adapters = read_adapters(adapter or [])
     if http is None and (key or admin_key or adapters or adapter_root):
-        raise SymbiosisError("--key, --admin-key, --adapter and --adapter-root are for HTTP: give --http HOST:PORT too")
+        raise SymbiosisError("--key, --admin-key, --adapter and --adapter-root are for HTTP: give --http too")
     tokens = read_tokens(token or [], os.environ.get("SYMBIOSIS_TOKENS", ""))
     secrets = [*(("token", *each) for each in tokens.items()), *(("key", *each) for each in keys.items())]
     secrets += [("key", "the admin", admin_key)] if admin_key else []
