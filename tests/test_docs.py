@@ -12,6 +12,10 @@ from pathlib import Path
 
 import openai
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
+
+from tests.tiny_chat import make_tiny_chat
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -50,8 +54,8 @@ def here(text: str, served: dict[str, str]) -> str:
     return text
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def run(code_or_file, *arguments, cwd):
@@ -117,6 +121,29 @@ def test_two_tenants_example(real_cache, tmp_path):
 @pytest.mark.real
 def test_trl_example(address, tmp_path):
     assert "loss" in run(str(ROOT / "examples" / "sft_with_trl.py"), address, cwd=tmp_path)
+
+
+def test_every_curl_of_the_providers_page_is_answered(tmp_path):
+    """In the order of the page, against the very `symbiosis serve` that it shows, of a tiny model at a free port."""
+    base = LlamaForCausalLM.from_pretrained(make_tiny_chat(tmp_path / "tiny"))
+    adapter = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapter.save_pretrained(tmp_path / "adapters" / "pirate")
+    adapter.save_pretrained(tmp_path / "my-adapter")
+    serve, *curls = [block for block in blocks("bash", (ROOT / "docs/providers.md").read_text()) if "127.0.0.1:8000" in block]
+    serve = serve.replace("symbiosis serve", f"exec {sys.executable} -m symbiosis.cli serve tiny --listen shm://")
+    process = subprocess.Popen(["bash", "-c", serve.replace(":8000", ":0")], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        url = next(line.split()[2] for line in process.stdout if line.startswith("listening at http"))
+        commands = re.findall(r"(?m)^curl .*(?:\n    .*)*", "\n".join(curls))
+        assert len(commands) >= 8
+        for command in commands:
+            asked = command.replace("http://127.0.0.1:8000", url).replace("curl ", "curl -sS --fail-with-body ", 1)
+            done = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, (command, done.stdout, done.stderr)
+            assert done.stdout
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))

@@ -209,12 +209,27 @@ def serve(
             help="Where the admin may load adapters from while serving; none: from nowhere.",
         ),
     ] = None,
+    uploads: Annotated[
+        Path | None,
+        typer.Option(
+            "--uploads",
+            metavar="FOLDER",
+            show_default=False,
+            help="Keeps the adapters that tenants upload, also for the next server; none: they go when this one does.",
+        ),
+    ] = None,
+    tenant_adapters: Annotated[
+        int, typer.Option("--tenant-adapters", min=0, help="Most adapters that one tenant may upload.")
+    ] = 64,
+    tenant_adapter_gb: Annotated[
+        float, typer.Option("--tenant-adapter-gb", min=0, help="Most gigabytes that they may have together.")
+    ] = 4.0,
 ) -> None:
     """Hold one base model and serve its layers to tenants, until Ctrl-C."""
     keys = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key")
     adapters = read_adapters(adapter or [])
-    if http is None and (key or admin_key or adapters or adapter_root):
-        raise SymbiosisError("--key, --admin-key, --adapter and --adapter-root are for HTTP: give --http too")
+    if http is None and (key or admin_key or adapters or adapter_root or uploads):
+        raise SymbiosisError("--key, --admin-key, --adapter, --adapter-root and --uploads are for HTTP: give --http too")
     tokens = read_tokens(token or [], os.environ.get("SYMBIOSIS_TOKENS", ""))
     secrets = [*(("token", *each) for each in tokens.items()), *(("key", *each) for each in keys.items())]
     secrets += [("key", "the admin", admin_key)] if admin_key else []
@@ -223,6 +238,7 @@ def serve(
     with err.status("Starting"):
         from symbiosis.hosting import check_http
         from symbiosis.launch import Executor, check_address
+        from symbiosis.server.store import StoreLimits
 
         if http is not None:
             check_http(http, keys)
@@ -264,7 +280,15 @@ def serve(
         hosting = None
         if http is not None:
             hosting = stack.enter_context(
-                executor.host(http, keys=keys, admin_key=admin_key, adapters=adapters, adapter_root=adapter_root)
+                executor.host(
+                    http,
+                    keys=keys,
+                    admin_key=admin_key,
+                    adapters=adapters,
+                    adapter_root=adapter_root,
+                    uploads=uploads,
+                    store_limits=StoreLimits(adapters=tenant_adapters, bytes=int(tenant_adapter_gb * 1e9)),
+                )
             )
             typer.echo(f"listening at {hosting.url}")
         sys.stdout.flush()  # scripts wait for these lines

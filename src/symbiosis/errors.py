@@ -223,6 +223,12 @@ class AdapterExists(SymbiosisError):
     code = "adapter_exists"
 
 
+class QuotaExceeded(SymbiosisError):
+    """More adapters, or bytes of them, than the provider keeps for one tenant."""
+
+    code = "quota_exceeded"
+
+
 class EngineLost(SymbiosisError):
     """The process with the serving engine is gone, or does not answer."""
 

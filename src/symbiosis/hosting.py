@@ -6,11 +6,15 @@ import ipaddress
 import json
 import logging
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +23,17 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from symbiosis.engine.engine import Core
+from symbiosis.engine.names import owned
 from symbiosis.engine.window import Window
 from symbiosis.errors import AddressInUse, BadAddress, EngineLost, InsecureListen, SymbiosisError
 from symbiosis.links.shm import runtime_folder
+from symbiosis.server import store
 from symbiosis.server.settings import Settings
 
 _START_S = 120.0
 _FINISH_S = 40.0
 _SOON_S, _DEATHS = 30.0, 3
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
 _log = logging.getLogger("symbiosis")
 
 
@@ -35,7 +42,9 @@ class Hosting:
 
     `keys` are tenants' secrets by name; without any, only this machine may ask.
     `adapters` are folders by name, loaded before anybody is served;
-    `adapter_root` is where the admin may load more from. `engine` are settings of `Core`.
+    `adapter_root` is where the admin may load more from. Adapters that tenants
+    upload are kept in `uploads` and served again by the next server with that
+    folder; without one they are gone when this is closed. `engine` are settings of `Core`.
     """
 
     def __init__(
@@ -49,25 +58,26 @@ class Hosting:
         admin_key: str | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         adapter_root: str | Path | None = None,
+        uploads: str | Path | None = None,
+        store_limits: store.StoreLimits | None = None,
         **engine: Any,
     ) -> None:
         base = Path(name).name if Path(name).is_dir() else name
-        if base in (adapters or {}):
-            raise SymbiosisError(f"an adapter is named {base!r}, like the base model: give it another name")
-        self._socket = _listen(address, keys or {})
-        host, port = self._socket.getsockname()[:2]
-        try:
-            hosts = None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host})
+        _check_names(base, adapters or {})
+        with ExitStack() as undo:
+            self._socket = undo.enter_context(closing(_listen(address, keys or {})))
+            self._uploads = undo.enter_context(closing(_Uploads(uploads)))
+            host, port = self._socket.getsockname()[:2]
             settings = Settings(
                 base=base,
                 keys=dict(keys or {}),
                 admin_key=admin_key,
                 adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
-                hosts=hosts,
+                uploads=str(self._uploads.folder),
+                store=store_limits or store.StoreLimits(),
+                hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
             )
-        except BaseException:
-            self._socket.close()
-            raise
+            undo.pop_all()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._process = _Process(self._socket)  # it takes seconds to import what it needs: begin now
         self._deaths = 0
@@ -76,6 +86,7 @@ class Hosting:
             core = Core(model, **engine)
             for adapter, folder in (adapters or {}).items():
                 core.add_adapter(adapter, folder)
+            self._uploads.serve(core)
             self._window = Window(core, runtime_folder())
             self._told = {
                 "line": str(self._window.path),
@@ -113,6 +124,7 @@ class Hosting:
         self._process.stop()
         if self._window is not None:
             self._window.close()
+        self._uploads.close()
         self._socket.close()
 
     def __enter__(self) -> Hosting:
@@ -120,6 +132,31 @@ class Hosting:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class _Uploads:
+    """The folder that uploaded adapters are kept in: the provider's, or one of our own for as long as we serve."""
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self._is_ours = folder is None
+        self.folder = Path(tempfile.mkdtemp(prefix="symbiosis-uploads-") if folder is None else folder).resolve()
+        self._lock = store.lock(self.folder)
+        store.remove_left_over(self.folder)
+
+    def serve(self, core: Core) -> None:
+        """What is kept from another time; what does not fit this model stays where it is."""
+        for each in store.kept(self.folder):
+            try:
+                core.add_adapter(owned(each.owner, each.name), each.folder)
+            except SymbiosisError as error:
+                _log.warning("the adapter %s in %s is not served: %s", each.name, each.folder, error)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        if self._is_ours:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class _Process:
@@ -153,6 +190,14 @@ class _Process:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _check_names(base: str, adapters: Mapping[str, Any]) -> None:
+    for name in adapters:
+        if name == base:
+            raise SymbiosisError(f"an adapter is named {base!r}, like the base model: give it another name")
+        if not re.fullmatch(_NAME, name):
+            raise SymbiosisError(f"an adapter is named {name!r}: expected letters, digits, dots, dashes and underscores")
 
 
 def check_http(address: str, keys: Mapping[str, str]) -> None:

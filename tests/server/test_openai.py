@@ -138,6 +138,21 @@ def test_tokenize_counts_what_a_request_would(site):
     assert chat["count"] == asked.usage.prompt_tokens
 
 
+def test_detokenize_gives_the_text_back(site):
+    for text in ("abc", "so, it is!\n", ""):
+        ids = site.ask("POST", "/tokenize", json={"prompt": text}).json()["tokens"]
+        assert site.ask("POST", "/detokenize", json={"tokens": ids}).json() == {"prompt": text}
+    answer = site.ask("POST", "/detokenize", json={"tokens": [5, 1 << 20]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_a_model_is_found_by_each_of_its_names(site):
+    client = site.client()
+    assert [client.models.retrieve(id).parent for id in ("tiny", "pirate", "tiny:pirate")] == [None, "tiny", "tiny"]
+    for id in ("nobody", "tiny:", "tiny:tiny", "pirate/x", ":pirate"):
+        assert site.ask("GET", f"/v1/models/{id}").status_code == 404
+
+
 def test_plain_http_without_any_client_library(site):
     """curl -N http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{…}'"""
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 3, "temperature": 0, "stream": True}

@@ -20,6 +20,7 @@ from typing import Any
 
 from symbiosis.engine.bank import Loaded
 from symbiosis.engine.engine import Core
+from symbiosis.engine.names import found
 from symbiosis.engine.sampler import Logprobs
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Answer
@@ -39,6 +40,7 @@ class Order:
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     adapter: str | None = None
+    """As its tenant names it; whose it is, `names.found` says."""
     tenant: str = ""
     n: int = 1
 
@@ -207,7 +209,8 @@ class Desk:
         try:
             if order.id in self._orders:
                 raise SymbiosisError(f"there is an order {order.id!r} already: choose another id")
-            answers = self._core.add_several(order.n, order.prompt, order.sampling, adapter=order.adapter, tenant=order.tenant)
+            adapter = None if order.adapter is None else found(order.adapter, order.tenant, self._core.adapters)
+            answers = self._core.add_several(order.n, order.prompt, order.sampling, adapter=adapter, tenant=order.tenant)
         except SymbiosisError as error:
             self._events.append(Refused(order.id, error))
             return

@@ -32,7 +32,7 @@ async def _serve(told: dict[str, Any]) -> None:
     folder = told["tokenizer"]
     tokenizer = None if folder is None else AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     remote = Remote(Line(told["line"]))
-    settings = Settings(**{**told["settings"], "hosts": told["settings"]["hosts"] and tuple(told["settings"]["hosts"])})
+    settings = Settings.from_json(told["settings"])
     server = uvicorn.Server(
         uvicorn.Config(
             Server(remote, Tokens(tokenizer, settings.longest), settings).app(),

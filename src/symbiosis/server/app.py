@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from symbiosis.errors import BadAdapter, EngineLost, OutOfRange, TooLarge
+from symbiosis.errors import EngineLost, OutOfRange, UnknownAdapter
 from symbiosis.server import metrics as figures
+from symbiosis.server.adapters import Adapters
 from symbiosis.server.answers import DONE, ChatShape, CompletionShape, Shape, event
-from symbiosis.server.failures import BadRequest, bad_request, body_of, response_of
+from symbiosis.server.bodies import Handler, read_json, unless_gone
+from symbiosis.server.failures import BadRequest, body_of, response_of
 from symbiosis.server.generation import Generation, Piece
 from symbiosis.server.keys import Caller, Guard, Keys
 from symbiosis.server.metrics import Metrics
 from symbiosis.server.remote import Order, Remote
-from symbiosis.server.schemas import (
-    Chat,
-    Completion,
-    LoadAdapter,
-    Strict,
-    Tokenize,
-    UnloadAdapter,
-    Wishes,
-    adapter_of,
-    check_n,
-)
+from symbiosis.server.schemas import Chat, Completion, Detokenize, Tokenize, Wishes, adapter_of, check_n
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokens import Tokens
 
-MAX_BODY = 16 << 20
 _DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat goes on until it ends
 _CLIENT_LEFT = 499
-_Schema = TypeVar("_Schema", bound=Strict)
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class Server:
@@ -51,6 +37,7 @@ class Server:
 
     def __init__(self, remote: Remote, tokens: Tokens, settings: Settings) -> None:
         self._remote, self._tokens, self._settings = remote, tokens, settings
+        self._adapters = Adapters(remote, settings)
         self._metrics = Metrics()
         self._created = int(time.time())
 
@@ -59,11 +46,16 @@ class Server:
             self._route("/health", self.health, "GET"),
             self._route("/metrics", self.metrics, "GET"),
             self._route("/tokenize", self.tokenize, "POST"),
+            self._route("/detokenize", self.detokenize, "POST"),
             self._route("/v1/models", self.models, "GET"),
+            self._route("/v1/models/{id:path}", self.model, "GET"),
             self._route("/v1/completions", self.completions, "POST"),
             self._route("/v1/chat/completions", self.chat, "POST"),
-            self._route("/v1/load_lora_adapter", self.load_adapter, "POST"),
-            self._route("/v1/unload_lora_adapter", self.unload_adapter, "POST"),
+            self._route("/v1/adapters", self._adapters.list, "GET"),
+            self._route("/v1/adapters/{name}", self._adapters.upload, "PUT"),
+            self._route("/v1/adapters/{name}", self._adapters.remove, "DELETE"),
+            self._route("/v1/load_lora_adapter", self._adapters.load, "POST"),
+            self._route("/v1/unload_lora_adapter", self._adapters.unload, "POST"),
         ]
         app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _http_error})
         hosts = None if self._settings.hosts is None else frozenset(self._settings.hosts)
@@ -81,7 +73,7 @@ class Server:
         async def handled(request: Request) -> Response:
             begun, status = time.monotonic(), _CLIENT_LEFT
             try:
-                response = await _unless_gone(request, handler)
+                response = await unless_gone(request, handler)
                 status = response.status_code
             except ClientDisconnect:
                 response = Response(status_code=_CLIENT_LEFT)
@@ -104,15 +96,26 @@ class Server:
         return Response(self._metrics.written(found), media_type=figures.CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list((await self._models(request)).values())})
+
+    async def model(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        found = (await self._models(request)).get(adapter_of(id, self._settings.base) or id)
+        if found is None:
+            raise _unknown(id)
+        return JSONResponse({**found, "id": id})
+
+    async def _models(self, request: Request) -> dict[str, dict[str, Any]]:
         found = await self._remote.ask("stats")
         about = {"object": "model", "created": self._created, "owned_by": "symbiosis", "max_model_len": found["longest"]}
         base = self._settings.base
-        listed: list[dict[str, Any]] = [{"id": base, "root": base, "parent": None, **about}]
-        listed += [{"id": name, "root": hash, "parent": base, **about} for name, hash in sorted(found["adapters"].items())]
-        return JSONResponse({"object": "list", "data": listed})
+        adapters = self._adapters.visible(request.state.caller, found["adapters"])
+        return {base: {"id": base, "root": base, "parent": None, **about}} | {
+            name: {"id": name, "root": hash, "parent": base, **about} for name, (_, hash) in sorted(adapters.items())
+        }
 
     async def tokenize(self, request: Request) -> Response:
-        wish = await _read(request, Tokenize)
+        wish = await read_json(request, Tokenize)
         if wish.prompt is not None:
             ids = await self._tokens.encode(wish.prompt, special=wish.add_special_tokens)
         else:
@@ -121,8 +124,12 @@ class Server:
         found = await self._remote.ask("stats")
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": found["longest"]})
 
+    async def detokenize(self, request: Request) -> Response:
+        wish = await read_json(request, Detokenize)
+        return JSONResponse({"prompt": await self._tokens.decode(wish.tokens)})
+
     async def completions(self, request: Request) -> Response:
-        wish = await _read(request, Completion)
+        wish = await read_json(request, Completion)
         check_n(len(wish.prompts), wish.n or 1)
         prompts = [await self._tokens.encode(prompt) if isinstance(prompt, str) else prompt for prompt in wish.prompts]
         sampling = wish.sampling(max_tokens=wish.max_tokens or _DEFAULT_TOKENS, logprobs=wish.logprobs)
@@ -130,7 +137,7 @@ class Server:
         return await self._answer(request, wish, prompts, sampling, shape)
 
     async def chat(self, request: Request) -> Response:
-        wish = await _read(request, Chat)
+        wish = await read_json(request, Chat)
         prompt = await self._tokens.encode_chat([message.plain() for message in wish.messages])
         logprobs = wish.top_logprobs or 0 if wish.logprobs else None
         sampling = wish.sampling(max_tokens=wish.max_completion_tokens or wish.max_tokens, logprobs=logprobs)
@@ -156,7 +163,10 @@ class Server:
             every_piece=bool(wish.stream),
         )
         async with AsyncExitStack() as stack:
-            begun = await stack.enter_async_context(self._remote.begin(orders))
+            try:
+                begun = await stack.enter_async_context(self._remote.begin(orders))
+            except UnknownAdapter:
+                raise _unknown(wish.model) from None
             if not wish.stream:
                 pieces = [piece async for piece in generation.pieces(begun)]
                 pieces.sort(key=lambda piece: piece.index)
@@ -165,18 +175,9 @@ class Server:
             later = stack.pop_all()
         return _Stream(_events(generation.pieces(begun), generation, shape, _with_usage(wish)), later)
 
-    async def load_adapter(self, request: Request) -> Response:
-        wish = await _read(request, LoadAdapter)
-        if wish.lora_name == self._settings.base:
-            raise BadRequest(f"{wish.lora_name} is the base model's name: choose another", field="lora_name")
-        folder = _confined(self._settings.adapter_root, wish.lora_path)
-        await self._remote.ask("load", name=wish.lora_name, folder=str(folder), replace=wish.load_inplace)
-        return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' added successfully.")
 
-    async def unload_adapter(self, request: Request) -> Response:
-        wish = await _read(request, UnloadAdapter)
-        await self._remote.ask("unload", name=wish.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' removed successfully.")
+def _unknown(model: str) -> UnknownAdapter:
+    return UnknownAdapter(f"there is no model {model!r} here: GET /v1/models lists yours")
 
 
 def _with_usage(wish: Wishes) -> bool:
@@ -211,70 +212,6 @@ async def _events(pieces: AsyncIterator[Piece], generation: Generation, shape: S
     except Exception as error:  # noqa: BLE001 - the status is sent; the error can only be an event
         yield event(body_of(error))
     yield DONE
-
-
-async def _read(request: Request, schema: type[_Schema]) -> _Schema:
-    """The body by its schema. Only JSON: a form of some web page cannot ask for anything."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise BadRequest("the body must be JSON: send Content-Type: application/json", status=415)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise TooLarge(f"the body has more than {MAX_BODY} bytes")
-    try:
-        return schema.model_validate_json(bytes(body))
-    except ValidationError as error:
-        raise bad_request(error) from None
-
-
-async def _unless_gone(request: Request, handler: Handler) -> Response:
-    """Run a handler until it is done or the client leaves; then it is cancelled and `ClientDisconnect` raised."""
-    if request.method == "GET":
-        return await handler(request)
-    receive, gone = request.receive, asyncio.Event()
-
-    async def watched() -> Any:
-        message = await receive()
-        if message["type"] == "http.request" and not message.get("more_body"):
-            read.set()
-        elif message["type"] == "http.disconnect":
-            gone.set()
-        return message
-
-    async def wait_gone() -> None:
-        await read.wait()
-        while not gone.is_set():
-            if (await receive())["type"] == "http.disconnect":
-                gone.set()
-
-    read = asyncio.Event()
-    request._receive = watched
-    work = asyncio.ensure_future(handler(request))
-    leaving = asyncio.ensure_future(wait_gone())
-    try:
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientDisconnect
-        return work.result()
-    finally:
-        for task in (work, leaving):
-            task.cancel()
-        await asyncio.gather(work, leaving, return_exceptions=True)
-
-
-def _confined(root: str | None, path: str) -> Path:
-    """The folder that a path under the root stands for. Raises `BadAdapter`."""
-    if root is None:
-        raise BadAdapter("adapters are not loaded while serving: start the server with --adapter-root FOLDER")
-    base = Path(root).resolve()
-    folder = (base / path).resolve()
-    if not folder.is_relative_to(base) or folder == base:
-        raise BadAdapter("lora_path must lead to a folder inside the one given with --adapter-root")
-    if not folder.is_dir():
-        raise BadAdapter("lora_path: there is no such folder inside the one given with --adapter-root")
-    return folder
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -32,6 +32,7 @@ _KINDS: dict[type[Exception], _Kind] = {
     errors.NoTokenizer: _Kind(400, _INVALID),
     errors.Unauthorized: _Kind(401, _AUTH, "invalid_api_key"),
     errors.Forbidden: _Kind(403, _DENIED),
+    errors.QuotaExceeded: _Kind(403, _DENIED),
     errors.UnknownAdapter: _Kind(404, _MISSING, "model_not_found"),
     errors.TooLarge: _Kind(413, _INVALID),
     errors.TooManyRequests: _Kind(429, _BUSY, "rate_limit_exceeded"),

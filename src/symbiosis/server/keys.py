@@ -13,13 +13,25 @@ from symbiosis.errors import Forbidden, SymbiosisError, Unauthorized
 from symbiosis.server.failures import response_of
 from symbiosis.server.settings import ADMIN
 
-TENANTS_PATHS = frozenset({"/health", "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize"})
+OPEN_PATHS = frozenset({"/health"})
+"""Say only that somebody is there."""
+TENANTS_PATHS = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/adapters", "/tokenize", "/detokenize"})
+TENANTS_FOLDERS = ("/v1/models/", "/v1/adapters/")
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     tenant: str
     is_admin: bool
+
+    @property
+    def owner(self) -> str | None:
+        """Of the adapters it brings: the admin's are for everybody."""
+        return None if self.is_admin else self.tenant
+
+
+def is_tenants(path: str) -> bool:
+    return path in TENANTS_PATHS or path.startswith(TENANTS_FOLDERS)
 
 
 class Keys:
@@ -69,11 +81,11 @@ class Guard:
         self._app, self._keys, self._hosts = app, keys, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             headers = dict(scope["headers"])
             try:
                 caller = self._keys.caller(_text(headers.get(b"authorization")))
-                if scope["path"] not in TENANTS_PATHS and not caller.is_admin:
+                if not is_tenants(scope["path"]) and not caller.is_admin:
                     raise Forbidden("this is the admin's: use the key given with --admin-key")
                 if self._hosts is not None and _host(headers.get(b"host", b"")) not in self._hosts:
                     raise Forbidden("a server without keys is called by an address of this machine, such as 127.0.0.1")
@@ -81,7 +93,7 @@ class Guard:
                 await response_of(error)(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller
-        elif scope["type"] != "lifespan":
+        elif scope["type"] not in ("http", "lifespan"):
             return  # no web sockets here
         await self._app(scope, receive, send)
 

@@ -169,6 +169,13 @@ class Tokenize(Strict):
         return self
 
 
+class Detokenize(Strict):
+    """/detokenize: the text of tokens, special ones too."""
+
+    model: Name | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=_MAX_TOKENS)]
+
+
 AdapterName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")]
 
 
@@ -182,6 +189,12 @@ class LoadAdapter(Strict):
 
 class UnloadAdapter(Strict):
     lora_name: AdapterName
+
+
+class Named(Strict):
+    """An adapter by the last part of a path."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 def adapter_of(model: str, base: str) -> str | None:

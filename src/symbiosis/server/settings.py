@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from symbiosis.errors import SymbiosisError
+from symbiosis.server.store import StoreLimits
 
 ADMIN = "admin"
 """The tenant that the admin's key stands for."""
@@ -23,8 +25,17 @@ class Settings:
     admin_key: str | None = field(default=None, repr=False)
     adapter_root: str | None = None
     """Where adapters may be loaded from while serving; None: from nowhere."""
+    uploads: str | None = None
+    """Where uploaded adapters are kept; None: nothing is taken."""
+    store: StoreLimits = field(default_factory=StoreLimits)
     hosts: tuple[str, ...] | None = None
     """Names to be called by, if there are no keys."""
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Settings:
+        """What `dataclasses.asdict` gave, once it has been JSON."""
+        hosts = None if told["hosts"] is None else tuple(told["hosts"])
+        return cls(**{**told, "hosts": hosts, "store": StoreLimits(**told["store"])})
 
     def __post_init__(self) -> None:
         """Raises `SymbiosisError` without repeating a secret."""

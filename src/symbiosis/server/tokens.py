@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from symbiosis.engine.stops import TextStream
-from symbiosis.errors import ContextTooLong, NoTokenizer
+from symbiosis.errors import ContextTooLong, NoTokenizer, OutOfRange
 from symbiosis.server.failures import BadRequest
 
 
@@ -47,6 +47,17 @@ class Tokens:
         except Exception as error:  # noqa: BLE001 - templates raise whatever they like, such as for roles in a wrong order
             raise BadRequest(f"the model's chat template does not take these messages: {error}", field="messages") from None
         return self._ids(text, False)
+
+    async def decode(self, ids: list[int]) -> str:
+        """Raises `NoTokenizer`, or `OutOfRange` for what is no token."""
+
+        def text() -> str:
+            tokenizer = self._known()
+            if max(ids, default=0) >= len(tokenizer):
+                raise OutOfRange(f"tokens: {max(ids)} is no token, expected less than {len(tokenizer)}", field="tokens")
+            return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+        return await asyncio.get_running_loop().run_in_executor(self._worker, text)
 
     def stream(self, stops: Sequence[str], *, include_stop: bool, skip_special: bool) -> TextStream:
         return TextStream(self._known(), stops, include_stop=include_stop, skip_special_tokens=skip_special)
