@@ -68,7 +68,7 @@ def test_a_chat_that_asks_for_what_is_not_there_is_refused(site, change):
 
 
 def test_an_unknown_model_is_404(site):
-    for model in ("nobody", "tiny:nobody", "TINY", "../pirate"):
+    for model in ("nobody", "tiny:nobody", "TINY", "../pirate", "tiny:", ":", "tiny:tiny", "a:pirate"):
         with pytest.raises(openai.NotFoundError) as caught:
             site.client().completions.create(model=model, prompt="x")
         assert caught.value.code == "model_not_found"

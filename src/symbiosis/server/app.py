@@ -100,17 +100,18 @@ class Server:
 
     async def model(self, request: Request) -> Response:
         id = request.path_params["id"]
-        found = (await self._models(request)).get(adapter_of(id, self._settings.base) or id)
+        found = (await self._models(request)).get(adapter_of(id, self._settings.base))
         if found is None:
             raise _unknown(id)
         return JSONResponse({**found, "id": id})
 
-    async def _models(self, request: Request) -> dict[str, dict[str, Any]]:
+    async def _models(self, request: Request) -> dict[str | None, dict[str, Any]]:
+        """By adapter; None is the base model."""
         found = await self._remote.ask("stats")
         about = {"object": "model", "created": self._created, "owned_by": "symbiosis", "max_model_len": found["longest"]}
         base = self._settings.base
         adapters = self._adapters.visible(request.state.caller, found["adapters"])
-        return {base: {"id": base, "root": base, "parent": None, **about}} | {
+        return {None: {"id": base, "root": base, "parent": None, **about}} | {
             name: {"id": name, "root": hash, "parent": base, **about} for name, (_, hash) in sorted(adapters.items())
         }
 
@@ -149,6 +150,8 @@ class Server:
     ) -> Response:
         caller: Caller = request.state.caller
         adapter = adapter_of(wish.model, self._settings.base)
+        if adapter == "":
+            raise _unknown(wish.model)
         if not all(prompts):
             raise OutOfRange("the prompt has no tokens: expected one at least", field="prompt")
         orders = [
