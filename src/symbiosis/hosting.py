@@ -44,7 +44,8 @@ class Hosting:
     `adapters` are folders by name, loaded before anybody is served;
     `adapter_root` is where the admin may load more from. Adapters that tenants
     upload are kept in `uploads` and served again by the next server with that
-    folder; without one they are gone when this is closed. `engine` are settings of `Core`.
+    folder; without one they are gone when this is closed. Clients have
+    `patience_s` to send a request's head. `engine` are settings of `Core`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Hosting:
         adapter_root: str | Path | None = None,
         uploads: str | Path | None = None,
         store_limits: store.StoreLimits | None = None,
+        patience_s: float = 20.0,
         **engine: Any,
     ) -> None:
         base = Path(name).name if Path(name).is_dir() else name
@@ -75,6 +77,7 @@ class Hosting:
                 adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
                 uploads=str(self._uploads.folder),
                 store=store_limits or store.StoreLimits(),
+                patience_s=patience_s,
                 hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
             )
             undo.pop_all()

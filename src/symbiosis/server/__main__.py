@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import socket
 import sys
 from typing import Any
@@ -18,14 +19,29 @@ from transformers import AutoTokenizer
 
 from symbiosis.links.line import Line
 from symbiosis.server.app import Server
+from symbiosis.server.patience import PatientProtocol
 from symbiosis.server.remote import Remote
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokens import Tokens
 
 _LOST_S = 10.0
 """After the engine is gone, everybody is told so for this long; then the port is free for the next one."""
+_MOST_FILES, _OWN_FILES = 65536, 128
 _FINISH_S = 30
 """At the end, running answers have so long to finish."""
+
+
+def _protocol(patience_s: float) -> type[asyncio.Protocol]:
+    """As many connections as this process may have, less what it needs itself."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, _MOST_FILES) if hard != resource.RLIM_INFINITY else _MOST_FILES
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+    class Protocol(PatientProtocol):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, patience_s=patience_s, most=most - _OWN_FILES, **options)
+
+    return Protocol
 
 
 async def _serve(told: dict[str, Any]) -> None:
@@ -36,6 +52,7 @@ async def _serve(told: dict[str, Any]) -> None:
     server = uvicorn.Server(
         uvicorn.Config(
             Server(remote, Tokens(tokenizer, settings.longest), settings).app(),
+            http=_protocol(settings.patience_s),
             log_config=None,
             access_log=False,
             server_header=False,

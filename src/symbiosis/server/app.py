@@ -72,6 +72,7 @@ class Server:
 
         async def handled(request: Request) -> Response:
             begun, status = time.monotonic(), _CLIENT_LEFT
+            request.state.patience_s = self._settings.patience_s
             try:
                 response = await unless_gone(request, handler)
                 status = response.status_code

@@ -17,23 +17,21 @@ from symbiosis.server.forms import Form
 from symbiosis.server.schemas import Strict
 
 MAX_JSON = 16 << 20
-_FIRST_S = 20.0
-"""A body may take so long …"""
 _BYTES_PER_S = 32 << 10
-"""… and a second more for each of these."""
+"""A body may take the server's patience, and a second more for each of these."""
 _Schema = TypeVar("_Schema", bound=Strict)
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 async def pieces(request: Request, most: int) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises `TooLarge`, or `BadRequest` if it comes too slowly."""
+    """The body as it comes. Raises `TooLarge`, or `BadRequest` if it comes too slowly for `request.state.patience_s`."""
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > most:
         raise TooLarge(f"the body has {announced} bytes, at most {most} are taken")
     begun, taken = time.monotonic(), 0
     stream = aiter(request.stream())
     while True:
-        left = begun + _FIRST_S + taken / _BYTES_PER_S - time.monotonic()
+        left = begun + request.state.patience_s + taken / _BYTES_PER_S - time.monotonic()
         try:
             async with asyncio.timeout(left):
                 piece = await anext(stream)

@@ -28,6 +28,8 @@ class Settings:
     uploads: str | None = None
     """Where uploaded adapters are kept; None: nothing is taken."""
     store: StoreLimits = field(default_factory=StoreLimits)
+    patience_s: float = 20.0
+    """How long a client may take for a request's head, or for a body that hardly comes."""
     hosts: tuple[str, ...] | None = None
     """Names to be called by, if there are no keys."""
 
