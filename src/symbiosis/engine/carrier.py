@@ -106,7 +106,7 @@ class Carrier:
     def _keep(self, hash: str, flat: Flat) -> None:
         try:
             self._host.release(self._host.put(hash, flat))
-        except Exception:
+        except Exception:  # noqa: BLE001 - it can be read again
             _log.exception("an adapter could not be kept in host memory")
         self._say(hash)
 

@@ -39,19 +39,20 @@ class CudaDevice(CpuDevice):
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__(size)
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._copies, self._work = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._work = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def adopt(self, flat: Flat) -> Flat | None:
         return None
 
     def fence(self) -> torch.cuda.Event | None:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._memory.device))
         return event
 
     def bring(self, flat: Flat, offset: int, fence: torch.cuda.Event | None) -> Flat:
         target = self._memory[offset : offset + flat.size]
-        arrived = torch.cuda.Event(blocking=True)
+        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._copies):
             if fence is not None:
                 self._copies.wait_event(fence)

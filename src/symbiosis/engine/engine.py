@@ -75,10 +75,10 @@ class Core:
         config = SchedulerConfig(
             vocabulary=self.facts.vocab, max_length=longest, max_rows=max_rows, max_adapters=min(_MAX_ADAPTERS, adapters.slots)
         )
-        self.scheduler = Scheduler(config, PagePool(pages, page_size), lambda hash: self._residency.is_here(hash))
         self._residency = Residency(
             model, self.facts, adapters, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
         )
+        self.scheduler = Scheduler(config, PagePool(pages, page_size), self._residency.is_here)
         self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash
         self._failed: list[tuple[Request, SymbiosisError]] = []
         self.passes = 0

@@ -24,7 +24,7 @@ class Converter:
         self._shared = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def convert(self, adapter: Adapter) -> Flat:
-        """The adapter in host memory. Raises `UnsupportedAdapter` if a part acts on a module that no adapter can act on here."""
+        """The adapter in ordinary memory. Raises `UnsupportedAdapter` if a part acts on a module that cannot be acted on."""
         parts = {path: tuple(self._computed(path, part) for part in found) for path, found in adapter.parts.items()}
         return flatten(Loaded(adapter.hash, parts, self._virtual(adapter)), self._shared)
 
@@ -70,7 +70,7 @@ def _low(part: LowRank, weight_OI: Tensor) -> Low:
         ).to("cpu")
         stretch = (part.magnitude_O.float() / length_O).to(weight_OI.dtype)
     bias = None if part.bias_O is None else (part.scale * part.bias_O.float()).to(weight_OI.dtype)
-    low = [a_rI.to(weight_OI.dtype), (part.scale * b_Or).to(weight_OI.dtype)]
+    a_rI, b_Or = a_rI.to(weight_OI.dtype), (part.scale * b_Or).to(weight_OI.dtype)
     if weight_OI.device.type == "cpu":
-        low = [each.T.contiguous().T for each in low]
-    return Low(*low, bias, stretch)
+        a_rI, b_Or = a_rI.T.contiguous().T, b_Or.T.contiguous().T
+    return Low(a_rI, b_Or, bias, stretch)

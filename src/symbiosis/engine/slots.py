@@ -1,8 +1,8 @@
 """The table by which kernels find the low-rank weights of every adapter on the device.
 
-A line is (address of a [r, I], address of b [O, r], r, address of the stretch [O] or 0), all contiguous, b with the scale in it; r = 0:
-the adapter does nothing to that layer. Lines are written and cleared on the stream that computes, between
-passes, so no pass sees half of one.
+A line is (address of a [r, I], address of b [O, r], r, address of the stretch [O] or 0), all contiguous, b with the
+scale in it; r = 0: the adapter does nothing to that layer. Lines are written and cleared on the stream that computes,
+between passes, so no pass sees half of one.
 
 S = slots, M = members (layers in a fixed order).
 """
