@@ -2,8 +2,7 @@
 
 Whatever arrives (requests, cancels, adapters that were read) is done between
 two passes, on the stepping thread: nothing needs a lock. What a pass made goes
-out as one batch. Adapters are read and brought to the device on a thread of
-their own.
+out as one batch. Adapters are read and checked on a thread of their own.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from symbiosis.engine.bank import Loaded
 from symbiosis.engine.engine import Core
 from symbiosis.engine.names import found
+from symbiosis.engine.residency import Prepared
 from symbiosis.engine.sampler import Logprobs
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Answer
@@ -109,7 +108,9 @@ class Desk:
         self._loaded = 0
         self._load_s = 0.0
         self._closed = False
+        self._stuck = False  # somebody waits, and nothing could be computed
         self._lock = threading.Lock()
+        core.call_on_news(lambda: self._put("", self._take_up))
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
@@ -157,6 +158,7 @@ class Desk:
         try:
             while self._take():
                 self._step()
+                self._end_failed()
                 self._send()
         except BaseException:
             _log.exception("the engine's loop failed")
@@ -169,16 +171,26 @@ class Desk:
         wait = self._core.is_idle()
         while True:
             try:
-                arrived = self._inbox.get(block=wait)
+                arrived = self._inbox.get(block=wait or self._stuck, timeout=None if wait else _STUCK_S)
             except Empty:
                 return True
+            self._stuck = False  # no reason to wait for more before trying
             if arrived is None:
                 return False
             arrived[1]()
             self._send()
             wait = self._core.is_idle()
 
+    def _take_up(self) -> None:
+        self._core.take_up()
+        self._end_failed()
+
+    def _end_failed(self) -> None:
+        for answer, error in self._core.take_failed():
+            self._end(answer, error)
+
     def _step(self) -> None:
+        self._stuck = False
         before = self._core.passes
         try:
             made = self._core.step()
@@ -198,7 +210,7 @@ class Desk:
             if answer.reason is not None:
                 self._end(answer)
         if self._core.passes == before and not self._core.is_idle():
-            time.sleep(_STUCK_S)  # nothing can be computed now: no reason to turn at full speed
+            self._stuck = True  # no reason to turn at full speed: what arrives wakes
 
     def _send(self) -> None:
         if self._events:
@@ -251,7 +263,7 @@ class Desk:
     def _load(self, ticket: str, name: str, folder: Path, replace: bool) -> None:
         """On the loader's thread."""
         begun = time.monotonic()
-        found: Loaded | SymbiosisError
+        found: Prepared | SymbiosisError
         try:
             found = self._core.prepare(folder)
         except SymbiosisError as error:
@@ -262,17 +274,17 @@ class Desk:
         seconds = time.monotonic() - begun
         self._put("", lambda: self._end_load(ticket, name, found, replace, seconds))
 
-    def _end_load(self, ticket: str, name: str, found: Loaded | SymbiosisError, replace: bool, seconds: float) -> None:
+    def _end_load(self, ticket: str, name: str, found: Prepared | SymbiosisError, replace: bool, seconds: float) -> None:
         self._loads.discard(ticket)
-        if isinstance(found, Loaded) and name in self._core.adapters and not replace:
+        if isinstance(found, Prepared) and name in self._core.adapters and not replace:
             found = _exists(name)
         if isinstance(found, SymbiosisError):
             self._events.append(Refused(ticket, found))
             return
-        hash = self._core.put_adapter(name, found)
+        version = self._core.put_adapter(name, found)
         self._loaded += 1
         self._load_s += seconds
-        self._events.append(Settled(ticket, {"hash": hash, "seconds": seconds}))
+        self._events.append(Settled(ticket, {"hash": version.hash, "generation": version.generation, "seconds": seconds}))
 
     def _unload(self, ticket: str, name: str) -> None:
         try:
@@ -284,12 +296,14 @@ class Desk:
 
     def _figures(self) -> dict[str, Any]:
         scheduler, pool = self._core.scheduler, self._core.scheduler.pool
+        adapters = self._core.figures()
         return {
             "adapters": self._core.adapters,
-            "adapters_resident": self._core.resident,
+            "adapters_resident": adapters.resident,
             "adapters_loading": len(self._loads),
             "adapter_loads": self._loaded,
             "adapter_load_s": self._load_s,
+            "residency": asdict(adapters),
             "running": scheduler.running,
             "waiting": scheduler.waiting,
             "pages": pool.count,

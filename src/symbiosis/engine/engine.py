@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +13,19 @@ import torch
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.facts import ModelFacts
-from symbiosis.adapters.folder import read
 from symbiosis.engine.attention import KeyValues
-from symbiosis.engine.bank import Loaded
-from symbiosis.engine.loading import load
 from symbiosis.engine.pages import PagePool
+from symbiosis.engine.registry import Version
+from symbiosis.engine.residency import Figures, Prepared, Residency, ResidencyConfig
 from symbiosis.engine.runner import Runner
 from symbiosis.engine.sampler import Logprobs, sample
 from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Request
-from symbiosis.errors import CannotServe, PassFailed, UnknownAdapter
+from symbiosis.errors import CannotServe, PassFailed, SymbiosisError
 
+_WAIT_S = 1.0
+_MAX_ADAPTERS = 64  # in one pass
 _VIRTUAL = 0  # the token that stands for a virtual one: its row, or its keys, are the adapter's
 
 
@@ -38,6 +38,8 @@ class Answer:
     logprobs: list[Logprobs] = field(default_factory=list)
     text: str | None = None
     """If the engine has a tokenizer."""
+    error: SymbiosisError | None = None
+    """Why it failed, if it did and the reason is known."""
 
 
 class Core:
@@ -50,6 +52,7 @@ class Core:
         pages: int = 1024,
         page_size: int = 16,
         max_rows: int = 2048,
+        adapters: ResidencyConfig = ResidencyConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises `CannotServe` with the reason if this model cannot be served."""
@@ -69,65 +72,49 @@ class Core:
         )
         self._runner = Runner(model.eval(), memory)
         longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
-        config = SchedulerConfig(vocabulary=self.facts.vocab, max_length=longest, max_rows=max_rows)
-        self.scheduler = Scheduler(config, PagePool(pages, page_size), self._adapters_loaded)
-        self._loaded: dict[str, Loaded] = {}
-        self._names: dict[str, str] = {}
-        self._users: Counter[str] = Counter()  # requests that have not ended, by their adapter's hash
+        config = SchedulerConfig(
+            vocabulary=self.facts.vocab, max_length=longest, max_rows=max_rows, max_adapters=min(_MAX_ADAPTERS, adapters.slots)
+        )
+        self._residency = Residency(
+            model, self.facts, adapters, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
+        )
+        self.scheduler = Scheduler(config, PagePool(pages, page_size), self._residency.is_here)
+        self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash
+        self._failed: list[tuple[Request, SymbiosisError]] = []
         self.passes = 0
         self._clock = clock
         self._numbers = itertools.count()
         eos = model.generation_config.eos_token_id
         self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
 
-    def _adapters_loaded(self, hash: str) -> bool:
-        return not hash or hash in self._loaded
+    def prepare(self, folder: str | Path) -> Prepared:
+        """Read and check an adapter. Any thread may, while another steps. Raises what is wrong with it."""
+        return self._residency.prepare(Path(folder))
 
-    def prepare(self, folder: str | Path) -> Loaded:
-        """Read an adapter and bring it to the device. Any thread may, while another steps. Raises what is wrong with it."""
-        return load(read(Path(folder), self.facts), self._runner.model)
-
-    def put_adapter(self, name: str, loaded: Loaded) -> str:
-        """Serve what `prepare` gave under `name`; its content hash. Who runs with an older one keeps it."""
-        older = self._names.get(name)
-        self._loaded.setdefault(loaded.hash, loaded)
-        self._names[name] = loaded.hash
-        if older is not None:
-            self._let_go(older)
-        return loaded.hash
+    def put_adapter(self, name: str, prepared: Prepared) -> Version:
+        """Serve what `prepare` gave under `name` from now on. Who was accepted with an older version keeps that."""
+        return self._residency.put(name, prepared)
 
     def add_adapter(self, name: str, folder: str | Path) -> str:
         """Serve the PEFT adapter in this folder under `name`; its content hash."""
-        return self.put_adapter(name, self.prepare(folder))
+        return self.put_adapter(name, self.prepare(folder)).hash
 
     def remove_adapter(self, name: str) -> None:
         """Nobody new gets it; its memory is free when nobody runs with it. Raises `UnknownAdapter`."""
-        hash = self._hash(name)
-        del self._names[name]
-        self._let_go(hash)
+        self._residency.remove(name)
+
+    def pin_adapter(self, name: str, pinned: bool = True) -> None:
+        """Let it stay on the device though nobody asks for it, if possible at all. Raises `UnknownAdapter`."""
+        self._residency.pin(name, pinned)
 
     @property
     def adapters(self) -> dict[str, str]:
         """The content hash behind each name."""
-        return dict(self._names)
+        return {name: version.hash for name, version in self._residency.versions.items()}
 
-    @property
-    def resident(self) -> int:
-        """How many adapters have memory, also those without a name that somebody still runs with."""
-        return len(self._loaded)
-
-    def _let_go(self, hash: str) -> None:
-        if hash and not self._users[hash]:
-            del self._users[hash]
-            if hash not in self._names.values():
-                self._loaded.pop(hash, None)
-
-    def _hash(self, name: str | None) -> str:
-        if name is None:
-            return ""
-        if name not in self._names:
-            raise UnknownAdapter(f"there is no adapter {name!r}: {', '.join(sorted(self._names)) or 'none is loaded'}")
-        return self._names[name]
+    def figures(self) -> Figures:
+        """Where adapters are, and what was moved so far."""
+        return self._residency.figures()
 
     def add(self, prompt: Iterable[int], sampling: Sampling, *, adapter: str | None = None, tenant: str = "") -> Request:
         """Queue a request. Raises what is wrong with it."""
@@ -137,22 +124,23 @@ class Core:
         self, n: int, prompt: Iterable[int], sampling: Sampling, *, adapter: str | None = None, tenant: str = ""
     ) -> list[Request]:
         """Queue `n` answers to one prompt: all, or none and an error."""
-        hash = self._hash(adapter)
-        virtual = self._loaded[hash].virtual if hash else None
-        tokens = [_VIRTUAL] * (virtual.count if virtual else 0) + list(prompt)
+        record = None if adapter is None else self._residency.find(adapter)
+        tokens = [_VIRTUAL] * (record.virtual if record else 0) + list(prompt)
         request = Request(
             id=str(next(self._numbers)),
             tenant=tenant,
             prompt=tokens,
             sampling=sampling,
             arrival=self._clock(),
-            adapter=hash,
+            adapter=record.hash if record else "",
             salt=tenant.encode(),
             eos_ids=self._eos,
         )
         answers = request.siblings(n)
         self.scheduler.add(*answers)
-        self._users[hash] += n
+        if record is not None:
+            self._residency.hold(record.hash, n)
+            self._requests.setdefault(record.hash, {}).update((answer.id, answer) for answer in answers)
         return answers
 
     def cancel(self, request: Request, reason: Reason = Reason.CANCELLED) -> bool:
@@ -163,21 +151,48 @@ class Core:
         return True
 
     def _ended(self, request: Request) -> None:
-        self._users[request.adapter] -= 1
-        self._let_go(request.adapter)
+        if request.adapter:
+            del self._requests[request.adapter][request.id]
+            if not self._requests[request.adapter]:
+                del self._requests[request.adapter]
+            self._residency.release(request.adapter)
+
+    def take_up(self) -> None:
+        """What other threads have brought; those who wait for what could not be brought end. `step` does it too."""
+        for hash, error in self._residency.take_up():
+            for request in list(self._requests.get(hash, {}).values()):
+                self.cancel(request, Reason.FAILED)
+                self._failed.append((request, error))
+
+    def take_failed(self) -> list[tuple[Request, SymbiosisError]]:
+        """Who ended since the last time because an adapter could not be had, and why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def call_on_news(self, action: Callable[[], None]) -> None:
+        """Have this called, by other threads, when there is something to take up."""
+        self._residency.call_on_news(action)
+
+    def wait(self, seconds: float) -> None:
+        """Nothing can be computed now: return when that may have changed, or after so long."""
+        self._residency.wait(seconds)
 
     def step(self) -> list[tuple[Request, int, Logprobs | None]]:
         """One pass: each request that got a token, with that token (-1: there was none to choose, it failed).
 
         Empty if there was nothing to do. Raises `PassFailed` if the pass itself failed; its requests have ended then.
         """
-        made = self.scheduler.plan(self._clock())
+        self.take_up()
+        now = self._clock()
+        made = self.scheduler.plan(now)
+        self._residency.send_for(made.missing, now)
+        self.scheduler.draining = self._residency.draining
         if not made.chunks:
             self.scheduler.done(made, [])
             return []
         self.passes += 1
         try:
-            sampled = sample(self._runner.compute(made, self._loaded), made.sampled)
+            sampled = sample(self._runner.compute(made, self._residency.loaded), made.sampled)
         except Exception as error:
             self.scheduler.abandon(made)
             requests = [chunk.sequence for chunk in made.chunks]
@@ -231,10 +246,14 @@ class Engine:
         ]
         logprobs: dict[str, list[Logprobs]] = {request.id: [] for request in requests}
         while not self._core.is_idle():
+            passes = self._core.passes
             for request, _, logprob in self._core.step():
                 if logprob is not None:
                     logprobs[request.id].append(logprob)
-        return [self._answer(request, logprobs[request.id]) for request in requests]
+            if self._core.passes == passes and not self._core.is_idle():
+                self._core.wait(_WAIT_S)  # for an adapter
+        errors = {request.id: error for request, error in self._core.take_failed()}
+        return [self._answer(request, logprobs[request.id], errors.get(request.id)) for request in requests]
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -243,8 +262,8 @@ class Engine:
             raise CannotServe("this engine has no tokenizer: give it one, or give token ids instead of text")
         return list(self._tokenizer(prompt)["input_ids"])
 
-    def _answer(self, request: Request, logprobs: list[Logprobs]) -> Answer:
+    def _answer(self, request: Request, logprobs: list[Logprobs], error: SymbiosisError | None) -> Answer:
         assert request.reason is not None, "idle only when all have ended"
         tokens = request.outputs
         text = None if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return Answer(tokens=tokens, reason=request.reason, logprobs=logprobs, text=text)
+        return Answer(tokens=tokens, reason=request.reason, logprobs=logprobs, text=text, error=error)
