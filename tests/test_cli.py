@@ -131,7 +131,10 @@ def test_serve_tells_what_it_hosts_and_what_a_tenant_types(folder):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--key", "ann=abcdefghi"), "--http"),
+        (("--key", "ann=abcdefghi"), "--key is for HTTP"),
+        (("--max-rows", "512"), "--max-rows is for HTTP"),
+        (("--http", "127.0.0.1:0", "--max-rows", "2"), "max_rows"),
+        (("--http", "127.0.0.1:0", "--cache-gb", "0.000001"), "cache"),
         (("--http", "0.0.0.0:0"), "--key"),
         (("--http", "8000"), "HOST:PORT"),
         (("--http", "127.0.0.1:0", "--adapter", "nameless"), "NAME=FOLDER"),

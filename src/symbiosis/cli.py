@@ -134,8 +134,19 @@ def read_tokens(given: list[str], environment: str, what: str = "token") -> dict
     return tokens
 
 
+_FOR_HTTP = (
+    *("key", "admin_key", "adapter", "adapter_root", "uploads", "tenant_adapters", "tenant_adapter_gb", "tenant_requests"),
+    *("tenant_rate", "cache_gb", "adapter_gb", "adapter_host_gb", "max_rows", "max_running", "max_queued", "tenant_queued"),
+)
+
+
+def _limit(name: str, help: str, *, hidden: bool = False) -> Any:
+    return typer.Option(name, min=0, help=help, show_default=not hidden, rich_help_panel="Limits of serving over HTTP")
+
+
 @app.command(cls=_Serve, epilog="Example: symbiosis serve --listen tcp://127.0.0.1:7777 --listen shm://base --http")
 def serve(
+    ctx: typer.Context,
     model: Annotated[str | None, typer.Argument(show_default=False, help="Folder or hub id; none: the default model.")] = None,
     listen: Annotated[
         list[str] | None,
@@ -218,26 +229,42 @@ def serve(
             help="Keeps the adapters that tenants upload, also for the next server; none: they go when this one does.",
         ),
     ] = None,
-    tenant_adapters: Annotated[
-        int, typer.Option("--tenant-adapters", min=0, help="Most adapters that one tenant may upload.")
-    ] = 64,
-    tenant_adapter_gb: Annotated[
-        float, typer.Option("--tenant-adapter-gb", min=0, help="Most gigabytes that they may have together.")
+    tenant_adapters: Annotated[int, _limit("--tenant-adapters", "Most adapters that one tenant may upload.")] = 64,
+    tenant_adapter_gb: Annotated[float, _limit("--tenant-adapter-gb", "Most gigabytes that they may have together.")] = 4.0,
+    tenant_requests: Annotated[
+        int | None, _limit("--tenant-requests", "Most requests of one tenant at once. (default: no limit)", hidden=True)
+    ] = None,
+    tenant_rate: Annotated[
+        int | None, _limit("--tenant-rate", "Most requests of one tenant in a minute. (default: no limit)", hidden=True)
+    ] = None,
+    cache_gb: Annotated[
+        float | None, _limit("--cache-gb", "Memory for keys and values. (default: 1024 pages of 16 tokens)", hidden=True)
+    ] = None,
+    adapter_gb: Annotated[float, _limit("--adapter-gb", "Memory for adapters on the device; more are served than fit.")] = 2.0,
+    adapter_host_gb: Annotated[
+        float, _limit("--adapter-host-gb", "Memory of the host for adapters ready to be copied to a GPU.")
     ] = 4.0,
+    max_rows: Annotated[int, _limit("--max-rows", "Most tokens that one pass computes.")] = 2048,
+    max_running: Annotated[int, _limit("--max-running", "Most answers that are computed at once.")] = 256,
+    max_queued: Annotated[int, _limit("--max-queued", "Most answers that wait; who asks for more gets a 429.")] = 4096,
+    tenant_queued: Annotated[int, _limit("--tenant-queued", "Most answers of one tenant that wait.")] = 1024,
 ) -> None:
     """Hold one base model and serve its layers to tenants, until Ctrl-C."""
     keys = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key")
     adapters = read_adapters(adapter or [])
-    if http is None and (key or admin_key or adapters or adapter_root or uploads):
-        raise SymbiosisError("--key, --admin-key, --adapter, --adapter-root and --uploads are for HTTP: give --http too")
+    for_http = [name for name in _FOR_HTTP if (source := ctx.get_parameter_source(name)) and source.name == "COMMANDLINE"]
+    if http is None and for_http:
+        raise SymbiosisError(f"--{for_http[0].replace('_', '-')} is for HTTP: give --http too")
     tokens = read_tokens(token or [], os.environ.get("SYMBIOSIS_TOKENS", ""))
     secrets = [*(("token", *each) for each in tokens.items()), *(("key", *each) for each in keys.items())]
     secrets += [("key", "the admin", admin_key)] if admin_key else []
     for what, name in ((what, name) for what, name, secret in secrets if len(secret) < _SHORT_SECRET):
         err.print(f"the {what} of {name} is short enough to guess: `openssl rand -hex 16` makes a good one")
     with err.status("Starting"):
+        from symbiosis.engine.residency import ResidencyConfig
         from symbiosis.hosting import check_http
         from symbiosis.launch import Executor, check_address
+        from symbiosis.server.limits import RequestLimits
         from symbiosis.server.store import StoreLimits
 
         if http is not None:
@@ -265,6 +292,26 @@ def serve(
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stopped.set())
+        hosting = None
+        if http is not None:
+            hosting = stack.enter_context(
+                executor.host(
+                    http,
+                    keys=keys,
+                    admin_key=admin_key,
+                    adapters=adapters,
+                    adapter_root=adapter_root,
+                    uploads=uploads,
+                    store_limits=StoreLimits(adapters=tenant_adapters, bytes=int(tenant_adapter_gb * 1e9)),
+                    requests=RequestLimits(at_once=tenant_requests, per_minute=tenant_rate),
+                    cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
+                    residency=ResidencyConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
+                    max_rows=max_rows,
+                    max_running=max_running,
+                    max_queued=max_queued,
+                    tenant_queued=min(tenant_queued, max_queued),
+                )
+            )
         addresses = [executor.listen(address) for address in listen or [DEFAULT_ADDRESS]]
         typer.echo(f"{executor.stats()['model']}: {executor.split.summary()}")
         secret = ', token="…"' if tokens else ""
@@ -277,19 +324,7 @@ def serve(
         )
         for address in addresses:
             typer.echo(f"listening at {address}")
-        hosting = None
-        if http is not None:
-            hosting = stack.enter_context(
-                executor.host(
-                    http,
-                    keys=keys,
-                    admin_key=admin_key,
-                    adapters=adapters,
-                    adapter_root=adapter_root,
-                    uploads=uploads,
-                    store_limits=StoreLimits(adapters=tenant_adapters, bytes=int(tenant_adapter_gb * 1e9)),
-                )
-            )
+        if hosting is not None:
             typer.echo(f"listening at {hosting.url}")
         sys.stdout.flush()  # scripts wait for these lines
         while not stopped.wait(1.0):

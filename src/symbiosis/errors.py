@@ -196,9 +196,13 @@ class ContextTooLong(SymbiosisError):
 
 
 class TooManyRequests(SymbiosisError):
-    """More requests at once than the provider lets wait, of one tenant or of all."""
+    """More requests than the provider takes, of one tenant or of all; after `retry_s` there may be room."""
 
     code = "too_many_requests"
+
+    def __init__(self, message: str, *, retry_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class PassFailed(SymbiosisError):

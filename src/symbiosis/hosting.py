@@ -24,10 +24,12 @@ from transformers import PreTrainedModel
 
 from symbiosis.engine.engine import Core
 from symbiosis.engine.names import owned
+from symbiosis.engine.residency import ResidencyConfig
 from symbiosis.engine.window import Window
 from symbiosis.errors import AddressInUse, BadAddress, EngineLost, InsecureListen, SymbiosisError
 from symbiosis.links.shm import runtime_folder
 from symbiosis.server import store
+from symbiosis.server.limits import RequestLimits
 from symbiosis.server.settings import Settings
 
 _START_S = 120.0
@@ -45,7 +47,7 @@ class Hosting:
     `adapter_root` is where the admin may load more from. Adapters that tenants
     upload are kept in `uploads` and served again by the next server with that
     folder; without one they are gone when this is closed. Clients have
-    `patience_s` to send a request's head. `engine` are settings of `Core`.
+    `patience_s` to send a request's head. `engine` are other settings of `Core`.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class Hosting:
         adapter_root: str | Path | None = None,
         uploads: str | Path | None = None,
         store_limits: store.StoreLimits | None = None,
+        requests: RequestLimits | None = None,
+        residency: ResidencyConfig | None = None,
         patience_s: float = 20.0,
         **engine: Any,
     ) -> None:
@@ -77,6 +81,7 @@ class Hosting:
                 adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
                 uploads=str(self._uploads.folder),
                 store=store_limits or store.StoreLimits(),
+                requests=requests or RequestLimits(),
                 patience_s=patience_s,
                 hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
             )
@@ -86,7 +91,7 @@ class Hosting:
         self._deaths = 0
         self._window: Window | None = None
         try:
-            core = Core(model, **engine)
+            core = Core(model, adapters=residency or ResidencyConfig(), **engine)
             for adapter, folder in (adapters or {}).items():
                 core.add_adapter(adapter, folder)
             self._uploads.serve(core)

@@ -51,16 +51,22 @@ class Core:
         *,
         pages: int = 1024,
         page_size: int = 16,
-        max_rows: int = 2048,
+        cache_bytes: int | None = None,
         adapters: ResidencyConfig = ResidencyConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
+        **limits: int,
     ) -> None:
-        """Raises `CannotServe` with the reason if this model cannot be served."""
+        """`cache_bytes`, if given, says how many pages there are. `limits` are the scheduler's.
+
+        Raises `CannotServe` with the reason if this model cannot be served.
+        """
         self.facts = ModelFacts.of(model)
         if not self.facts.decoder_only or not self.facts.kv_heads or not model.can_generate():
             raise CannotServe(
                 f"{type(model).__name__} is no decoder whose layers all keep keys and values by head: it cannot be served"
             )
+        if cache_bytes is not None:
+            pages = self._pages(cache_bytes, page_size, model.dtype.itemsize)
         memory = KeyValues(
             layers=self.facts.layers,
             heads=self.facts.kv_heads,
@@ -73,7 +79,7 @@ class Core:
         self._runner = Runner(model.eval(), memory)
         longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
         config = SchedulerConfig(
-            vocabulary=self.facts.vocab, max_length=longest, max_rows=max_rows, max_adapters=min(_MAX_ADAPTERS, adapters.slots)
+            vocabulary=self.facts.vocab, max_length=longest, max_adapters=min(_MAX_ADAPTERS, adapters.slots), **limits
         )
         self._residency = Residency(
             model, self.facts, adapters, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
@@ -86,6 +92,12 @@ class Core:
         self._numbers = itertools.count()
         eos = model.generation_config.eos_token_id
         self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+
+    def _pages(self, cache_bytes: int, page_size: int, itemsize: int) -> int:
+        each = self.facts.layers * 2 * self.facts.kv_heads * self.facts.head_dim * page_size * itemsize
+        if cache_bytes < 8 * each:
+            raise CannotServe(f"a cache of {cache_bytes} bytes is too small: {page_size} tokens of this model take {each}")
+        return cache_bytes // each
 
     def prepare(self, folder: str | Path) -> Prepared:
         """Read and check an adapter. Any thread may, while another steps. Raises what is wrong with it."""

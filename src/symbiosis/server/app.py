@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -22,6 +22,7 @@ from symbiosis.server.bodies import Handler, read_json, unless_gone
 from symbiosis.server.failures import BadRequest, body_of, response_of
 from symbiosis.server.generation import Generation, Piece
 from symbiosis.server.keys import Caller, Guard, Keys
+from symbiosis.server.limits import Allowances
 from symbiosis.server.metrics import Metrics
 from symbiosis.server.remote import Order, Remote
 from symbiosis.server.schemas import Chat, Completion, Detokenize, Tokenize, Wishes, adapter_of, check_n
@@ -38,6 +39,7 @@ class Server:
     def __init__(self, remote: Remote, tokens: Tokens, settings: Settings) -> None:
         self._remote, self._tokens, self._settings = remote, tokens, settings
         self._adapters = Adapters(remote, settings)
+        self._allowances = Allowances(settings.requests)
         self._metrics = Metrics()
         self._created = int(time.time())
 
@@ -133,40 +135,54 @@ class Server:
     async def completions(self, request: Request) -> Response:
         wish = await read_json(request, Completion)
         check_n(len(wish.prompts), wish.n or 1)
-        prompts = [await self._tokens.encode(prompt) if isinstance(prompt, str) else prompt for prompt in wish.prompts]
         sampling = wish.sampling(max_tokens=wish.max_tokens or _DEFAULT_TOKENS, logprobs=wish.logprobs)
         shape = CompletionShape(wish.model, self._tokens.shown, with_usage=_with_usage(wish))
+
+        async def prompts() -> list[list[int]]:
+            return [await self._tokens.encode(prompt) if isinstance(prompt, str) else prompt for prompt in wish.prompts]
+
         return await self._answer(request, wish, prompts, sampling, shape)
 
     async def chat(self, request: Request) -> Response:
         wish = await read_json(request, Chat)
-        prompt = await self._tokens.encode_chat([message.plain() for message in wish.messages])
         logprobs = wish.top_logprobs or 0 if wish.logprobs else None
         sampling = wish.sampling(max_tokens=wish.max_completion_tokens or wish.max_tokens, logprobs=logprobs)
         shape = ChatShape(wish.model, self._tokens.shown, with_usage=_with_usage(wish))
-        return await self._answer(request, wish, [prompt], sampling, shape)
+
+        async def prompts() -> list[list[int]]:
+            return [await self._tokens.encode_chat([message.plain() for message in wish.messages])]
+
+        return await self._answer(request, wish, prompts, sampling, shape)
 
     async def _answer(
-        self, request: Request, wish: Wishes, prompts: list[list[int]], sampling: dict[str, Any], shape: Shape
+        self,
+        request: Request,
+        wish: Wishes,
+        encode: Callable[[], Awaitable[list[list[int]]]],
+        sampling: dict[str, Any],
+        shape: Shape,
     ) -> Response:
         caller: Caller = request.state.caller
         adapter = adapter_of(wish.model, self._settings.base)
         if adapter == "":
             raise _unknown(wish.model)
-        if not all(prompts):
-            raise OutOfRange("the prompt has no tokens: expected one at least", field="prompt")
-        orders = [
-            Order(prompt=prompt, sampling=sampling, adapter=adapter, tenant=caller.tenant, n=wish.n or 1) for prompt in prompts
-        ]
-        generation = Generation(
-            orders,
-            lambda: self._tokens.stream(
-                wish.stops, include_stop=wish.include_stop_str_in_output, skip_special=wish.skip_special_tokens
-            ),
-            self._metrics,
-            every_piece=bool(wish.stream),
-        )
         async with AsyncExitStack() as stack:
+            stack.enter_context(self._allowances.request(caller.tenant))
+            prompts = await encode()
+            if not all(prompts):
+                raise OutOfRange("the prompt has no tokens: expected one at least", field="prompt")
+            orders = [
+                Order(prompt=prompt, sampling=sampling, adapter=adapter, tenant=caller.tenant, n=wish.n or 1)
+                for prompt in prompts
+            ]
+            generation = Generation(
+                orders,
+                lambda: self._tokens.stream(
+                    wish.stops, include_stop=wish.include_stop_str_in_output, skip_special=wish.skip_special_tokens
+                ),
+                self._metrics,
+                every_piece=bool(wish.stream),
+            )
             try:
                 begun = await stack.enter_async_context(self._remote.begin(orders))
             except UnknownAdapter:

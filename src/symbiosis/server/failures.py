@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -68,7 +69,9 @@ def body_of(error: Exception) -> dict[str, dict[str, str | None]]:
 
 def response_of(error: Exception) -> JSONResponse:
     status = _kind_of(error).status
-    headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status)
+    retry = math.ceil(error.retry_s) if isinstance(error, errors.TooManyRequests) else 5
+    known = {429: {"Retry-After": str(max(1, retry))}, 503: {"Retry-After": "5"}, 401: {"WWW-Authenticate": "Bearer"}}
+    headers = known.get(status)
     return JSONResponse(body_of(error), status, headers)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from symbiosis.errors import SymbiosisError
+from symbiosis.server.limits import RequestLimits
 from symbiosis.server.store import StoreLimits
 
 ADMIN = "admin"
@@ -28,6 +29,7 @@ class Settings:
     uploads: str | None = None
     """Where uploaded adapters are kept; None: nothing is taken."""
     store: StoreLimits = field(default_factory=StoreLimits)
+    requests: RequestLimits = field(default_factory=RequestLimits)
     patience_s: float = 20.0
     """How long a client may take for a request's head, or for a body that hardly comes."""
     hosts: tuple[str, ...] | None = None
@@ -37,7 +39,9 @@ class Settings:
     def from_json(cls, told: dict[str, Any]) -> Settings:
         """What `dataclasses.asdict` gave, once it has been JSON."""
         hosts = None if told["hosts"] is None else tuple(told["hosts"])
-        return cls(**{**told, "hosts": hosts, "store": StoreLimits(**told["store"])})
+        return cls(
+            **{**told, "hosts": hosts, "store": StoreLimits(**told["store"]), "requests": RequestLimits(**told["requests"])}
+        )
 
     def __post_init__(self) -> None:
         """Raises `SymbiosisError` without repeating a secret."""
