@@ -15,10 +15,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from symbiosis.chatting import Sampling, Speaker
+from symbiosis.chatting import Speaker
 from symbiosis.cli import app, read_tokens
 from symbiosis.errors import SymbiosisError
 from symbiosis.finetuning import METHODS
+from symbiosis.talk import Sampling
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 SECRET = "a-secret-of-ann"

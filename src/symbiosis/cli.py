@@ -26,12 +26,13 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from symbiosis import __version__
+from symbiosis import __version__, adapter_commands
+from symbiosis.adapter_commands import DEFAULT_SITE, Key
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
-    from symbiosis.chatting import Sampling
     from symbiosis.finetuning import Step
+    from symbiosis.talk import Sampling
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:7777"
 DEFAULT_HTTP = "127.0.0.1:8000"
@@ -71,6 +72,8 @@ app = typer.Typer(
     help="One frozen base model, many tenants.\n\nStart with [bold]symbiosis serve[/bold] in one terminal and "
     "[bold]symbiosis chat[/bold] in another, or watch [bold]symbiosis demo[/bold].",
 )
+
+app.add_typer(adapter_commands.app)
 
 Connect = Annotated[str, typer.Option("--connect", metavar="ADDRESS", help="Where the executor listens.")]
 Token = Annotated[
@@ -357,28 +360,60 @@ def _lines() -> Iterator[str]:
 
 
 def _sampling(max_new_tokens: int, temperature: float) -> Sampling:
-    from symbiosis.chatting import Sampling
+    from symbiosis.talk import Sampling
 
     return Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
 
 
-@app.command(epilog="Example: symbiosis chat --adapter my-adapter --system 'Answer in one sentence.'")
+@app.command(epilog="Example: symbiosis chat --adapter pirate --system 'Answer in one sentence.'")
 def chat(
-    connect: Connect = DEFAULT_ADDRESS,
+    connect: Annotated[
+        str | None,
+        typer.Option(
+            "--connect",
+            metavar="ADDRESS",
+            show_default=False,
+            help=f"Where the executor listens, or a server's http://HOST:PORT. (default: {DEFAULT_ADDRESS}; {DEFAULT_SITE} if "
+            "--adapter is a name)",
+        ),
+    ] = None,
     token: Token = None,
+    key: Key = None,
     name: Name = "chat",
-    adapter: Adapter = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME",
+            show_default=False,
+            help="An adapter of the server; or, with an executor, the folder of one of your own.",
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(show_default=False, help="What the model is told first.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.2,
     seed: Seed = None,
 ) -> None:
-    """Talk with the model. Lines come from the terminal, or from a pipe."""
-    from symbiosis import chatting
+    """Talk with the model. Lines come from the terminal, or from a pipe.
+
+    A server (`symbiosis serve --http`) computes everything and has the adapters; with an executor,
+    attention and your adapter are computed here.
+    """
+    from symbiosis import talk
 
     sampling = _sampling(max_new_tokens, temperature)
-    with chatting.speaker(connect, token=token, name=name, adapter=adapter, seed=seed) as speaker:
-        chatting.chat(speaker, _lines(), sampling, _write, system)
+    if connect is None:
+        connect = DEFAULT_ADDRESS if adapter is None or Path(adapter).is_dir() else DEFAULT_SITE
+    if connect.startswith(("http://", "https://")):
+        from symbiosis.site import Site
+
+        talk.chat(talk.SiteSpeaker(Site(connect, key), adapter, seed), _lines(), sampling, _write, system)
+        return
+    from symbiosis import chatting
+
+    folder = None if adapter is None else Path(adapter)
+    with chatting.speaker(connect, token=token, name=name, adapter=folder, seed=seed) as speaker:
+        talk.chat(speaker, _lines(), sampling, _write, system)
 
 
 @app.command(epilog="Example: symbiosis generate 'Why is the sky blue?' --max-new-tokens 60")

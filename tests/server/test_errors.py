@@ -81,6 +81,12 @@ def test_too_long_is_400_and_says_the_limit(site):
         assert caught.value.code == "context_length_exceeded"
 
 
+def test_embeddings_are_refused_and_not_made_up(site):
+    with pytest.raises(openai.BadRequestError, match="does not do embeddings") as caught:
+        site.client().embeddings.create(model="tiny", input="x")
+    assert caught.value.code == "unsupported_model"
+
+
 def test_errors_come_before_a_stream_begins(site):
     with pytest.raises(openai.NotFoundError):
         site.client().completions.create(model="nobody", prompt="x", stream=True)

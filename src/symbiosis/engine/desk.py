@@ -128,7 +128,11 @@ class Desk:
 
     def unload(self, ticket: str, name: str) -> None:
         """Who runs with it ends with it; nobody new gets it. `Settled` or `Refused`."""
-        self._put(ticket, lambda: self._unload(ticket, name))
+        self._put(ticket, lambda: self._settle(ticket, lambda: self._core.remove_adapter(name)))
+
+    def pin(self, ticket: str, name: str, pinned: bool) -> None:
+        """Let it stay on the device, or leave like any other. `Settled` or `Refused`."""
+        self._put(ticket, lambda: self._settle(ticket, lambda: self._core.pin_adapter(name, pinned)))
 
     def stats(self, ticket: str) -> None:
         self._put(ticket, lambda: self._events.append(Settled(ticket, self._figures())))
@@ -286,9 +290,9 @@ class Desk:
         self._load_s += seconds
         self._events.append(Settled(ticket, {"hash": version.hash, "generation": version.generation, "seconds": seconds}))
 
-    def _unload(self, ticket: str, name: str) -> None:
+    def _settle(self, ticket: str, action: Callable[[], None]) -> None:
         try:
-            self._core.remove_adapter(name)
+            action()
         except SymbiosisError as error:
             self._events.append(Refused(ticket, error))
         else:
@@ -299,6 +303,7 @@ class Desk:
         adapters = self._core.figures()
         return {
             "adapters": self._core.adapters,
+            "adapters_pinned": sorted(self._core.pinned),
             "adapters_resident": adapters.resident,
             "adapters_loading": len(self._loads),
             "adapter_loads": self._loaded,

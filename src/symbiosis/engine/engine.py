@@ -23,6 +23,7 @@ from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Request
 from symbiosis.errors import CannotServe, PassFailed, SymbiosisError
+from symbiosis.models.source import ModelSource, load_both
 
 _WAIT_S = 1.0
 _MAX_ADAPTERS = 64  # in one pass
@@ -123,6 +124,11 @@ class Core:
     def adapters(self) -> dict[str, str]:
         """The content hash behind each name."""
         return {name: version.hash for name, version in self._residency.versions.items()}
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Names of adapters that stay on the device."""
+        return self._residency.pinned
 
     def figures(self) -> Figures:
         """Where adapters are, and what was moved so far."""
@@ -230,10 +236,23 @@ class Engine:
     """Offline use: prompts in, answers out.
 
     `Engine(model).generate(prompts, adapters=["pirate", None, …])` answers all
-    prompts in shared passes, each with its own adapter.
+    prompts in shared passes, each with its own adapter. `model` is a transformers
+    model, which is the engine's from now on, a folder, a hub id, or nothing: the default model.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: ModelSource = None,
+        tokenizer: Any = None,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        """`device` and `dtype` are for a model that is loaded here; `settings` are `Core`'s."""
+        if not isinstance(model, PreTrainedModel):
+            model, found = load_both(model, device=torch.device(device), dtype=dtype)
+            tokenizer = tokenizer or found
         self._core = Core(model, **settings)
         self._tokenizer = tokenizer
 

@@ -105,6 +105,11 @@ class Registry:
         self.version(name)
         (self._pinned.add if pinned else self._pinned.discard)(name)
 
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Names."""
+        return frozenset(self._pinned)
+
     def is_pinned(self, hash: str) -> bool:
         record = self._records.get(hash)
         return record is not None and not self._pinned.isdisjoint(record.names)

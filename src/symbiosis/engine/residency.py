@@ -173,6 +173,11 @@ class Residency:
         """What each name means."""
         return self._registry.versions
 
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Names."""
+        return self._registry.pinned
+
     # Requests
 
     def find(self, name: str) -> Record:

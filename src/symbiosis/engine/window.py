@@ -142,12 +142,14 @@ class Window:
             self.desk.load(ticket, _text(body, "name"), _text(body, "folder", 4096), replace=body.get("replace") is True)
         elif op == "unload":
             self.desk.unload(ticket, _text(body, "name"))
+        elif op == "pin":
+            self.desk.pin(ticket, _text(body, "name"), body.get("pinned") is True)
         elif op == "stats":
             self.desk.stats(ticket)
         elif op == "hello":
             self._send(peer, {"beat": self.desk.is_alive()})
         else:
-            raise BadMessage(f"op is {op!r:.40}: expected hello, submit, cancel, load, unload or stats")
+            raise BadMessage(f"op is {op!r:.40}: expected hello, submit, cancel, load, unload, pin or stats")
 
 
 def _order(ticket: str, body: Body) -> Order:

@@ -43,12 +43,16 @@ def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None
             model = model.to(device=device, dtype=dtype)
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         return Source(model, name, _pack(tokenizer), borrowed=True)
-    if source is None:
-        folder, name = str(default_model_folder()), DEFAULT_NAME
-    else:
-        folder = name = str(source)
-    model = _from_pretrained(folder, device, dtype)
-    return Source(model, name, _pack(tokenizer or _tokenizer(folder)), borrowed=False)
+    model, found = load_both(source, device=device, dtype=dtype)
+    return Source(model, DEFAULT_NAME if source is None else str(source), _pack(tokenizer or found), borrowed=False)
+
+
+def load_both(
+    source: str | PathLike[str] | None, *, device: torch.device, dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, Any]:
+    """A model and its tokenizer (None if it has none), neither packed nor split. Raises `UnknownModel`."""
+    folder = str(default_model_folder()) if source is None else str(source)
+    return _from_pretrained(folder, device, dtype), _tokenizer(folder)
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:

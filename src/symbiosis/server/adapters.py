@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from symbiosis.server.bodies import read_form, read_json
 from symbiosis.server.failures import BadRequest
 from symbiosis.server.keys import Caller
 from symbiosis.server.remote import Remote
-from symbiosis.server.schemas import LoadAdapter, Named, UnloadAdapter
+from symbiosis.server.schemas import LoadAdapter, Named, PinAdapter, UnloadAdapter
 from symbiosis.server.settings import Settings
 from symbiosis.server.store import FIELDS, Store, Upload
 
@@ -42,18 +43,20 @@ class Adapters:
     async def list(self, request: Request) -> Response:
         """What a caller may name; to the admin, all there are."""
         caller: Caller = request.state.caller
-        served = (await self._remote.ask("stats"))["adapters"]
+        stats = await self._remote.ask("stats")
+        served = stats["adapters"]
         if caller.is_admin:
             found = [(*owner_and_name(full), hash) for full, hash in served.items()]
         else:
             found = [(owner, name, hash) for name, (owner, hash) in self.visible(caller, served).items()]
         found.sort(key=lambda each: (each[1], each[0] or ""))
-        return JSONResponse({"object": "list", "data": [self._about(*each) for each in found]})
+        return JSONResponse({"object": "list", "data": [self._about(*each, stats["adapters_pinned"]) for each in found]})
 
-    def _about(self, owner: str | None, name: str, hash: str) -> dict[str, Any]:
+    def _about(self, owner: str | None, name: str, hash: str, pinned: Collection[str]) -> dict[str, Any]:
         kept = None if self._store is None else self._store.get(owner, name)
         size = None if kept is None else kept.bytes
-        return {"id": name, "object": "adapter", "owner": owner, "parent": self._settings.base, "root": hash, "bytes": size}
+        about = {"id": name, "object": "adapter", "owner": owner, "parent": self._settings.base, "root": hash, "bytes": size}
+        return {**about, "pinned": owned(owner, name) in pinned}
 
     async def upload(self, request: Request) -> Response:
         """Take the two files of an adapter, and serve it if it can be; one of that name is replaced."""
@@ -71,7 +74,8 @@ class Adapters:
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         hash = await asyncio.shield(ending)
-        return JSONResponse(self._about(owner, name, hash), 201)
+        pinned = (await self._remote.ask("stats"))["adapters_pinned"]
+        return JSONResponse(self._about(owner, name, hash, pinned), 201)
 
     async def _receive(self, request: Request, upload: Upload) -> None:
         held: dict[str, bytearray] = {field: bytearray() for field in FIELDS}
@@ -122,6 +126,11 @@ class Adapters:
         wish = await read_json(request, UnloadAdapter)
         await self._forget(None, wish.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' removed successfully.")
+
+    async def pin(self, request: Request) -> Response:
+        wish = await read_json(request, PinAdapter)
+        await self._remote.ask("pin", name=owned(wish.owner, wish.lora_name), pinned=wish.pinned)
+        return JSONResponse({"id": wish.lora_name, "object": "adapter", "owner": wish.owner, "pinned": wish.pinned})
 
     async def _forget(self, owner: str | None, name: str) -> None:
         was_kept = self._store is not None and self._store.remove(owner, name)

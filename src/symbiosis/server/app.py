@@ -53,11 +53,13 @@ class Server:
             self._route("/v1/models/{id:path}", self.model, "GET"),
             self._route("/v1/completions", self.completions, "POST"),
             self._route("/v1/chat/completions", self.chat, "POST"),
+            self._route("/v1/embeddings", self.embeddings, "POST"),
             self._route("/v1/adapters", self._adapters.list, "GET"),
             self._route("/v1/adapters/{name}", self._adapters.upload, "PUT"),
             self._route("/v1/adapters/{name}", self._adapters.remove, "DELETE"),
             self._route("/v1/load_lora_adapter", self._adapters.load, "POST"),
             self._route("/v1/unload_lora_adapter", self._adapters.unload, "POST"),
+            self._route("/v1/pin_lora_adapter", self._adapters.pin, "POST"),
         ]
         app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _http_error})
         hosts = None if self._settings.hosts is None else frozenset(self._settings.hosts)
@@ -153,6 +155,13 @@ class Server:
             return [await self._tokens.encode_chat([message.plain() for message in wish.messages])]
 
         return await self._answer(request, wish, prompts, sampling, shape)
+
+    async def embeddings(self, request: Request) -> Response:
+        raise BadRequest(
+            f"{self._settings.base} writes text and does not do embeddings: serve a model made for them elsewhere",
+            field="model",
+            code="unsupported_model",
+        )
 
     async def _answer(
         self,

@@ -191,6 +191,15 @@ class UnloadAdapter(Strict):
     lora_name: AdapterName
 
 
+class PinAdapter(Strict):
+    """/v1/pin_lora_adapter."""
+
+    lora_name: AdapterName
+    pinned: bool = True
+    owner: Annotated[str, Field(max_length=64)] | None = None
+    """Whose it is; None: everybody's."""
+
+
 class Named(Strict):
     """An adapter by the last part of a path."""
 
