@@ -184,12 +184,10 @@ def alive(kind: type) -> int:
 @pytest.mark.parametrize("seconds", [5, pytest.param(150, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_every_answer_is_its_versions_while_adapters_come_and_go(world, monkeypatch, copying, seconds):
     use_levels(monkeypatch, copying=copying)
-    largest = max(
-        Core(copy.deepcopy(world.base)).prepare(world.path(name)).flat.size for name in world.says.keys() - {"base"}
-    )
+    largest = max(Core(copy.deepcopy(world.base)).prepare(world.path(name)).flat.size for name in world.says.keys() - {"base"})
     config = ResidencyConfig(device_bytes=largest + 4096, host_bytes=2 * largest, slots=4, patience_s=0.02)
     flats, adapters, threads = alive(Flat), alive(Loaded), threading.active_count()
-    core = Core(copy.deepcopy(world.base), pages=200, page_size=4, adapters=config)
+    core = Core(copy.deepcopy(world.base), pages=200, page_size=4, residency=config)
     churn = Churn(core, world)
     churn.run(seconds)
     ledger = churn.ledger

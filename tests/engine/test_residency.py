@@ -35,7 +35,7 @@ def copying(request, monkeypatch) -> bool:
 
 def core_for(world: World, device: int, host: int | None = None, **settings) -> Core:
     config = ResidencyConfig(device_bytes=device, host_bytes=host or device * 3, **{"slots": 8, **settings})
-    return Core(copy.deepcopy(world.base), pages=200, page_size=4, adapters=config)
+    return Core(copy.deepcopy(world.base), pages=200, page_size=4, residency=config)
 
 
 def run(core: Core, *requests, steps: int = 2000) -> None:
@@ -76,7 +76,7 @@ def test_more_adapters_than_fit_are_served_each_with_its_own(world, size):
         copy.deepcopy(world.base),
         pages=200,
         page_size=4,
-        adapters=ResidencyConfig(device_bytes=2 * size, host_bytes=3 * size, slots=8, patience_s=0.05),
+        residency=ResidencyConfig(device_bytes=2 * size, host_bytes=3 * size, slots=8, patience_s=0.05),
     )
     for name in world.says.keys() - {"base"}:
         engine.add_adapter(name, world.path(name))
