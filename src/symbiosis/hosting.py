@@ -91,7 +91,7 @@ class Hosting:
         self._deaths = 0
         self._window: Window | None = None
         try:
-            core = Core(model, adapters=residency or ResidencyConfig(), **engine)
+            core = Core(model, residency=residency or ResidencyConfig(), **engine)
             for adapter, folder in (adapters or {}).items():
                 core.add_adapter(adapter, folder)
             self._uploads.serve(core)

@@ -53,7 +53,7 @@ class Core:
         pages: int = 1024,
         page_size: int = 16,
         cache_bytes: int | None = None,
-        adapters: ResidencyConfig = ResidencyConfig(),  # noqa: B008 - frozen
+        residency: ResidencyConfig = ResidencyConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
         **limits: int,
     ) -> None:
@@ -80,10 +80,10 @@ class Core:
         self._runner = Runner(model.eval(), memory)
         longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
         config = SchedulerConfig(
-            vocabulary=self.facts.vocab, max_length=longest, max_adapters=min(_MAX_ADAPTERS, adapters.slots), **limits
+            vocabulary=self.facts.vocab, max_length=longest, max_adapters=min(_MAX_ADAPTERS, residency.slots), **limits
         )
         self._residency = Residency(
-            model, self.facts, adapters, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
+            model, self.facts, residency, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
         )
         self.scheduler = Scheduler(config, PagePool(pages, page_size), self._residency.is_here)
         self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash

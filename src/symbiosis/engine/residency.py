@@ -242,15 +242,19 @@ class Residency:
         self._since = {hash: self._since.get(hash, now) for hash in records}
         self.draining = {}
         waited = [hash for hash, since in self._since.items() if now - since >= self._config.patience_s]
+        too_large = 1 << 62
         for hash in dict.fromkeys((*waited, *missing)):
             if len(self._coming) >= self._config.max_coming:
                 break
-            if hash not in records:
+            record, urgent = records.get(hash), hash in waited
+            if record is None or (record.size >= too_large and not urgent):
                 continue
-            if self._make_room(hash, records[hash].size, urgent=hash in waited):
-                self._send(records[hash])
-            elif hash in waited:
+            if self._make_room(hash, record.size, urgent=urgent):
+                self._send(record)
+            elif urgent:
                 break  # nobody else takes what it waits for
+            else:
+                too_large = record.size
 
     def wait(self, seconds: float) -> None:
         """Return when there is something to take up, or after so long."""

@@ -489,6 +489,7 @@ class Scheduler:
             return
         self._virtual = max(self._virtual, min(tenant.counter for tenant in tenants))
         if plan.closed or not self._has_room(plan):
+            self._foresee(plan, tenants)
             return
         order: list[tuple[bool, float, str, _Tenant, deque[_Lane]]] = []
         for tenant in tenants:
@@ -512,6 +513,11 @@ class Scheduler:
             if lanes:
                 patient, counter = self._patience(plan, tenant, lanes[0])
                 heapq.heappush(order, (patient, counter + patient * ahead.get(name, 0.0), name, tenant, lanes))
+
+    def _foresee(self, plan: _Plan, tenants: list[_Tenant]) -> None:
+        """Nobody can be admitted now: note whose adapter will be missing next, so that it comes meanwhile."""
+        for tenant in heapq.nsmallest(self.config.look, tenants, key=lambda tenant: tenant.counter):
+            self._has(plan, next(iter(tenant.lanes)))
 
     def _patience(self, plan: _Plan, tenant: _Tenant, lane: _Lane) -> tuple[bool, float]:
         """Smaller goes first: (False, since when) for lanes that waited too long, (True, counter) for others."""
