@@ -119,6 +119,31 @@ def test_a_pass_that_fails_fails_its_answers_and_the_loop_goes_on(desk):
     assert (body["running"], body["waiting"], body["pages_free"]) == (0, 0, 400)
 
 
+def test_who_makes_a_pass_fail_fails_alone_and_the_others_get_what_they_would_have_got(desk):
+    prompts = {f"good {number}": [1, 2 + number] for number in range(5)}
+    for id, prompt in prompts.items():
+        desk.submit(Order(id=id, prompt=prompt, sampling=WISH))
+    expected = {id: [each for each in events if isinstance(each, Token)] for id, events in desk.mail.wait(*prompts).items()}
+    desk.mail.events.clear()
+    asked = [*[(id, prompt, 1) for id, prompt in prompts.items()], ("bad", [1, POISON], 1), ("worse", [1] * 9 + [POISON], 3)]
+    for turn in range(3):
+        for id, prompt, n in sorted(asked, key=lambda each: hash((each[0], turn))):
+            desk.submit(Order(id=id, prompt=prompt, sampling=WISH, n=n))
+        found = desk.mail.wait(*prompts)
+        failed = desk.mail.wait("bad") | desk.mail.wait("worse", ends=3)
+        for id in prompts:
+            assert [each for each in found[id] if isinstance(each, Token)] == expected[id]
+            assert ends(found[id]) == [Reason.LENGTH]
+        for id, count in (("bad", 1), ("worse", 3)):
+            assert ends(failed[id]) == [Reason.FAILED] * count
+            assert all(isinstance(each.error, PassFailed) for each in failed[id] if isinstance(each, Ended))
+        desk.mail.events.clear()
+    desk.stats("figures")
+    body = desk.mail.wait("figures")["figures"][0].body
+    assert (body["running"], body["waiting"], body["pages_free"]) == (0, 0, 400)
+    desk._core.scheduler.check_integrity()
+
+
 def test_adapters_are_loaded_beside_the_steps_and_every_ticket_is_settled(desk, tiny, tmp_path):
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(copy.deepcopy(tiny), config).save_pretrained(tmp_path / "one")

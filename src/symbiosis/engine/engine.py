@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from symbiosis.engine.pages import PagePool
 from symbiosis.engine.registry import Version
 from symbiosis.engine.residency import Figures, Prepared, Residency, ResidencyConfig
 from symbiosis.engine.runner import Runner
-from symbiosis.engine.sampler import Logprobs, sample
-from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
+from symbiosis.engine.sampler import Logprobs, Sampled, sample
+from symbiosis.engine.scheduler import Chunk, Pass, Scheduler, SchedulerConfig
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Request
 from symbiosis.errors import CannotServe, PassFailed, SymbiosisError
 from symbiosis.models.source import ModelSource, load_both
 
+_log = logging.getLogger("symbiosis")
 _WAIT_S = 1.0
 _MAX_ADAPTERS = 64  # in one pass
 _VIRTUAL = 0  # the token that stands for a virtual one: its row, or its keys, are the adapter's
@@ -183,7 +185,7 @@ class Core:
                 self._failed.append((request, error))
 
     def take_failed(self) -> list[tuple[Request, SymbiosisError]]:
-        """Who ended since the last time because an adapter could not be had, and why."""
+        """Who ended since the last time because an adapter could not be had or its pass failed, and why."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -198,7 +200,8 @@ class Core:
     def step(self) -> list[tuple[Request, int, Logprobs | None]]:
         """One pass: each request that got a token, with that token (-1: there was none to choose, it failed).
 
-        Empty if there was nothing to do. Raises `PassFailed` if the pass itself failed; its requests have ended then.
+        Empty if there was nothing to do. If the pass fails, its chunks are computed one by one, and only those at
+        fault end, for `take_failed`. Raises `PassFailed` if nothing can be computed any more; its requests have ended then.
         """
         self.take_up()
         now = self._clock()
@@ -209,17 +212,54 @@ class Core:
             self.scheduler.done(made, [])
             return []
         self.passes += 1
+        copied = False
         try:
-            sampled = sample(self._runner.compute(made, self._residency.loaded), made.sampled)
+            self._runner.memory.copy(made.copies)  # once: later, what they copy from may be another's
+            copied = True
+            sampled = self._computed(replace(made, copies=()))
         except Exception as error:
-            self.scheduler.abandon(made)
-            requests = [chunk.sequence for chunk in made.chunks]
-            for request in requests:
-                self.cancel(request, Reason.FAILED)
-            raise PassFailed(f"the pass that computed this failed: {type(error).__name__}", requests) from error
+            if not copied or not self.is_sound():
+                raise self._all_failed(made, error) from error
+            _log.exception("a pass failed; its %d sequences are computed one by one", len(made.chunks))
+            sampled = self._one_by_one(made, error)
+        lost = {request.id for request, _ in self._failed}
         for request in self.scheduler.done(made, sampled.tokens):
             self._ended(request)
-        return list(zip(made.sampled, sampled.tokens, sampled.logprobs, strict=True))
+        results = zip(made.sampled, sampled.tokens, sampled.logprobs, strict=True)
+        return [each for each in results if each[0].id not in lost]
+
+    def _computed(self, made: Pass) -> Sampled:
+        return sample(self._runner.compute(made, self._residency.loaded), made.sampled)
+
+    def _one_by_one(self, made: Pass, error: Exception) -> Sampled:
+        """What each chunk gives alone, which is what it gives with others; who fails alone as well has failed."""
+        tokens: list[int] = []
+        logprobs: list[Logprobs | None] = []
+        for chunk in made.chunks:
+            found = error if len(made.chunks) == 1 else self._alone(chunk)
+            if isinstance(found, Exception):
+                if not self.is_sound():
+                    raise self._all_failed(made, found) from found
+                self.cancel(chunk.sequence, Reason.FAILED)
+                self._failed.append((chunk.sequence, _failure(found)))
+                found = Sampled([-1], [None])
+            if chunk.samples:
+                tokens += found.tokens
+                logprobs += found.logprobs
+        return Sampled(tokens, logprobs)
+
+    def _alone(self, chunk: Chunk) -> Sampled | Exception:
+        try:
+            return self._computed(Pass(chunks=(chunk,)))
+        except Exception as error:  # noqa: BLE001 - the first failure was logged, and its request is told of this one
+            return error
+
+    def _all_failed(self, made: Pass, error: Exception) -> PassFailed:
+        self.scheduler.abandon(made)
+        requests = [chunk.sequence for chunk in made.chunks]
+        for request in requests:
+            self.cancel(request, Reason.FAILED)
+        return PassFailed(str(_failure(error)), requests)
 
     def is_sound(self) -> bool:
         """Whether the device still computes: some of a GPU's errors are for ever."""
@@ -230,6 +270,11 @@ class Core:
 
     def is_idle(self) -> bool:
         return self.scheduler.running == 0 and self.scheduler.waiting == 0
+
+
+def _failure(error: Exception) -> PassFailed:
+    """What happened inside is for the log."""
+    return PassFailed(f"the pass that computed this failed: {type(error).__name__}")
 
 
 class Engine:
