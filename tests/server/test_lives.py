@@ -61,6 +61,35 @@ def test_a_client_that_leaves_cancels_its_request(site, stream):
     until(lambda: site.metric("symbiosis_requests_running") + site.metric("symbiosis_requests_waiting") == 0, 3)
 
 
+def test_a_request_that_makes_passes_fail_is_500_and_the_others_are_answered(site, world):
+    model = site.hosting._window.desk._core._runner.model
+    poison = 9
+
+    def refuse(module, args, kwargs):
+        if bool((kwargs["input_ids"] == poison).any()):
+            raise RuntimeError("the device is on fire")
+
+    async def ask(client, prompt) -> object:
+        try:
+            made = await client.completions.create(model="tiny", prompt=prompt, max_tokens=16, temperature=0)
+        except openai.APIStatusError as error:
+            return error.status_code
+        return made.choices[0].text
+
+    async def run() -> list[object]:
+        async with site.async_client() as client:
+            prompts = ["the", [20, poison], "so", [21, 22, poison], "a cat"]
+            return await asyncio.gather(*(ask(client, prompt) for prompt in prompts * 4))
+
+    hook = model.register_forward_pre_hook(refuse, with_kwargs=True)
+    try:
+        found = asyncio.run(run())
+    finally:
+        hook.remove()
+    expected = [world.says(None, "the", 16), 500, world.says(None, "so", 16), 500, world.says(None, "a cat", 16)]
+    assert found == expected * 4
+
+
 @contextmanager
 def serving(folder, *more: object) -> Iterator[tuple[subprocess.Popen[str], Site]]:
     """`symbiosis serve --http` as its own process."""

@@ -172,4 +172,6 @@ def test_metrics_count_what_happened(site):
     assert site.metric("symbiosis_requests_total") >= 1
     assert site.metric("symbiosis_pages") == 1024
     assert site.metric("symbiosis_requests_waiting") == 0
+    assert site.metric("symbiosis_adapters_on_device") >= 3
+    assert site.metric("symbiosis_adapter_device_bytes") > 0
     assert site.metric("symbiosis_engine_up") == 1

@@ -21,6 +21,13 @@ _ENGINE = {
     "adapters_loading": ("symbiosis_adapters_loading", "Adapters being read."),
     "adapter_loads": ("symbiosis_adapter_loads", "Adapters loaded so far."),
     "adapter_load_s": ("symbiosis_adapter_load_seconds", "Seconds spent loading them."),
+    "residency.device": ("symbiosis_adapters_on_device", "Adapters that can be computed with now."),
+    "residency.device_bytes": ("symbiosis_adapter_device_bytes", "Their bytes there."),
+    "residency.host": ("symbiosis_adapters_on_host", "Adapters ready to be copied to a GPU."),
+    "residency.coming": ("symbiosis_adapters_coming", "Adapters on their way to the device."),
+    "residency.loads": ("symbiosis_adapter_arrivals", "How often one was brought to the device."),
+    "residency.load_s": ("symbiosis_adapter_arrival_seconds", "Seconds from being sent for to being there, all together."),
+    "residency.device_evictions": ("symbiosis_adapter_evictions", "How often one left the device for another."),
     "passes": ("symbiosis_passes", "Passes through the model so far."),
 }
 
@@ -62,5 +69,6 @@ class Metrics:
         """All of it; `figures` are the engine's, None if it is gone."""
         self._up.set(figures is not None)
         for key, gauge in self._engine.items():
-            gauge.set(0 if figures is None else figures[key])
+            group, _, name = key.rpartition(".")
+            gauge.set(0 if figures is None else (figures[group] if group else figures)[name])
         return generate_latest(self._registry)

@@ -2,7 +2,7 @@
 
 The note is written last, once the engine serves the adapter: a folder without
 one is left over from an upload that did not come to its end, and is removed at
-the next start. Needs no web framework: the engine's process reads it at its start.
+the next start of either process. Needs no web framework: the engine's process reads it at its start.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Store:
 
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
         self._folder, self._limits = folder, limits
+        remove_left_over(folder)  # of an HTTP process that died in mid-upload
         self._kept = {(each.owner, each.name): each for each in kept(folder)}
         self._uploads: list[Upload] = []
 
