@@ -108,8 +108,8 @@ class Site:
         connection = self._kind(self._host, self._port, timeout=_TIMEOUT_S)
         try:
             connection.request(method, f"{self._path}{path}", body, headers)
-        except BrokenPipeError:
-            pass  # it has seen enough, and says why
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has seen enough, and may say why
         except (OSError, HTTPException, UnicodeError) as error:
             raise Unreachable(
                 f"nobody answers at {self._url} ({_why(error)}): start a server with `symbiosis serve --http`, "

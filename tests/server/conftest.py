@@ -15,6 +15,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import symbiosis
+from symbiosis.server.store import StoreLimits
 from tests.tiny_chat import TEMPLATE, make_tiny_chat, tiny_tokenizer
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
@@ -84,7 +85,8 @@ class Site:
 
     def ask(self, method: str, path: str, key: str | None = None, **options: Any) -> httpx2.Response:
         headers = {**({} if key is None else {"Authorization": f"Bearer {key}"}), **options.pop("headers", {})}
-        return httpx2.request(method, f"{self.url}{path}", headers=headers, timeout=60, **options)
+        # without certificates, which take longer to load than the answer takes
+        return httpx2.request(method, f"{self.url}{path}", headers=headers, timeout=60, verify=False, **options)
 
     def metric(self, name: str, key: str | None = None) -> float:
         lines = self.ask("GET", "/metrics", key).text.splitlines()
@@ -106,6 +108,28 @@ def start():
     for site in started:
         site.hosting.close()
         site.executor.close()
+
+
+ANN, BOB, CHIEF = "a secret of ann's", "a secret of bob's", "a secret of the chief's"
+
+
+@pytest.fixture(scope="session")
+def uploads(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("uploads")
+
+
+@pytest.fixture(scope="session")
+def hotel(world, start, uploads) -> Site:
+    """Two tenants, an admin, one adapter for everybody, and room for two more of each."""
+    return start(
+        world.folder,
+        keys={"ann": ANN, "bob": BOB},
+        admin_key=CHIEF,
+        adapters={"judge": world.root / "judge"},
+        adapter_root=world.root,
+        uploads=uploads,
+        store_limits=StoreLimits(adapters=2, bytes=200_000),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -5,19 +5,12 @@ from __future__ import annotations
 import json
 import socket
 
-import pytest
 from typer.testing import CliRunner
 
 import symbiosis
 from symbiosis.cli import app
 from symbiosis.engine.sequences import Sampling
-
-ANN, CHIEF = "a secret of ann's", "a secret of the chief's"
-
-
-@pytest.fixture(scope="module")
-def shop(world, start):
-    return start(world.folder, keys={"ann": ANN}, admin_key=CHIEF, adapters={"judge": world.root / "judge"})
+from tests.server.conftest import ANN, CHIEF
 
 
 def run(*arguments: object, stdin: str = "", **environment: str):
@@ -33,11 +26,11 @@ def fails(*arguments: object, **environment: str) -> str:
     return line
 
 
-def test_adapters_are_added_listed_pinned_and_removed(shop, world):
-    mine, chiefs = (("--connect", shop.url, "--key", key) for key in (ANN, CHIEF))
+def test_adapters_are_added_listed_pinned_and_removed(hotel, world):
+    mine, chiefs = (("--connect", hotel.url, "--key", key) for key in (ANN, CHIEF))
     added = run("adapters", "add", "pirate", world.root / "pirate", *mine)
-    assert added.stdout == f"pirate (of ann) is served: symbiosis chat --adapter pirate --connect {shop.url}\n", added.output
-    shown = run("adapters", "list", "--connect", shop.url, SYMBIOSIS_KEY=ANN).stdout
+    assert added.stdout == f"pirate (of ann) is served: symbiosis chat --adapter pirate --connect {hotel.url}\n", added.output
+    shown = run("adapters", "list", "--connect", hotel.url, SYMBIOSIS_KEY=ANN).stdout
     assert [line.split("│")[1].strip() for line in shown.splitlines() if "│" in line] == ["judge", "pirate"]
     assert "everybody" in shown
     assert " ann " in shown
@@ -52,20 +45,20 @@ def test_adapters_are_added_listed_pinned_and_removed(shop, world):
     assert run("adapters", "remove", "both", *chiefs).exit_code == 0
 
 
-def test_chat_speaks_with_an_adapter_of_the_server(shop, world):
+def test_chat_speaks_with_an_adapter_of_the_server(hotel, world):
     talk = [{"role": "user", "content": "hi"}]
     first = world.answers("judge", talk, 6)
     talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "and"}]
     second = world.answers("judge", talk, 6)
-    options = ("--connect", shop.url, "--key", ANN, "--max-new-tokens", 6, "--temperature", 0)
+    options = ("--connect", hotel.url, "--key", ANN, "--max-new-tokens", 6, "--temperature", 0)
     done = run("chat", "--adapter", "judge", *options, stdin="hi\n\nand\n/exit\nnever\n")
     assert done.stdout == f"{first}\n{second}\n", done.output
     base = run("chat", *options, stdin="hi\n")
     assert base.stdout == f"{world.answers(None, talk[:1], 6)}\n"
 
 
-def test_what_goes_wrong_is_one_line_that_helps(shop, world, tmp_path):
-    at = ("--connect", shop.url)
+def test_what_goes_wrong_is_one_line_that_helps(hotel, world, tmp_path):
+    at = ("--connect", hotel.url)
     assert "--key or SYMBIOSIS_KEY" in fails("adapters", "list", *at)
     assert "not known here" in fails("adapters", "list", *at, "--key", "wrong")
     assert "no adapter 'nobody'" in fails("adapters", "remove", "nobody", *at, "--key", ANN)
@@ -73,7 +66,7 @@ def test_what_goes_wrong_is_one_line_that_helps(shop, world, tmp_path):
     assert "the admin's" in fails("adapters", "pin", "judge", *at, "--key", ANN)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 5_000_000)
-    assert "adapter" in fails("adapters", "add", "x", tmp_path, *at, "--key", ANN)
+    assert "bytes" in fails("adapters", "add", "x", tmp_path, *at, "--key", ANN)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
         nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"

@@ -130,14 +130,14 @@ class Words:
         return bytes(raw)
 
 
-def test_three_thousand_random_bodies_never_break_anything(site):
+def test_two_thousand_random_bodies_never_break_anything(site):
     """Each is answered, none with a 500; those that happen to be right are computed."""
     words = Words(11)
     paths = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"] * 5 + [
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     ]
-    asks = [(path, words.body(path)) for path in (paths[number % len(paths)] for number in range(3000))]
+    asks = [(path, words.body(path)) for path in (paths[number % len(paths)] for number in range(2000))]
 
     async def run() -> Counter[int]:
         found: Counter[int] = Counter()
@@ -160,7 +160,7 @@ def test_three_thousand_random_bodies_never_break_anything(site):
     found = asyncio.run(run())
     assert set(found) <= {200, 400, 404, 413}, found
     assert found[200] > 100
-    assert found[400] > 1000
+    assert found[400] > 700
     assert works(site)
     assert site.metric("symbiosis_requests_running") == site.metric("symbiosis_requests_waiting") == 0
 

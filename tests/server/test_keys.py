@@ -11,14 +11,7 @@ from symbiosis.server.app import Server
 from symbiosis.server.keys import OPEN_PATHS, Guard, Keys, is_tenants
 from symbiosis.server.metrics import Metrics
 from symbiosis.server.settings import ADMIN, Settings
-from tests.server.conftest import CHAT
-
-ANN, BOB, CHIEF = "a secret of ann's", "a secret of bob's", "a secret of the chief's"
-
-
-@pytest.fixture(scope="module")
-def locked(world, start):
-    return start(world.folder, keys={"ann": ANN, "bob": BOB}, admin_key=CHIEF, adapter_root=world.root)
+from tests.server.conftest import ANN, BOB, CHAT, CHIEF
 
 
 def routes() -> list[tuple[str, str]]:
@@ -28,42 +21,42 @@ def routes() -> list[tuple[str, str]]:
     return [(method, route.path) for route in guard._app.routes for method in route.methods]
 
 
-def test_no_route_answers_without_a_key_or_with_a_wrong_one(locked):
+def test_no_route_answers_without_a_key_or_with_a_wrong_one(hotel):
     known = routes()
     assert len(known) >= 8
-    assert locked.ask("GET", "/health").json() == {"status": "ok"}  # that somebody is there, and nothing else
+    assert hotel.ask("GET", "/health").json() == {"status": "ok"}  # that somebody is there, and nothing else
     known = [(method, path) for method, path in known if path not in OPEN_PATHS]
     for method, path in [*known, ("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/v1/anything")]:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {ANN}"}, {"Authorization": "Bearer"}):
-            answer = locked.ask(method, path, headers=headers)
+            answer = hotel.ask(method, path, headers=headers)
             assert answer.status_code == 401, (method, path)
             if method != "HEAD":
                 assert answer.json()["error"]["code"] == "invalid_api_key"
             assert ANN not in answer.text
 
 
-def test_the_admins_routes_are_not_the_tenants(locked):
+def test_the_admins_routes_are_not_the_tenants(hotel):
     for method, path in routes():
         if not is_tenants(path) and path not in OPEN_PATHS:
-            assert locked.ask(method, path, ANN).status_code == 403, path
-            assert locked.ask(method, path, CHIEF).status_code != 403, path
-    assert locked.ask("GET", "/v1/nothing", ANN).status_code == 403  # a route nobody listed is the admin's
+            assert hotel.ask(method, path, ANN).status_code == 403, path
+            assert hotel.ask(method, path, CHIEF).status_code != 403, path
+    assert hotel.ask("GET", "/v1/nothing", ANN).status_code == 403  # a route nobody listed is the admin's
 
 
-def test_a_tenant_with_its_key_is_served_and_counted_by_name(locked):
-    made = locked.client(ANN).chat.completions.create(model="tiny", messages=CHAT, max_tokens=3)
+def test_a_tenant_with_its_key_is_served_and_counted_by_name(hotel):
+    made = hotel.client(ANN).chat.completions.create(model="tiny", messages=CHAT, max_tokens=3)
     assert made.choices[0].message.content is not None
     with pytest.raises(openai.AuthenticationError):
-        locked.client("nonsense").chat.completions.create(model="tiny", messages=CHAT, max_tokens=3)
-    lines = locked.ask("GET", "/metrics", CHIEF).text
+        hotel.client("nonsense").chat.completions.create(model="tiny", messages=CHAT, max_tokens=3)
+    lines = hotel.ask("GET", "/metrics", CHIEF).text
     assert 'symbiosis_tokens_total{kind="prompt",tenant="ann"}' in lines
     assert ANN not in lines
 
 
-def test_tenants_find_only_their_own_prompts_in_the_cache(locked):
+def test_tenants_find_only_their_own_prompts_in_the_cache(hotel):
     ask = {"model": "tiny", "prompt": "what only one of them has said before, at length: " * 2, "max_tokens": 1}
     cached = [
-        locked.client(key).completions.create(**ask).usage.prompt_tokens_details.cached_tokens for key in (ANN, BOB, ANN, BOB)
+        hotel.client(key).completions.create(**ask).usage.prompt_tokens_details.cached_tokens for key in (ANN, BOB, ANN, BOB)
     ]
     assert cached[:2] == [0, 0]
     assert min(cached[2:]) > 0

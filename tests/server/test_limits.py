@@ -9,8 +9,8 @@ import pytest
 
 from symbiosis.errors import SymbiosisError, TooManyRequests
 from symbiosis.server.limits import Allowances, RequestLimits
+from tests.server.conftest import ANN, BOB
 
-ANN, BOB = "a secret of ann's", "a secret of bob's"
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 250, "stream": True, "extra_body": {"ignore_eos": True}}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import symbiosis
-from tests.server.conftest import CHAT, Site
+from tests.server.conftest import CHAT
 from tests.tiny_chat import tiny_tokenizer
 
 
@@ -46,14 +46,3 @@ def test_the_engine_has_the_very_tensors_of_the_executor(site):
     held = {weight.data_ptr() for layer in site.executor.split.layers for weight in layer.weights.values()}
     held |= {tensor.data_ptr() for tensor in site.executor.split.client_tensors.values()}
     assert {parameter.data_ptr() for parameter in engine.parameters()} <= held
-
-
-@pytest.mark.real
-def test_the_default_model_answers_over_http(real_cache, tmp_path):
-    with symbiosis.Executor(hosting=True) as executor, executor.host("127.0.0.1:0") as hosting:
-        client = Site(hosting.url, hosting, executor).client()
-        question = [{"role": "user", "content": "What is the capital of France?"}]
-        name = client.models.list().data[0].id
-        made = client.chat.completions.create(model=name, messages=question, max_tokens=20, temperature=0)
-        assert "Paris" in made.choices[0].message.content
-        assert made.choices[0].finish_reason == "stop"

@@ -17,25 +17,10 @@ from symbiosis.errors import SymbiosisError
 from symbiosis.server.failures import BadRequest
 from symbiosis.server.forms import Form
 from symbiosis.server.store import NOTE, Store, StoreLimits, kept, lock, remove_left_over
+from tests.server.conftest import ANN, BOB, CHIEF
 
-ANN, BOB, CHIEF = "a secret of ann's", "a secret of bob's", "a secret of the chief's"
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
 COUNT = 16
-
-
-@pytest.fixture(scope="module")
-def uploads(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("uploads")
-
-
-@pytest.fixture(scope="module")
-def hotel(world, start, uploads):
-    """Two tenants, an admin, and room for two adapters each."""
-    limits = StoreLimits(adapters=2, bytes=200_000)
-    adapters = {"judge": world.root / "judge"}
-    return start(
-        world.folder, keys={"ann": ANN, "bob": BOB}, admin_key=CHIEF, adapters=adapters, uploads=uploads, store_limits=limits
-    )
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive
 
-from symbiosis.errors import TooLarge
+from symbiosis.errors import SymbiosisError, TooLarge
 from symbiosis.server.failures import BadRequest, bad_request
 from symbiosis.server.forms import Form
 from symbiosis.server.schemas import Strict
@@ -19,8 +21,13 @@ from symbiosis.server.schemas import Strict
 MAX_JSON = 16 << 20
 _BYTES_PER_S = 32 << 10
 """A body may take the server's patience, and a second more for each of these."""
+_DRAIN_BYTES, _DRAIN_S = 32 << 20, 5.0
 _Schema = TypeVar("_Schema", bound=Strict)
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class _TooSlow(BadRequest):
+    pass
 
 
 async def pieces(request: Request, most: int) -> AsyncIterator[bytes]:
@@ -38,7 +45,7 @@ async def pieces(request: Request, most: int) -> AsyncIterator[bytes]:
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise BadRequest("the body came too slowly", code="request_timeout", status=408) from None
+            raise _TooSlow("the body came too slowly", code="request_timeout", status=408) from None
         taken += len(piece)
         if taken > most:
             raise TooLarge(f"the body has more than the {most} bytes that are taken")
@@ -66,6 +73,20 @@ async def read_form(request: Request, most: int, fields: Collection[str]) -> Asy
         for each in form.feed(piece):
             yield each
     form.finish()
+
+
+async def drain(receive: Receive, headers: Mapping[str, str]) -> None:
+    """Read on for a while before refusing: who is still sending when the connection is closed never hears why."""
+    if headers.get("expect", "").lower() == "100-continue":
+        return  # it waits to be asked for its body
+    taken = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while taken < _DRAIN_BYTES:
+                message = await receive()
+                taken += len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return
 
 
 async def unless_gone(request: Request, handler: Handler) -> Response:
@@ -96,6 +117,9 @@ async def unless_gone(request: Request, handler: Handler) -> Response:
         await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise ClientDisconnect
+        is_slow = isinstance(work.exception(), _TooSlow)
+        if isinstance(work.exception(), SymbiosisError) and not is_slow and not read.is_set() and not gone.is_set():
+            await drain(receive, request.headers)
         return work.result()
     finally:
         for task in (work, leaving):

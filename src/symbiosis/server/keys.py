@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.errors import Forbidden, SymbiosisError, Unauthorized
+from symbiosis.server.bodies import drain
 from symbiosis.server.failures import response_of
 from symbiosis.server.settings import ADMIN
 
@@ -90,6 +91,7 @@ class Guard:
                 if self._hosts is not None and _host(headers.get(b"host", b"")) not in self._hosts:
                     raise Forbidden("a server without keys is called by an address of this machine, such as 127.0.0.1")
             except SymbiosisError as error:
+                await drain(receive, {"expect": _text(headers.get(b"expect")) or ""})
                 await response_of(error)(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller
