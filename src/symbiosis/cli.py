@@ -143,6 +143,12 @@ _FOR_HTTP = (
 )
 
 
+def _given(ctx: typer.Context, name: str) -> bool:
+    """Whether an option was typed; neither its default nor the environment's."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _limit(name: str, help: str, *, hidden: bool = False) -> Any:
     return typer.Option(name, min=0, help=help, show_default=not hidden, rich_help_panel="Limits of serving over HTTP")
 
@@ -255,7 +261,7 @@ def serve(
     """Hold one base model and serve its layers to tenants, until Ctrl-C."""
     keys = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key")
     adapters = read_adapters(adapter or [])
-    for_http = [name for name in _FOR_HTTP if (source := ctx.get_parameter_source(name)) and source.name == "COMMANDLINE"]
+    for_http = [name for name in _FOR_HTTP if _given(ctx, name)]
     if http is None and for_http:
         raise SymbiosisError(f"--{for_http[0].replace('_', '-')} is for HTTP: give --http too")
     tokens = read_tokens(token or [], os.environ.get("SYMBIOSIS_TOKENS", ""))
@@ -367,6 +373,7 @@ def _sampling(max_new_tokens: int, temperature: float) -> Sampling:
 
 @app.command(epilog="Example: symbiosis chat --adapter pirate --system 'Answer in one sentence.'")
 def chat(
+    ctx: typer.Context,
     connect: Annotated[
         str | None,
         typer.Option(
@@ -404,7 +411,10 @@ def chat(
     sampling = _sampling(max_new_tokens, temperature)
     if connect is None:
         connect = DEFAULT_ADDRESS if adapter is None or Path(adapter).is_dir() else DEFAULT_SITE
-    if connect.startswith(("http://", "https://")):
+    over_http = connect.startswith(("http://", "https://"))
+    if _given(ctx, "token" if over_http else "key"):
+        raise SymbiosisError(f"{connect} takes {'--key, not --token' if over_http else '--token, not --key'}")
+    if over_http:
         from symbiosis.site import Site
 
         talk.chat(talk.SiteSpeaker(Site(connect, key), adapter, seed), _lines(), sampling, _write, system)

@@ -64,6 +64,8 @@ def test_what_goes_wrong_is_one_line_that_helps(hotel, world, tmp_path):
     assert "no adapter 'nobody'" in fails("adapters", "remove", "nobody", *at, "--key", ANN)
     assert "adapter_config.json" in fails("adapters", "add", "x", tmp_path, *at, "--key", ANN)
     assert "the admin's" in fails("adapters", "pin", "judge", *at, "--key", ANN)
+    assert "--key, not --token" in fails("chat", *at, "--token", "x")
+    assert "--token, not --key" in fails("chat", "--connect", "tcp://127.0.0.1:1", "--key", "x")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 5_000_000)
     assert "bytes" in fails("adapters", "add", "x", tmp_path, *at, "--key", ANN)
