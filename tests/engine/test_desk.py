@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from symbiosis.engine.desk import Accepted, Desk, Ended, Event, Order, Refused, Settled, Token
 from symbiosis.engine.engine import Core
+from symbiosis.engine.residency import ResidencyConfig
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.errors import AdapterExists, BadAdapter, Closed, ContextTooLong, PassFailed, UnknownAdapter
 
@@ -169,6 +170,30 @@ def test_adapters_are_loaded_beside_the_steps_and_every_ticket_is_settled(desk, 
     assert isinstance(found["without"][0], Refused)
     desk.stats("7")
     assert desk.mail.wait("7")["7"][0].body["adapters_resident"] == 0
+
+
+def test_an_adapter_that_cannot_be_read_again_fails_those_who_ask_for_it_and_nobody_else(model, tiny, tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    for name in ("one", "two"):
+        get_peft_model(copy.deepcopy(tiny), config).save_pretrained(tmp_path / name)
+    size = Core(copy.deepcopy(tiny)).prepare(tmp_path / "one").flat.size
+    mail = Mail()
+    desk = Desk(Core(model, pages=400, page_size=4, residency=ResidencyConfig(device_bytes=size)), mail)
+    desk.load("1", "one", tmp_path / "one")
+    desk.load("2", "two", tmp_path / "two")  # there is room for one
+    mail.wait("1", "2")
+    (tmp_path / "one" / "adapter_model.safetensors").unlink()
+    desk.submit(Order(id="bad", prompt=[1], sampling=WISH, adapter="one", n=2))
+    desk.submit(Order(id="good", prompt=[1], sampling=WISH, adapter="two"))
+    found = mail.wait("bad", ends=2) | mail.wait("good")
+    assert ends(found["good"]) == [Reason.LENGTH]
+    assert ends(found["bad"]) == [Reason.FAILED] * 2
+    assert all(isinstance(event.error, BadAdapter) for event in found["bad"][1:])
+    desk.submit(Order(id="refused", prompt=[1], sampling=WISH, adapter="one"))
+    assert isinstance(mail.wait("refused")["refused"][0].error, BadAdapter)
+    desk.stats("figures")
+    assert mail.wait("figures")["figures"][0].body["residency"]["failures"] == 1
+    desk.close()
 
 
 def test_closing_ends_everything_once(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 
 import pytest
 
@@ -364,6 +365,24 @@ class TestTwoLevels:
         for name in ("a0", "a1", "a2", "a0", "a1"):
             says(world, core, name)
         assert (core.figures().reads, core.figures().loads) == (0, 5)
+
+    def test_what_is_in_host_memory_does_not_wait_for_a_disk(self, world, size, monkeypatch):
+        core = core_for(world, 4 * size, 2 * size, max_coming=1)
+        for name in ("a0", "a1", "a2", "a3"):
+            core.add_adapter(name, world.path(name))
+        core._residency._carrier._reader.submit(int).result()  # all that could be kept is kept
+        slow, carrier = threading.Event(), core._residency._carrier
+        read = carrier.read
+        monkeypatch.setattr(carrier, "read", lambda folder: slow.wait(60) and read(folder))
+        waits = [core.add(PROMPTS[0], WISH, adapter=name) for name in ("a0", "a1")]
+        core.step()
+        others = [core.add(PROMPTS[1], WISH, adapter=name) for name in ("a2", "a3")]
+        run(core, *others)
+        assert [request.outputs for request in others] == [world.says["a2"][1], world.says["a3"][1]]
+        assert [request.outputs for request in waits] == [[], []]
+        slow.set()
+        run(core, *waits)
+        assert [request.outputs for request in waits] == [world.says["a0"][0], world.says["a1"][0]]
 
     def test_an_error_of_ours_ends_those_who_wait_and_the_next_tries_again(self, world, size, monkeypatch):
         core = core_for(world, size)

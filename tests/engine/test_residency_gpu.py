@@ -15,6 +15,7 @@ from symbiosis.engine.engine import Core, Engine
 from symbiosis.engine.flat import Flat, flatten
 from symbiosis.engine.host import HostMemory
 from symbiosis.engine.residency import ResidencyConfig
+from symbiosis.engine.sequences import Sampling
 from tests.engine.residents import PROMPTS, WISH, make_world
 
 pytestmark = pytest.mark.gpu
@@ -102,13 +103,13 @@ def test_others_go_on_while_an_adapter_comes(tiny, tmp_path):
     )
     for number in range(4):
         core.add_adapter(f"a{number}", world.path(f"a{number}"))
-    core.add([1, 2, 3], WISH.__class__(temperature=0.0, max_tokens=600, ignore_eos=True))
+    core.add([1, 2, 3], Sampling(temperature=0.0, max_tokens=600, ignore_eos=True))
 
     def steps(count: int, *, moving: bool) -> list[float]:
         seconds = []
         for number in range(count):
             if moving:
-                core.add([5, 6], WISH.__class__(temperature=0.0, max_tokens=2, ignore_eos=True), adapter=f"a{number % 4}")
+                core.add([5, 6], Sampling(temperature=0.0, max_tokens=2, ignore_eos=True), adapter=f"a{number % 4}")
             begun = time.perf_counter()
             core.step()
             seconds.append(time.perf_counter() - begun)

@@ -100,7 +100,8 @@ class Carrier:
 
     def _end(self, job: Job, found: tuple[Flat, Tensor] | Exception) -> None:
         if isinstance(found, Exception):
-            _log.warning("an adapter could not be brought to the device", exc_info=found)
+            unexpected = None if isinstance(found, SymbiosisError) else found
+            _log.warning("an adapter could not be brought to the device: %s", found, exc_info=unexpected)
         self._say(Arrival(job, found, time.monotonic() - job.sent))
 
     def _keep(self, hash: str, flat: Flat) -> None:

@@ -33,6 +33,10 @@ class NoHost:
     def drop(self, hash: str) -> None:
         """Nobody will ask for it again: its memory is free as soon as nobody holds it."""
 
+    def has(self, hash: str) -> bool:
+        """Whether it need not be read, as far as is known now."""
+        return False
+
     def hashes(self) -> set[str]:
         return set()
 
@@ -94,6 +98,9 @@ class HostMemory(NoHost):
                 self._remove(hash)
             elif hash in self._arena:
                 self._dropped.add(hash)
+
+    def has(self, hash: str) -> bool:
+        return hash in self._kept
 
     def hashes(self) -> set[str]:
         with self._lock:

@@ -46,7 +46,7 @@ class ResidencyConfig:
     slots: int = 256
     """Most adapters on the device; more than run at once, so that the next can come meanwhile."""
     max_coming: int = 4
-    """Most adapters on their way to the device at once."""
+    """Most adapters on their way from disk at once. Those in host memory come besides: they do not wait for disks."""
     patience_s: float = 1.0
     """Who has waited so long for room is made room for."""
 
@@ -133,7 +133,7 @@ class Residency:
         """Adapters that must admit nobody, and who waits for their memory."""
         self._arena = Arena(self._device.size)
         self._slots: OrderedDict[str, int] = OrderedDict()  # of those on the device, longest not used first
-        self._coming: set[str] = set()
+        self._coming: dict[str, bool] = {}  # those on their way, and whether from disk
         self._since: dict[str, float] = {}  # who waits to be sent for, and since when
         self._loads = self._failures = self._evictions = 0
         self._load_s = 0.0
@@ -219,7 +219,7 @@ class Residency:
                 self._host.drop(hash)
             if isinstance(arrival, str):
                 continue
-            self._coming.discard(hash)
+            del self._coming[hash]
             if isinstance(arrival.found, Exception):
                 self._arena.give(hash)
                 self._failures += 1
@@ -241,13 +241,13 @@ class Residency:
         records = {hash: record for hash in wanted if (record := self._registry.get(hash)) is not None and record.users}
         self._since = {hash: self._since.get(hash, now) for hash in records}
         self.draining = {}
-        waited = [hash for hash, since in self._since.items() if now - since >= self._config.patience_s]
+        waited = {hash: since for hash, since in self._since.items() if now - since >= self._config.patience_s}
         too_large = 1 << 62
         for hash in dict.fromkeys((*waited, *missing)):
-            if len(self._coming) >= self._config.max_coming:
-                break
             record, urgent = records.get(hash), hash in waited
             if record is None or (record.size >= too_large and not urgent):
+                continue
+            if sum(self._coming.values()) >= self._config.max_coming and not self._host.has(hash):
                 continue
             if self._make_room(hash, record.size, urgent=urgent):
                 self._send(record)
@@ -287,7 +287,7 @@ class Residency:
     def check_integrity(self) -> None:
         """Everything adds up; tests call it."""
         self._arena.check_integrity()
-        assert self._coming.isdisjoint(self._slots)
+        assert self._slots.keys().isdisjoint(self._coming)
         assert len(self._arena) == len(self._slots) + len(self._coming)
         assert set(self.loaded) == set(self._slots)
         assert self.slots.free == self._config.slots - len(self._slots)
@@ -352,7 +352,7 @@ class Residency:
     def _send(self, record: Record) -> None:
         offset = self._arena.take(record.hash, record.size)
         assert offset is not None, "room was made"
-        self._coming.add(record.hash)
+        self._coming[record.hash] = not self._host.has(record.hash)
         self._carrier.send(Job(record.hash, tuple(record.folders), offset, self._device.fence(), time.monotonic()))
 
     def _failed(self, record: Record, job: Job, error: Exception) -> SymbiosisError | None:
