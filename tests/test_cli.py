@@ -129,6 +129,18 @@ def test_serve_tells_what_it_hosts_and_what_a_tenant_types(folder):
         assert "lockstep" in run_here("top", "--once", "--connect", addresses[0]).stdout
 
 
+def test_a_hundred_signals_at_once_stop_it_as_one_does(folder):
+    process = subprocess.Popen(
+        command("serve", folder, "--listen", "shm://"), stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    assert any(line.startswith("listening at") for line in process.stdout)
+    for _ in range(50):
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

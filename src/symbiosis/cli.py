@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -135,6 +135,21 @@ def read_tokens(given: list[str], environment: str, what: str = "token") -> dict
             raise SymbiosisError(f"two {what}s name the tenant {name!r}: give each tenant one")
         tokens[name] = secret
     return tokens
+
+
+class _Stop:
+    """Set by signals. One may come while another is handled (`make` passes them on), so no lock is taken."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+
+    def __call__(self, *_: object) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._write, b".")
+
+    def wait(self, seconds: float) -> bool:
+        return bool(select.select([self._read], [], [], seconds)[0])
 
 
 _FOR_HTTP = (
@@ -298,9 +313,9 @@ def serve(
             progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
         )
     with executor, ExitStack() as stack:
-        stopped = threading.Event()
+        stopped = _Stop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stopped.set())
+            signal.signal(number, stopped)
         hosting = None
         if http is not None:
             hosting = stack.enter_context(
