@@ -35,6 +35,7 @@ from symbiosis.server.settings import Settings
 _START_S = 120.0
 _FINISH_S = 40.0
 _SOON_S, _DEATHS = 30.0, 3
+_TEMPORARY = "symbiosis-uploads-"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
 _log = logging.getLogger("symbiosis")
 
@@ -147,7 +148,9 @@ class _Uploads:
 
     def __init__(self, folder: str | Path | None) -> None:
         self._is_ours = folder is None
-        self.folder = Path(tempfile.mkdtemp(prefix="symbiosis-uploads-") if folder is None else folder).resolve()
+        if folder is None:
+            store.remove_deserted(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
+        self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY) if folder is None else folder).resolve()
         self._lock = store.lock(self.folder)
         store.remove_left_over(self.folder)
 

@@ -16,7 +16,7 @@ import pytest
 from symbiosis.errors import SymbiosisError
 from symbiosis.server.failures import BadRequest
 from symbiosis.server.forms import Form
-from symbiosis.server.store import NOTE, Store, StoreLimits, kept, lock, remove_left_over
+from symbiosis.server.store import NOTE, Store, StoreLimits, kept, lock, remove_deserted, remove_left_over
 from tests.server.conftest import ANN, BOB, CHIEF
 
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
@@ -171,6 +171,16 @@ def test_what_was_uploaded_is_there_after_a_restart(world, start, tmp_path):
     assert listed(second, BOB) == []
     assert not (tmp_path / "upload-left-over").exists()
     second.hosting.close()
+
+
+def test_folders_of_servers_that_were_killed_are_removed(tmp_path):
+    for name in ("up-1", "up-2", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "up-link").symlink_to(tmp_path / "other")
+    held = lock(tmp_path / "up-2")
+    remove_deserted(tmp_path, "up-*")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "up-2", "up-link"]
+    os.close(held)
 
 
 def test_two_uploads_at_once_are_enough(tmp_path):

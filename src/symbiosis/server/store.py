@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,17 @@ def remove_left_over(folder: Path) -> None:
     for each in folder.glob("upload-*"):
         if not (each / NOTE).exists():
             shutil.rmtree(each, ignore_errors=True)
+
+
+def remove_deserted(place: Path, pattern: str) -> None:
+    """Folders of this user there that no server holds any more: it was killed before it could remove its own."""
+    for each in place.glob(pattern):
+        status = each.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+            with suppress(SymbiosisError):
+                handle = lock(each)
+                shutil.rmtree(each, ignore_errors=True)
+                os.close(handle)
 
 
 class Store:
