@@ -16,8 +16,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
-serve: $(READY)  ## serve the embedded default model at tcp://127.0.0.1:7777
-	$(BIN)/symbiosis serve $(ARGS)
+serve: $(READY)  ## serve the embedded default model: to tenants at tcp://127.0.0.1:7777, over HTTP at 127.0.0.1:8000
+	$(BIN)/symbiosis serve --http $(ARGS)
 
 demo: $(READY)  ## three tenants fine-tune at once on the default model while a fourth chats
 	$(BIN)/symbiosis demo $(ARGS)

@@ -15,10 +15,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from symbiosis.chatting import Sampling, Speaker
+from symbiosis.chatting import Speaker
 from symbiosis.cli import app, read_tokens
 from symbiosis.errors import SymbiosisError
 from symbiosis.finetuning import METHODS
+from symbiosis.talk import Sampling
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 SECRET = "a-secret-of-ann"
@@ -126,6 +127,36 @@ def test_serve_tells_what_it_hosts_and_what_a_tenant_types(folder):
         assert re.search(r"hosts .*linear.*% of", printed)
         assert f'model = symbiosis.connect("{addresses[0]}")' in printed
         assert "lockstep" in run_here("top", "--once", "--connect", addresses[0]).stdout
+
+
+def test_a_hundred_signals_at_once_stop_it_as_one_does(folder):
+    process = subprocess.Popen(
+        command("serve", folder, "--listen", "shm://"), stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    assert any(line.startswith("listening at") for line in process.stdout)
+    for _ in range(50):
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--key", "ann=abcdefghi"), "--key is for HTTP"),
+        (("--max-rows", "512"), "--max-rows is for HTTP"),
+        (("--http", "127.0.0.1:0", "--max-rows", "2"), "max_rows"),
+        (("--http", "127.0.0.1:0", "--cache-gb", "0.000001"), "cache"),
+        (("--http", "0.0.0.0:0"), "--key"),
+        (("--http", "8000"), "HOST:PORT"),
+        (("--http", "127.0.0.1:0", "--adapter", "nameless"), "NAME=FOLDER"),
+        (("--http", "127.0.0.1:0", "--key", "ann=one-secret", "--key", "ann=two-secret"), "ann"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_serving_over_http_wrongly_says_what_to_do(folder, arguments, says):
+    assert says in fails("serve", folder, "--listen", "tcp://127.0.0.1:0", *arguments)
 
 
 @pytest.mark.parametrize("link", [0, 1], ids=["tcp", "shm"])

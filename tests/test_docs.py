@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
 
-import symbiosis
+from tests.tiny_chat import make_tiny_chat
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+USUAL = {"tcp": "tcp://127.0.0.1:7777", "http": "http://127.0.0.1:8000"}
 
 
 @pytest.fixture(scope="module")
-def address(real_cache):
-    with symbiosis.Executor() as executor:
-        yield executor.listen()
+def served(real_cache):
+    """`make serve` itself, with this Python and at free ports; its addresses by scheme."""
+    ports = "--listen tcp://127.0.0.1:0 --http 127.0.0.1:0"
+    command = ["make", "-o", ".venv/.ready", "serve", f"BIN={Path(sys.executable).parent}", f"ARGS={ports}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    found: dict[str, str] = {}
+    try:
+        for line in process.stdout:
+            found |= {scheme: f"{scheme}://{rest}" for scheme, rest in re.findall(r"^listening at (\w+)://(\S+)", line)}
+            if len(found) == 2:
+                break
+        assert set(found) == set(USUAL)
+        yield found
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def address(served):
+    return served["tcp"]
+
+
+def here(text: str, served: dict[str, str]) -> str:
+    """What the README says, at the addresses of this test."""
+    for scheme, usual in USUAL.items():
+        text = text.replace(usual, served[scheme])
+    return text
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def run(code_or_file, *arguments, cwd):
@@ -28,13 +66,49 @@ def run(code_or_file, *arguments, cwd):
 
 
 @pytest.mark.real
-def test_the_readmes_tenant_gets_its_answer_and_its_adapter(address, tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 1
-    assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 15
-    output = run(blocks[0].replace("tcp://127.0.0.1:7777", address), cwd=tmp_path)
+def test_the_readmes_tenant_gets_its_answer_and_its_adapter(served, tmp_path):
+    code = blocks("python")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    output = run(here(code, served), cwd=tmp_path)
     assert "Paris" in output
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.real
+def test_the_readmes_openai_client_gets_its_answer(served, tmp_path):
+    _, code = blocks("python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 5
+    assert "Paris" in run(here(code, served), cwd=tmp_path)
+
+
+@pytest.mark.real
+def test_the_readmes_curl_gets_its_answer(served):
+    (command,) = [block for block in blocks("bash") if block.startswith("curl")]
+    done = subprocess.run(["bash", "-c", here(command, served)], capture_output=True, text=True, timeout=60)
+    assert "Paris" in json.loads(done.stdout)["choices"][0]["text"], done.stderr
+
+
+@pytest.mark.real
+def test_the_openai_client_against_make_serve(served):
+    client = openai.OpenAI(base_url=f"{served['http']}/v1", api_key="none", max_retries=0)
+    (base,) = [model.id for model in client.models.list().data]
+    ask = {"model": base, "messages": [{"role": "user", "content": "Count from one to five."}], "max_tokens": 24}
+    likely = client.chat.completions.create(**ask, temperature=0, logprobs=True, top_logprobs=2).choices[0]
+    said = [each.token for each in likely.logprobs.content]
+    assert "".join(said[:-1] if likely.finish_reason == "stop" else said) == likely.message.content
+    stop = likely.message.content[5:9]
+    stopped = client.chat.completions.create(**ask, temperature=0, stop=stop).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == (likely.message.content.partition(stop)[0], "stop")
+    several = client.chat.completions.create(**ask, temperature=1, seed=7, n=3)
+    assert len({choice.message.content for choice in several.choices}) == 3
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(**ask, temperature=1, seed=7, n=3, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == [choice.message.content for choice in several.choices]
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**{**ask, "model": "nobody"})
+    with pytest.raises(openai.BadRequestError, match="8192"):
+        client.chat.completions.create(**{**ask, "max_tokens": 100_000})
 
 
 @pytest.mark.real
@@ -47,6 +121,29 @@ def test_two_tenants_example(real_cache, tmp_path):
 @pytest.mark.real
 def test_trl_example(address, tmp_path):
     assert "loss" in run(str(ROOT / "examples" / "sft_with_trl.py"), address, cwd=tmp_path)
+
+
+def test_every_curl_of_the_providers_page_is_answered(tmp_path):
+    """In the order of the page, against the very `symbiosis serve` that it shows, of a tiny model at a free port."""
+    base = LlamaForCausalLM.from_pretrained(make_tiny_chat(tmp_path / "tiny"))
+    adapter = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapter.save_pretrained(tmp_path / "adapters" / "pirate")
+    adapter.save_pretrained(tmp_path / "my-adapter")
+    serve, *curls = [block for block in blocks("bash", (ROOT / "docs/providers.md").read_text()) if "127.0.0.1:8000" in block]
+    serve = serve.replace("symbiosis serve", f"exec {sys.executable} -m symbiosis.cli serve tiny --listen shm://")
+    process = subprocess.Popen(["bash", "-c", serve.replace(":8000", ":0")], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        url = next(line.split()[2] for line in process.stdout if line.startswith("listening at http"))
+        commands = re.findall(r"(?m)^curl .*(?:\n    .*)*", "\n".join(curls))
+        assert len(commands) >= 8
+        for command in commands:
+            asked = command.replace("http://127.0.0.1:8000", url).replace("curl ", "curl -sS --fail-with-body ", 1)
+            done = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, (command, done.stdout, done.stderr)
+            assert done.stdout
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import symbiosis
-from symbiosis.chatting import Sampling, Speaker, with_adapter
+from symbiosis.chatting import Speaker, with_adapter
 from symbiosis.errors import BadAdapter
 from symbiosis.finetuning import METHODS, BadData, BadSettings, FinetuneConfig, Sample, encode, finetune, read_samples
+from symbiosis.talk import Sampling
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo ho"}]}

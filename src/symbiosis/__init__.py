@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Executor", "connect", "errors"]
+__all__ = ["Engine", "Executor", "connect", "errors"]
 
 if TYPE_CHECKING:
     from symbiosis import errors
+    from symbiosis.engine.engine import Engine
     from symbiosis.launch import Executor, connect
 
 
@@ -18,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from symbiosis import launch
 
         return getattr(launch, name)
+    if name == "Engine":
+        from symbiosis.engine.engine import Engine
+
+        return Engine
     if name == "errors":
         import importlib
 

@@ -14,31 +14,12 @@ from transformers import TextStreamer
 
 from symbiosis.errors import BadAdapter, SymbiosisError
 from symbiosis.launch import connect
+from symbiosis.talk import BadPrompt, Sampling
 
 
-class BadPrompt(SymbiosisError):
-    """A prompt the model cannot take."""
-
-    code = "bad_prompt"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How answers are drawn."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    """0: the likeliest token each time."""
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise BadPrompt(f"max new tokens is {self.max_new_tokens}: expected at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise BadPrompt(f"temperature is {self.temperature}: expected 0 (greedy) or more")
-
-    def options(self) -> dict[str, Any]:
-        drawn = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
-        return {"max_new_tokens": self.max_new_tokens, **drawn}
+def _options(sampling: Sampling) -> dict[str, Any]:
+    drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
+    return {"max_new_tokens": sampling.max_new_tokens, **drawn}
 
 
 class _Pieces(TextStreamer):  # type: ignore[misc]  # transformers has no types
@@ -86,7 +67,7 @@ class Speaker:
             attention_mask=inputs["attention_mask"].to(self.model.device),
             streamer=_Pieces(self.tokenizer, write) if write else None,
             pad_token_id=pad,
-            **sampling.options(),
+            **_options(sampling),
         )
         return str(self.tokenizer.decode(made[0, length:], skip_special_tokens=True))
 
@@ -125,24 +106,3 @@ def with_adapter(model: Any, folder: Path) -> Any:
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadAdapter(f"the adapter in {folder} does not fit this model: {reason}") from error
-
-
-def chat(
-    speaker: Speaker,
-    lines: Iterator[str],
-    sampling: Sampling,
-    write: Callable[[str], None],
-    system: str | None = None,
-) -> None:
-    """Answer line after line, remembering the talk, until `/exit` or the end of the lines."""
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    for line in lines:
-        asked = line.strip()
-        if asked == "/exit":
-            return
-        if not asked:
-            continue
-        messages.append({"role": "user", "content": asked})
-        answer = speaker.answer(messages, sampling, write)
-        write("\n")
-        messages.append({"role": "assistant", "content": answer})

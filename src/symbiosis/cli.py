@@ -7,12 +7,13 @@ torch takes seconds to import, so every command imports what it needs itself:
 from __future__ import annotations
 
 import os
+import re
+import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,16 +24,18 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from symbiosis import __version__
+from symbiosis import __version__, adapter_commands
+from symbiosis.adapter_commands import DEFAULT_SITE, Key
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
-    from symbiosis.chatting import Sampling
     from symbiosis.finetuning import Step
+    from symbiosis.talk import Sampling
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:7777"
+DEFAULT_HTTP = "127.0.0.1:8000"
 _SHORT_SECRET = 8
 err = Console(stderr=True)
 
@@ -49,6 +52,16 @@ class _Commands(TyperGroup):
             raise typer.Exit(1) from None
 
 
+class _Serve(TyperCommand):
+    """`--http` may stand alone: then it is the usual address."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        said: list[str] = []
+        for word, following in zip(args, [*args[1:], ""], strict=True):
+            said += [word] if word != "--http" or re.fullmatch(r"[^-].*:.*|\d+", following) else [word, DEFAULT_HTTP]
+        return super().parse_args(ctx, said)
+
+
 app = typer.Typer(
     name="symbiosis",
     cls=_Commands,
@@ -59,6 +72,8 @@ app = typer.Typer(
     help="One frozen base model, many tenants.\n\nStart with [bold]symbiosis serve[/bold] in one terminal and "
     "[bold]symbiosis chat[/bold] in another, or watch [bold]symbiosis demo[/bold].",
 )
+
+app.add_typer(adapter_commands.app)
 
 Connect = Annotated[str, typer.Option("--connect", metavar="ADDRESS", help="Where the executor listens.")]
 Token = Annotated[
@@ -92,7 +107,20 @@ def main(
 # -- the provider ---------------------------------------------------------------------------
 
 
-def read_tokens(given: list[str], environment: str) -> dict[str, str]:
+def read_adapters(given: list[str]) -> dict[str, Path]:
+    """Names and folders from `NAME=FOLDER`."""
+    adapters: dict[str, Path] = {}
+    for entry in given:
+        name, mark, folder = entry.partition("=")
+        if not mark or not name or not folder:
+            raise SymbiosisError(f"--adapter {entry}: expected NAME=FOLDER")
+        if name in adapters:
+            raise SymbiosisError(f"two adapters are named {name!r}: give each a name of its own")
+        adapters[name] = Path(folder)
+    return adapters
+
+
+def read_tokens(given: list[str], environment: str, what: str = "token") -> dict[str, str]:
     """Tenants' names and secrets from `NAME=SECRET` or plain `SECRET`. Raises without repeating a secret."""
     tokens: dict[str, str] = {}
     plain = 0
@@ -102,15 +130,47 @@ def read_tokens(given: list[str], environment: str) -> dict[str, str]:
             plain += 1
             name, secret = f"tenant-{plain}", entry
         if not name or not secret:
-            raise SymbiosisError("a token must be NAME=SECRET or SECRET, neither empty")
+            raise SymbiosisError(f"a {what} must be NAME=SECRET or SECRET, neither empty")
         if name in tokens:
-            raise SymbiosisError(f"two tokens name the tenant {name!r}: give each tenant one")
+            raise SymbiosisError(f"two {what}s name the tenant {name!r}: give each tenant one")
         tokens[name] = secret
     return tokens
 
 
-@app.command(epilog="Example: symbiosis serve --listen tcp://127.0.0.1:7777 --listen shm://base")
+class _Stop:
+    """Set by signals. One may come while another is handled (`make` passes them on), so no lock is taken."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+
+    def __call__(self, *_: object) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._write, b".")
+
+    def wait(self, seconds: float) -> bool:
+        return bool(select.select([self._read], [], [], seconds)[0])
+
+
+_FOR_HTTP = (
+    *("key", "admin_key", "adapter", "adapter_root", "uploads", "tenant_adapters", "tenant_adapter_gb", "tenant_requests"),
+    *("tenant_rate", "cache_gb", "adapter_gb", "adapter_host_gb", "max_rows", "max_running", "max_queued", "tenant_queued"),
+)
+
+
+def _given(ctx: typer.Context, name: str) -> bool:
+    """Whether an option was typed; neither its default nor the environment's."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _limit(name: str, help: str, *, hidden: bool = False) -> Any:
+    return typer.Option(name, min=0, help=help, show_default=not hidden, rich_help_panel="Limits of serving over HTTP")
+
+
+@app.command(cls=_Serve, epilog="Example: symbiosis serve --listen tcp://127.0.0.1:7777 --listen shm://base --http")
 def serve(
+    ctx: typer.Context,
     model: Annotated[str | None, typer.Argument(show_default=False, help="Folder or hub id; none: the default model.")] = None,
     listen: Annotated[
         list[str] | None,
@@ -144,14 +204,95 @@ def serve(
     no_direct: Annotated[
         bool, typer.Option("--no-direct", help="Let no tenant map the GPU's memory: calls only, for tenants you do not trust.")
     ] = False,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            "--http",
+            metavar="[HOST:PORT]",
+            show_default=False,
+            help=f"Serve OpenAI's API too, on the same weights. (alone: at {DEFAULT_HTTP})",
+        ),
+    ] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--key",
+            metavar="NAME=SECRET",
+            help="A tenant's key for HTTP; repeatable. Also from SYMBIOSIS_KEYS.",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            "--admin-key",
+            metavar="SECRET",
+            envvar="SYMBIOSIS_ADMIN_KEY",
+            show_default=False,
+            help="For /metrics and to load and unload adapters.",
+        ),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=FOLDER", help="A PEFT adapter to serve over HTTP; repeatable."),
+    ] = None,
+    adapter_root: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter-root",
+            metavar="FOLDER",
+            show_default=False,
+            help="Where the admin may load adapters from while serving; none: from nowhere.",
+        ),
+    ] = None,
+    uploads: Annotated[
+        Path | None,
+        typer.Option(
+            "--uploads",
+            metavar="FOLDER",
+            show_default=False,
+            help="Keeps the adapters that tenants upload, also for the next server; none: they go when this one does.",
+        ),
+    ] = None,
+    tenant_adapters: Annotated[int, _limit("--tenant-adapters", "Most adapters that one tenant may upload.")] = 64,
+    tenant_adapter_gb: Annotated[float, _limit("--tenant-adapter-gb", "Most gigabytes that they may have together.")] = 4.0,
+    tenant_requests: Annotated[
+        int | None, _limit("--tenant-requests", "Most requests of one tenant at once. (default: no limit)", hidden=True)
+    ] = None,
+    tenant_rate: Annotated[
+        int | None, _limit("--tenant-rate", "Most requests of one tenant in a minute. (default: no limit)", hidden=True)
+    ] = None,
+    cache_gb: Annotated[
+        float | None, _limit("--cache-gb", "Memory for keys and values. (default: 1024 pages of 16 tokens)", hidden=True)
+    ] = None,
+    adapter_gb: Annotated[float, _limit("--adapter-gb", "Memory for adapters on the device; more are served than fit.")] = 2.0,
+    adapter_host_gb: Annotated[
+        float, _limit("--adapter-host-gb", "Memory of the host for adapters ready to be copied to a GPU.")
+    ] = 4.0,
+    max_rows: Annotated[int, _limit("--max-rows", "Most tokens that one pass computes.")] = 2048,
+    max_running: Annotated[int, _limit("--max-running", "Most answers that are computed at once.")] = 256,
+    max_queued: Annotated[int, _limit("--max-queued", "Most answers that wait; who asks for more gets a 429.")] = 4096,
+    tenant_queued: Annotated[int, _limit("--tenant-queued", "Most answers of one tenant that wait.")] = 1024,
 ) -> None:
     """Hold one base model and serve its layers to tenants, until Ctrl-C."""
+    keys = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key")
+    adapters = read_adapters(adapter or [])
+    for_http = [name for name in _FOR_HTTP if _given(ctx, name)]
+    if http is None and for_http:
+        raise SymbiosisError(f"--{for_http[0].replace('_', '-')} is for HTTP: give --http too")
     tokens = read_tokens(token or [], os.environ.get("SYMBIOSIS_TOKENS", ""))
-    for name in (name for name, secret in tokens.items() if len(secret) < _SHORT_SECRET):
-        err.print(f"the token of {name} is short enough to guess: `openssl rand -hex 16` makes a good one")
+    secrets = [*(("token", *each) for each in tokens.items()), *(("key", *each) for each in keys.items())]
+    secrets += [("key", "the admin", admin_key)] if admin_key else []
+    for what, name in ((what, name) for what, name, secret in secrets if len(secret) < _SHORT_SECRET):
+        err.print(f"the {what} of {name} is short enough to guess: `openssl rand -hex 16` makes a good one")
     with err.status("Starting"):
+        from symbiosis.engine.residency import ResidencyConfig
+        from symbiosis.hosting import check_http
         from symbiosis.launch import Executor, check_address
+        from symbiosis.server.limits import RequestLimits
+        from symbiosis.server.store import StoreLimits
 
+        if http is not None:
+            check_http(http, keys)
         for address in listen or [DEFAULT_ADDRESS]:
             check_address(address, tokens)  # before a big model is loaded for nothing
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
@@ -168,12 +309,33 @@ def serve(
             direct=not no_direct,
             max_wait_ms=max_wait_ms,
             training_share=training_share,
+            hosting=http is not None,
             progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
         )
-    with executor:
-        stopped = threading.Event()
+    with executor, ExitStack() as stack:
+        stopped = _Stop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stopped.set())
+            signal.signal(number, stopped)
+        hosting = None
+        if http is not None:
+            hosting = stack.enter_context(
+                executor.host(
+                    http,
+                    keys=keys,
+                    admin_key=admin_key,
+                    adapters=adapters,
+                    adapter_root=adapter_root,
+                    uploads=uploads,
+                    store_limits=StoreLimits(adapters=tenant_adapters, bytes=int(tenant_adapter_gb * 1e9)),
+                    requests=RequestLimits(at_once=tenant_requests, per_minute=tenant_rate),
+                    cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
+                    residency=ResidencyConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
+                    max_rows=max_rows,
+                    max_running=max_running,
+                    max_queued=max_queued,
+                    tenant_queued=min(tenant_queued, max_queued),
+                )
+            )
         addresses = [executor.listen(address) for address in listen or [DEFAULT_ADDRESS]]
         typer.echo(f"{executor.stats()['model']}: {executor.split.summary()}")
         secret = ', token="…"' if tokens else ""
@@ -186,10 +348,14 @@ def serve(
         )
         for address in addresses:
             typer.echo(f"listening at {address}")
+        if hosting is not None:
+            typer.echo(f"listening at {hosting.url}")
         sys.stdout.flush()  # scripts wait for these lines
         while not stopped.wait(1.0):
             if not executor.is_serving():
                 raise SymbiosisError("the executor's loop has failed, as the log above says")
+            if hosting is not None:
+                hosting.check()
         err.print("stopping")
 
 
@@ -215,28 +381,64 @@ def _lines() -> Iterator[str]:
 
 
 def _sampling(max_new_tokens: int, temperature: float) -> Sampling:
-    from symbiosis.chatting import Sampling
+    from symbiosis.talk import Sampling
 
     return Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
 
 
-@app.command(epilog="Example: symbiosis chat --adapter my-adapter --system 'Answer in one sentence.'")
+@app.command(epilog="Example: symbiosis chat --adapter pirate --system 'Answer in one sentence.'")
 def chat(
-    connect: Connect = DEFAULT_ADDRESS,
+    ctx: typer.Context,
+    connect: Annotated[
+        str | None,
+        typer.Option(
+            "--connect",
+            metavar="ADDRESS",
+            show_default=False,
+            help=f"Where the executor listens, or a server's http://HOST:PORT. (default: {DEFAULT_ADDRESS}; {DEFAULT_SITE} if "
+            "--adapter is a name)",
+        ),
+    ] = None,
     token: Token = None,
+    key: Key = None,
     name: Name = "chat",
-    adapter: Adapter = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME",
+            show_default=False,
+            help="An adapter of the server; or, with an executor, the folder of one of your own.",
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(show_default=False, help="What the model is told first.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.2,
     seed: Seed = None,
 ) -> None:
-    """Talk with the model. Lines come from the terminal, or from a pipe."""
-    from symbiosis import chatting
+    """Talk with the model. Lines come from the terminal, or from a pipe.
+
+    A server (`symbiosis serve --http`) computes everything and has the adapters; with an executor,
+    attention and your adapter are computed here.
+    """
+    from symbiosis import talk
 
     sampling = _sampling(max_new_tokens, temperature)
-    with chatting.speaker(connect, token=token, name=name, adapter=adapter, seed=seed) as speaker:
-        chatting.chat(speaker, _lines(), sampling, _write, system)
+    if connect is None:
+        connect = DEFAULT_ADDRESS if adapter is None or Path(adapter).is_dir() else DEFAULT_SITE
+    over_http = connect.startswith(("http://", "https://"))
+    if _given(ctx, "token" if over_http else "key"):
+        raise SymbiosisError(f"{connect} takes {'--key, not --token' if over_http else '--token, not --key'}")
+    if over_http:
+        from symbiosis.site import Site
+
+        talk.chat(talk.SiteSpeaker(Site(connect, key), adapter, seed), _lines(), sampling, _write, system)
+        return
+    from symbiosis import chatting
+
+    folder = None if adapter is None else Path(adapter)
+    with chatting.speaker(connect, token=token, name=name, adapter=folder, seed=seed) as speaker:
+        talk.chat(speaker, _lines(), sampling, _write, system)
 
 
 @app.command(epilog="Example: symbiosis generate 'Why is the sky blue?' --max-new-tokens 60")

@@ -24,11 +24,12 @@ from rich.live import Live
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from symbiosis.chatting import Sampling, Speaker, speaker, with_adapter
+from symbiosis.chatting import Speaker, speaker, with_adapter
 from symbiosis.demo_figures import DemoFailed, Report, Run, Tenant, memory, plot, report, view, write
 from symbiosis.finetuning import FinetuneConfig, Sample, finetune, read_samples
 from symbiosis.launch import fetch_stats
 from symbiosis.models.default import default_model_folder
+from symbiosis.talk import Sampling
 
 _DATA = Path(__file__).parent / "demo_data"
 _SAMPLING = Sampling(max_new_tokens=24)

@@ -6,6 +6,9 @@ error raised in the executor is raised again at the tenant as the same class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class SymbiosisError(RuntimeError):
     """Root of everything this package raises on purpose."""
@@ -193,9 +196,53 @@ class ContextTooLong(SymbiosisError):
 
 
 class TooManyRequests(SymbiosisError):
-    """More requests at once than the provider lets wait, of one tenant or of all."""
+    """More requests than the provider takes, of one tenant or of all; after `retry_s` there may be room."""
 
     code = "too_many_requests"
+
+    def __init__(self, message: str, *, retry_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
+class PassFailed(SymbiosisError):
+    """A pass of the engine failed, and with it the answers that were computed in it: `requests`."""
+
+    code = "pass_failed"
+
+    def __init__(self, message: str, requests: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.requests = requests
+
+
+class AnswerFailed(SymbiosisError):
+    """The model gave no number to choose a token by (NaN or infinity); only this answer is affected."""
+
+    code = "answer_failed"
+
+
+class AdapterExists(SymbiosisError):
+    """Another adapter is served under that name already."""
+
+    code = "adapter_exists"
+
+
+class QuotaExceeded(SymbiosisError):
+    """More adapters, or bytes of them, than the provider keeps for one tenant."""
+
+    code = "quota_exceeded"
+
+
+class EngineLost(SymbiosisError):
+    """The process with the serving engine is gone, or does not answer."""
+
+    code = "engine_lost"
+
+
+class Forbidden(SymbiosisError):
+    """A key that is known, but not for this."""
+
+    code = "forbidden"
 
 
 def _tree(root: type[SymbiosisError]) -> dict[str, type[SymbiosisError]]:

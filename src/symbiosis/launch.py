@@ -17,13 +17,14 @@ from symbiosis.executor.layers import make_layer
 from symbiosis.executor.loop import Loop
 from symbiosis.executor.policies import POLICIES, Policy
 from symbiosis.executor.service import Service
+from symbiosis.hosting import Hosting
 from symbiosis.links.base import Link, Port
 from symbiosis.links.inproc import InprocLink, InprocPort
 from symbiosis.links.shm import ShmLink, ShmPort
 from symbiosis.links.tcp import TcpLink, TcpPort
 from symbiosis.messages import Kind, Message
-from symbiosis.models.part import load_weights, store_bytes, store_weights
-from symbiosis.models.source import ModelSource, load
+from symbiosis.models.part import load_weights, store_bytes, store_weights, unpack_tokenizer
+from symbiosis.models.source import ModelSource, load, shared_copy
 from symbiosis.models.split import Progress, Split, split
 from symbiosis.types import BlobRef, Limits, Manifest
 
@@ -39,6 +40,7 @@ class Executor:
     model. `tokens` maps tenants' names to their secrets; without any, only
     this machine may connect. `direct` lets tenants of this user on the
     executor's GPU map its memory, which they could then write to as well.
+    `hosting` keeps the whole model at hand for `host`.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Executor:
         direct: bool = True,
         max_wait_ms: float | None = None,
         training_share: float | None = None,
+        hosting: bool = False,
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.tokens = _check_tokens(tokens or {})
@@ -71,8 +74,9 @@ class Executor:
         if not source.borrowed:
             # What tenants hold need not stay here, it lies in a file; unless they share it on the GPU.
             self._store_client_part()
-            if place.type != "cuda" or not self.limits.direct:
+            if not hosting and (place.type != "cuda" or not self.limits.direct):
                 self.split.client_tensors.clear()
+        self._model = source.model if hosting else None
         del source
         self._service = Service(
             model=self._model_hash(),
@@ -98,6 +102,16 @@ class Executor:
         port = _port(address, self.tokens, self.limits)
         self._loop.add(port)
         return port.address
+
+    def host(self, address: str = "127.0.0.1:0", **options: Any) -> Hosting:
+        """Serve whole answers over HTTP with the very weights the tenants share; `options` are `Hosting`'s.
+
+        The model must have been kept (`hosting=True`). Close what this returns before the executor.
+        """
+        if self._model is None:
+            raise SymbiosisError("this executor let go of what tenants hold themselves: make it with hosting=True")
+        folder = unpack_tokenizer(self._tokenizer) if self._tokenizer else None
+        return Hosting(shared_copy(self._model), self._about["name"], folder, address, **options)
 
     def stats(self) -> dict[str, Any]:
         """Calls, batches, mean batch, tokens, bytes held, and figures per tenant."""

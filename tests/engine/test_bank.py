@@ -47,7 +47,7 @@ def loaded(model, kind: str) -> Loaded:
                 scaled = module.scaling["default"] * b @ a
                 norm = (module.base_layer.weight + scaled).norm(dim=1)
                 stretch = (module.lora_magnitude_vector["default"].weight / norm).detach()
-            parts[name] = (Low(a.detach().T, module.scaling["default"] * b.detach().T, stretch_O=stretch),)
+            parts[name] = (Low(a.detach(), module.scaling["default"] * b.detach(), stretch_O=stretch),)
         elif hasattr(module, "ia3_l") and "default" in module.ia3_l:
             parts[name] = (Scale(module.ia3_l["default"].detach().flatten(), module.is_feedforward),)
         elif hasattr(module, "modules_to_save") and "default" in module.modules_to_save:

@@ -447,6 +447,32 @@ class TestAdapters:
                 there.add("cold")
         assert "late" in engine.ended
 
+    def test_many_cold_adapters_of_one_tenant_do_not_go_before_everybody_elses(self):
+        engine = Simulated(resident=lambda adapter: False, max_rows=100)
+        for number in range(6):
+            engine.add(f"a{number}", tenant="ann", adapter=f"ann{number}")
+        for number in range(2):
+            engine.add(f"b{number}", tenant="bob", adapter=f"bob{number}")
+        assert engine.step().missing == ("ann0", "bob0", "ann1", "bob1", "ann2", "ann3", "ann4", "ann5")
+
+    def test_what_will_be_missing_is_asked_for_while_nobody_can_be_admitted(self):
+        engine = Simulated(max_running=1, resident=lambda adapter: not adapter)
+        engine.add("runs", max_tokens=20)
+        engine.step()
+        engine.add("next", tenant="bob", adapter="cold")
+        assert engine.step().missing == ("cold",)
+
+    def test_an_adapter_that_is_to_leave_admits_nobody_and_goes_on_with_those_it_has(self):
+        engine = Simulated()
+        engine.add("runs", adapter="x", max_tokens=20)
+        engine.step()
+        engine.scheduler.draining = {"x": "y"}
+        engine.add("new", adapter="x")
+        assert set(rows(engine.step())) == {"runs"}
+        engine.scheduler.draining = {}
+        assert set(rows(engine.step())) == {"runs", "new"}
+        engine.drain()
+
 
 @settings(max_examples=120, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(6, 24), st.integers(1, 5), st.integers(1, 6))

@@ -25,10 +25,14 @@ _KEEP_STACKS = 2  # of one layer: each is as large as its adapters there
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Low:
-    """A low-rank change of a layer as the engine computes it; `b_rO` has the scale in it."""
+    """A low-rank change of a layer as the engine computes it; `b_Or` has the scale in it.
 
-    a_Ir: Tensor
-    b_rO: Tensor
+    On a GPU both are contiguous, as kernels want them. On a CPU their transposes
+    are: its products take up to twice as long the other way round.
+    """
+
+    a_rI: Tensor
+    b_Or: Tensor
     bias_O: Tensor | None = None
     stretch_O: Tensor | None = None
     """DoRA: the whole product, without the layer's own bias, times this."""
@@ -126,17 +130,22 @@ class Stacks:
     """Stacked weights, kept while the same adapters are at work on the same layer."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, OrderedDict[tuple[str, ...], _Stack]] = {}
+        self._kept: dict[str, OrderedDict[tuple[Loaded, ...], _Stack]] = {}
 
     def of(self, path: str, few: Sequence[tuple[Segment, Low]]) -> _Stack:
-        key, kept = tuple(s.adapter.hash for s, _ in few), self._kept.setdefault(path, OrderedDict())
+        key, kept = tuple(s.adapter for s, _ in few), self._kept.setdefault(path, OrderedDict())
         stack = kept.get(key)
         if stack is None:
-            stack = kept[key] = _Stack(torch.stack([low.a_Ir for _, low in few]), torch.stack([low.b_rO for _, low in few]))
+            stack = kept[key] = _Stack(torch.stack([low.a_rI.T for _, low in few]), torch.stack([low.b_Or.T for _, low in few]))
             if len(kept) > _KEEP_STACKS:
                 kept.popitem(last=False)
         kept.move_to_end(key)
         return stack
+
+    def forget(self, adapter: Loaded) -> None:
+        for kept in self._kept.values():
+            for key in [key for key in kept if adapter in key]:
+                del kept[key]
 
 
 class Company:
@@ -167,11 +176,11 @@ class Effect:
         plain = [(s, p) for s, p in found if isinstance(p, Low) and p.stretch_O is None and p.bias_O is None]
         self._alone = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Low) and (s, p) not in plain]
         self._batched: list[tuple[_Stack, _Layout]] = []
-        for rank in {p.a_Ir.shape[1] for _, p in plain}:
-            same = [(s, p) for s, p in plain if p.a_Ir.shape[1] == rank]
+        for rank in {p.a_rI.shape[0] for _, p in plain}:
+            same = [(s, p) for s, p in plain if p.a_rI.shape[0] == rank]
             few = [(s, p) for s, p in same if s.end - s.start <= _FEW_ROWS]
             if len(few) > 1:
-                layout = company.layout([s for s, _ in few], few[0][1].a_Ir.device)
+                layout = company.layout([s for s, _ in few], few[0][1].a_rI.device)
                 self._batched.append((stacks.of(path, few), layout))
             self._alone += [(slice(s.start, s.end), p) for s, p in same if len(few) == 1 or (s, p) not in few]
         self.is_nothing = not found
@@ -181,7 +190,7 @@ class Effect:
         for rows, own in self._own:
             y_RD[rows] = F.embedding(ids_R[rows], own.weight_OI)
         for rows, low in self._all_low:
-            y_RD[rows] += F.embedding(ids_R[rows], low.a_Ir) @ low.b_rO
+            y_RD[rows] += F.embedding(ids_R[rows], low.a_rI.T) @ low.b_Or.T
         for rows, part in self._rows:
             hits = ids_R[rows][:, None] == part.ids[None, :]
             y_RD[rows] = torch.where(hits.any(1)[:, None], part.rows_TD[hits.int().argmax(1)], y_RD[rows])
@@ -215,11 +224,11 @@ def _change(x: Tensor, y: Tensor, low: Low, own_bias: Tensor | None) -> None:
     if low.stretch_O is not None:
         if own_bias is not None:
             y -= own_bias
-        y.addmm_(x @ low.a_Ir, low.b_rO).mul_(low.stretch_O)
+        y.addmm_(x @ low.a_rI.T, low.b_Or.T).mul_(low.stretch_O)
         if own_bias is not None:
             y += own_bias
     else:
-        y.addmm_(x @ low.a_Ir, low.b_rO)
+        y.addmm_(x @ low.a_rI.T, low.b_Or.T)
     if low.bias_O is not None:
         y += low.bias_O
 
@@ -228,7 +237,8 @@ class Bank:
     """Which adapters are at work in the pass that runs."""
 
     def __init__(self) -> None:
-        self._companies: OrderedDict[tuple[tuple[str, int, int], ...], Company] = OrderedDict()
+        # by the adapters themselves: one that left and came back has the same hash and lies elsewhere
+        self._companies: OrderedDict[tuple[tuple[Loaded, int, int], ...], Company] = OrderedDict()
         self._stacks = Stacks()
         self._rows: Company | None = None
         self._logits: Company | None = None
@@ -240,7 +250,7 @@ class Bank:
     def _company(self, segments: Sequence[Segment]) -> Company | None:
         if not segments:
             return None
-        key = tuple((s.adapter.hash, s.start, s.end) for s in segments)
+        key = tuple((s.adapter, s.start, s.end) for s in segments)
         company = self._companies.get(key)
         if company is None:
             company = self._companies[key] = Company(list(segments))
@@ -248,6 +258,13 @@ class Bank:
                 self._companies.popitem(last=False)
         self._companies.move_to_end(key)
         return company
+
+    def forget(self, adapter: Loaded) -> None:
+        """Keep nothing of an adapter whose memory is about to be another's. Between passes."""
+        self._rows = self._logits = None
+        for key in [key for key in self._companies if any(each[0] is adapter for each in key)]:
+            del self._companies[key]
+        self._stacks.forget(adapter)
 
     def effect(self, path: str, *, of_head: bool) -> Effect | None:
         """What happens at this layer now; None if nothing does."""

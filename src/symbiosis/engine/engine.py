@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.facts import ModelFacts
-from symbiosis.adapters.folder import read
 from symbiosis.engine.attention import KeyValues
-from symbiosis.engine.bank import Loaded
-from symbiosis.engine.loading import load
 from symbiosis.engine.pages import PagePool
+from symbiosis.engine.registry import Version
+from symbiosis.engine.residency import Figures, Prepared, Residency, ResidencyConfig
 from symbiosis.engine.runner import Runner
-from symbiosis.engine.sampler import Logprobs, sample
-from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
+from symbiosis.engine.sampler import Logprobs, Sampled, sample
+from symbiosis.engine.scheduler import Chunk, Pass, Scheduler, SchedulerConfig
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Request
-from symbiosis.errors import CannotServe, UnknownAdapter
+from symbiosis.errors import CannotServe, PassFailed, SymbiosisError
+from symbiosis.models.source import ModelSource, load_both
 
+_log = logging.getLogger("symbiosis")
+_WAIT_S = 1.0
+_MAX_ADAPTERS = 64  # in one pass
 _VIRTUAL = 0  # the token that stands for a virtual one: its row, or its keys, are the adapter's
 
 
@@ -36,6 +41,8 @@ class Answer:
     logprobs: list[Logprobs] = field(default_factory=list)
     text: str | None = None
     """If the engine has a tokenizer."""
+    error: SymbiosisError | None = None
+    """Why it failed, if it did and the reason is known."""
 
 
 class Core:
@@ -47,15 +54,22 @@ class Core:
         *,
         pages: int = 1024,
         page_size: int = 16,
-        max_rows: int = 2048,
+        cache_bytes: int | None = None,
+        residency: ResidencyConfig = ResidencyConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
+        **limits: int,
     ) -> None:
-        """Raises `CannotServe` with the reason if this model cannot be served."""
+        """`cache_bytes`, if given, says how many pages there are. `limits` are the scheduler's.
+
+        Raises `CannotServe` with the reason if this model cannot be served.
+        """
         self.facts = ModelFacts.of(model)
         if not self.facts.decoder_only or not self.facts.kv_heads or not model.can_generate():
             raise CannotServe(
                 f"{type(model).__name__} is no decoder whose layers all keep keys and values by head: it cannot be served"
             )
+        if cache_bytes is not None:
+            pages = self._pages(cache_bytes, page_size, model.dtype.itemsize)
         memory = KeyValues(
             layers=self.facts.layers,
             heads=self.facts.kv_heads,
@@ -67,82 +81,223 @@ class Core:
         )
         self._runner = Runner(model.eval(), memory)
         longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
-        config = SchedulerConfig(vocabulary=self.facts.vocab, max_length=longest, max_rows=max_rows)
-        self.scheduler = Scheduler(config, PagePool(pages, page_size), self._adapters_loaded)
-        self._loaded: dict[str, Loaded] = {}
-        self._names: dict[str, str] = {}
+        config = SchedulerConfig(
+            vocabulary=self.facts.vocab, max_length=longest, max_adapters=min(_MAX_ADAPTERS, residency.slots), **limits
+        )
+        self._residency = Residency(
+            model, self.facts, residency, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
+        )
+        self.scheduler = Scheduler(config, PagePool(pages, page_size), self._residency.is_here)
+        self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash
+        self._failed: list[tuple[Request, SymbiosisError]] = []
+        self.passes = 0
         self._clock = clock
         self._numbers = itertools.count()
         eos = model.generation_config.eos_token_id
         self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
 
-    def _adapters_loaded(self, hash: str) -> bool:
-        return not hash or hash in self._loaded
+    def _pages(self, cache_bytes: int, page_size: int, itemsize: int) -> int:
+        each = self.facts.layers * 2 * self.facts.kv_heads * self.facts.head_dim * page_size * itemsize
+        if cache_bytes < 8 * each:
+            raise CannotServe(f"a cache of {cache_bytes} bytes is too small: {page_size} tokens of this model take {each}")
+        return cache_bytes // each
+
+    def prepare(self, folder: str | Path) -> Prepared:
+        """Read and check an adapter. Any thread may, while another steps. Raises what is wrong with it."""
+        return self._residency.prepare(Path(folder))
+
+    def put_adapter(self, name: str, prepared: Prepared) -> Version:
+        """Serve what `prepare` gave under `name` from now on. Who was accepted with an older version keeps that."""
+        return self._residency.put(name, prepared)
 
     def add_adapter(self, name: str, folder: str | Path) -> str:
-        """Serve the PEFT adapter in this folder under `name`; its content hash. Who runs with an older one keeps it."""
-        adapter = read(Path(folder), self.facts)
-        if adapter.hash not in self._loaded:
-            self._loaded[adapter.hash] = load(adapter, self._runner.model)
-        self._names[name] = adapter.hash
-        return adapter.hash
+        """Serve the PEFT adapter in this folder under `name`; its content hash."""
+        return self.put_adapter(name, self.prepare(folder)).hash
 
     def remove_adapter(self, name: str) -> None:
-        """Nobody new gets it. Raises `UnknownAdapter`."""
-        self._hash(name)
-        del self._names[name]
+        """Nobody new gets it; its memory is free when nobody runs with it. Raises `UnknownAdapter`."""
+        self._residency.remove(name)
 
-    def _hash(self, name: str | None) -> str:
-        if name is None:
-            return ""
-        if name not in self._names:
-            raise UnknownAdapter(f"there is no adapter {name!r}: {', '.join(sorted(self._names)) or 'none is loaded'}")
-        return self._names[name]
+    def pin_adapter(self, name: str, pinned: bool = True) -> None:
+        """Let it stay on the device though nobody asks for it, if possible at all. Raises `UnknownAdapter`."""
+        self._residency.pin(name, pinned)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The content hash behind each name."""
+        return {name: version.hash for name, version in self._residency.versions.items()}
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Names of adapters that stay on the device."""
+        return self._residency.pinned
+
+    def figures(self) -> Figures:
+        """Where adapters are, and what was moved so far."""
+        return self._residency.figures()
 
     def add(self, prompt: Iterable[int], sampling: Sampling, *, adapter: str | None = None, tenant: str = "") -> Request:
         """Queue a request. Raises what is wrong with it."""
-        hash = self._hash(adapter)
-        virtual = self._loaded[hash].virtual if hash else None
-        tokens = [_VIRTUAL] * (virtual.count if virtual else 0) + list(prompt)
+        return self.add_several(1, prompt, sampling, adapter=adapter, tenant=tenant)[0]
+
+    def add_several(
+        self, n: int, prompt: Iterable[int], sampling: Sampling, *, adapter: str | None = None, tenant: str = ""
+    ) -> list[Request]:
+        """Queue `n` answers to one prompt: all, or none and an error."""
+        record = None if adapter is None else self._residency.find(adapter)
+        tokens = [_VIRTUAL] * (record.virtual if record else 0) + list(prompt)
         request = Request(
             id=str(next(self._numbers)),
             tenant=tenant,
             prompt=tokens,
             sampling=sampling,
             arrival=self._clock(),
-            adapter=hash,
+            adapter=record.hash if record else "",
             salt=tenant.encode(),
             eos_ids=self._eos,
         )
-        self.scheduler.add(request)
-        return request
+        answers = request.siblings(n)
+        self.scheduler.add(*answers)
+        if record is not None:
+            self._residency.hold(record.hash, n)
+            self._requests.setdefault(record.hash, {}).update((answer.id, answer) for answer in answers)
+        return answers
+
+    def cancel(self, request: Request, reason: Reason = Reason.CANCELLED) -> bool:
+        """End a request now; False if it has ended."""
+        if not self.scheduler.cancel(request.id, reason):
+            return False
+        self._ended(request)
+        return True
+
+    def _ended(self, request: Request) -> None:
+        if request.adapter:
+            del self._requests[request.adapter][request.id]
+            if not self._requests[request.adapter]:
+                del self._requests[request.adapter]
+            self._residency.release(request.adapter)
+
+    def take_up(self) -> None:
+        """What other threads have brought; those who wait for what could not be brought end. `step` does it too."""
+        for hash, error in self._residency.take_up():
+            for request in list(self._requests.get(hash, {}).values()):
+                self.cancel(request, Reason.FAILED)
+                self._failed.append((request, error))
+
+    def take_failed(self) -> list[tuple[Request, SymbiosisError]]:
+        """Who ended since the last time because an adapter could not be had or its pass failed, and why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def call_on_news(self, action: Callable[[], None]) -> None:
+        """Have this called, by other threads, when there is something to take up."""
+        self._residency.call_on_news(action)
+
+    def wait(self, seconds: float) -> None:
+        """Nothing can be computed now: return when that may have changed, or after so long."""
+        self._residency.wait(seconds)
 
     def step(self) -> list[tuple[Request, int, Logprobs | None]]:
-        """One pass: each request that got a token, with that token. Empty if there was nothing to do."""
-        made = self.scheduler.plan(self._clock())
+        """One pass: each request that got a token, with that token (-1: there was none to choose, it failed).
+
+        Empty if there was nothing to do. If the pass fails, its chunks are computed one by one, and only those at
+        fault end, for `take_failed`. Raises `PassFailed` if nothing can be computed any more; its requests have ended then.
+        """
+        self.take_up()
+        now = self._clock()
+        made = self.scheduler.plan(now)
+        self._residency.send_for(made.missing, now)
+        self.scheduler.draining = self._residency.draining
         if not made.chunks:
             self.scheduler.done(made, [])
             return []
+        self.passes += 1
+        copied = False
         try:
-            sampled = sample(self._runner.compute(made, self._loaded), made.sampled)
-        except BaseException:
-            self.scheduler.abandon(made)
-            raise
-        self.scheduler.done(made, sampled.tokens)
-        return list(zip(made.sampled, sampled.tokens, sampled.logprobs, strict=True))
+            self._runner.memory.copy(made.copies)  # once: later, what they copy from may be another's
+            copied = True
+            sampled = self._computed(replace(made, copies=()))
+        except Exception as error:
+            if not copied or not self.is_sound():
+                raise self._all_failed(made, error) from error
+            _log.exception("a pass failed; its %d sequences are computed one by one", len(made.chunks))
+            sampled = self._one_by_one(made, error)
+        lost = {request.id for request, _ in self._failed}
+        for request in self.scheduler.done(made, sampled.tokens):
+            self._ended(request)
+        results = zip(made.sampled, sampled.tokens, sampled.logprobs, strict=True)
+        return [each for each in results if each[0].id not in lost]
+
+    def _computed(self, made: Pass) -> Sampled:
+        return sample(self._runner.compute(made, self._residency.loaded), made.sampled)
+
+    def _one_by_one(self, made: Pass, error: Exception) -> Sampled:
+        """What each chunk gives alone, which is what it gives with others; who fails alone as well has failed."""
+        tokens: list[int] = []
+        logprobs: list[Logprobs | None] = []
+        for chunk in made.chunks:
+            found = error if len(made.chunks) == 1 else self._alone(chunk)
+            if isinstance(found, Exception):
+                if not self.is_sound():
+                    raise self._all_failed(made, found) from found
+                self.cancel(chunk.sequence, Reason.FAILED)
+                self._failed.append((chunk.sequence, _failure(found)))
+                found = Sampled([-1], [None])
+            if chunk.samples:
+                tokens += found.tokens
+                logprobs += found.logprobs
+        return Sampled(tokens, logprobs)
+
+    def _alone(self, chunk: Chunk) -> Sampled | Exception:
+        try:
+            return self._computed(Pass(chunks=(chunk,)))
+        except Exception as error:  # noqa: BLE001 - the first failure was logged, and its request is told of this one
+            return error
+
+    def _all_failed(self, made: Pass, error: Exception) -> PassFailed:
+        self.scheduler.abandon(made)
+        requests = [chunk.sequence for chunk in made.chunks]
+        for request in requests:
+            self.cancel(request, Reason.FAILED)
+        return PassFailed(str(_failure(error)), requests)
+
+    def is_sound(self) -> bool:
+        """Whether the device still computes: some of a GPU's errors are for ever."""
+        try:
+            return int(torch.ones(1, device=self._runner.model.device).item()) == 1
+        except Exception:  # noqa: BLE001 - whatever it says, it is not sound
+            return False
 
     def is_idle(self) -> bool:
         return self.scheduler.running == 0 and self.scheduler.waiting == 0
+
+
+def _failure(error: Exception) -> PassFailed:
+    """What happened inside is for the log."""
+    return PassFailed(f"the pass that computed this failed: {type(error).__name__}")
 
 
 class Engine:
     """Offline use: prompts in, answers out.
 
     `Engine(model).generate(prompts, adapters=["pirate", None, …])` answers all
-    prompts in shared passes, each with its own adapter.
+    prompts in shared passes, each with its own adapter. `model` is a transformers
+    model, which is the engine's from now on, a folder, a hub id, or nothing: the default model.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: ModelSource = None,
+        tokenizer: Any = None,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        """`device` and `dtype` are for a model that is loaded here; `settings` are `Core`'s."""
+        if not isinstance(model, PreTrainedModel):
+            model, found = load_both(model, device=torch.device(device), dtype=dtype)
+            tokenizer = tokenizer or found
         self._core = Core(model, **settings)
         self._tokenizer = tokenizer
 
@@ -167,10 +322,14 @@ class Engine:
         ]
         logprobs: dict[str, list[Logprobs]] = {request.id: [] for request in requests}
         while not self._core.is_idle():
+            passes = self._core.passes
             for request, _, logprob in self._core.step():
                 if logprob is not None:
                     logprobs[request.id].append(logprob)
-        return [self._answer(request, logprobs[request.id]) for request in requests]
+            if self._core.passes == passes and not self._core.is_idle():
+                self._core.wait(_WAIT_S)  # for an adapter
+        errors = {request.id: error for request, error in self._core.take_failed()}
+        return [self._answer(request, logprobs[request.id], errors.get(request.id)) for request in requests]
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -179,8 +338,8 @@ class Engine:
             raise CannotServe("this engine has no tokenizer: give it one, or give token ids instead of text")
         return list(self._tokenizer(prompt)["input_ids"])
 
-    def _answer(self, request: Request, logprobs: list[Logprobs]) -> Answer:
+    def _answer(self, request: Request, logprobs: list[Logprobs], error: SymbiosisError | None) -> Answer:
         assert request.reason is not None, "idle only when all have ended"
         tokens = request.outputs
         text = None if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return Answer(tokens=tokens, reason=request.reason, logprobs=logprobs, text=text)
+        return Answer(tokens=tokens, reason=request.reason, logprobs=logprobs, text=text, error=error)

@@ -51,6 +51,10 @@ class Runner:
         last: Tensor = output.logits[0, -1]
         return last
 
+    def forget(self, adapter: Loaded) -> None:
+        """Its memory is about to be another's. Between passes."""
+        self._bank.forget(adapter)
+
     @torch.inference_mode()
     def compute(self, made: Pass, adapters: Mapping[str, Loaded]) -> Tensor:
         """The logits of `made.sampled`, [B, V]. `adapters` has those of its sequences, by hash."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
@@ -155,7 +155,7 @@ class _Plan:
         "rows",
     )
 
-    def __init__(self, rows: int, adapters: set[str], now: float) -> None:
+    def __init__(self, rows: int, adapters: set[str], now: float, draining: Mapping[str, str]) -> None:
         self.rows = rows
         self.adapters = adapters  # those that have a slot, or keep one free
         self.now = now
@@ -164,7 +164,7 @@ class _Plan:
         self.copies: dict[Sequence, list[Copy]] = {}
         self.missing: dict[str, None] = {}
         self.preempted: list[Sequence] = []
-        self.draining: dict[str, str] = {}  # adapter that admits nobody -> adapter that waits for its slot
+        self.draining = dict(draining)  # adapter that admits nobody -> adapter that waits for its slot
         self.refused = 0  # how many were passed over because they need too many pages
         self.closed = False  # nobody else is admitted
 
@@ -191,6 +191,8 @@ class Scheduler:
         self._adapters: Counter[str] = Counter()  # of those that run, without the base model
         self._virtual = 0.0  # the least counter of those who wait; never falls
         self._flying: Pass | None = None
+        self.draining: dict[str, str] = {}
+        """Adapters that admit nobody, and who waits for their memory: set by whoever brings adapters."""
 
     @property
     def longest(self) -> int:
@@ -200,6 +202,11 @@ class Scheduler:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        """How many sequences of each adapter run; without the base model."""
+        return self._adapters
 
     @property
     def waiting(self) -> int:
@@ -263,7 +270,7 @@ class Scheduler:
     def plan(self, now: float) -> Pass:
         """The next pass; without chunks if nothing can be computed now. `done` or `abandon` must follow."""
         assert self._flying is None, "the last pass is not done"
-        plan = _Plan(self.config.max_rows, set(self._adapters), now)
+        plan = _Plan(self.config.max_rows, set(self._adapters), now, self.draining)
         self._decode(plan)
         for sequence in self._running:
             if plan.rows <= 0:
@@ -482,12 +489,14 @@ class Scheduler:
             return
         self._virtual = max(self._virtual, min(tenant.counter for tenant in tenants))
         if plan.closed or not self._has_room(plan):
+            self._foresee(plan, tenants)
             return
         order: list[tuple[bool, float, str, _Tenant, deque[_Lane]]] = []
         for tenant in tenants:
             lanes = deque(islice(tenant.lanes.values(), self.config.look))
             order.append((*self._patience(plan, tenant, lanes[0]), tenant.name, tenant, lanes))
         heapq.heapify(order)
+        ahead: dict[str, float] = {}
         while order and not plan.closed and self._has_room(plan):
             patient, _, name, tenant, lanes = heapq.heappop(order)
             lane = lanes.popleft()
@@ -499,8 +508,16 @@ class Scheduler:
                     continue
                 if lane.queue:
                     lanes.append(lane)
+            else:  # its next stands behind others as if it ran, so that nobody's many cold adapters are all loaded first
+                ahead[name] = ahead.get(name, 0.0) + sequence.pending * self.config.prefill_charge / sequence.weight
             if lanes:
-                heapq.heappush(order, (*self._patience(plan, tenant, lanes[0]), name, tenant, lanes))
+                patient, counter = self._patience(plan, tenant, lanes[0])
+                heapq.heappush(order, (patient, counter + patient * ahead.get(name, 0.0), name, tenant, lanes))
+
+    def _foresee(self, plan: _Plan, tenants: list[_Tenant]) -> None:
+        """Nobody can be admitted now: note whose adapter will be missing next, so that it comes meanwhile."""
+        for tenant in heapq.nsmallest(self.config.look, tenants, key=lambda tenant: tenant.counter):
+            self._has(plan, next(iter(tenant.lanes)))
 
     def _patience(self, plan: _Plan, tenant: _Tenant, lane: _Lane) -> tuple[bool, float]:
         """Smaller goes first: (False, since when) for lanes that waited too long, (True, counter) for others."""

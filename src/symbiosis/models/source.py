@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import tempfile
 import zipfile
@@ -42,12 +43,22 @@ def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None
             model = model.to(device=device, dtype=dtype)
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         return Source(model, name, _pack(tokenizer), borrowed=True)
-    if source is None:
-        folder, name = str(default_model_folder()), DEFAULT_NAME
-    else:
-        folder = name = str(source)
-    model = _from_pretrained(folder, device, dtype)
-    return Source(model, name, _pack(tokenizer or _tokenizer(folder)), borrowed=False)
+    model, found = load_both(source, device=device, dtype=dtype)
+    return Source(model, DEFAULT_NAME if source is None else str(source), _pack(tokenizer or found), borrowed=False)
+
+
+def load_both(
+    source: str | PathLike[str] | None, *, device: torch.device, dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, Any]:
+    """A model and its tokenizer (None if it has none), neither packed nor split. Raises `UnknownModel`."""
+    folder = str(default_model_folder()) if source is None else str(source)
+    return _from_pretrained(folder, device, dtype), _tokenizer(folder)
+
+
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model in modules of its own, with the very same tensors: what is done to its modules stays its own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -1,0 +1,31 @@
+"""Whose an adapter is, in the name the engine has it under: `pirate` is for everybody, `ann:pirate` is ann's own."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from symbiosis.errors import UnknownAdapter
+
+_MARK = ":"  # no adapter's own name has it
+
+
+def owned(owner: str | None, name: str) -> str:
+    """The engine's name. No owner: for everybody."""
+    return name if owner is None else f"{owner}{_MARK}{name}"
+
+
+def owner_and_name(full: str) -> tuple[str | None, str]:
+    owner, mark, name = full.rpartition(_MARK)
+    return (owner if mark else None), name
+
+
+def found(name: str, tenant: str, served: Container[str]) -> str:
+    """What a tenant means by a name: its own adapter goes before one for everybody, another's is not there.
+
+    Raises `UnknownAdapter`, which names nobody else's.
+    """
+    if _MARK not in name:
+        for full in (owned(tenant, name), name):
+            if full in served:
+                return full
+    raise UnknownAdapter(f"there is no adapter {name!r} here")

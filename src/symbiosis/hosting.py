@@ -1,0 +1,244 @@
+"""Hosted serving, wired: the engine in this process, HTTP in one of its own, a line between the two."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from symbiosis.engine.engine import Core
+from symbiosis.engine.names import owned
+from symbiosis.engine.residency import ResidencyConfig
+from symbiosis.engine.window import Window
+from symbiosis.errors import AddressInUse, BadAddress, EngineLost, InsecureListen, SymbiosisError
+from symbiosis.links.shm import runtime_folder
+from symbiosis.server import store
+from symbiosis.server.limits import RequestLimits
+from symbiosis.server.settings import Settings
+
+_START_S = 120.0
+_FINISH_S = 40.0
+_SOON_S, _DEATHS = 30.0, 3
+_TEMPORARY = "symbiosis-uploads-"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
+_log = logging.getLogger("symbiosis")
+
+
+class Hosting:
+    """Answers OpenAI's API at `url` until closed. Owns the model from now on. A context manager.
+
+    `keys` are tenants' secrets by name; without any, only this machine may ask.
+    `adapters` are folders by name, loaded before anybody is served;
+    `adapter_root` is where the admin may load more from. Adapters that tenants
+    upload are kept in `uploads` and served again by the next server with that
+    folder; without one they are gone when this is closed. Clients have
+    `patience_s` to send a request's head. `engine` are other settings of `Core`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        tokenizer: Path | None,
+        address: str,
+        *,
+        keys: Mapping[str, str] | None = None,
+        admin_key: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        adapter_root: str | Path | None = None,
+        uploads: str | Path | None = None,
+        store_limits: store.StoreLimits | None = None,
+        requests: RequestLimits | None = None,
+        residency: ResidencyConfig | None = None,
+        patience_s: float = 20.0,
+        **engine: Any,
+    ) -> None:
+        base = Path(name).name if Path(name).is_dir() else name
+        _check_names(base, adapters or {})
+        with ExitStack() as undo:
+            self._socket = undo.enter_context(closing(_listen(address, keys or {})))
+            self._uploads = undo.enter_context(closing(_Uploads(uploads)))
+            host, port = self._socket.getsockname()[:2]
+            settings = Settings(
+                base=base,
+                keys=dict(keys or {}),
+                admin_key=admin_key,
+                adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
+                uploads=str(self._uploads.folder),
+                store=store_limits or store.StoreLimits(),
+                requests=requests or RequestLimits(),
+                patience_s=patience_s,
+                hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
+            )
+            undo.pop_all()
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._process = _Process(self._socket)  # it takes seconds to import what it needs: begin now
+        self._deaths = 0
+        self._window: Window | None = None
+        try:
+            core = Core(model, residency=residency or ResidencyConfig(), **engine)
+            for adapter, folder in (adapters or {}).items():
+                core.add_adapter(adapter, folder)
+            self._uploads.serve(core)
+            self._window = Window(core, runtime_folder())
+            self._told = {
+                "line": str(self._window.path),
+                "tokenizer": None if tokenizer is None else str(tokenizer),
+                "settings": {**asdict(settings), "longest": core.scheduler.longest},
+            }
+            self._process.tell(self._told)
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self) -> None:
+        assert self._window is not None
+        until = time.monotonic() + _START_S
+        while not self._window.joined.wait(0.05):
+            if not self._process.is_alive() or time.monotonic() > until:
+                raise EngineLost("the HTTP process did not start; the log above says why")
+
+    def check(self) -> None:
+        """Start the HTTP process again if it died. Raises `EngineLost` if the engine's loop has failed, or it dies at once."""
+        assert self._window is not None
+        if not self._window.is_alive():
+            raise EngineLost("the engine's loop has failed, as the log above says")
+        if not self._process.is_alive():
+            self._deaths = self._deaths + 1 if time.monotonic() - self._process.started < _SOON_S else 1
+            if self._deaths >= _DEATHS:
+                raise EngineLost(f"the HTTP process died {_DEATHS} times within seconds; the log above says why")
+            _log.warning("the HTTP process is gone: starting another")
+            self._process = _Process(self._socket)
+            self._process.tell(self._told)
+
+    def close(self) -> None:
+        """No new requests; running answers may finish for half a minute; then everything ends."""
+        self._process.stop()
+        if self._window is not None:
+            self._window.close()
+        self._uploads.close()
+        self._socket.close()
+
+    def __enter__(self) -> Hosting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Uploads:
+    """The folder that uploaded adapters are kept in: the provider's, or one of our own for as long as we serve."""
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self._is_ours = folder is None
+        if folder is None:
+            store.remove_deserted(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
+        self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY) if folder is None else folder).resolve()
+        self._lock = store.lock(self.folder)
+        store.remove_left_over(self.folder)
+
+    def serve(self, core: Core) -> None:
+        """What is kept from another time; what does not fit this model stays where it is."""
+        for each in store.kept(self.folder):
+            try:
+                core.add_adapter(owned(each.owner, each.name), each.folder)
+            except SymbiosisError as error:
+                _log.warning("the adapter %s in %s is not served: %s", each.name, each.folder, error)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        if self._is_ours:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Process:
+    def __init__(self, listening: socket.socket) -> None:
+        self._fd = listening.fileno()
+        self.started = time.monotonic()
+        # its own session: Ctrl-C in the terminal comes to us, and we tell it
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "symbiosis.server"],
+            stdin=subprocess.PIPE,
+            pass_fds=[self._fd],
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+
+    def tell(self, told: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({**told, "fd": self._fd}).encode() + b"\n")
+            self._process.stdin.close()
+        except OSError:
+            raise EngineLost("the HTTP process did not start; the log above says why") from None
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_FINISH_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _check_names(base: str, adapters: Mapping[str, Any]) -> None:
+    for name in adapters:
+        if name == base:
+            raise SymbiosisError(f"an adapter is named {base!r}, like the base model: give it another name")
+        if not re.fullmatch(_NAME, name):
+            raise SymbiosisError(f"an adapter is named {name!r}: expected letters, digits, dots, dashes and underscores")
+
+
+def check_http(address: str, keys: Mapping[str, str]) -> None:
+    """Raise what listening there would raise now."""
+    _listen(address, keys).close()
+
+
+def _listen(address: str, keys: Mapping[str, str]) -> socket.socket:
+    """A socket at `HOST:PORT` (port 0: any). Raises `BadAddress`, `AddressInUse` or `InsecureListen`."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise BadAddress(f"{address!r} is no address for HTTP: expected HOST:PORT, such as 127.0.0.1:8000")
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    except OSError:
+        raise BadAddress(f"{host!r} is no address of this machine") from None
+    if not keys and not ipaddress.ip_address(where[0]).is_loopback:
+        raise InsecureListen(
+            f"{address} can be reached from other machines and no keys are set: anybody could ask. "
+            "Give keys (--key NAME=SECRET), or listen at 127.0.0.1"
+        )
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        if isinstance(error, PermissionError):
+            raise BadAddress(f"cannot listen at {address}: {error.strerror}") from None
+        raise AddressInUse(f"{address} is taken, or not of this machine: choose another (port 0: any)") from None
+    return listening

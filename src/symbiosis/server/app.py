@@ -1,0 +1,250 @@
+"""The routes. Each reads a request by its schema, asks the engine, and writes an answer; errors are mapped in `failures`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from symbiosis.errors import EngineLost, OutOfRange, UnknownAdapter
+from symbiosis.server import metrics as figures
+from symbiosis.server.adapters import Adapters
+from symbiosis.server.answers import DONE, ChatShape, CompletionShape, Shape, event
+from symbiosis.server.bodies import Handler, read_json, unless_gone
+from symbiosis.server.failures import BadRequest, body_of, response_of
+from symbiosis.server.generation import Generation, Piece
+from symbiosis.server.keys import Caller, Guard, Keys
+from symbiosis.server.limits import Allowances
+from symbiosis.server.metrics import Metrics
+from symbiosis.server.remote import Order, Remote
+from symbiosis.server.schemas import Chat, Completion, Detokenize, Tokenize, Wishes, adapter_of, check_n
+from symbiosis.server.settings import Settings
+from symbiosis.server.tokens import Tokens
+
+_DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat goes on until it ends
+_CLIENT_LEFT = 499
+
+
+class Server:
+    """The handlers and what they share."""
+
+    def __init__(self, remote: Remote, tokens: Tokens, settings: Settings) -> None:
+        self._remote, self._tokens, self._settings = remote, tokens, settings
+        self._adapters = Adapters(remote, settings)
+        self._allowances = Allowances(settings.requests)
+        self._metrics = Metrics()
+        self._created = int(time.time())
+
+    def app(self) -> ASGIApp:
+        routes = [
+            self._route("/health", self.health, "GET"),
+            self._route("/metrics", self.metrics, "GET"),
+            self._route("/tokenize", self.tokenize, "POST"),
+            self._route("/detokenize", self.detokenize, "POST"),
+            self._route("/v1/models", self.models, "GET"),
+            self._route("/v1/models/{id:path}", self.model, "GET"),
+            self._route("/v1/completions", self.completions, "POST"),
+            self._route("/v1/chat/completions", self.chat, "POST"),
+            self._route("/v1/embeddings", self.embeddings, "POST"),
+            self._route("/v1/adapters", self._adapters.list, "GET"),
+            self._route("/v1/adapters/{name}", self._adapters.upload, "PUT"),
+            self._route("/v1/adapters/{name}", self._adapters.remove, "DELETE"),
+            self._route("/v1/load_lora_adapter", self._adapters.load, "POST"),
+            self._route("/v1/unload_lora_adapter", self._adapters.unload, "POST"),
+            self._route("/v1/pin_lora_adapter", self._adapters.pin, "POST"),
+        ]
+        app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _http_error})
+        hosts = None if self._settings.hosts is None else frozenset(self._settings.hosts)
+        return Guard(app, Keys(self._settings.keys, self._settings.admin_key), hosts)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        await self._remote.start()
+        yield
+        await self._remote.close()
+
+    def _route(self, path: str, handler: Handler, method: str) -> Route:
+        """A handler whose errors become answers, whose client may leave, and which is counted."""
+
+        async def handled(request: Request) -> Response:
+            begun, status = time.monotonic(), _CLIENT_LEFT
+            request.state.patience_s = self._settings.patience_s
+            try:
+                response = await unless_gone(request, handler)
+                status = response.status_code
+            except ClientDisconnect:
+                response = Response(status_code=_CLIENT_LEFT)
+            except Exception as error:  # noqa: BLE001 - mapped, and logged if it is none of ours
+                response = response_of(error)
+                status = response.status_code
+            finally:
+                self._metrics.count_request(path, status, time.monotonic() - begun)
+            return response
+
+        return Route(path, handled, methods=[method])
+
+    async def health(self, request: Request) -> Response:
+        if not self._remote.is_alive():
+            raise EngineLost("the serving engine is gone; it may be started again")
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        found = await self._remote.ask("stats") if self._remote.is_alive() else None
+        return Response(self._metrics.written(found), media_type=figures.CONTENT_TYPE)
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list((await self._models(request)).values())})
+
+    async def model(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        found = (await self._models(request)).get(adapter_of(id, self._settings.base))
+        if found is None:
+            raise _unknown(id)
+        return JSONResponse({**found, "id": id})
+
+    async def _models(self, request: Request) -> dict[str | None, dict[str, Any]]:
+        """By adapter; None is the base model."""
+        found = await self._remote.ask("stats")
+        about = {"object": "model", "created": self._created, "owned_by": "symbiosis", "max_model_len": found["longest"]}
+        base = self._settings.base
+        adapters = self._adapters.visible(request.state.caller, found["adapters"])
+        return {None: {"id": base, "root": base, "parent": None, **about}} | {
+            name: {"id": name, "root": hash, "parent": base, **about} for name, (_, hash) in sorted(adapters.items())
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        wish = await read_json(request, Tokenize)
+        if wish.prompt is not None:
+            ids = await self._tokens.encode(wish.prompt, special=wish.add_special_tokens)
+        else:
+            messages = [message.plain() for message in wish.messages or ()]
+            ids = await self._tokens.encode_chat(messages, answer=wish.add_generation_prompt)
+        found = await self._remote.ask("stats")
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": found["longest"]})
+
+    async def detokenize(self, request: Request) -> Response:
+        wish = await read_json(request, Detokenize)
+        return JSONResponse({"prompt": await self._tokens.decode(wish.tokens)})
+
+    async def completions(self, request: Request) -> Response:
+        wish = await read_json(request, Completion)
+        check_n(len(wish.prompts), wish.n or 1)
+        sampling = wish.sampling(max_tokens=wish.max_tokens or _DEFAULT_TOKENS, logprobs=wish.logprobs)
+        shape = CompletionShape(wish.model, self._tokens.shown, with_usage=_with_usage(wish))
+
+        async def prompts() -> list[list[int]]:
+            return [await self._tokens.encode(prompt) if isinstance(prompt, str) else prompt for prompt in wish.prompts]
+
+        return await self._answer(request, wish, prompts, sampling, shape)
+
+    async def chat(self, request: Request) -> Response:
+        wish = await read_json(request, Chat)
+        logprobs = wish.top_logprobs or 0 if wish.logprobs else None
+        sampling = wish.sampling(max_tokens=wish.max_completion_tokens or wish.max_tokens, logprobs=logprobs)
+        shape = ChatShape(wish.model, self._tokens.shown, with_usage=_with_usage(wish))
+
+        async def prompts() -> list[list[int]]:
+            return [await self._tokens.encode_chat([message.plain() for message in wish.messages])]
+
+        return await self._answer(request, wish, prompts, sampling, shape)
+
+    async def embeddings(self, request: Request) -> Response:
+        raise BadRequest(
+            f"{self._settings.base} writes text and does not do embeddings: serve a model made for them elsewhere",
+            field="model",
+            code="unsupported_model",
+        )
+
+    async def _answer(
+        self,
+        request: Request,
+        wish: Wishes,
+        encode: Callable[[], Awaitable[list[list[int]]]],
+        sampling: dict[str, Any],
+        shape: Shape,
+    ) -> Response:
+        caller: Caller = request.state.caller
+        adapter = adapter_of(wish.model, self._settings.base)
+        if adapter == "":
+            raise _unknown(wish.model)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._allowances.request(caller.tenant))
+            prompts = await encode()
+            if not all(prompts):
+                raise OutOfRange("the prompt has no tokens: expected one at least", field="prompt")
+            orders = [
+                Order(prompt=prompt, sampling=sampling, adapter=adapter, tenant=caller.tenant, n=wish.n or 1)
+                for prompt in prompts
+            ]
+            generation = Generation(
+                orders,
+                lambda: self._tokens.stream(
+                    wish.stops, include_stop=wish.include_stop_str_in_output, skip_special=wish.skip_special_tokens
+                ),
+                self._metrics,
+                every_piece=bool(wish.stream),
+            )
+            try:
+                begun = await stack.enter_async_context(self._remote.begin(orders))
+            except UnknownAdapter:
+                raise _unknown(wish.model) from None
+            if not wish.stream:
+                pieces = [piece async for piece in generation.pieces(begun)]
+                pieces.sort(key=lambda piece: piece.index)
+                return JSONResponse(shape.whole(pieces, generation.usage))
+            # accepted: the answer can begin, and errors from now on are events in it
+            later = stack.pop_all()
+        return _Stream(_events(generation.pieces(begun), generation, shape, _with_usage(wish)), later)
+
+
+def _unknown(model: str) -> UnknownAdapter:
+    return UnknownAdapter(f"there is no model {model!r} here: GET /v1/models lists yours")
+
+
+def _with_usage(wish: Wishes) -> bool:
+    return wish.stream_options is not None and wish.stream_options.include_usage
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; however the stream ends, what has not ended is cancelled."""
+
+    def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            with suppress(ClientDisconnect):
+                await super().__call__(scope, receive, send)
+
+
+async def _events(pieces: AsyncIterator[Piece], generation: Generation, shape: Shape, with_usage: bool) -> AsyncIterator[bytes]:
+    try:
+        seen: set[int] = set()
+        async for piece in pieces:
+            if piece.index not in seen:
+                seen.add(piece.index)
+                for body in shape.first(piece.index):
+                    yield event(body)
+            yield event(shape.chunk(piece))
+        if with_usage:
+            yield event(shape.last(generation.usage))
+    except Exception as error:  # noqa: BLE001 - the status is sent; the error can only be an event
+        yield event(body_of(error))
+    yield DONE
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What Starlette itself raises: no such route, or not by this method."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    what = f"there is no {request.url.path}" if status == 404 else f"{request.method} is not for {request.url.path}"
+    return response_of(BadRequest(what, code="not_found" if status == 404 else "method_not_allowed", status=status))

@@ -1,0 +1,136 @@
+"""A server's HTTP API, as the command line asks it: with nothing but the standard library."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from symbiosis.errors import BadAdapter, BadAddress, SymbiosisError, Unreachable
+
+FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
+_TIMEOUT_S = 300.0
+_PIECE = 1 << 20
+
+
+class Refusal(SymbiosisError):
+    """What the server answered instead."""
+
+    code = "refused"
+
+
+class Site:
+    """One server. Every method raises `Unreachable` if nobody is there, or `Refusal` with what the server said."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BadAddress(f"{url!r} is no address of a server: expected http://HOST:PORT")
+        self._url, self._key = url.rstrip("/"), key
+        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+
+    def models(self) -> list[dict[str, Any]]:
+        """The base model first."""
+        found: list[dict[str, Any]] = self._json("GET", "/v1/models")["data"]
+        return found
+
+    def chat(self, model: str, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
+        """The assistant's answer, piece by piece."""
+        body = {"model": model, "messages": messages, "stream": True, **options}
+        with self._ask("POST", "/v1/chat/completions", json.dumps(body).encode(), "application/json") as response:
+            for line in response:
+                data = line.removeprefix(b"data: ").strip()
+                if not line.startswith(b"data: ") or data == b"[DONE]":
+                    continue
+                said = json.loads(data)
+                if "error" in said:
+                    raise Refusal(said["error"]["message"])
+                yield from (choice["delta"].get("content") or "" for choice in said["choices"])
+
+    def adapters(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._json("GET", "/v1/adapters")["data"]
+        return found
+
+    def add_adapter(self, name: str, folder: Path) -> dict[str, Any]:
+        """Upload the two files of a PEFT folder. Raises `BadAdapter` if they are not there."""
+        sizes = {}
+        for field, file in FILES.items():
+            if not (folder / file).is_file():
+                raise BadAdapter(f"{folder} has no {file}: expected a folder as `symbiosis finetune --out` or PEFT writes it")
+            sizes[field] = (folder / file).stat().st_size
+        boundary = secrets.token_hex(16)
+        heads = {
+            field: f'--{boundary}\r\nContent-Disposition: form-data; name="{field}"; filename="{file}"\r\n\r\n'.encode()
+            for field, file in FILES.items()
+        }
+        end = f"--{boundary}--\r\n".encode()
+
+        def pieces() -> Iterator[bytes]:
+            for field, file in FILES.items():
+                yield heads[field]
+                with (folder / file).open("rb") as opened:
+                    while piece := opened.read(_PIECE):
+                        yield piece
+                yield b"\r\n"
+            yield end
+
+        length = sum(map(len, heads.values())) + sum(sizes.values()) + 2 * len(FILES) + len(end)
+        kind = f"multipart/form-data; boundary={boundary}"
+        return self._json("PUT", f"/v1/adapters/{quote(name, safe='')}", pieces(), kind, length)
+
+    def remove_adapter(self, name: str, owner: str | None = None) -> None:
+        query = "" if owner is None else f"?{urlencode({'owner': owner})}"
+        self._json("DELETE", f"/v1/adapters/{quote(name, safe='')}{query}")
+
+    def pin_adapter(self, name: str, pinned: bool, owner: str | None = None) -> None:
+        body = {"lora_name": name, "pinned": pinned, **({} if owner is None else {"owner": owner})}
+        self._json("POST", "/v1/pin_lora_adapter", json.dumps(body).encode(), "application/json")
+
+    def _json(self, method: str, path: str, body: Any = None, kind: str = "", length: int | None = None) -> dict[str, Any]:
+        with self._ask(method, path, body, kind, length) as response:
+            try:
+                found = json.loads(response.read())
+            except (ValueError, HTTPException, OSError) as error:
+                raise Refusal(f"{self._url} answered with something that is no JSON: is it a Symbiosis server?") from error
+        assert isinstance(found, dict)
+        return found
+
+    def _ask(self, method: str, path: str, body: Any = None, kind: str = "", length: int | None = None) -> HTTPResponse:
+        headers = {"Connection": "close"} | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"})
+        headers |= {"Content-Type": kind} if kind else {}
+        headers |= {} if length is None else {"Content-Length": str(length)}
+        connection = self._kind(self._host, self._port, timeout=_TIMEOUT_S)
+        try:
+            connection.request(method, f"{self._path}{path}", body, headers)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has seen enough, and may say why
+        except (OSError, HTTPException, UnicodeError) as error:
+            raise Unreachable(
+                f"nobody answers at {self._url} ({_why(error)}): start a server with `symbiosis serve --http`, "
+                "or say where it is with --connect"
+            ) from None
+        try:
+            response = connection.getresponse()
+        except (OSError, HTTPException) as error:
+            raise Unreachable(f"{self._url} broke off ({_why(error)})") from None
+        if response.status >= 400:
+            raise self._refusal(response)
+        return response
+
+    def _refusal(self, response: HTTPResponse) -> Refusal:
+        try:
+            said = json.loads(response.read())["error"]["message"]
+        except (ValueError, KeyError, TypeError, OSError, HTTPException):
+            said = f"{self._url} answered {response.status} {response.reason}"
+        hint = ": give your key with --key or SYMBIOSIS_KEY" if response.status == 401 else ""
+        return Refusal(f"{said}{hint}")
+
+
+def _why(error: Exception) -> str:
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__

@@ -1,0 +1,109 @@
+"""Adapters to be moved about: what each of them says, and memory levels of a GPU played by a CPU."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
+
+from symbiosis.engine.device import CpuDevice
+from symbiosis.engine.flat import Flat
+from symbiosis.engine.host import HostMemory
+from symbiosis.engine.sequences import Sampling
+
+COUNT = 6
+WISH = Sampling(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5], [40], [3, 1, 4, 1, 5, 9, 2, 6]]
+
+
+def _config(number: int):
+    task = {"task_type": "CAUSAL_LM"}
+    kinds = [
+        LoraConfig(r=4, target_modules=ALL, init_lora_weights=False, **task),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **task),
+        LoraConfig(r=3, target_modules=["k_proj", "down_proj"], use_dora=True, init_lora_weights=False, **task),
+        IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], **task),
+        PrefixTuningConfig(num_virtual_tokens=3, **task),
+    ]
+    return kinds[number % len(kinds)]
+
+
+@dataclass
+class World:
+    """Folders of adapters, and what PEFT answers with each: `says[name][prompt number]`."""
+
+    base: object
+    folder: Path
+    says: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def copied(self, name: str, to: Path) -> Path:
+        shutil.rmtree(to, ignore_errors=True)
+        shutil.copytree(self.path(name), to)
+        return to
+
+
+def make_world(base, folder: Path, count: int, *, same_kind: bool = False) -> World:
+    """`count` adapters "a0", "a1", … that all answer differently."""
+    world = World(base, folder)
+    for number in range(count):
+        torch.manual_seed(100 + number)
+        model = get_peft_model(copy.deepcopy(base), _config(0 if same_kind else number)).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    noise = 0.5 * torch.randn_like(parameter)
+                    parameter.copy_(parameter * (1 + noise / 4) if "magnitude" in name else parameter + noise)
+        model.save_pretrained(folder / f"a{number}")
+        world.says[f"a{number}"] = [_greedy(model, prompt) for prompt in PROMPTS]
+    world.says["base"] = [_greedy(base, prompt) for prompt in PROMPTS]
+    assert len({str(said) for said in world.says.values()}) == count + 1
+    return world
+
+
+def _greedy(model, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(COUNT):
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+class CopyingDevice(CpuDevice):
+    """As a GPU: one range of memory, which adapters are copied to. What lay there before is overwritten."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        self.gate = threading.Event()
+        """Nothing is brought while this is not set."""
+        self.gate.set()
+
+    def adopt(self, flat: Flat) -> Flat | None:
+        return None
+
+    def bring(self, flat: Flat, offset: int, fence: object) -> Flat:
+        assert self.gate.wait(60)
+        target = self._memory[offset : offset + flat.size]
+        target.copy_(flat.memory)
+        return flat.at(target)
+
+
+def use_levels(monkeypatch, *, copying: bool) -> None:
+    """Let engines keep adapters on two levels, as with a GPU, or on one."""
+    if copying:
+        monkeypatch.setattr(
+            "symbiosis.engine.residency.places",
+            lambda device, config: (
+                HostMemory(torch.empty(config.host_bytes, dtype=torch.uint8)),
+                CopyingDevice(config.device_bytes),
+            ),
+        )

@@ -1,0 +1,102 @@
+"""Adapters in host memory and in one piece."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from symbiosis.engine.bank import Loaded, Low, Own, Rows, Scale, Virtual
+from symbiosis.engine.flat import ALIGN, Flat, flatten
+from symbiosis.engine.host import HostMemory
+
+
+def loaded(hash: str, value: float = 1.0, rank: int = 4) -> Loaded:
+    return Loaded(hash, {"layer": (Low(torch.full((rank, 64), value), torch.full((8, rank), value)),)})
+
+
+def flat(hash: str, value: float = 1.0, rank: int = 4) -> Flat:
+    return flatten(loaded(hash, value, rank), ())
+
+
+SIZE = flat("x").size
+
+
+def test_an_adapter_in_one_piece_is_the_same_adapter_wherever_it_lies():
+    weight, twice = torch.randn(6, 5), torch.randn(3, 7, dtype=torch.bfloat16)
+    parts = {
+        "a": (Low(torch.randn(5, 2).T, torch.randn(8, 2), torch.randn(8), torch.randn(8)), Scale(torch.randn(9), True)),
+        "b": (Own(weight, torch.randn(6)), Rows(torch.tensor([4, 2]), twice)),
+        "c": (Own(twice), Own(twice)),
+    }
+    before = Loaded("h", parts, Virtual(2, keys_LTKD=torch.randn(2, 3), values_LTKD=torch.randn(2, 3)))
+    once = flatten(before, {weight.untyped_storage().data_ptr()})
+    space = torch.full((once.size + ALIGN,), 7, dtype=torch.uint8)
+    moved = once.at(space[ALIGN:])
+    space[ALIGN:].copy_(once.memory)
+    for made in (once, moved):
+        low, scale = made.loaded.parts["a"]
+        for name in ("a_rI", "b_Or", "bias_O", "stretch_O"):
+            assert torch.equal(getattr(low, name), getattr(parts["a"][0], name))
+        assert low.a_rI.stride() == parts["a"][0].a_rI.stride()
+        assert scale.of_input
+        assert torch.equal(scale.vector, parts["a"][1].vector)
+        own, rows = made.loaded.parts["b"]
+        assert own.weight_OI is weight  # the base model's: it is not the adapter's to move
+        assert rows.ids.tolist() == [4, 2]
+        first, second = made.loaded.parts["c"]
+        assert torch.equal(first.weight_OI, twice)
+        assert first.weight_OI.data_ptr() == second.weight_OI.data_ptr()  # kept once
+        assert made.loaded.virtual.count == 2
+        assert torch.equal(made.loaded.virtual.keys_LTKD, before.virtual.keys_LTKD)
+        starts = {tensor.data_ptr() - made.memory.data_ptr() for tensor in (low.a_rI, low.b_Or, scale.vector, first.weight_OI)}
+        assert all(start % ALIGN == 0 and 0 <= start < made.size for start in starts)
+
+
+def test_the_least_recently_used_leaves_and_who_is_held_stays():
+    host = HostMemory(torch.empty(2 * SIZE, dtype=torch.uint8))
+    for hash in ("a", "b"):
+        host.release(host.put(hash, flat(hash)))
+    host.release(host.hold("a"))
+    held = host.put("c", flat("c", 3.0))
+    assert host.hashes() == {"a", "c"}
+    assert held.loaded.parts["layer"][0].a_rI.unique().item() == 3.0
+    a = host.hold("a")
+    host.check_integrity()
+    d = host.put("d", flat("d"))  # everything is held: this one from where it was
+    assert host.hashes() == {"a", "c"}
+    host.release(d)
+    host.release(a)
+    host.release(held)
+    assert host.used == 2 * SIZE
+    host.check_integrity()
+
+
+def test_what_is_dropped_goes_when_nobody_holds_it_and_not_if_it_comes_back():
+    host = HostMemory(torch.empty(2 * SIZE, dtype=torch.uint8))
+    host.drop("never seen")
+    first = host.put("a", flat("a"))
+    host.drop("a")
+    assert host.hashes() == {"a"}
+    host.release(first)
+    assert host.used == 0
+    first = host.put("a", flat("a"))
+    host.drop("a")
+    second = host.put("a", flat("a"))
+    assert second is first
+    host.release(first)
+    host.release(second)
+    assert host.hashes() == {"a"}
+    host.drop("a")
+    assert host.used == 0
+    host.check_integrity()
+
+
+@pytest.mark.parametrize("rank", [2, 16])
+def test_adapters_of_other_sizes_find_room(rank):
+    host = HostMemory(torch.empty(4 * SIZE, dtype=torch.uint8))
+    for number in range(30):
+        size = rank if number % 3 == 0 else 4
+        host.release(host.put(f"{number}", flat(f"{number}", rank=size)))
+        host.check_integrity()
+    assert "29" in host.hashes()
+    assert host.evictions > 0

@@ -1,0 +1,125 @@
+"""Adapters on a real GPU: copied in one piece beside everything else, found by kernels, never overwritten while read."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+
+import pytest
+import torch
+
+from symbiosis.engine.bank import Loaded, Low
+from symbiosis.engine.device import CudaDevice
+from symbiosis.engine.engine import Core, Engine
+from symbiosis.engine.flat import Flat, flatten
+from symbiosis.engine.host import HostMemory
+from symbiosis.engine.residency import ResidencyConfig
+from symbiosis.engine.sequences import Sampling
+from tests.engine.residents import PROMPTS, WISH, make_world
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+WIDTH, RANK, MEMBERS = 4096, 16, 224
+
+
+def pinned(flat: Flat) -> tuple[HostMemory, Flat]:
+    host = HostMemory(torch.empty(flat.size, dtype=torch.uint8, pin_memory=True))
+    return host, host.put(flat.loaded.hash, flat)
+
+
+def large(value: float) -> Flat:
+    """As large as rank 16 on all layers of a 7B model, roughly."""
+    low = [torch.full(shape, value, dtype=torch.bfloat16) for shape in ((RANK, WIDTH), (WIDTH, RANK))]
+    return flatten(Loaded(f"{value}", {f"{i}": (Low(low[0].clone(), low[1].clone()),) for i in range(MEMBERS)}), ())
+
+
+def test_an_adapter_in_host_memory_is_on_the_gpu_within_10_ms():
+    _, flat = pinned(large(1.0))
+    device = CudaDevice(flat.size, CUDA)
+    device.bring(flat, 0, device.fence())
+    seconds = []
+    for _ in range(9):
+        begun = time.perf_counter()
+        there = device.bring(flat, 0, device.fence())
+        seconds.append(time.perf_counter() - begun)
+    assert torch.equal(there.memory.cpu(), flat.memory)
+    print(f"{flat.size / 1e6:.0f} MB in {statistics.median(seconds) * 1e3:.2f} ms")
+    assert statistics.median(seconds) < 0.010
+
+
+def test_what_still_reads_a_place_reads_what_was_there():
+    (_, first), (_, second) = pinned(large(1.0)), pinned(large(2.0))
+    device = CudaDevice(first.size, CUDA)
+    there = device.bring(first, 0, None)
+    torch.cuda._sleep(200_000_000)  # a pass that takes its time
+    seen = there.loaded.parts["0"][0].a_rI.clone()
+    now = device.bring(second, 0, device.fence())
+    assert seen.unique().item() == 1.0
+    assert now.loaded.parts["0"][0].a_rI.unique().item() == 2.0
+
+
+def test_more_adapters_than_fit_are_served_and_found_by_the_table(tiny, tmp_path):
+    world = make_world(tiny, tmp_path, 5, same_kind=True)
+    size = Core(copy.deepcopy(tiny)).prepare(world.path("a0")).flat.size
+    config = ResidencyConfig(device_bytes=2 * size, host_bytes=3 * size, slots=4, patience_s=0.05)
+    engine = Engine(copy.deepcopy(tiny).to(CUDA), pages=200, page_size=4, residency=config)
+    for number in range(5):
+        engine.add_adapter(f"a{number}", world.path(f"a{number}"))
+    names = [None, "a0", "a1", "a2", "a3", "a4", "a0", "a3"] * 2
+    for _ in range(3):
+        answers = engine.generate([PROMPTS[i % 4] for i in range(len(names))], names, WISH)
+        for i, (name, answer) in enumerate(zip(names, answers, strict=True)):
+            assert answer.tokens == world.says[name or "base"][i % 4], name
+    residency = engine._core._residency
+    residency.check_integrity()
+    assert residency.figures().device_evictions > 0
+    q, k, v = (f"model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj"))
+    assert residency.slots.table_SM4.is_cuda
+    for hash, loaded in residency.loaded.items():
+        lows = [loaded.parts[path][0] for path in (q, k, v)]
+        assert all(low.a_rI.is_cuda and low.a_rI.is_contiguous() and low.b_Or.is_contiguous() for low in lows)
+        lines = residency.slots.of(q, k, v)[residency.slot(hash)].tolist()
+        assert lines == [[low.a_rI.data_ptr(), low.b_Or.data_ptr(), 4, 0] for low in lows]
+    for name in list(engine._core.adapters):
+        engine.remove_adapter(name)
+    for _ in range(50):
+        engine._core.take_up()
+        engine._core.wait(0.02)
+    figures = residency.figures()
+    assert (figures.device_bytes, figures.host_bytes) == (0, 0)
+    assert not residency.slots.table_SM4.any()
+
+
+def test_others_go_on_while_an_adapter_comes(tiny, tmp_path):
+    """Steps of a running answer while others' adapters come and go, against steps while nothing moves."""
+    world = make_world(tiny, tmp_path, 4, same_kind=True)
+    size = Core(copy.deepcopy(tiny)).prepare(world.path("a0")).flat.size
+    core = Core(
+        copy.deepcopy(tiny).to(CUDA),
+        pages=400,
+        page_size=16,
+        residency=ResidencyConfig(device_bytes=2 * size, host_bytes=4 * size),
+    )
+    for number in range(4):
+        core.add_adapter(f"a{number}", world.path(f"a{number}"))
+    core.add([1, 2, 3], Sampling(temperature=0.0, max_tokens=600, ignore_eos=True))
+
+    def steps(count: int, *, moving: bool) -> list[float]:
+        seconds = []
+        for number in range(count):
+            if moving:
+                core.add([5, 6], Sampling(temperature=0.0, max_tokens=2, ignore_eos=True), adapter=f"a{number % 4}")
+            begun = time.perf_counter()
+            core.step()
+            seconds.append(time.perf_counter() - begun)
+        return seconds
+
+    steps(50, moving=False)
+    quiet, moving = steps(100, moving=False), steps(200, moving=True)
+    loads = core.figures().loads
+    print(
+        f"{loads} loads; a step {statistics.median(quiet) * 1e3:.2f} ms, the longest {max(moving) * 1e3:.2f} ms while they came"
+    )
+    assert loads > 10
+    assert sorted(moving)[-4] < 3 * statistics.median(moving) + 0.005

@@ -1,0 +1,88 @@
+"""The command line and Python beside HTTP: `symbiosis adapters …`, `symbiosis chat --adapter NAME`, `symbiosis.Engine`."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+from typer.testing import CliRunner
+
+import symbiosis
+from symbiosis.cli import app
+from symbiosis.engine.sequences import Sampling
+from tests.server.conftest import ANN, CHIEF
+
+
+def run(*arguments: object, stdin: str = "", **environment: str):
+    return CliRunner().invoke(app, [str(each) for each in arguments], input=stdin, env={"COLUMNS": "200", **environment})
+
+
+def fails(*arguments: object, **environment: str) -> str:
+    done = run(*arguments, **environment)
+    assert done.exit_code == 1, done.output
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_adapters_are_added_listed_pinned_and_removed(hotel, world):
+    mine, chiefs = (("--connect", hotel.url, "--key", key) for key in (ANN, CHIEF))
+    added = run("adapters", "add", "pirate", world.root / "pirate", *mine)
+    assert added.stdout == f"pirate (of ann) is served: symbiosis chat --adapter pirate --connect {hotel.url}\n", added.output
+    shown = run("adapters", "list", "--connect", hotel.url, SYMBIOSIS_KEY=ANN).stdout
+    assert [line.split("│")[1].strip() for line in shown.splitlines() if "│" in line] == ["judge", "pirate"]
+    assert "everybody" in shown
+    assert " ann " in shown
+    assert "yes" not in shown
+    assert run("adapters", "pin", "pirate", "--owner", "ann", *chiefs).stdout == "pirate is pinned\n"
+    assert "yes" in run("adapters", "list", *mine).stdout
+    assert run("adapters", "pin", "pirate", "--owner", "ann", "--off", *chiefs).exit_code == 0
+    assert "yes" not in run("adapters", "list", *mine).stdout
+    assert run("adapters", "remove", "pirate", *mine).stdout == "pirate is removed\n"
+    assert "pirate" not in run("adapters", "list", *mine).stdout
+    assert run("adapters", "add", "both", world.root / "cook", *chiefs).stdout.startswith("both (for everybody)")
+    assert run("adapters", "remove", "both", *chiefs).exit_code == 0
+
+
+def test_chat_speaks_with_an_adapter_of_the_server(hotel, world):
+    talk = [{"role": "user", "content": "hi"}]
+    first = world.answers("judge", talk, 6)
+    talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "and"}]
+    second = world.answers("judge", talk, 6)
+    options = ("--connect", hotel.url, "--key", ANN, "--max-new-tokens", 6, "--temperature", 0)
+    done = run("chat", "--adapter", "judge", *options, stdin="hi\n\nand\n/exit\nnever\n")
+    assert done.stdout == f"{first}\n{second}\n", done.output
+    base = run("chat", *options, stdin="hi\n")
+    assert base.stdout == f"{world.answers(None, talk[:1], 6)}\n"
+
+
+def test_what_goes_wrong_is_one_line_that_helps(hotel, world, tmp_path):
+    at = ("--connect", hotel.url)
+    assert "--key or SYMBIOSIS_KEY" in fails("adapters", "list", *at)
+    assert "not known here" in fails("adapters", "list", *at, "--key", "wrong")
+    assert "no adapter 'nobody'" in fails("adapters", "remove", "nobody", *at, "--key", ANN)
+    assert "adapter_config.json" in fails("adapters", "add", "x", tmp_path, *at, "--key", ANN)
+    assert "the admin's" in fails("adapters", "pin", "judge", *at, "--key", ANN)
+    assert "--key, not --token" in fails("chat", *at, "--token", "x")
+    assert "--token, not --key" in fails("chat", "--connect", "tcp://127.0.0.1:1", "--key", "x")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 5_000_000)
+    assert "bytes" in fails("adapters", "add", "x", tmp_path, *at, "--key", ANN)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert "symbiosis serve --http" in fails("adapters", "list", "--connect", nobody)
+        assert "symbiosis serve --http" in fails("chat", "--connect", nobody)
+    assert "http://HOST:PORT" in fails("adapters", "list", "--connect", "tcp://127.0.0.1:7777")
+    asked = run("chat", "--adapter", "nobody", *at, "--key", ANN, stdin="hi\n")
+    assert (asked.exit_code, "there is no model 'nobody'" in asked.stderr) == (1, True)
+
+
+def test_an_engine_in_python_answers_each_prompt_with_its_adapter(world):
+    engine = symbiosis.Engine(world.folder)
+    for name in ("pirate", "poet"):
+        engine.add_adapter(name, world.root / name)
+    names = ["pirate", None, "poet"]
+    made = engine.generate(["the"] * 3, adapters=names, sampling=Sampling(temperature=0.0, max_tokens=12))
+    assert [answer.text for answer in made] == [world.says(name, "the", 12) for name in names]

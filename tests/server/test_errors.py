@@ -1,0 +1,121 @@
+"""What is asked wrongly is refused by name, in OpenAI's shape, and costs nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from tests.server.conftest import CHAT
+
+BAD = [
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 10_000}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"logit_bias": {"abc": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"best_of": 4}, "best_of"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"stream_options": {"include_usage": True}}, None),
+    ({"seed": 1 << 70}, "seed"),
+    ({"prompt": [127, 128]}, "prompt"),  # no token of this model: only the engine knows
+    ({"stop_token_ids": [500]}, "stop_ids"),
+]
+
+
+@pytest.mark.parametrize(("change", "field"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_option_is_named(site, change, field):
+    answer = site.ask("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2, **change})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+    if field is not None:
+        assert error["param"].split(".")[0] == field
+        assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": []},
+        {"chat_template": "{{ messages }}"},
+        {"response_format": {"type": "json_object"}},
+        {"messages": []},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        {"top_logprobs": 2},
+        {"functions": []},
+    ],
+    ids=str,
+)
+def test_a_chat_that_asks_for_what_is_not_there_is_refused(site, change):
+    answer = site.ask("POST", "/v1/chat/completions", json={"model": "tiny", "messages": CHAT, **change})
+    assert answer.status_code == 400, answer.text
+    assert next(iter(change)) in answer.json()["error"]["message"]
+
+
+def test_an_unknown_model_is_404(site):
+    for model in ("nobody", "tiny:nobody", "TINY", "../pirate", "tiny:", ":", "tiny:tiny", "a:pirate"):
+        with pytest.raises(openai.NotFoundError) as caught:
+            site.client().completions.create(model=model, prompt="x")
+        assert caught.value.code == "model_not_found"
+
+
+def test_too_long_is_400_and_says_the_limit(site):
+    for ask in ({"prompt": "x" * 300}, {"prompt": "x" * 3_000_000}, {"prompt": "x", "max_tokens": 256}):
+        with pytest.raises(openai.BadRequestError, match="256") as caught:
+            site.client().completions.create(model="tiny", **ask)
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_embeddings_are_refused_and_not_made_up(site):
+    with pytest.raises(openai.BadRequestError, match="does not do embeddings") as caught:
+        site.client().embeddings.create(model="tiny", input="x")
+    assert caught.value.code == "unsupported_model"
+
+
+def test_errors_come_before_a_stream_begins(site):
+    with pytest.raises(openai.NotFoundError):
+        site.client().completions.create(model="nobody", prompt="x", stream=True)
+
+
+def test_what_is_no_request_is_refused(site):
+    assert site.ask("POST", "/v1/completions", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400
+    assert site.ask("POST", "/v1/completions", content=b"[1]", headers={"Content-Type": "application/json"}).status_code == 400
+    assert site.ask("POST", "/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    huge = b'{"model": "' + b"x" * (17 << 20) + b'"}'
+    assert site.ask("POST", "/v1/completions", content=huge, headers={"Content-Type": "application/json"}).status_code == 413
+    assert site.ask("GET", "/v1/completions").status_code == 405
+    assert site.ask("GET", "/v1/nothing").json()["error"]["code"] == "not_found"
+
+
+def test_more_than_may_wait_is_429_with_retry_after(site):
+    async def flood() -> list[object]:
+        client = site.async_client()
+        ask = {"model": "tiny", "prompt": "x", "n": 128, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+        tasks = [asyncio.create_task(client.completions.create(**ask)) for _ in range(14)]
+        done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await client.close()
+        return [task.exception() for task in done]
+
+    found = asyncio.run(flood())
+    assert any(isinstance(error, openai.RateLimitError) for error in found), found
+    error = next(error for error in found if isinstance(error, openai.RateLimitError))
+    assert error.response.headers["retry-after"] == "1"
+    assert site.client().completions.create(model="tiny", prompt="x", max_tokens=1).choices  # all who left were cancelled

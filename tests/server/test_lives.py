@@ -1,0 +1,184 @@
+"""Clients that leave, many at once, and processes that die: every request ends, and nothing keeps computing for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx2
+import openai
+import pytest
+
+from tests.server.conftest import CHAT, Site
+
+LONG = {"model": "tiny", "prompt": "x", "max_tokens": 250, "temperature": 1, "extra_body": {"ignore_eos": True}}
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_two_hundred_connections_at_once_are_all_answered(site, world):
+    expected = {name: world.answers(name, CHAT, 16) for name in (None, "pirate", "poet")}
+
+    async def one(client, number: int) -> bool:
+        name = [None, "pirate", "poet"][number % 3]
+        text = ""
+        ask = {"model": name or "tiny", "messages": CHAT, "max_tokens": 16, "temperature": 0}
+        async for chunk in await client.chat.completions.create(**ask, stream=True):
+            text += chunk.choices[0].delta.content or ""
+        return text == expected[name]
+
+    async def run() -> list[bool]:
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        async with site.async_client(http_client=httpx2.AsyncClient(limits=limits, timeout=120)) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(200)))
+
+    assert all(asyncio.run(run()))
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_cancels_its_request(site, stream):
+    until(lambda: site.metric("symbiosis_requests_running") == 0)
+    body = {key: value for key, value in LONG.items() if key != "extra_body"} | {"ignore_eos": True, "n": 100}
+    request = httpx2.Request("POST", f"{site.url}/v1/completions", json={**body, "stream": stream})
+    host, port = site.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        head = "\r\n".join(f"{name}: {value}" for name, value in request.headers.items())
+        raw.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + request.content)
+        until(lambda: site.metric("symbiosis_requests_running") > 0)
+    until(lambda: site.metric("symbiosis_requests_running") + site.metric("symbiosis_requests_waiting") == 0, 3)
+
+
+def test_a_request_that_makes_passes_fail_is_500_and_the_others_are_answered(site, world):
+    model = site.hosting._window.desk._core._runner.model
+    poison = 9
+
+    def refuse(module, args, kwargs):
+        if bool((kwargs["input_ids"] == poison).any()):
+            raise RuntimeError("the device is on fire")
+
+    async def ask(client, prompt) -> object:
+        try:
+            made = await client.completions.create(model="tiny", prompt=prompt, max_tokens=16, temperature=0)
+        except openai.APIStatusError as error:
+            return error.status_code
+        return made.choices[0].text
+
+    async def run() -> list[object]:
+        async with site.async_client() as client:
+            prompts = ["the", [20, poison], "so", [21, 22, poison], "a cat"]
+            return await asyncio.gather(*(ask(client, prompt) for prompt in prompts * 4))
+
+    hook = model.register_forward_pre_hook(refuse, with_kwargs=True)
+    try:
+        found = asyncio.run(run())
+    finally:
+        hook.remove()
+    expected = [world.says(None, "the", 16), 500, world.says(None, "so", 16), 500, world.says(None, "a cat", 16)]
+    assert found == expected * 4
+
+
+@contextmanager
+def serving(folder, *more: object) -> Iterator[tuple[subprocess.Popen[str], Site]]:
+    """`symbiosis serve --http` as its own process."""
+    command = [sys.executable, "-m", "symbiosis.cli", "serve", folder, "--listen", "shm://", "--http", "127.0.0.1:0", *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            found = re.match(r"listening at (http\S+)", line)
+            if found:
+                yield process, Site(found[1], None, None)
+                break
+        else:
+            raise AssertionError("it never listened")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def http_process(of: int) -> int:
+    """The HTTP process of a serving one."""
+    found = subprocess.run(["pgrep", "-P", str(of), "-f", "symbiosis.server"], capture_output=True, text=True)
+    return int(found.stdout.split()[0])
+
+
+def healthy(site: Site) -> bool:
+    try:
+        return site.ask("GET", "/health").status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def test_the_engine_dies_and_every_request_and_health_say_so(world):
+    with serving(world.folder) as (process, site):
+        assert healthy(site)
+
+        async def run() -> list[object]:
+            client = site.async_client()
+            asks = [client.completions.create(**{**LONG, "n": 64}) for _ in range(6)]
+            tasks = [asyncio.create_task(ask) for ask in asks]
+            await asyncio.to_thread(until, lambda: site.metric("symbiosis_requests_waiting") > 100)
+            process.kill()
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            await client.close()
+            return done
+
+        found = asyncio.run(run())
+        assert all(isinstance(error, openai.InternalServerError) and error.status_code == 503 for error in found), found
+        answer = site.ask("GET", "/health")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_lost"
+        assert site.ask("POST", "/v1/completions", json={"model": "tiny", "prompt": "x"}).status_code == 503
+
+
+def test_the_http_process_dies_and_another_takes_over_while_the_lost_requests_are_cancelled(world):
+    with serving(world.folder) as (process, site):
+        first = http_process(process.pid)
+
+        async def run() -> object:
+            client = site.async_client()
+            task = asyncio.create_task(client.completions.create(**{**LONG, "n": 128}))
+            await asyncio.to_thread(until, lambda: site.metric("symbiosis_requests_running") > 0)
+            os.kill(first, signal.SIGKILL)
+            (error,) = await asyncio.gather(task, return_exceptions=True)
+            await client.close()
+            return error
+
+        assert isinstance(asyncio.run(run()), openai.APIConnectionError)
+        until(lambda: healthy(site), 60)
+        assert http_process(process.pid) != first
+        until(lambda: site.metric("symbiosis_requests_running") + site.metric("symbiosis_requests_waiting") == 0, 5)
+        assert site.client().completions.create(model="tiny", prompt="x", max_tokens=2).choices
+
+
+def test_a_stopped_server_lets_running_answers_finish(world):
+    with serving(world.folder, "--adapter", f"pirate={world.root / 'pirate'}") as (process, site):
+
+        async def run() -> object:
+            client = site.async_client()
+            task = asyncio.create_task(client.completions.create(**LONG, n=16))
+            await asyncio.to_thread(until, lambda: site.metric("symbiosis_requests_running") > 0)
+            process.send_signal(signal.SIGTERM)
+            (made,) = await asyncio.gather(task, return_exceptions=True)
+            await client.close()
+            return made
+
+        made = asyncio.run(run())
+        assert not isinstance(made, Exception), made
+        assert made.usage.completion_tokens == 16 * 250
+        assert process.wait(timeout=60) == 0
