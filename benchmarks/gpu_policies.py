@@ -2,14 +2,18 @@
 
 Eight tenants, each a process of its own, decode through the executor with 2
 to 256 sequences and the paper's LoRA settings 1 and 4 in turn (its Table 5).
-Each policy has an executor of its own with a copy of the model, to which every
-tenant is connected; they take turns, window by window, while the others are
-silent. A decode step always has the same length of cache. Latency is the mean
-of the tenants' median steps; ratios are medians of the ratio to
-"opportunistic" within one round of turns. There is no plain case: eight
-private copies would not fit beside three executors (`mixed` has them).
+The executor is one and the same; its policies take turns, window by window. A
+decode step always has the same length of cache. Latency is the mean of the
+tenants' median steps; ratios are medians of the ratio to "opportunistic" within
+one round of turns. There is no plain case: eight private copies with such
+caches do not fit (`mixed` has smaller ones).
 
-    python -m benchmarks.gpu_policies 7b          # about 2 minutes on one H200
+With `--remote` the tenants are not on the executor's GPU, as in the paper: they
+compute on the host's CPUs, with a shorter cache, and the executor has the head
+too. Otherwise all of them share the one GPU.
+
+    python -m benchmarks.gpu_policies 7b          # about 1.5 minutes on one H200
+    python -m benchmarks.gpu_policies 7b --remote --seconds 4
     python -m benchmarks.gpu_policies tiny --cpu  # seconds, for the tests
 """
 
@@ -17,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +33,16 @@ from benchmarks.served import Served
 from benchmarks.tenants import Workers, window_of
 
 BATCHES = {"tiny": (1, 4, 16), "1b": (2, 4, 8, 16, 32, 64, 128, 256), "7b": (2, 4, 8, 16, 32, 64, 128, 256)}
-LENGTH = 64
+LENGTH, LENGTH_REMOTE = 64, 16
 REPETITIONS = 5
 
 
 def measure(workers: Workers, policy: str, served: Served, batches: Sequence[int], seconds: float) -> dict[str, Any]:
     """One window of one policy."""
+    served.ask(f"policy {policy}")
     begin, end = window_of(seconds)
     team = range(len(batches))
-    workers.tell(team, "decode_until", begin, end, key=policy)
+    workers.tell(team, "decode_until", begin, end)
     time.sleep(max(0.0, begin - time.monotonic()))
     before = served.ask("stats")
     time.sleep(max(0.0, end - time.monotonic()))
@@ -46,29 +50,27 @@ def measure(workers: Workers, policy: str, served: Served, batches: Sequence[int
     return figures_of(batches, workers.hear(team), before, after)
 
 
-def connect(workers: Workers, shape: str, servers: dict[str, Served], batches: Sequence[int]) -> None:
-    """Every tenant to every policy's executor, with its cache filled and a window to warm up."""
+def connect(workers: Workers, shape: str, served: Served, batches: Sequence[int], *, remote: bool) -> None:
+    """Every tenant, with its cache filled."""
     team = range(len(batches))
-    for policy, served in servers.items():
-        for number in team:
-            workers.tell([number], "load", "executor", shape, served.address, 4 if number % 2 else 1, key=policy)
-        workers.hear(team)
-        for number, batch in enumerate(batches):
-            workers.tell([number], "prefill", batch, LENGTH, key=policy)
-        workers.hear(team)
-        workers.window(team, "decode_until", 0.5, key=policy)
+    for number in team:
+        workers.tell([number], "load", "executor", shape, served.address, 4 if number % 2 else 1)
+    workers.hear(team)
+    for number, batch in enumerate(batches):
+        workers.tell([number], *(("fill", batch, LENGTH_REMOTE) if remote else ("prefill", batch, LENGTH)))
+    workers.hear(team)
 
 
-def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDER) -> None:
+def run(shape: str, device: str, seconds: float, mps: bool, remote: bool, folder: Path = FOLDER) -> None:
     console, batches = Console(width=160), BATCHES[shape]
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
-    with ExitStack() as stack:
-        servers = {policy: stack.enter_context(Served(shape, device, policy)) for policy in POLICIES}
-        workers = stack.enter_context(Workers(len(batches), device))
-        connect(workers, shape, servers, batches)
+    with Served(shape, device, head=remote) as served, Workers(len(batches), "cpu" if remote else device) as workers:
+        connect(workers, shape, served, batches, remote=remote)
+        for policy in POLICIES:  # to warm up: what comes again and again becomes a CUDA graph, with any company one
+            measure(workers, policy, served, batches, seconds * (5 if policy == "opportunistic" and not remote else 1))
         for repetition in range(REPETITIONS):
             for policy in rotated(POLICIES, repetition):
-                found = measure(workers, policy, servers[policy], batches, seconds)
+                found = measure(workers, policy, served, batches, seconds)
                 runs[policy].append(found)
                 console.print(
                     f"{repetition + 1}/{REPETITIONS} {policy:14s} {found['tokens_per_s']:7.0f} tok/s  "
@@ -83,20 +85,28 @@ def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDE
                 "script": "gpu_policies",
                 "shape": shape,
                 "mps": mps,
+                "tenants_on": "the host's CPUs" if remote else "the same GPU",
                 "plan": {"tenants": list(batches), "seconds": seconds, "repetitions": repetition + 1},
                 "medians": {policy: medians(each) for policy, each in runs.items()},
                 "ratios": {key: {policy: each["ratio"] for policy, each in found.items()} for key, found in ratios.items()},
                 "runs": runs,
             }
-            save(f"gpu-policies-{shape}{'-mps' if mps else ''}", str(__doc__).splitlines()[0], figures, folder)
+            save(
+                f"gpu-policies-{shape}{'-remote' if remote else ''}{'-mps' if mps else ''}",
+                str(__doc__).splitlines()[0],
+                figures,
+                folder,
+            )
     show(console, figures)
     console.print("ratios to opportunistic:", figures["ratios"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    chosen = options(str(__doc__), shapes=list(BATCHES), shape="7b", seconds=3.0).parse_args(arguments)
+    parser = options(str(__doc__), shapes=list(BATCHES), shape="7b", seconds=3.0)
+    parser.add_argument("--remote", action="store_true", help="tenants on the host's CPUs")
+    chosen = parser.parse_args(arguments)
     with mps_daemon(chosen.mps):
-        run(chosen.shape, chosen.device, chosen.seconds, chosen.mps, chosen.out)
+        run(chosen.shape, chosen.device, chosen.seconds, chosen.mps, chosen.remote, chosen.out)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,21 @@ from benchmarks.tenants import context_for
 _START_S = 300.0
 
 
-def serve(shape: str, device: str, policy: str, pipe: Any) -> None:
+def serve(shape: str, device: str, head: bool, pipe: Any) -> None:
     import torch
 
     import symbiosis
 
-    with symbiosis.Executor(random_model(shape, device), device=device, policy=policy) as executor:
+    with symbiosis.Executor(random_model(shape, device), device=device, host_head=head) as executor:
         pipe.send(executor.listen("shm://"))
         while (asked := pipe.recv()) != "stop":
             if asked == "stats":
                 pipe.send(executor.stats())
             elif asked == "reserved":
                 pipe.send(torch.cuda.memory_reserved() if device != "cpu" else 0)
+            elif asked.startswith("policy "):
+                executor.use_policy(asked.removeprefix("policy "))
+                pipe.send(None)
             else:
                 assert asked == "trim"
                 torch.cuda.empty_cache()
@@ -31,12 +34,12 @@ def serve(shape: str, device: str, policy: str, pipe: Any) -> None:
 
 
 class Served:
-    """It starts at once and is waited for when its address is asked for. A context manager."""
+    """It starts at once and is waited for when its address is asked for. With the `head` too if asked. A context manager."""
 
-    def __init__(self, shape: str, device: str, policy: str = "opportunistic") -> None:
+    def __init__(self, shape: str, device: str, *, head: bool = False) -> None:
         context = context_for(device)
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(shape, device, policy, theirs), daemon=True)
+        self._process = context.Process(target=serve, args=(shape, device, head, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -51,7 +54,7 @@ class Served:
         return str(self._pipe.recv())
 
     def ask(self, what: str) -> Any:
-        """Its "stats", the bytes "reserved" by torch, or to "trim" those to what is in use."""
+        """Its "stats", the bytes "reserved" by torch, to "trim" those to what is in use, or to use another "policy NAME"."""
         self._pipe.send(what)
         return self._pipe.recv()
 

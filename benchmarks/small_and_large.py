@@ -1,9 +1,9 @@
 """Does a small request wait for a large one?
 
 Two tenants send one prompt after the other through the executor, of 1 token or
-of 512, in pairs (the paper's Table 4). Each policy has an executor of its own;
-policies and pairs take turns, window by window. Figures are each tenant's
-median time of a prompt; beside them the same of one plain tenant alone.
+of 512, in pairs (the paper's Table 4). Policies of the one executor and pairs take
+turns, window by window. Figures are each tenant's median time of a prompt;
+beside them the same of one plain tenant alone.
 
     python -m benchmarks.small_and_large 7b          # about 1.5 minutes on one H200
     python -m benchmarks.small_and_large tiny --cpu  # seconds, for the tests
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -34,12 +33,12 @@ ALONE: dict[str, tuple[int, ...]] = {"small": (SMALL,), "large": (LARGE,)}
 REPETITIONS = 5
 
 
-def prompts(workers: Workers, first: int, sizes: Sequence[int], seconds: float, key: str) -> list[float]:
+def prompts(workers: Workers, first: int, sizes: Sequence[int], seconds: float) -> list[float]:
     """Median seconds of a prompt for each of as many tenants as there are sizes, at the same time."""
     begin, end = window_of(seconds)
     team = range(first, first + len(sizes))
     for number, size in zip(team, sizes, strict=True):
-        workers.tell([number], "prompt_until", size, begin, end, key=key)
+        workers.tell([number], "prompt_until", size, begin, end)
     return [statistics.median(steps) for steps in workers.hear(team)]
 
 
@@ -47,18 +46,17 @@ def run(shape: str, device: str, seconds: float, mps: bool, folder: Path = FOLDE
     console = Console(width=160)
     runs: dict[str, dict[str, list[list[float]]]] = {policy: {pair: [] for pair in PAIRS} for policy in POLICIES}
     runs["plain alone"] = {size: [] for size in ALONE}
-    with ExitStack() as stack:
-        servers = {policy: stack.enter_context(Served(shape, device, policy)) for policy in POLICIES}
-        workers = stack.enter_context(Workers(3, device))
-        workers.all([2], "load", "plain", shape, key="plain alone")
-        for policy, served in servers.items():
-            workers.all([0, 1], "load", "executor", shape, served.address, key=policy)
-            prompts(workers, 0, PAIRS["small & large"], 0.5, policy)
+    with Served(shape, device) as served, Workers(3, device) as workers:
+        workers.all([2], "load", "plain", shape)
+        workers.all([0, 1], "load", "executor", shape, served.address)
+        prompts(workers, 0, PAIRS["small & large"], 0.5)
         for repetition in range(REPETITIONS):
             for policy in rotated([*POLICIES, "plain alone"], repetition):
                 first, cases = (2, ALONE) if policy == "plain alone" else (0, PAIRS)
+                if policy in POLICIES:
+                    served.ask(f"policy {policy}")
                 for case in rotated(list(cases), repetition):
-                    runs[policy][case].append(prompts(workers, first, cases[case], seconds, policy))
+                    runs[policy][case].append(prompts(workers, first, cases[case], seconds))
             middle = {
                 policy: {
                     case: [statistics.median(each) for each in zip(*found, strict=True)] for case, found in of_policy.items()

@@ -112,6 +112,20 @@ class Tenant:
             self.cache, self.token = output.past_key_values, output.logits[:, -1:].argmax(-1)
             self.decode_step()
 
+    def fill(self, batch: int, length: int) -> None:
+        """The same with random keys and values: where computing them would take long."""
+        import torch
+        from transformers import DynamicCache
+
+        config = self.base.config
+        shape = (batch, config.num_key_value_heads, length, config.head_dim)
+        self.model.eval()
+        self.cache, self.token = DynamicCache(), self.random_ids(batch, 1)
+        for layer in range(config.num_hidden_layers):
+            self.cache.update(*(torch.randn(shape, device=self.device, dtype=self.base.dtype) for _ in range(2)), layer)
+        with torch.no_grad():
+            self.decode_step()
+
     def decode_until(self, begin: float, end: float) -> list[float]:
         import torch
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 
 import pytest
+import torch
 
 from benchmarks import (
+    adapter_kernels,
     gpu_memory,
     gpu_policies,
     independence,
@@ -65,6 +69,18 @@ def test_serving_gives_the_answers_of_peft(tmp_path):
     figures = serving.run(tiny=True, repetitions=1, folder=tmp_path)
     assert set(figures["equal_answers"].values()) == {8}
     assert (tmp_path / "serving-tiny.json").is_file()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ),
+    reason="needs a CUDA device or Triton's interpreter",
+)
+@pytest.mark.parametrize("options", [[], ["--sweep"]], ids=["compared", "swept"])
+def test_kernels_of_serving_are_measured(options, tmp_path):
+    adapter_kernels.main(["--tiny", "--repetitions", "1", "--out", str(tmp_path), *options])
+    (written,) = tmp_path.glob("*.json")
+    record = json.loads(written.read_text())
+    assert {"question", "machine", "script", "triton"} <= record.keys()
 
 
 def test_ratios_are_taken_within_one_repetition():

@@ -62,8 +62,8 @@ class Executor:
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.tokens = _check_tokens(tokens or {})
-        chosen = _policy(policy, max_wait_ms, training_share)
         place = _device(device)
+        chosen = _policy(policy, max_wait_ms, training_share)
         source = load(model_or_path, device=place, dtype=_dtype(dtype), tokenizer=tokenizer)
         self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
         self.model_class = type(source.model)
@@ -116,6 +116,10 @@ class Executor:
     def stats(self) -> dict[str, Any]:
         """Calls, batches, mean batch, tokens, bytes held, and figures per tenant."""
         return self._service.stats()
+
+    def use_policy(self, policy: str | Policy) -> None:
+        """Batch calls by another policy from the next batch on."""
+        self._service.policy = _policy(policy, None, None)
 
     def manifest(self) -> Manifest:
         """The model as tenants see it."""

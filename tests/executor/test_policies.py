@@ -27,6 +27,9 @@ class Heard:
     ran: float = 0.0
     span_s: float = 0.0
     rows: int = 1
+    entered: float = 0.0
+    pass_s: float = 0.0
+    waited_s: float = 0.0
 
     @property
     def answered(self) -> float:
@@ -35,6 +38,10 @@ class Heard:
 
 def call(number, session=None, key=Q, rows=1, training=False, arrived=0.0):
     return Pending(number, session or number, key, rows, training, arrived)
+
+
+def launched(number, session=None, key=Q, rows=1, arrived=0.0):
+    return Pending(number, session or number, key, rows, training=False, arrived=arrived, launched=True)
 
 
 def known_costs(fixed=0.010, per_row=1e-5, shapes=("q", "mlp")):
@@ -231,3 +238,39 @@ def test_costs_fit_a_line_and_know_nothing_at_first():
         costs.observe("x", rows, 0.002 + 1e-5 * rows)
     assert costs.estimate("x", 500) == pytest.approx(0.007, rel=1e-3)
     assert costs.saving("x") == pytest.approx(0.002, rel=1e-3)
+
+
+class TestTravellingTogether:
+    """Where batches are only launched: calls of tenants at the same place of their passes."""
+
+    policy = Opportunistic(meeting_share=0.1, patience_s=3e-4)
+
+    def at(self, now, *, key=Q, ran=0.0, waited=0.0, entered=0.0):
+        return Heard(now, key, ran=ran, waited_s=waited, entered=entered, pass_s=0.1)
+
+    def test_who_begins_a_pass_waits_for_others_about_to(self):
+        mine, soon, later = self.at(1.0, key=FAR, entered=0.9), self.at(1.0, entered=0.902), self.at(1.0, entered=0.95)
+        waiting = launched(1, arrived=1.0)
+        decision = self.policy.decide([waiting], {1: mine, 2: soon}, Costs(), 1.0)
+        assert decision.ask_again_at == pytest.approx(1.005)
+        assert numbers(self.policy.decide([waiting], {1: mine, 2: later}, Costs(), 1.0)) == [1]
+        assert numbers(self.policy.decide([waiting], {1: mine, 2: soon}, Costs(), 1.006)) == [1]
+        assert numbers(self.policy.decide([waiting, launched(2, arrived=1.002)], {1: mine, 2: soon}, Costs(), 1.002)) == [1, 2]
+
+    def test_in_the_middle_of_a_pass_those_at_the_same_place_are_waited_for(self):
+        mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
+        waiting = launched(1, key=MLP, arrived=1.0)
+        decision = self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0)
+        assert decision.ask_again_at == pytest.approx(1.0003)
+        for elsewhere in (self.at(1.0, ran=0.99), self.at(1.0, key=FAR, ran=0.9990)):
+            assert numbers(self.policy.decide([waiting], {1: mine, 2: elsewhere}, Costs(), 1.0)) == [1]
+
+    def test_nobody_waits_more_than_a_share_of_its_pass(self):
+        beside, waiting = self.at(1.0, ran=0.999), launched(1, key=MLP, arrived=1.0)
+        nearly, spent = self.at(1.0, ran=0.999, waited=0.0099), self.at(1.0, ran=0.999, waited=0.01)
+        assert self.policy.decide([waiting], {1: nearly, 2: beside}, Costs(), 1.0).ask_again_at == pytest.approx(1.0001)
+        assert numbers(self.policy.decide([waiting], {1: spent, 2: beside}, Costs(), 1.0)) == [1]
+
+    def test_where_batches_run_at_once_nobody_waits(self):
+        mine, beside = self.at(1.0, ran=0.999), self.at(1.0, ran=0.999)
+        assert numbers(Opportunistic().decide([call(1, key=MLP, arrived=1.0)], {1: mine, 2: beside}, Costs(), 1.0)) == [1]

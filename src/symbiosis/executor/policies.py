@@ -48,6 +48,8 @@ class Pending:
     rows: int
     training: bool
     arrived: float
+    launched: bool = False
+    """Its batch is only launched when it leaves the queue: nobody here waits for the result."""
 
 
 class Heard(Protocol):
@@ -67,6 +69,12 @@ class Heard(Protocol):
     """When that ran."""
     span_s: float
     """How long that kept the machine busy: the tenant's own work before it, and the call itself."""
+    entered: float
+    """When its last pass through the model began, and"""
+    pass_s: float
+    """how long after the one before; 0.0 if there was none."""
+    waited_s: float
+    """How long its calls of that pass have waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,12 @@ class Opportunistic:
     share of their own time, at most what a merged batch would save. Nobody
     waits longer than `max_wait_s`, and nobody at all if every active session is
     queued already. While somebody decodes, training rests between two calls.
+
+    Where batches are only launched (tenants on the executor's GPU), queues form out of
+    sight, and small calls do not meet by themselves. There, who begins a pass waits a moment for
+    others about to begin theirs, and in the middle of a pass for those who are
+    at the same place: they travel together, at hardly more than the price of
+    one. Nobody gives more than a small share of its time for that.
     """
 
     name: str = "opportunistic"
@@ -177,10 +191,16 @@ class Opportunistic:
     """Inference with more rows at once is no decoding: training does not rest for it."""
     training_share: float = 0.25
     """Share of the time that training gets while somebody decodes; 1.0: as much as it takes."""
+    meeting_share: float = 0.5
+    """Longest time that a small call's session waits for others in one pass, as a share of the time between two passes."""
+    patience_s: float = 3e-4
+    """Longest time that it waits for others in the middle of a pass, at one place."""
 
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
             return Decision()
+        if all(call.launched and call.rows <= self.decode_rows and not call.training for call in pending):
+            return self._meet(pending, heard, now)
         if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:
             return Decision(batch=(pending[0],))  # alone, and small calls never wait: as below, sooner
         here = {call.session for call in pending}
@@ -224,6 +244,41 @@ class Opportunistic:
         if gain < self.least_gain * own_time:
             return first
         return first + min(self.max_wait_s, gain, self.wait_share * own_time)
+
+    def _meet(self, pending: Sequence[Pending], heard: Mapping[int, Heard], now: float) -> Decision:
+        """Decoding on a GPU, where every microsecond counts: first come, first served, but for who waits for company."""
+        here = {call.session for call in pending}
+        ask_again: float | None = None
+        for calls in _by_key(pending).values():
+            until = self._meet_until(calls, here, heard, now)
+            if now >= until:
+                return Decision(batch=_fill(calls, self.max_rows))
+            ask_again = until if ask_again is None else min(ask_again, until)
+        return Decision(ask_again_at=ask_again)
+
+    def _meet_until(self, calls: list[Pending], here: set[int], heard: Mapping[int, Heard], now: float) -> float:
+        """Until when calls wait for those they can travel with; in the past if for nobody. Who is `here` has called."""
+        first = calls[0]
+        mine = heard.get(first.session)
+        if mine is None or mine.key is None:
+            return first.arrived
+        key, ran, begins = mine.key, mine.ran, mine.key.progress >= first.key.progress
+        patience = 0.5 * self.meeting_share * mine.pass_s if begins else self.patience_s
+        for session, other in heard.items():
+            if session in here or other.training or now - other.last_seen > self.company_s:
+                continue
+            if begins and abs(other.entered + other.pass_s - first.arrived) <= patience:
+                break  # it is about to begin too
+            if not begins and other.key is key and abs(other.ran - ran) <= patience:
+                break  # it is at the same place
+        else:
+            return first.arrived
+        until = first.arrived + min(self.max_wait_s, patience)
+        for call in calls:
+            last = heard.get(call.session)
+            if last is not None:
+                until = min(until, call.arrived + self.meeting_share * last.pass_s - last.waited_s)
+        return until
 
     def _rank(self, key: BatchKey, calls: list[Pending], small: set[int], coming: list[BatchKey | None], now: float) -> _Rank:
         """Smaller goes first: overdue, inference, small, nobody just behind, furthest behind, first come.

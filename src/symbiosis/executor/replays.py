@@ -1,10 +1,9 @@
 """Small calls that come again and again, as CUDA graphs: one launch instead of one for every kernel.
 
 A decoding tenant says the same words from the same memory for every token,
-and what its call costs is launching it. Calls of several tenants to the same
-layers are copied below each other into memory of a fixed size, run as one
-graph, and copied out again; rows that are left over there from before are
-computed too, and nobody gets them. Plain reference: `runner.run_batch`.
+and what its call costs is launching it. Tenants who travel together do so
+together: copying their rows below each other, the layers and copying the
+results out are one graph too. Plain reference: `runner.run_batch`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -21,24 +20,13 @@ import torch
 from torch import Tensor
 
 from symbiosis.executor.layers import Rows, run
-from symbiosis.executor.policies import BatchKey
 from symbiosis.executor.runner import Work
 
-_KNOWN = 4  # what comes so often comes again
-_ROWS = 256  # of one call: with more rows the GPU takes longer than the launches
-_SIZES = (16, 64, 128, 256, 512)  # of rows together
+_KNOWN, _KNOWN_TOGETHER = 4, 8  # what comes so often comes again
+_ROWS, _ROWS_TOGETHER = 256, 512  # with more rows the GPU takes longer than the launches
 _LAYERS = 4  # of one call: q, k and v, or gate and up
 _MOST, _MOST_OF_ONE = 8192, 1024  # graphs of everybody together, and of one tenant
 _log = logging.getLogger("symbiosis")
-
-
-@dataclass(frozen=True, slots=True)
-class _Joint:
-    """All calls of one key that fit one size."""
-
-    replay: Callable[[], None]
-    rows: Rows
-    results: Rows
 
 
 class Replays:
@@ -51,10 +39,9 @@ class Replays:
         self._pool: Any = None
         self._keeper: torch.cuda.CUDAGraph | None = None
         self._works: dict[str, WeakSet[Work]] = {}  # by tenant; they go with their channels
-        self._joints: dict[tuple[BatchKey, int], _Joint] = {}
-        self._seen: dict[tuple[BatchKey, int], int] = {}
-        self._memory: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
-        self._parts: dict[tuple[int, int, int], Tensor] = {}
+        self._joints: dict[tuple[int, ...], Callable[[], object] | None] = {}
+        self._seen: dict[tuple[int, ...], int] = {}
+        self._memory: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def run(self, works: Sequence[tuple[str, Work, Rows]]) -> list[Rows] | None:
         """The results of a batch, (tenant, work, its places) each, if it is known well enough; None: run it as it is."""
@@ -62,9 +49,7 @@ class Replays:
             return None
         if len(works) == 1:
             return self._alone(*works[0])
-        rows = sum(work.rows[0].shape[0] for _, work, _ in works)
-        size = next((size for size in _SIZES if size >= rows), None)
-        return None if size is None else self._together(works, size)
+        return self._together(works)
 
     def _alone(self, tenant: str, work: Work, places: Rows) -> list[Rows] | None:
         if work.replay is None:
@@ -76,76 +61,75 @@ class Replays:
             self._works[tenant] = kept
             if len(kept) >= _MOST_OF_ONE:
                 return None
-            work.replay = self._record(work, work.rows, places)
+            work.replay = self._record(work, partial(run, work.layers, work.key.direction, work.rows, places))
             if work.replay is None:
                 return None
             kept.add(work)
         work.replay()
         return [places]
 
-    def _together(self, works: Sequence[tuple[str, Work, Rows]], size: int) -> list[Rows] | None:
-        _, first, first_places = works[0]
-        joint = self._joints.get((first.key, size))
-        if joint is None:
-            if not self._is_known((first.key, size)):
-                return None
-            rows = tuple(self._take(f"row {i}", size, t) for i, t in enumerate(first.rows))
-            results = tuple(self._take(f"result {i}", size, t) for i, t in enumerate(first_places))
-            replay = self._record(first, rows, results)
+    def _together(self, works: Sequence[tuple[str, Work, Rows]]) -> list[Rows] | None:
+        company = tuple(sorted(work.number for _, work, _ in works))
+        replay = self._joints.get(company)
+        if replay is None:
+            if company in self._joints or not self._is_known(company):
+                return self._one_by_one(works)
+            rows = sum(work.rows[0].shape[0] for _, work, _ in works)
+            _drop_oldest(self._joints, _MOST)
+            replay = self._joints[company] = self._record_joint(works, rows) if rows <= _ROWS_TOGETHER else None
             if replay is None:
                 return None
-            del self._seen[first.key, size]  # if it is dropped one day, it is counted from the beginning
-            _drop_oldest(self._joints, _MOST)
-            joint = self._joints[first.key, size] = _Joint(replay, rows, results)
-        given: list[Tensor] = []
-        starts: list[Tensor] = []
-        ends: list[Tensor] = []
-        wanted: list[Tensor] = []
-        at = 0
-        for _, work, places in works:
-            end = at + work.rows[0].shape[0]
-            given += work.rows
-            starts += [self._part(memory, at, end) for memory in joint.rows]
-            ends += [self._part(memory, at, end) for memory in joint.results]
-            wanted += places
-            at = end
-        torch._foreach_copy_(starts, given)
-        joint.replay()
-        torch._foreach_copy_(wanted, ends)
+        replay()
         return [places for _, _, places in works]
 
-    def _is_known(self, key: tuple[BatchKey, int]) -> bool:
-        """Whether this has come often enough to be kept."""
-        count = self._seen.pop(key, 0) + 1
-        _drop_oldest(self._seen, _MOST)
-        self._seen[key] = count
-        return count == _KNOWN
+    def _one_by_one(self, works: Sequence[tuple[str, Work, Rows]]) -> list[Rows] | None:
+        """If each is known for itself: several graphs are still faster than the kernels of a joint."""
+        replays = [work.replay for _, work, _ in works]
+        if not all(replays):
+            return None
+        for replay in replays:
+            assert replay is not None
+            replay()
+        return [places for _, _, places in works]
 
-    def _take(self, use: str, size: int, like: Tensor) -> Tensor:
-        """Memory that all joints of this size and width use in turn."""
-        key = (use, size, like.shape[1], like.dtype)
+    def _is_known(self, company: tuple[int, ...]) -> bool:
+        """Whether these have travelled together so often that it will be kept."""
+        count = self._seen.pop(company, 0) + 1
+        if count == _KNOWN_TOGETHER:
+            return True
+        _drop_oldest(self._seen, _MOST)
+        self._seen[company] = count
+        return False
+
+    def _record_joint(self, works: Sequence[tuple[str, Work, Rows]], count: int) -> Callable[[], object] | None:
+        _, first, first_places = works[0]
+        rows = tuple(self._take(f"row {i}", t)[:count] for i, t in enumerate(first.rows))
+        results = tuple(self._take(f"result {i}", t)[:count] for i, t in enumerate(first_places))
+        sizes = [work.rows[0].shape[0] for _, work, _ in works]
+        given = [t for column in zip(*(work.rows for _, work, _ in works), strict=True) for t in column]
+        wanted = [t for column in zip(*(places for _, _, places in works), strict=True) for t in column]
+        starts = [part for memory in rows for part in torch.split(memory, sizes)]
+        ends = [part for memory in results for part in torch.split(memory, sizes)]
+
+        def compute() -> None:
+            torch._foreach_copy_(starts, given)
+            run(first.layers, first.key.direction, rows, results)
+            torch._foreach_copy_(wanted, ends)
+
+        return self._record(first, compute)
+
+    def _take(self, use: str, like: Tensor) -> Tensor:
+        """Memory that all joints of this width use in turn."""
+        key = (use, like.shape[1], like.dtype)
         if key not in self._memory:
-            self._memory[key] = torch.zeros(size, like.shape[1], dtype=like.dtype, device=like.device)
+            self._memory[key] = torch.zeros(_ROWS_TOGETHER, like.shape[1], dtype=like.dtype, device=like.device)
         return self._memory[key]
 
-    def _part(self, memory: Tensor, start: int, end: int) -> Tensor:
-        key = (id(memory), start, end)  # the memory is never let go
-        part = self._parts.get(key)
-        if part is None:
-            if len(self._parts) >= _MOST:
-                self._parts.clear()
-            part = self._parts[key] = memory[start:end]
-        return part
-
-    def _record(self, work: Work, rows: Rows, results: Rows) -> Callable[[], None] | None:
-        """What runs these layers from here to there."""
-
-        @torch.no_grad()
-        def compute() -> None:
-            run(work.layers, work.key.direction, rows, results)
-
+    @torch.no_grad()
+    def _record(self, work: Work, compute: Callable[[], object]) -> Callable[[], object] | None:
+        """What does this again and again; `work` is the one to name if it cannot be done."""
         if self._device.type != "cuda":
-            return compute
+            return torch.no_grad()(compute)
         self.captures += 1
         try:
             if self._keeper is None:
@@ -157,7 +141,7 @@ class Replays:
             _log.warning("%s cannot be a CUDA graph (%r): it is run as it is", work.layers[0].spec.paths[0], error)
             self._keeper = None  # a failed capture may leave its pool unusable: the next one gets another
             return None
-        replay: Callable[[], None] = graph.replay
+        replay: Callable[[], object] = graph.replay
         return replay
 
     def _capture(self, compute: Callable[[], Any]) -> torch.cuda.CUDAGraph:

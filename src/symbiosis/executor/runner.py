@@ -6,9 +6,10 @@ the one at fault gets the error.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,8 +34,10 @@ class Work:
     bytes: int
     runs: int = 0
     """How often it ran so far, and"""
-    replay: Callable[[], None] | None = None
+    replay: Callable[[], object] | None = None
     """what runs it again, if it came often enough (`replays`)."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """No other work ever has it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

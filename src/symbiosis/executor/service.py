@@ -222,7 +222,9 @@ class Service:
         if work is None:
             work = self._check_work(session.peer, message)
         self._numbers += 1
-        pending = Pending(self._numbers, session.number, work.key, work.rows[0].shape[0], message.training, session.last_seen)
+        launched = work.places is not None and self._lanes is not None
+        rows = work.rows[0].shape[0]
+        pending = Pending(self._numbers, session.number, work.key, rows, message.training, session.last_seen, launched)
         self._queue[pending.number] = Call(pending, session, message.request, work)
         self._queued_bytes += work.bytes
         session.busy, session.request = True, message.request
@@ -378,11 +380,15 @@ class Service:
             if enters:
                 counts.tokens += call.pending.rows
                 self._tokens += call.pending.rows
-            self._note(call, started, max(ended - started, cost), ended)
+            self._note(call, enters, started, max(ended - started, cost), ended)
 
-    def _note(self, call: Call, started: float, seconds: float, ended: float) -> None:
+    def _note(self, call: Call, enters: bool, started: float, seconds: float, ended: float) -> None:
         """What a policy knows of this session from now on."""
         session = call.session
+        if enters:
+            session.pass_s = call.pending.arrived - session.entered if session.entered else 0.0
+            session.entered, session.waited_s = call.pending.arrived, 0.0
+        session.waited_s += started - call.pending.arrived
         away = call.pending.arrived - session.answered
         own = away if 0.0 <= away <= _OWN_WORK_S and session.peer.port.same_host else 0.0
         session.key, session.rows = call.pending.key, call.pending.rows

@@ -58,6 +58,12 @@ class Session:
     """How long that kept the machine busy: the tenant's own work before it, and the call itself."""
     answered: float = 0.0
     """When that was answered."""
+    entered: float = 0.0
+    """When its last pass through the model began, and"""
+    pass_s: float = 0.0
+    """how long after the one before; 0.0 if there was none."""
+    waited_s: float = 0.0
+    """How long its calls of that pass have waited."""
 
 
 @dataclass(slots=True)

@@ -25,6 +25,16 @@ def reference(q_BHTD: Tensor, k_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _rounded(x, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A float32 as it is after a trip through `kind`. By hand for bfloat16: the compiler leaves such a trip out."""
+    if kind == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(x == x, even.to(tl.float32, bitcast=True), x)  # noqa: PLR0124 - NaN stays NaN
+    return x.to(kind).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _turn(x, y, cos_1, cos_2, sin_1, sin_2, heads, half, xh, yh, BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     """All heads of one token: from `x` to `y`."""
     head, column = tl.arange(0, HEADS)[:, None].to(tl.int64), tl.arange(0, HALF)[None, :]
@@ -32,14 +42,14 @@ def _turn(x, y, cos_1, cos_2, sin_1, sin_2, heads, half, xh, yh, BACK: tl.conste
     first = tl.load(x + head * xh + column, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + head * xh + column + half, mask=mask, other=0.0).to(tl.float32)
     # each product is rounded before the sum, as in the reference
-    kind = y.dtype.element_ty
-    above, below = (first * cos_1).to(kind).to(tl.float32), (second * cos_2).to(kind).to(tl.float32)
+    kind: tl.constexpr = y.dtype.element_ty
+    above, below = _rounded(first * cos_1, kind), _rounded(second * cos_2, kind)
     if BACK:
-        above += (second * sin_2).to(kind).to(tl.float32)
-        below -= (first * sin_1).to(kind).to(tl.float32)
+        above += _rounded(second * sin_2, kind)
+        below -= _rounded(first * sin_1, kind)
     else:
-        above -= (second * sin_1).to(kind).to(tl.float32)
-        below += (first * sin_2).to(kind).to(tl.float32)
+        above -= _rounded(second * sin_1, kind)
+        below += _rounded(first * sin_2, kind)
     tl.store(y + head * yh + column, above.to(kind), mask=mask)
     tl.store(y + head * yh + column + half, below.to(kind), mask=mask)
 

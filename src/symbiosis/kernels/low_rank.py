@@ -1,0 +1,391 @@
+"""Low-rank changes of many adapters in one pass: two launches for all adapters and all layers that read the same rows.
+
+R = rows, I / O = input and output width, r = rank, M = members (layers that
+read the same rows: q, k and v), O* = their outputs side by side, T = tiles, S = splits of the input width.
+
+Rows of one adapter that lie together are cut into tiles. `_shrink` multiplies
+the rows of a tile with its adapter's `a`, each program over a part of I;
+`_expand` sums the parts, multiplies with `b` and adds to the layer's own result
+in place. Weights are read where they lie, once per tile, over the adapter's own
+rank. No atomics: results do not depend on timing. All that changes from pass to
+pass is in device memory, so that a CUDA graph can be replayed for other rows
+and adapters; and numbers that change are no reason to compile again. A tile of
+one row, which is what decoding with different adapters gives, is multiplied
+without tensor cores: it is bound by reading the weights. The rank's worth of
+numbers between the two is rounded to the model's dtype, as PEFT does. Plain
+reference: `reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from symbiosis.kernels.tiles import Segment, Tiles
+
+_PROCESSORS = 132  # of an H200
+_ALIGNMENT = 16  # bytes
+_MOST_SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one adapter does to one layer; the scale is in `b_Or`."""
+
+    a_rI: Tensor
+    b_Or: Tensor
+    stretch_O: Tensor | None = None
+    """DoRA: the whole product, without the layer's own bias, times this."""
+
+    def entry(self) -> tuple[int, int, int, int]:
+        """Its line of the table. Whoever writes it there keeps the tensors alive."""
+        tensors = (self.a_rI, self.b_Or) if self.stretch_O is None else (self.a_rI, self.b_Or, self.stretch_O)
+        rank = self.a_rI.shape[0]
+        if self.b_Or.shape[1] != rank or len({t.dtype for t in tensors}) != 1:
+            raise ValueError(
+                f"a {tuple(self.a_rI.shape)} and b {tuple(self.b_Or.shape)} have one rank and one dtype with stretch"
+            )
+        if not all(t.is_contiguous() and t.data_ptr() % _ALIGNMENT == 0 for t in tensors):
+            raise ValueError(f"weights are contiguous and start at multiples of {_ALIGNMENT} bytes")
+        stretch = 0 if self.stretch_O is None else self.stretch_O.data_ptr()
+        return self.a_rI.data_ptr(), self.b_Or.data_ptr(), rank, stretch
+
+
+NOTHING = (0, 0, 0, 0)
+"""The line of an adapter that leaves this layer alone."""
+
+
+class Members:
+    """Layers that read the same rows, and where in y the outputs of each begin."""
+
+    def __init__(self, widths: Sequence[int], device: torch.device | str) -> None:
+        self.widths, self.device = tuple(widths), torch.device(device)
+        self.even = all(width % 16 == 0 for width in widths)
+        self._blocks: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.widths)
+
+    def blocks(self, size: int) -> Tensor:
+        """All outputs in blocks: (member, first column in y, first of its own columns, columns) of each."""
+        if size not in self._blocks:
+            found, offset = [], 0
+            for member, width in enumerate(self.widths):
+                found += [(member, offset + own, own, min(size, width - own)) for own in range(0, width, size)]
+                offset += width
+            self._blocks[size] = torch.tensor(found, dtype=torch.int32, device=self.device)
+        return self._blocks[size]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the kernels are launched; `plan` picks by size."""
+
+    splits: int
+    """Parts of the input width, each summed by a program of its own."""
+    rank_programs: int
+    """Programs that share the rank of an adapter."""
+    block_k: int
+    """Columns a step where a tile has several rows; one row takes four times as many."""
+    block_n: int
+    shrink_warps: int
+    expand_warps: int
+    stages: int
+
+
+def tile_rows(rows: int) -> int:
+    """How many rows a tile should have in a pass of so many."""
+    return 16 if rows <= 256 else 64  # up to there it may be all decoding, each row with another adapter
+
+
+def plan(tiles: Tiles, width: int, members: int, rmax: int) -> Plan:
+    few = tiles.rows <= 16
+    least, wanted = (256, 4) if few else (512, 2)
+    programs = tiles.capacity * members
+    splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs)))
+    if few:  # a program of one row reads 512 columns at once
+        splits = max(splits, -(-width // 512))
+    splits = min(splits, _MOST_SPLITS)
+    spare = _PROCESSORS * wanted // (programs * splits)
+    return Plan(
+        splits=splits,
+        rank_programs=max(1, min(-(-rmax // 16), spare)),
+        block_k=128 if few else 64,
+        block_n=512 if few else 128,
+        shrink_warps=4,
+        expand_warps=4,
+        stages=3,
+    )
+
+
+def reference(
+    x_RI: Tensor,
+    y_RO: Tensor,
+    segments: Sequence[Segment],
+    changes: Sequence[Sequence[Change | None]],
+    widths: Sequence[int],
+    own_bias_O: Tensor | None = None,
+) -> None:
+    """Add to y in place what the adapters do: `changes` by slot and member."""
+    for segment in segments:
+        if segment.slot < 0:
+            continue
+        rows, column = slice(segment.start, segment.start + segment.count), 0
+        for change, width in zip(changes[segment.slot], widths, strict=True):
+            columns = slice(column, column + width)
+            column += width
+            if change is None:
+                continue
+            low = (x_RI[rows].float() @ change.a_rI.float().T).to(x_RI.dtype)
+            y = y_RO[rows, columns].float() + low.float() @ change.b_Or.float().T
+            if change.stretch_O is not None:
+                bias = 0.0 if own_bias_O is None else own_bias_O[columns].float()
+                y = (y - bias) * change.stretch_O.float() + bias
+            y_RO[rows, columns] = y.to(y_RO.dtype)
+
+
+@triton.jit(do_not_specialize=["rows", "members", "capacity", "rank_programs", "table_stride"])  # type: ignore[untyped-decorator]
+def _shrink(  # type: ignore[no-untyped-def]
+    x, table, tiles, parts, rows, width, span, members, capacity, rank_programs, rmax, x_stride, table_stride,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, ONE_K: tl.constexpr,
+):  # fmt: skip
+    tile, member = tl.program_id(0), tl.program_id(2)
+    split, turn = tl.program_id(1) // rank_programs, tl.program_id(1) % rank_programs
+    slot = tl.load(tiles + tile)
+    start = tl.load(tiles + capacity + tile).to(tl.int64)
+    count = tl.load(tiles + 2 * capacity + tile)
+    if (slot < 0) | (count <= 0):
+        return
+    entry = table + slot.to(tl.int64) * table_stride + member * 4
+    rank = tl.load(entry + 2).to(tl.int32)
+    if rank <= turn * 16:
+        return
+    a = tl.multiple_of(tl.load(entry).to(x.dtype), 16)
+    begin = split * span
+    end = begin + span
+    x += start * x_stride
+    parts += ((split * members + member).to(tl.int64) * rows + start) * rmax
+    for first in range(turn * 16, rank, 16 * rank_programs):
+        r = first + tl.arange(0, 16)
+        a_rows = a + r.to(tl.int64)[:, None] * width
+        if count == 1:
+            total = tl.zeros((16,), dtype=tl.float32)
+            for step in range(begin, end, ONE_K):
+                k = step + tl.arange(0, ONE_K)
+                inside = (k < end) & (k < width)
+                weight = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
+                row = tl.load(x + k, mask=inside, other=0.0)
+                total += tl.sum(weight.to(tl.float32) * row.to(tl.float32)[None, :], 1)
+            tl.store(parts + r, total, mask=r < rank)
+        else:
+            m = tl.arange(0, BLOCK_M)
+            x_rows = x + m.to(tl.int64)[:, None] * x_stride
+            sums = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
+            for step in range(begin, end, BLOCK_K):
+                k = step + tl.arange(0, BLOCK_K)
+                inside = (k < end) & (k < width)
+                weight = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
+                row = tl.load(x_rows + k[None, :], mask=(m < count)[:, None] & inside[None, :], other=0.0)
+                sums = tl.dot(row, tl.trans(weight), sums, input_precision="ieee")
+            tl.store(parts + m[:, None] * rmax + r[None, :], sums, mask=(m < count)[:, None] & (r < rank)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _stretched(value, stretch, own_bias, y, column, own, mask, HAS_BIAS: tl.constexpr, SEVERAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """DoRA: `value` without the layer's own bias, times the stretch. One row or [rows, columns]."""
+    if stretch != 0:
+        scale = tl.load(tl.multiple_of(stretch.to(y.dtype), 16) + own, mask=mask, other=1.0).to(tl.float32)
+        if SEVERAL:
+            scale = scale[None, :]
+        if HAS_BIAS:
+            bias = tl.load(own_bias + column, mask=mask, other=0.0).to(tl.float32)
+            if SEVERAL:
+                bias = bias[None, :]
+            value = (value - bias) * scale + bias
+        else:
+            value = value * scale
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _expand_one(  # type: ignore[no-untyped-def]
+    y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride,
+    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One row: `PART_N` outputs by `WIDE` of the rank at a time. The weights are read in the order they lie in."""
+    s = tl.arange(0, SPLITS)
+    for part in range(0, BLOCK_N, PART_N):
+        n = part + tl.arange(0, PART_N)
+        total = tl.zeros((PART_N,), dtype=tl.float32)
+        for first in range(0, rank, WIDE):
+            r = first + tl.arange(0, WIDE)
+            weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
+            weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank)[None, :], other=0.0)
+            low_at = parts + s.to(tl.int64)[:, None] * split_stride + r[None, :]
+            low = tl.sum(tl.load(low_at, mask=(s < splits)[:, None] & (r < rank)[None, :], other=0.0), 0)
+            low = low.to(weight.dtype).to(tl.float32)
+            total += tl.sum(weight.to(tl.float32) * low[None, :], 1)
+        value = tl.load(y + column + n, mask=n < columns, other=0.0).to(tl.float32) + total
+        value = _stretched(value, stretch, own_bias, y, column + n, own + n, n < columns, HAS_BIAS, False)
+        tl.store(y + column + n, value.to(y.dtype.element_ty), mask=n < columns)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _expand_several(  # type: ignore[no-untyped-def]
+    y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr,
+):  # fmt: skip
+    m = tl.arange(0, BLOCK_M)
+    rows = m < count
+    for part in range(0, BLOCK_N, PART_N):
+        n = part + tl.arange(0, PART_N)
+        total = tl.zeros((BLOCK_M, PART_N), dtype=tl.float32)
+        for first in range(0, rank, 16):
+            r = first + tl.arange(0, 16)
+            weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
+            weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank)[None, :], other=0.0)
+            low = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
+            low_at = parts + m[:, None] * rmax + r[None, :]
+            for _ in range(splits):
+                low += tl.load(low_at, mask=rows[:, None] & (r < rank)[None, :], other=0.0)
+                low_at += split_stride
+            total = tl.dot(low.to(weight.dtype), tl.trans(weight), total, input_precision="ieee")
+        mask = rows[:, None] & (n < columns)[None, :]
+        y_at = y + m.to(tl.int64)[:, None] * y_stride + (column + n)[None, :]
+        value = tl.load(y_at, mask=mask, other=0.0).to(tl.float32) + total
+        value = _stretched(value, stretch, own_bias, y, column + n, own + n, n < columns, HAS_BIAS, True)
+        tl.store(y_at, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "capacity", "splits", "table_stride"])  # type: ignore[untyped-decorator]
+def _expand(  # type: ignore[no-untyped-def]
+    y, table, tiles, blocks, parts, own_bias, rows, capacity, splits, split_stride, rmax, y_stride, table_stride,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    PART_N: tl.constexpr = BLOCK_N if BLOCK_N < 128 else 128
+    tile, block = tl.program_id(0), blocks + tl.program_id(1) * 4
+    slot = tl.load(tiles + tile)
+    start = tl.load(tiles + capacity + tile).to(tl.int64)
+    count = tl.load(tiles + 2 * capacity + tile)
+    if (slot < 0) | (count <= 0):
+        return
+    member = tl.load(block)
+    entry = table + slot.to(tl.int64) * table_stride + member * 4
+    rank = tl.load(entry + 2).to(tl.int32)
+    if rank <= 0:
+        return
+    column, own, columns = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
+    if EVEN:
+        column, own, columns = tl.multiple_of(column, 16), tl.multiple_of(own, 16), tl.multiple_of(columns, 16)
+    stretch = tl.load(entry + 3)
+    y += start * y_stride
+    b = tl.multiple_of(tl.load(entry + 1).to(y.dtype), 16) + tl.multiple_of(own.to(tl.int64) * rank, 8)
+    parts += (member.to(tl.int64) * rows + start) * rmax
+    # Rows of b that start at multiples of 16 bytes can be read 16 bytes at a time, if the compiler is told so.
+    even = (rank // 8) * 8
+    if count == 1:
+        if even != rank:
+            _expand_one(
+                y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride,
+                HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N // 8, 32,
+            )  # fmt: skip
+        elif rank <= 16:
+            _expand_one(
+                y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride,
+                HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N, 16,
+            )  # fmt: skip
+        elif rank <= 32:
+            _expand_one(
+                y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride,
+                HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N // 2, 32,
+            )  # fmt: skip
+        else:
+            _expand_one(
+                y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride,
+                HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N // 4, 64,
+            )  # fmt: skip
+    elif even == rank:
+        _expand_several(
+            y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride, rmax, count, y_stride,
+            HAS_BIAS, BLOCK_M, BLOCK_N, PART_N,
+        )  # fmt: skip
+    else:
+        _expand_several(
+            y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
+            HAS_BIAS, BLOCK_M, BLOCK_N, PART_N,
+        )  # fmt: skip
+
+
+def scratch(rows: int, members: int, rmax: int, chosen: Plan, device: torch.device | str) -> Tensor:
+    """Room for what `shrink` hands to `expand`. The next call on the same stream may have it again."""
+    return torch.empty(chosen.splits, members, rows, rmax, dtype=torch.float32, device=device)
+
+
+def shrink(x_RI: Tensor, table: Tensor, tiles: Tiles, parts_SMRr: Tensor, chosen: Plan) -> None:
+    """Rows times `a`, in parts over the input width."""
+    splits, members, rows, rmax = parts_SMRr.shape
+    assert rmax % 16 == 0, rmax
+    assert (splits, members) == (chosen.splits, table.shape[1]), (parts_SMRr.shape, chosen, table.shape)
+    assert rows >= x_RI.shape[0], (rows, x_RI.shape)
+    assert (x_RI.stride(1), table.stride(1), table.stride(2), parts_SMRr.stride(2)) == (1, 4, 1, rmax)
+    span = -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
+    with torch.cuda.device_of(x_RI):  # type: ignore[no-untyped-call]
+        _shrink[(tiles.capacity, splits * chosen.rank_programs, members)](
+            x_RI, table, tiles.device_3T, parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
+            chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
+            BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k, ONE_K=4 * chosen.block_k,
+            num_warps=chosen.shrink_warps, num_stages=chosen.stages,
+        )  # fmt: skip
+
+
+def expand(
+    y_RO: Tensor,
+    table: Tensor,
+    tiles: Tiles,
+    members: Members,
+    parts_SMRr: Tensor,
+    chosen: Plan,
+    own_bias_O: Tensor | None = None,
+) -> None:
+    """The parts together times `b`, added to y in place."""
+    splits, count, rows, rmax = parts_SMRr.shape
+    assert count == len(members) == table.shape[1], (parts_SMRr.shape, members.widths, table.shape)
+    assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
+    blocks = members.blocks(chosen.block_n)
+    with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
+        _expand[(tiles.capacity, blocks.shape[0])](
+            y_RO, table, tiles.device_3T, blocks, parts_SMRr, y_RO if own_bias_O is None else own_bias_O,
+            rows, tiles.capacity, splits, parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
+            HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=_MOST_SPLITS,
+            BLOCK_M=max(16, tiles.rows), BLOCK_N=chosen.block_n,
+            num_warps=chosen.expand_warps, num_stages=chosen.stages,
+        )  # fmt: skip
+
+
+def low_rank(
+    x_RI: Tensor,
+    y_RO: Tensor,
+    table: Tensor,
+    tiles: Tiles,
+    members: Members,
+    rmax: int,
+    own_bias_O: Tensor | None = None,
+    parts_SMRr: Tensor | None = None,
+    chosen: Plan | None = None,
+) -> None:
+    """Add to y, [R, O*] in place, what the adapters of all rows do.
+
+    `table`, int64 [slots, M, 4], holds `Change.entry` or `NOTHING` of every adapter
+    and member; no rank in it is above `rmax`. `own_bias_O` is the bias that is
+    in y already; only DoRA asks for it.
+    """
+    chosen = chosen or plan(tiles, x_RI.shape[1], len(members), rmax)
+    if parts_SMRr is None:
+        parts_SMRr = scratch(x_RI.shape[0], len(members), rmax, chosen, x_RI.device)
+    shrink(x_RI, table, tiles, parts_SMRr, chosen)
+    expand(y_RO, table, tiles, members, parts_SMRr, chosen, own_bias_O)
