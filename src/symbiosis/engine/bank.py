@@ -3,7 +3,8 @@
 A pass is one list of rows; rows of one adapter lie together as a `Segment`.
 Weights are never gathered per row: equal ranks with few rows each are one
 batched product over stacked weights, anything else one product per adapter.
-No adapter on a layer, no work there.
+Where there are kernels, low-rank changes are theirs: they find the weights of
+every adapter by a table. No adapter on a layer, no work there.
 
 R = rows, I / O = input and output width, N = adapters, M = most rows of one of them, r = rank.
 """
@@ -12,11 +13,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from symbiosis.kernels.tiles import Segment as SlotSegment
+from symbiosis.kernels.tiles import Tiles
 
 _FEW_ROWS = 16
 _KEEP = 4  # companies
@@ -36,6 +42,7 @@ class Low:
     bias_O: Tensor | None = None
     stretch_O: Tensor | None = None
     """DoRA: the whole product, without the layer's own bias, times this."""
+    of_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +89,12 @@ class Loaded:
     hash: str
     parts: Mapping[str, tuple[Part, ...]]
     virtual: Virtual | None = None
+    decodes_by_table: bool = field(init=False)
+    """Whether kernels do all that it does to a row that decodes."""
+
+    def __post_init__(self) -> None:
+        by_table = all(is_in_table(part) for parts in self.parts.values() for part in parts)
+        object.__setattr__(self, "decodes_by_table", by_table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +139,36 @@ class _Stack:
         y_RO.index_add_(0, layout.target, change if layout.real is None else change[layout.real])
 
 
+class Together:
+    """Layers that read the same rows and lie next to each other in memory: one matrix. Often a single layer."""
+
+    def __init__(self, paths: Sequence[str], widths: Sequence[int], weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.paths, self.widths, self.weight_OI, self.bias_O = tuple(paths), list(widths), weight_OI, bias_O
+        self._seen: Tensor | None = None
+        self._waiting: dict[str, Tensor] = {}
+
+    @cached_property
+    def members(self) -> Any:
+        """For kernels."""
+        from symbiosis.kernels.low_rank import Members
+
+        return Members(self.widths, self.weight_OI.device)
+
+    def take(self, path: str, x: Tensor) -> Tensor | None:
+        """This layer's result for the very same rows, if another has computed it."""
+        found = self._waiting.pop(path, None) if self._seen is x else None
+        if found is not None and not self._waiting:
+            self._seen = None
+        return found
+
+    def keep(self, x: Tensor, path: str, results: Sequence[Tensor]) -> Tensor:
+        """The result for one layer; those for the others wait until they are asked for."""
+        if len(results) == 1:
+            return results[0]
+        self._seen, self._waiting = x, dict(zip(self.paths, results, strict=True))
+        return self._waiting.pop(path)
+
+
 class Stacks:
     """Stacked weights, kept while the same adapters are at work on the same layer."""
 
@@ -148,6 +191,23 @@ class Stacks:
                 del kept[key]
 
 
+class Table(Protocol):
+    """Where kernels find the low-rank weights of every adapter."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def rank(self) -> int:
+        """The largest in it, rounded up to what kernels take."""
+
+    def of(self, *paths: str) -> Tensor:
+        """The part for these layers, int64 [slots, paths, 4]."""
+
+    def slot(self, adapter: Loaded) -> int:
+        """Its line."""
+
+
 class Company:
     """The segments of a pass, and what follows from them, layer by layer."""
 
@@ -166,8 +226,13 @@ class Company:
 class Effect:
     """What the adapters of one company do to one layer."""
 
-    def __init__(self, path: str, company: Company, stacks: Stacks) -> None:
-        found = [(s, part) for s in company.segments for part in s.adapter.parts.get(path, ())]
+    def __init__(self, path: str, company: Company, stacks: Stacks, *, by_table: bool) -> None:
+        found = [
+            (s, part)
+            for s in company.segments
+            for part in s.adapter.parts.get(path, ())
+            if not (by_table and is_in_table(part))
+        ]
         self.scaled_inputs = [(slice(s.start, s.end), p.vector) for s, p in found if isinstance(p, Scale) and p.of_input]
         self._scaled = [(slice(s.start, s.end), p.vector) for s, p in found if isinstance(p, Scale) and not p.of_input]
         self._own = [(slice(s.start, s.end), p) for s, p in found if isinstance(p, Own)]
@@ -233,19 +298,54 @@ def _change(x: Tensor, y: Tensor, low: Low, own_bias: Tensor | None) -> None:
         y += low.bias_O
 
 
+def is_in_table(part: Part) -> bool:
+    """Whether kernels do all of it."""
+    return isinstance(part, Low) and part.bias_O is None and not part.of_embedding
+
+
 class Bank:
     """Which adapters are at work in the pass that runs."""
 
     def __init__(self) -> None:
+        self.table: Table | None = None
+        """Of adapters' low-rank weights on linear layers, if kernels compute those."""
+        self._tiles: Tiles | None = None
+        self._head_tiles: Tiles | None = None
         # by the adapters themselves: one that left and came back has the same hash and lies elsewhere
         self._companies: OrderedDict[tuple[tuple[Loaded, int, int], ...], Company] = OrderedDict()
         self._stacks = Stacks()
         self._rows: Company | None = None
         self._logits: Company | None = None
 
-    def begin(self, segments: Sequence[Segment], logits: Sequence[Segment]) -> None:
-        """The segments of the next pass's rows, and of the rows that the head sees."""
+    def begin(self, segments: Sequence[Segment], logits: Sequence[Segment], rows: int = 0) -> None:
+        """The segments of the next pass's rows, `rows` in all, and of the rows that the head sees."""
         self._rows, self._logits = self._company(segments), self._company(logits)
+        self._tiles = self._head_tiles = None
+        if self.table is not None and segments:
+            from symbiosis.kernels.low_rank import tile_rows
+
+            size, device = tile_rows(rows), self.table.device
+            self._tiles = Tiles.of(self.by_slot(segments), size, device)
+            self._head_tiles = Tiles.of(self.by_slot(logits), size, device) if logits else None
+
+    def by_slot(self, segments: Sequence[Segment]) -> list[SlotSegment]:
+        """The same for kernels."""
+        assert self.table is not None
+        return [SlotSegment(self.table.slot(s.adapter), s.start, s.end - s.start) for s in segments]
+
+    def use(self, tiles: Tiles | None) -> None:
+        """Tiles that are filled again and again, of rows that the head sees all of; for all passes until `begin`."""
+        self._rows = self._logits = None
+        self._tiles = self._head_tiles = tiles
+
+    def change(self, x_RI: Tensor, y_RO: Tensor, together: Together, own_bias: Tensor | None, *, of_head: bool) -> None:
+        """What kernels do to the result of these layers, side by side in y, in place."""
+        tiles = self._head_tiles if of_head else self._tiles
+        if self.table is None or tiles is None:
+            return
+        from symbiosis.kernels.low_rank import low_rank
+
+        low_rank(x_RI, y_RO, self.table.of(*together.paths), tiles, together.members, self.table.rank, own_bias)
 
     def _company(self, segments: Sequence[Segment]) -> Company | None:
         if not segments:
@@ -273,5 +373,5 @@ class Bank:
             return None
         effect = company.effects.get(path)
         if effect is None:
-            effect = company.effects[path] = Effect(path, company, self._stacks)
+            effect = company.effects[path] = Effect(path, company, self._stacks, by_table=self.table is not None)
         return None if effect.is_nothing else effect
