@@ -66,7 +66,7 @@ class Executor:
         place = _device(device)
         chosen = _policy(policy, max_wait_ms, training_share)
         source = load(model_or_path, device=place, dtype=_dtype(dtype), tokenizer=tokenizer)
-        if hosting and place.type == "cuda":
+        if hosting:
             join(source.model)
         self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
         self.model_class = type(source.model)

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from symbiosis.engine.bank import Loaded, Low
+from symbiosis.engine.changes import Loaded, Low
 from symbiosis.engine.device import CudaDevice
 from symbiosis.engine.engine import Core, Engine
 from symbiosis.engine.flat import Flat, flatten

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from symbiosis.engine.attention import KeyValues
-from symbiosis.engine.bank import Bank, Segment
+from symbiosis.engine.bank import Bank
+from symbiosis.engine.changes import Segment
 from symbiosis.kernels.tiles import Span, Tiles
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -303,8 +303,7 @@ class Engine:
             model, found = load_both(model, device=torch.device(device), dtype=dtype)
             tokenizer = tokenizer or found
         served: PreTrainedModel = model
-        if kernels.run_on(served.device):
-            join(served)
+        join(served)
         self._core = Core(served, **settings)
         self._tokenizer = tokenizer
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.layers import mix_in
-from symbiosis.engine.bank import Bank, Effect, Together
+from symbiosis.engine.bank import Bank
+from symbiosis.engine.effects import Effect, Together
 from symbiosis.executor.product import product
 from symbiosis.models.joining import neighbours
 
@@ -26,15 +27,15 @@ class Adapted(nn.Module):
     symbiosis_bank: Bank
     symbiosis_path: str
     symbiosis_head: bool
+    symbiosis_alone: Together
 
-    def _effect(self, path: str) -> Effect | None:
-        return self.symbiosis_bank.effect(path, of_head=self.symbiosis_head)
+    def _effect(self, together: Together) -> Effect | None:
+        return self.symbiosis_bank.effect(together, of_head=self.symbiosis_head)
 
 
 class AdaptedLinear(Adapted):
     """In front of `nn.Linear` and `Conv1D`."""
 
-    symbiosis_alone: Together
     symbiosis_together: Together
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,20 +43,18 @@ class AdaptedLinear(Adapted):
         found = together.take(self.symbiosis_path, x)
         if found is not None:
             return found
-        effects = [self._effect(path) for path in together.paths]
-        if len(effects) > 1 and any(effect is not None and effect.scaled_inputs for effect in effects):
-            together, effects = self.symbiosis_alone, [self._effect(self.symbiosis_path)]  # it sees other rows than the others
+        effect = self._effect(together)
+        if effect is not None and effect.scaled_inputs and len(together.paths) > 1:
+            together = self.symbiosis_alone  # it sees other rows than the others
+            effect = self._effect(together)
         rows = x.reshape(-1, x.shape[-1])
-        if effects[0] is not None and len(effects) == 1:
-            rows = effects[0].before(rows)
+        if effect is not None:
+            rows = effect.before(rows)
         result = self._product(rows, together)
-        self.symbiosis_bank.change(rows, result, together, together.bias_O, of_head=self.symbiosis_head)
-        parts = torch.split(result, together.widths, 1) if len(effects) > 1 else [result]
-        if any(effect is not None for effect in effects):
-            biases = [None] * len(parts) if together.bias_O is None else torch.split(together.bias_O, together.widths)
-            for effect, part, bias in zip(effects, parts, biases, strict=True):
-                if effect is not None:
-                    effect.after(rows, part, bias)
+        self.symbiosis_bank.change(rows, result, together, of_head=self.symbiosis_head)
+        if effect is not None:
+            effect.after(rows, result, together.bias_O)
+        parts = torch.split(result, together.widths, 1) if len(together.paths) > 1 else [result]
         return together.keep(x, self.symbiosis_path, [part.view(*x.shape[:-1], part.shape[-1]) for part in parts])
 
     def _product(self, rows: Tensor, together: Together) -> Tensor:
@@ -69,7 +68,7 @@ class AdaptedEmbedding(Adapted):
 
     def forward(self, ids: Tensor, *more: Any, **named: Any) -> Tensor:
         result: Tensor = super().forward(ids, *more, **named)
-        effect = self._effect(self.symbiosis_path)
+        effect = self._effect(self.symbiosis_alone)
         if effect is None:
             return result
         effect.embedded(ids.reshape(-1), result.view(-1, result.shape[-1]))
@@ -87,6 +86,7 @@ def adapt(model: PreTrainedModel, bank: Bank) -> None:
             _set(module, symbiosis_alone=alone, symbiosis_together=alone)
         elif isinstance(module, nn.Embedding):
             mix_in(module, AdaptedEmbedding)
+            _set(module, symbiosis_alone=Together([path], [module.embedding_dim], module.weight, None))
         else:
             continue
         _set(module, symbiosis_bank=bank, symbiosis_path=path, symbiosis_head=module is head)

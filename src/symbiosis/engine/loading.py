@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis import kernels
 from symbiosis.adapters.parts import Adapter, LowRank, Part, Scaling, Tokens, Whole
-from symbiosis.engine.bank import Loaded, Low, Own, Rows, Scale, Virtual
-from symbiosis.engine.bank import Part as Computed
+from symbiosis.engine.changes import Loaded, Low, Own, Rows, Scale, Virtual
+from symbiosis.engine.changes import Part as Computed
 from symbiosis.engine.flat import Flat, flatten
 from symbiosis.errors import UnsupportedAdapter
 

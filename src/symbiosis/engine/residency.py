@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.engine.arena import Arena, Cost
-from symbiosis.engine.bank import Loaded
 from symbiosis.engine.carrier import Carrier, Job
+from symbiosis.engine.changes import Loaded
 from symbiosis.engine.device import CpuDevice, CudaDevice
 from symbiosis.engine.flat import Flat, aligned
 from symbiosis.engine.host import HostMemory, NoHost

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from symbiosis.engine.bank import Loaded, Low
+from symbiosis.engine.changes import Loaded, Low
 
 
 class Slots:
