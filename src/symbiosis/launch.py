@@ -23,6 +23,7 @@ from symbiosis.links.inproc import InprocLink, InprocPort
 from symbiosis.links.shm import ShmLink, ShmPort
 from symbiosis.links.tcp import TcpLink, TcpPort
 from symbiosis.messages import Kind, Message
+from symbiosis.models.joining import join
 from symbiosis.models.part import load_weights, store_bytes, store_weights, unpack_tokenizer
 from symbiosis.models.source import ModelSource, load, shared_copy
 from symbiosis.models.split import Progress, Split, split
@@ -65,6 +66,8 @@ class Executor:
         place = _device(device)
         chosen = _policy(policy, max_wait_ms, training_share)
         source = load(model_or_path, device=place, dtype=_dtype(dtype), tokenizer=tokenizer)
+        if hosting:
+            join(source.model)
         self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
         self.model_class = type(source.model)
         self.limits = Limits(weights=weights, direct=direct and weights)

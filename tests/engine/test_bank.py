@@ -8,8 +8,11 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
-from symbiosis.engine.bank import Bank, Loaded, Low, Own, Scale, Segment
-from symbiosis.engine.layers import adapt
+from symbiosis.engine.bank import Bank
+from symbiosis.engine.changes import Loaded, Low, Own, Scale, Segment
+from symbiosis.engine.effects import Together
+from symbiosis.engine.layers import adapt, adapt_together
+from symbiosis.models.joining import join
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]
@@ -55,14 +58,18 @@ def loaded(model, kind: str) -> Loaded:
     return Loaded(kind, parts)
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1), (3, 1, 2, 5, 1, 4), (30, 2, 40, 7, 1, 20)], ids=str)
 @torch.no_grad()
-def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes):
+def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes, joined):
     """Rows are independent here: every sequence has one token, so attention mixes nothing."""
     base = LLAMA.model().eval()
     adapters = {kind: made(base, kind) for kind in KINDS}
     served, bank = copy.deepcopy(base), Bank()
+    if joined:
+        join(served)
     adapt(served, bank)
+    adapt_together(served)
     ids = torch.randint(0, base.config.vocab_size, (sum(sizes) + 2, 1))  # two rows of nobody's at the end
     segments, at = [], 0
     for (kind, model), size in zip(adapters.items(), sizes, strict=True):
@@ -85,4 +92,21 @@ def test_without_adapters_nothing_is_done():
     bank.begin((), ())
     ids = torch.arange(12).view(2, 6)
     assert torch.equal(served(ids).logits, base(ids).logits)
-    assert bank.effect("model.layers.0.self_attn.q_proj", of_head=False) is None
+    alone = served.get_submodule("model.layers.0.self_attn.q_proj").symbiosis_alone
+    assert bank.effect(alone, of_head=False) is None
+
+
+@torch.no_grad()
+def test_what_overflows_in_one_adapter_of_a_bunch_stays_there():
+    together = Together(["layer"], [8], torch.randn(8, 4), None)
+    calm, wild = (
+        Loaded(name, {"layer": (Low(torch.full((2, 4), size), torch.randn(8, 2)),)})
+        for name, size in (("calm", 1.0), ("wild", 3e38))
+    )
+    x, bank = torch.ones(4, 4), Bank()
+    segments = [Segment(calm, 0, 2), Segment(wild, 2, 4)]
+    bank.begin(segments, segments)
+    effect, y = bank.effect(together, of_head=False), torch.zeros(4, 8)
+    effect.after(x, y, None)
+    assert y[:2].isfinite().all()
+    assert not y[2:].isfinite().all()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from symbiosis.engine.bank import Loaded
+from symbiosis.engine.changes import Loaded
 from symbiosis.engine.desk import Accepted, Desk, Ended, Event, Order, Refused, Settled, Token
 from symbiosis.engine.engine import Core
 from symbiosis.engine.flat import Flat

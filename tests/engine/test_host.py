@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symbiosis.engine.bank import Loaded, Low, Own, Rows, Scale, Virtual
+from symbiosis.engine.changes import Loaded, Low, Own, Rows, Scale, Virtual
 from symbiosis.engine.flat import ALIGN, Flat, flatten
 from symbiosis.engine.host import HostMemory
 

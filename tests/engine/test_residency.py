@@ -404,11 +404,11 @@ def test_the_table_has_a_line_for_every_layer_of_every_adapter_here(world, size)
     slots, residency = core._residency.slots, core._residency
     q, k, v = (f"model.layers.1.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj"))
     for hash in core.adapters.values():
-        lines = slots.of(q, k, v)[residency.slot(hash)].tolist()
+        lines = slots.of(q, k, v)[residency.slot(residency.loaded[hash])].tolist()
         lows = [residency.loaded[hash].parts[path][0] for path in (q, k, v)]
         assert lines == [[low.a_rI.data_ptr(), low.b_Or.data_ptr(), 4, 0] for low in lows]
     with pytest.raises(ValueError, match="follow"):
         slots.of(q, v)
-    slot = residency.slot(core.adapters["a0"])
+    slot = residency.slot(residency.loaded[core.adapters["a0"]])
     core.remove_adapter("a0")
     assert not slots.table_SM4[slot].any()

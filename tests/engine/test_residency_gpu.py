@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from symbiosis.engine.bank import Loaded, Low
+from symbiosis.engine.changes import Loaded, Low
 from symbiosis.engine.device import CudaDevice
 from symbiosis.engine.engine import Core, Engine
 from symbiosis.engine.flat import Flat, flatten
@@ -79,7 +79,7 @@ def test_more_adapters_than_fit_are_served_and_found_by_the_table(tiny, tmp_path
     for hash, loaded in residency.loaded.items():
         lows = [loaded.parts[path][0] for path in (q, k, v)]
         assert all(low.a_rI.is_cuda and low.a_rI.is_contiguous() and low.b_Or.is_contiguous() for low in lows)
-        lines = residency.slots.of(q, k, v)[residency.slot(hash)].tolist()
+        lines = residency.slots.of(q, k, v)[residency.slot(residency.loaded[hash])].tolist()
         assert lines == [[low.a_rI.data_ptr(), low.b_Or.data_ptr(), 4, 0] for low in lows]
     for name in list(engine._core.adapters):
         engine.remove_adapter(name)

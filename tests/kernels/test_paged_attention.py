@@ -12,7 +12,8 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.paged_attention import Pass, Span, attend, plan, reference, store
+from symbiosis.kernels.paged_attention import Pass, attend, plan, reference, store
+from symbiosis.kernels.tiles import Span
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if torch.cuda.is_available() else []

@@ -19,21 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from symbiosis import kernels
 from symbiosis.errors import CannotServe
+from symbiosis.kernels.tiles import Span
 
 NAME = "symbiosis_pages"
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows of one sequence in a pass."""
-
-    start: int
-    """Its first row in the pass."""
-    count: int
-    first: int
-    """Its first row's place in the sequence: so many tokens are in its pages already."""
-    pages: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +45,22 @@ class KeyValues:
         self.page_size = page_size
         shape = (layers, 2, pages * page_size, heads, width)
         self._memory = torch.zeros(shape, dtype=dtype, device=device)
-        self._pass: _Pass | None = None
+        self._by_kernels = kernels.run_on(device)
+        self._pass: _Pass | _KernelPass | None = None
 
     def begin(self, spans: Sequence[Span], given: Sequence[Given] = ()) -> None:
         """The rows of the next pass through the model; and of which of them keys and values are given."""
-        self._pass = _Pass(spans, given, self.page_size, self._memory.device)
+        device = self._memory.device
+        if not self._by_kernels:
+            self._pass = _Pass(spans, given, self.page_size, device)
+            return
+        from symbiosis.kernels.paged_attention import Pass
+
+        self._pass = _KernelPass(Pass.of(spans, self.page_size, device), given)
+
+    def use(self, now: Any) -> None:
+        """A pass of `kernels.paged_attention` that is filled again and again, for all passes until `begin`."""
+        self._pass = _KernelPass(now, ())
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
         """(from, to): whole pages, all read before any is written."""
@@ -76,6 +77,9 @@ class KeyValues:
         now = self._pass
         assert now is not None, "begin() comes first"
         keys, values = self._memory[layer, 0], self._memory[layer, 1]
+        if isinstance(now, _KernelPass):
+            q_RHD, k_RKD, v_RKD = (x.transpose(0, 1) for x in (q_HRD, k_KRD, v_KRD))
+            return now.attend(layer, q_RHD, k_RKD, v_RKD, keys, values, scale=scale, window=window, cap=cap)
         keys.index_copy_(0, now.slots_R, k_KRD.transpose(0, 1).to(keys.dtype))
         values.index_copy_(0, now.slots_R, v_KRD.transpose(0, 1).to(values.dtype))
         for slots, given in now.given:
@@ -125,8 +129,8 @@ class _Several:
 
     def __init__(self, span: Span, page_size: int, device: torch.device) -> None:
         self.start, self.count = span.start, span.count
-        self._first = span.first
-        self.slots = _slots(span.pages, page_size, 0, span.first + span.count).to(device)
+        self._first = span.before
+        self.slots = _slots(span.pages, page_size, 0, span.before + span.count).to(device)
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -144,16 +148,16 @@ class _Pass:
     """What all layers of one pass need, made once."""
 
     def __init__(self, spans: Sequence[Span], given: Sequence[Given], page_size: int, device: torch.device) -> None:
-        slots = [_slots(span.pages, page_size, span.first, span.first + span.count) for span in spans]
+        slots = [_slots(span.pages, page_size, span.before, span.before + span.count) for span in spans]
         self.slots_R = torch.cat(slots).to(device)
         self.given = [(self.slots_R[each.start : each.start + each.keys_LTKD.shape[1]], each) for each in given]
         self.several = [_Several(span, page_size, device) for span in spans if span.count > 1]
         single = [span for span in spans if span.count == 1]
         self.single = torch.tensor([span.start for span in single], device=device) if single else None
-        self._places = torch.tensor([span.first for span in single], device=device)
+        self._places = torch.tensor([span.before for span in single], device=device)
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
         if single:
-            longest = max(span.first for span in single) + 1
+            longest = max(span.before for span in single) + 1
             table = torch.zeros(len(single), -(-longest // page_size), dtype=torch.int64)
             for row, span in zip(table, single, strict=True):
                 used = min(len(span.pages), len(row))
@@ -170,6 +174,36 @@ class _Pass:
                 allowed &= other > self._places[:, None] - window
             self._biases[window, dtype] = _bias(allowed, dtype)[:, None]
         return self._slots_BT, self._biases[window, dtype]
+
+
+class _KernelPass:
+    """The same by kernels."""
+
+    def __init__(self, now: Any, given: Sequence[Given]) -> None:
+        self._now = now
+        self._given = [(now.slots_R[each.start : each.start + each.keys_LTKD.shape[1]].long(), each) for each in given]
+
+    def attend(
+        self,
+        layer: int,
+        q_RHD: Tensor,
+        k_RKD: Tensor,
+        v_RKD: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+    ) -> Tensor:
+        from symbiosis.kernels.paged_attention import attend, store
+
+        q_RHD, k_RKD, v_RKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_RHD, k_RKD, v_RKD))
+        store(k_RKD, v_RKD, self._now.slots_R, keys, values)
+        for slots, given in self._given:
+            keys.index_copy_(0, slots, given.keys_LTKD[layer].to(keys.dtype))
+            values.index_copy_(0, slots, given.values_LTKD[layer].to(values.dtype))
+        return attend(q_RHD, keys, values, self._now, scale=scale, window=window, cap=cap)
 
 
 def use_pages(model: PreTrainedModel, memory: KeyValues) -> None:

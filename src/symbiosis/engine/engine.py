@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from symbiosis import kernels
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.engine.attention import KeyValues
 from symbiosis.engine.pages import PagePool
@@ -24,6 +25,7 @@ from symbiosis.engine.scheduler import Chunk, Pass, Scheduler, SchedulerConfig
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Request
 from symbiosis.errors import CannotServe, PassFailed, SymbiosisError
+from symbiosis.models.joining import join
 from symbiosis.models.source import ModelSource, load_both
 
 _log = logging.getLogger("symbiosis")
@@ -87,6 +89,8 @@ class Core:
         self._residency = Residency(
             model, self.facts, residency, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
         )
+        if kernels.run_on(model.device):
+            self._runner.use_kernels(self._residency, min(pages, -(-longest // page_size)))
         self.scheduler = Scheduler(config, PagePool(pages, page_size), self._residency.is_here)
         self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash
         self._failed: list[tuple[Request, SymbiosisError]] = []
@@ -298,7 +302,9 @@ class Engine:
         if not isinstance(model, PreTrainedModel):
             model, found = load_both(model, device=torch.device(device), dtype=dtype)
             tokenizer = tokenizer or found
-        self._core = Core(model, **settings)
+        served: PreTrainedModel = model
+        join(served)
+        self._core = Core(served, **settings)
         self._tokenizer = tokenizer
 
     def add_adapter(self, name: str, folder: str | Path) -> str:

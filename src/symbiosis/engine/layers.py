@@ -6,15 +6,19 @@ with ours in front. Without an adapter on a layer, it computes what it always di
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.layers import mix_in
-from symbiosis.engine.bank import Bank, Effect
+from symbiosis.engine.bank import Bank
+from symbiosis.engine.effects import Effect, Together
 from symbiosis.executor.product import product
+from symbiosis.models.joining import neighbours
 
 
 class Adapted(nn.Module):
@@ -23,30 +27,40 @@ class Adapted(nn.Module):
     symbiosis_bank: Bank
     symbiosis_path: str
     symbiosis_head: bool
+    symbiosis_alone: Together
 
-    def _effect(self) -> Effect | None:
-        return self.symbiosis_bank.effect(self.symbiosis_path, of_head=self.symbiosis_head)
+    def _effect(self, together: Together) -> Effect | None:
+        return self.symbiosis_bank.effect(together, of_head=self.symbiosis_head)
 
 
 class AdaptedLinear(Adapted):
     """In front of `nn.Linear` and `Conv1D`."""
 
-    bias: Any
+    symbiosis_together: Together
 
     def forward(self, x: Tensor) -> Tensor:
-        effect = self._effect()
-        if effect is None:
-            return self._product(x)
+        together = self.symbiosis_together
+        found = together.take(self.symbiosis_path, x)
+        if found is not None:
+            return found
+        effect = self._effect(together)
+        if effect is not None and effect.scaled_inputs and len(together.paths) > 1:
+            together = self.symbiosis_alone  # it sees other rows than the others
+            effect = self._effect(together)
         rows = x.reshape(-1, x.shape[-1])
-        seen = effect.before(rows)
-        result = effect.after(seen, self._product(seen), self.bias)
-        return result.view(*x.shape[:-1], result.shape[-1])
+        if effect is not None:
+            rows = effect.before(rows)
+        result = self._product(rows, together)
+        self.symbiosis_bank.change(rows, result, together, of_head=self.symbiosis_head)
+        if effect is not None:
+            effect.after(rows, result, together.bias_O)
+        parts = torch.split(result, together.widths, 1) if len(together.paths) > 1 else [result]
+        return together.keep(x, self.symbiosis_path, [part.view(*x.shape[:-1], part.shape[-1]) for part in parts])
 
-    def _product(self, x: Tensor) -> Tensor:
-        if not isinstance(self, nn.Linear):
-            return super().forward(x)  # type: ignore[no-any-return]
-        flat = x.reshape(-1, x.shape[-1])
-        return product(flat, self.weight, self.bias).view(*x.shape[:-1], -1)
+    def _product(self, rows: Tensor, together: Together) -> Tensor:
+        if isinstance(self, nn.Linear):
+            return product(rows, together.weight_OI, together.bias_O)
+        return super().forward(rows)  # type: ignore[no-any-return]
 
 
 class AdaptedEmbedding(Adapted):
@@ -54,7 +68,7 @@ class AdaptedEmbedding(Adapted):
 
     def forward(self, ids: Tensor, *more: Any, **named: Any) -> Tensor:
         result: Tensor = super().forward(ids, *more, **named)
-        effect = self._effect()
+        effect = self._effect(self.symbiosis_alone)
         if effect is None:
             return result
         effect.embedded(ids.reshape(-1), result.view(-1, result.shape[-1]))
@@ -67,10 +81,39 @@ def adapt(model: PreTrainedModel, bank: Bank) -> None:
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear or type(module) is Conv1D:
             mix_in(module, AdaptedLinear)
+            weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+            alone = Together([path], [weight.shape[0]], weight, module.bias)
+            _set(module, symbiosis_alone=alone, symbiosis_together=alone)
         elif isinstance(module, nn.Embedding):
             mix_in(module, AdaptedEmbedding)
+            _set(module, symbiosis_alone=Together([path], [module.embedding_dim], module.weight, None))
         else:
             continue
-        attributes = {"symbiosis_bank": bank, "symbiosis_path": path, "symbiosis_head": module is head}
-        for name, value in attributes.items():
-            object.__setattr__(module, name, value)
+        _set(module, symbiosis_bank=bank, symbiosis_path=path, symbiosis_head=module is head)
+
+
+def adapt_together(model: PreTrainedModel) -> None:
+    """Let adapted layers that lie next to each other (`models.joining`) be computed as one."""
+    for path, parent in list(model.named_modules()):
+        for names in neighbours(parent):
+            members = [parent.get_submodule(name) for name in names]
+            widths = [member.weight.shape[0] for member in members]
+            weight, bias = (_as_one(member._parameters[name] for member in members) for name in ("weight", "bias"))
+            assert weight is not None
+            together = Together([f"{path}.{name}" if path else name for name in names], widths, weight, bias)
+            for member in members:
+                _set(member, symbiosis_together=together)
+
+
+def _as_one(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """Tensors that lie next to each other as one."""
+    first, *others = parts
+    if first is None:
+        return None
+    rows = first.shape[0] + sum(other.shape[0] for other in others if other is not None)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _set(module: nn.Module, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        object.__setattr__(module, name, value)

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis import kernels
 from symbiosis.adapters.parts import Adapter, LowRank, Part, Scaling, Tokens, Whole
-from symbiosis.engine.bank import Loaded, Low, Own, Rows, Scale, Virtual
-from symbiosis.engine.bank import Part as Computed
+from symbiosis.engine.changes import Loaded, Low, Own, Rows, Scale, Virtual
+from symbiosis.engine.changes import Part as Computed
 from symbiosis.engine.flat import Flat, flatten
 from symbiosis.errors import UnsupportedAdapter
 
@@ -46,7 +47,8 @@ class Converter:
             )
         weight: Any = module.weight
         if isinstance(part, LowRank):
-            return _low(part, weight.T if isinstance(module, Conv1D | nn.Embedding) else weight)
+            of_embedding = isinstance(module, nn.Embedding)
+            return _low(part, weight.T if of_embedding or isinstance(module, Conv1D) else weight, of_embedding=of_embedding)
         if isinstance(part, Scaling):
             return Scale(part.vector.to(weight.dtype), part.of_input)
         if isinstance(part, Tokens):
@@ -57,7 +59,7 @@ class Converter:
         return Own(own.T if isinstance(module, Conv1D) else own, bias)
 
 
-def _low(part: LowRank, weight_OI: Tensor) -> Low:
+def _low(part: LowRank, weight_OI: Tensor, *, of_embedding: bool) -> Low:
     a_rI, b_Or = part.a_RI.float(), part.b_OR.float()
     stretch = None
     if part.magnitude_O is not None:  # where the base weight is: it is the largest
@@ -71,6 +73,6 @@ def _low(part: LowRank, weight_OI: Tensor) -> Low:
         stretch = (part.magnitude_O.float() / length_O).to(weight_OI.dtype)
     bias = None if part.bias_O is None else (part.scale * part.bias_O.float()).to(weight_OI.dtype)
     a_rI, b_Or = a_rI.to(weight_OI.dtype), (part.scale * b_Or).to(weight_OI.dtype)
-    if weight_OI.device.type == "cpu":
+    if not kernels.run_on(weight_OI.device):
         a_rI, b_Or = a_rI.T.contiguous().T, b_Or.T.contiguous().T
-    return Low(a_rI, b_Or, bias, stretch)
+    return Low(a_rI, b_Or, bias, stretch, of_embedding)

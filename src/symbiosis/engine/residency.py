@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.engine.arena import Arena, Cost
-from symbiosis.engine.bank import Loaded
 from symbiosis.engine.carrier import Carrier, Job
+from symbiosis.engine.changes import Loaded
 from symbiosis.engine.device import CpuDevice, CudaDevice
 from symbiosis.engine.flat import Flat, aligned
 from symbiosis.engine.host import HostMemory, NoHost
@@ -203,9 +203,21 @@ class Residency:
         self._slots.move_to_end(hash)
         return True
 
-    def slot(self, hash: str) -> int:
-        """Its line in the table of `slots`."""
-        return self._slots[hash]
+    # The table of kernels (`bank.Table`)
+
+    @property
+    def device(self) -> torch.device:
+        return self.slots.table_SM4.device
+
+    @property
+    def rank(self) -> int:
+        return self.slots.rank
+
+    def of(self, *paths: str) -> Tensor:
+        return self.slots.of(*paths)
+
+    def slot(self, adapter: Loaded) -> int:
+        return self._slots[adapter.hash]
 
     # Movements
 

@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from symbiosis.engine.attention import Given, KeyValues, Span, use_pages
-from symbiosis.engine.bank import Bank, Loaded, Segment, Virtual
-from symbiosis.engine.layers import adapt
+from symbiosis import kernels
+from symbiosis.client.fused import fuse
+from symbiosis.engine.attention import Given, KeyValues, use_pages
+from symbiosis.engine.bank import Bank, Table
+from symbiosis.engine.changes import Loaded, Segment, Virtual
+from symbiosis.engine.decoding import Decoder
+from symbiosis.engine.layers import adapt, adapt_together
 from symbiosis.engine.scheduler import Chunk, Pass
 from symbiosis.errors import CannotServe
+from symbiosis.kernels.tiles import Span
 
 _PROBE = 12
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -25,11 +30,15 @@ class Runner:
     def __init__(self, model: PreTrainedModel, memory: KeyValues) -> None:
         """Raises `CannotServe` if the model computes something else over pages than by itself."""
         self.model, self.memory, self._bank = model, memory, Bank()
+        self._decoder: Decoder | None = None
         with torch.inference_mode():
             ids = torch.arange(_PROBE, device=model.device).remainder(model.config.get_text_config().vocab_size)
             expected = model(input_ids=ids[None], use_cache=False).logits[0, -1]
             use_pages(model, memory)
             adapt(model, self._bank)
+            adapt_together(model)
+            if kernels.run_on(model.device):
+                fuse(model)
             found = self._probe(ids)
         room = _TOLERANCE.get(model.dtype, _COARSE) * float(expected.abs().max())
         if not torch.allclose(found.float(), expected.float(), rtol=0, atol=room):
@@ -55,10 +64,38 @@ class Runner:
         """Its memory is about to be another's. Between passes."""
         self._bank.forget(adapter)
 
+    def use_kernels(self, table: Table, max_pages: int) -> None:
+        """Let kernels apply adapters, by this table, and passes that only decode be CUDA graphs."""
+        self._bank.table = table
+        self._decoder = Decoder(self.model, self.memory, self._bank, max_pages)
+
     @torch.inference_mode()
     def compute(self, made: Pass, adapters: Mapping[str, Loaded]) -> Tensor:
         """The logits of `made.sampled`, [B, V]. `adapters` has those of its sequences, by hash."""
         self.memory.copy(made.copies)
+        found = self._decoded(made, adapters) if self._decoder is not None else None
+        return self._computed(made, adapters) if found is None else found
+
+    def _decoded(self, made: Pass, adapters: Mapping[str, Loaded]) -> Tensor | None:
+        """The same as a CUDA graph, if all of it can be one."""
+        if not all(chunk.count == 1 and chunk.samples for chunk in made.chunks):
+            return None
+        ids: list[int] = []
+        spans: list[Span] = []
+        segments: list[Segment] = []
+        for row, chunk in enumerate(made.chunks):
+            sequence = chunk.sequence
+            adapter = adapters[sequence.adapter] if sequence.adapter else None
+            if adapter is not None:
+                if not adapter.decodes_by_table or (adapter.virtual is not None and chunk.start < adapter.virtual.count):
+                    return None
+                _extend(segments, adapter, row, row + 1)
+            ids.append(sequence.tokens[chunk.start])
+            spans.append(Span(row, 1, chunk.start, sequence.pages))
+        assert self._decoder is not None
+        return self._decoder.compute(ids, spans, segments)
+
+    def _computed(self, made: Pass, adapters: Mapping[str, Loaded]) -> Tensor:
         spans: list[Span] = []
         given: list[Given] = []
         segments: list[Segment] = []
@@ -83,7 +120,7 @@ class Runner:
             if chunk.samples:
                 wanted.append(row + chunk.count - 1)
         self.memory.begin(spans, given)
-        self._bank.begin(segments, heads)
+        self._bank.begin(segments, heads, len(ids))
         device = self.model.device
         inputs = {"input_ids": torch.tensor(ids, device=device)[None]}
         if embeds:

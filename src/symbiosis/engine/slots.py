@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from symbiosis.engine.bank import Loaded, Low
+from symbiosis.engine.changes import Loaded, Low
 
 
 class Slots:
@@ -25,6 +25,8 @@ class Slots:
         self.table_SM4 = torch.zeros(count, len(self.members), 4, dtype=torch.int64, device=device)
         self._places = {path: place for place, path in enumerate(self.members)}
         self._free = list(range(count - 1, -1, -1))
+        self.rank = 16
+        """The largest there has been, rounded up to a power of two: kernels are compiled for it."""
 
     @property
     def free(self) -> int:
@@ -51,6 +53,8 @@ class Slots:
     def take(self, lines_M4: Tensor) -> int:
         """A slot with these lines; there must be a free one."""
         slot = self._free.pop()
+        while self.rank < int(lines_M4[:, 2].max()):
+            self.rank *= 2
         self.table_SM4[slot].copy_(lines_M4, non_blocking=True)
         return slot
 

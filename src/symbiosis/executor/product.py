@@ -22,6 +22,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x is [..., I], the weight [O, I]. Without a gradient."""
     if x.dim() != 2 or x.shape[0] not in _ROWS or x.dtype is not torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
+    if weight.stride(0) == 1:  # columns first (`models.joining`): there is less to pack
+        return F.linear(x, weight, bias)
     columns = x.contiguous().t()
     result = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
     # each tenant's rows by themselves again: in transposed rows one vector instruction works on several tenants'

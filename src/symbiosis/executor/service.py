@@ -432,12 +432,12 @@ class Service:
 
     def bytes_held(self) -> int:
         """Bytes of all weights in memory, shared ones once. The executor holds nothing else."""
-        storages: dict[int, int] = {}
+        storages: dict[int, int] = {}  # by address: joined layers share a storage
         for layer in self._layers:
             module = getattr(layer, "module", None)
             tensors = [*layer.weights.values(), *(module.parameters() if module is not None else ())]
             for tensor in tensors:
-                storages[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
+                storages[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return sum(storages.values())
 
     def _stats_for(self, peer: Peer) -> dict[str, Any]:

@@ -1,0 +1,13 @@
+"""Triton kernels, each with its plain reference."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+
+def run_on(device: torch.device) -> bool:
+    """Whether kernels run there: on GPUs, if Triton is installed (on a CPU its interpreter can be asked for)."""
+    return find_spec("triton") is not None and (device.type == "cuda" or "TRITON_INTERPRET" in os.environ)

@@ -24,22 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from symbiosis.kernels.tiles import Segment, Tiles
+from symbiosis.kernels.tiles import Segment, Span, Tiles
 
 _PROCESSORS = 132  # of an H200
 _MOST_SPLITS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows of one sequence in a pass."""
-
-    start: int
-    """Its first row in the pass."""
-    count: int
-    before: int
-    """So many of its tokens are in its pages already."""
-    pages: Sequence[int]
 
 
 class Pass:

@@ -22,6 +22,18 @@ class Segment:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of one sequence in a pass."""
+
+    start: int
+    """Its first row in the pass."""
+    count: int
+    before: int
+    """So many of its tokens are in its pages already."""
+    pages: Sequence[int]
+
+
 class Tiles:
     """The rows of a pass cut into at most `capacity` tiles of at most `rows` rows of one segment, on the device."""
 

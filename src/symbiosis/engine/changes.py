@@ -1,0 +1,93 @@
+"""What adapters do, as the engine computes it.
+
+I / O = input and output width, r = rank, T = tokens, D = width of the model or a head, L = layers, K = key heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Low:
+    """A low-rank change of a layer as the engine computes it; `b_Or` has the scale in it.
+
+    On a GPU both are contiguous, as kernels want them. On a CPU their transposes
+    are: its products take up to twice as long the other way round.
+    """
+
+    a_rI: Tensor
+    b_Or: Tensor
+    bias_O: Tensor | None = None
+    stretch_O: Tensor | None = None
+    """DoRA: the whole product, without the layer's own bias, times this."""
+    of_embedding: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale:
+    """IA3: inputs or outputs times a vector."""
+
+    vector: Tensor
+    of_input: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Own:
+    """A trained weight in the place of the layer's; of an embedding [V, D]."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Some rows of an embedding, or of a head, are the adapter's own."""
+
+    ids: Tensor
+    rows_TD: Tensor
+
+
+Part = Low | Scale | Own | Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Virtual:
+    """Tokens in front of every prompt: of prompt tuning by their embeddings, of prefix tuning by keys and values."""
+
+    count: int
+    embeddings_TD: Tensor | None = None
+    keys_LTKD: Tensor | None = None
+    values_LTKD: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """An adapter in the engine's dtype on its device: what it does, by the path of a layer."""
+
+    hash: str
+    parts: Mapping[str, tuple[Part, ...]]
+    virtual: Virtual | None = None
+    decodes_by_table: bool = field(init=False)
+    """Whether kernels do all that it does to a row that decodes."""
+
+    def __post_init__(self) -> None:
+        by_table = all(is_in_table(part) for parts in self.parts.values() for part in parts)
+        object.__setattr__(self, "decodes_by_table", by_table)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one adapter."""
+
+    adapter: Loaded
+    start: int
+    end: int
+
+
+def is_in_table(part: Part) -> bool:
+    """Whether kernels do all of it."""
+    return isinstance(part, Low) and part.bias_O is None and not part.of_embedding

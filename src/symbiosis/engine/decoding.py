@@ -1,0 +1,123 @@
+"""Passes in which every sequence has one row, as CUDA graphs: one launch instead of a thousand.
+
+A graph is made for a number of rows when a pass of about that size comes for
+the first time; rows that are left over are nobody's. What changes from pass to
+pass (tokens, places, pages, adapters) lies in memory that the graph reads, so
+one graph serves every mixture of adapters whose changes are all low-rank, and
+another one passes without any. Plain reference: `Runner.compute` without graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from symbiosis.engine.attention import KeyValues
+from symbiosis.engine.bank import Bank
+from symbiosis.engine.changes import Segment
+from symbiosis.kernels.tiles import Span, Tiles
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_TILE_ROWS = 16
+_log = logging.getLogger("symbiosis")
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A pass of a fixed number of rows, and the memory it reads."""
+
+    inputs_2B: Tensor
+    """Tokens and places."""
+    now: Any
+    tiles: Tiles | None
+    replay: Callable[[], Tensor]
+    """Returns the logits, which are there until the next time."""
+
+
+class Decoder:
+    """Graphs of one model; they share the memory between their kernels, since one runs at a time."""
+
+    def __init__(self, model: PreTrainedModel, memory: KeyValues, bank: Bank, max_pages: int) -> None:
+        self._model, self._memory, self._bank, self._max_pages = model, memory, bank, max_pages
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._pool: Any = None
+        self._works = True
+
+    def compute(self, ids: Sequence[int], spans: Sequence[Span], segments: Sequence[Segment]) -> Tensor | None:
+        """The logits of all rows, one a sequence; None if this must be computed in the usual way."""
+        size = next((size for size in _SIZES if size >= len(ids)), None)
+        if not self._works or size is None or any(len(span.pages) > self._max_pages for span in spans):
+            return None
+        rank = self._bank.table.rank if segments and self._bank.table is not None else 0
+        graph = self._graphs.get((size, rank))
+        try:
+            if graph is None:
+                graph = self._graphs[size, rank] = self._make(size, with_adapters=rank > 0)
+        except Exception as error:  # noqa: BLE001 - whatever stands in the way of a graph, the usual way is still there
+            _log.warning("%s cannot be a CUDA graph (%r): it decodes without", type(self._model).__name__, error)
+            self._works = False
+            return None
+        spare = [0] * (size - len(ids))
+        rows = torch.tensor([[*ids, *spare], [*(span.before for span in spans), *spare]])
+        graph.inputs_2B.copy_(rows.pin_memory() if graph.inputs_2B.is_cuda else rows, non_blocking=True)
+        graph.now.fill(spans)
+        if graph.tiles is not None:
+            graph.tiles.fill(self._bank.by_slot(segments))
+        return graph.replay()[: len(ids)]
+
+    def _make(self, size: int, *, with_adapters: bool) -> _Graph:
+        from symbiosis.kernels.paged_attention import Pass
+
+        device = self._model.device
+        inputs_2B = torch.zeros(2, size, dtype=torch.int64, device=device)
+        now = Pass(rows=size, max_pages=self._max_pages, page_size=self._memory.page_size, device=device)
+        now.fill([])
+        tiles = Tiles(size, _TILE_ROWS, device) if with_adapters else None
+
+        def compute() -> Tensor:
+            self._memory.use(now)
+            self._bank.use(tiles)
+            ids_1B, places_1B = inputs_2B[:1], inputs_2B[1:]
+            logits: Tensor = self._model(input_ids=ids_1B, position_ids=places_1B, use_cache=False).logits[0]
+            return logits
+
+        return _Graph(inputs_2B, now, tiles, self._captured(compute) if device.type == "cuda" else compute)
+
+    def _captured(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        collects = gc.isenabled()
+        gc.disable()  # nothing on the GPU may be freed meanwhile
+        try:
+            with torch.cuda.stream(stream):
+                compute()  # kernels are compiled, libraries choose theirs
+                stream.synchronize()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    logits = compute()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        torch.cuda.current_stream(self._model.device).wait_stream(stream)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
