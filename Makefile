@@ -46,20 +46,24 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own package
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_memory 7b
-	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies 7b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies 7b --mps
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies 7b --remote --seconds 4
 	PYTHONPATH=src $(PYTHON) -m benchmarks.small_and_large 7b
-	PYTHONPATH=src $(PYTHON) -m benchmarks.mixed 7b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.mixed 7b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.lora 1b --seconds 0.4
 	PYTHONPATH=src $(PYTHON) -m benchmarks.lora 13b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.lora gemma27b --seconds 0.5
+	PYTHONPATH=src $(PYTHON) -m benchmarks.adapter_kernels
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_serving 7b
 
 plots: $(READY)  ## pictures of what gpubench wrote, on any machine
 	$(BIN)/python -m benchmarks.plots
 
-bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 25 minutes on 2 cores
+bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 35 minutes on 2 cores
 	$(BIN)/python -m benchmarks.policies
 	$(BIN)/python -m benchmarks.independence
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.serving
 
 soak: $(READY)  ## long proofs: faults by the thousand
 	$(BIN)/pytest -m slow

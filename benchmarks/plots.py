@@ -109,11 +109,20 @@ def small_and_large(record: dict[str, Any], axes: Sequence[Any]) -> None:
     bars(axes[0], pairs, series, "time of the first of the pair, ms")
 
 
+def gpu_serving(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    for (name, unit), each in zip(
+        [("decode_tokens_per_s", "tokens/s, decoding"), ("prefill_tokens_per_s", "tokens/s of prompts")], axes, strict=True
+    ):
+        cases = list(record[name])
+        bars(each, cases, {"engine": [record[name][case]["median"] for case in cases]}, unit)
+
+
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
     "sharing": (sharing, 3),
     "lora": (lora, 1),
     "gpu_memory": (memory, 2),
     "mixed": (mixed, 2),
+    "gpu_serving": (gpu_serving, 2),
     "small_and_large": (small_and_large, 1),
 }
 
@@ -129,7 +138,7 @@ def draw(path: Path) -> Path | None:
     plot, panels = PLOTS[record["script"]]
     figure, axes = pyplot().subplots(1, panels, figsize=(6 * panels, 4), squeeze=False)
     plot(record, axes[0])
-    figure.suptitle(f"{record['question']} ({record['shape']}{', MPS' if record['mps'] else ''})")
+    figure.suptitle(f"{record['question']} ({record['shape']}{', MPS' if record.get('mps') else ''})")
     figure.tight_layout()
     figure.savefig(target, dpi=120)
     return target

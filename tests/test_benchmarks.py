@@ -13,6 +13,7 @@ from benchmarks import (
     adapter_kernels,
     gpu_memory,
     gpu_policies,
+    gpu_serving,
     independence,
     lora,
     memory,
@@ -51,9 +52,11 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         (gpu_memory, []),
         (gpu_policies, ["--seconds", "0.2"]),
         (small_and_large, ["--seconds", "0.1"]),
+        (gpu_policies, ["--seconds", "0.2", "--remote"]),
         (mixed, ["--seconds", "0.2"]),
+        (gpu_serving, ["--repetitions", "1"]),
     ],
-    ids=["sharing", "lora", "gpu_memory", "gpu_policies", "small_and_large", "mixed"],
+    ids=["sharing", "lora", "gpu_memory", "gpu_policies", "small_and_large", "remote", "mixed", "gpu_serving"],
 )
 def test_a_benchmark_of_the_gpu_runs_without_one_and_can_be_drawn(benchmark, options, tmp_path):
     benchmark.main(["tiny", "--cpu", "--out", str(tmp_path), *options])
