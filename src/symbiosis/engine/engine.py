@@ -17,11 +17,12 @@ from symbiosis import kernels
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.engine.attention import KeyValues
 from symbiosis.engine.pages import PagePool
+from symbiosis.engine.passes import Chunk, Pass
 from symbiosis.engine.registry import Version
 from symbiosis.engine.residency import Figures, Prepared, Residency, ResidencyConfig
 from symbiosis.engine.runner import Runner
 from symbiosis.engine.sampler import Logprobs, Sampled, sample
-from symbiosis.engine.scheduler import Chunk, Pass, Scheduler, SchedulerConfig
+from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Request
 from symbiosis.errors import CannotServe, PassFailed, SymbiosisError

@@ -30,7 +30,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 
-from symbiosis.engine.pages import Copy, PagePool
+from symbiosis.engine.pages import PagePool
+from symbiosis.engine.passes import Chunk, Pass, Plan
 from symbiosis.engine.sequences import Reason, Sequence, State, within
 from symbiosis.errors import OutOfRange, TooManyRequests
 
@@ -79,38 +80,6 @@ class SchedulerConfig:
         within("decode_charge", self.decode_charge, 0.001, 1000)
 
 
-@dataclass(slots=True, eq=False)  # not frozen: hundreds are made in every plan, and that takes twice as long
-class Chunk:
-    """Tokens `start` to `start + count` of a sequence are computed; if `samples`, the last one's logits choose a token."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What is computed together. Rows of one adapter are together, the base model's first; among them decoding first."""
-
-    chunks: tuple[Chunk, ...] = ()
-    copies: tuple[Copy, ...] = ()
-    """Pages to copy before anything is written, as one gather and one scatter."""
-    missing: tuple[str, ...] = ()
-    """Adapters somebody waits for, the most urgent first."""
-    preempted: tuple[Sequence, ...] = ()
-    """Who had to make room."""
-
-    @property
-    def rows(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences for which a token is chosen, in the order of their rows."""
-        return [chunk.sequence for chunk in self.chunks if chunk.samples]
-
-
 @dataclass(slots=True, eq=False)
 class _Lane:
     """Sequences of one tenant with one adapter, first come first served."""
@@ -136,37 +105,6 @@ class _Tenant:
 def _rank(sequence: Sequence) -> tuple[bool, float, float, str]:
     """Smaller is safer when pages run out."""
     return (not sequence.preemptions, -sequence.weight, sequence.arrival, sequence.id)
-
-
-class _Plan:
-    """A pass in the making: rows left, adapters seen, what was decided."""
-
-    __slots__ = (
-        "adapters",
-        "asked",
-        "chunks",
-        "closed",
-        "copies",
-        "draining",
-        "missing",
-        "now",
-        "preempted",
-        "refused",
-        "rows",
-    )
-
-    def __init__(self, rows: int, adapters: set[str], now: float, draining: Mapping[str, str]) -> None:
-        self.rows = rows
-        self.adapters = adapters  # those that have a slot, or keep one free
-        self.now = now
-        self.asked: dict[str, bool] = {"": True}
-        self.chunks: list[Chunk] = []
-        self.copies: dict[Sequence, list[Copy]] = {}
-        self.missing: dict[str, None] = {}
-        self.preempted: list[Sequence] = []
-        self.draining = dict(draining)  # adapter that admits nobody -> adapter that waits for its slot
-        self.refused = 0  # how many were passed over because they need too many pages
-        self.closed = False  # nobody else is admitted
 
 
 class Scheduler:
@@ -270,7 +208,7 @@ class Scheduler:
     def plan(self, now: float) -> Pass:
         """The next pass; without chunks if nothing can be computed now. `done` or `abandon` must follow."""
         assert self._flying is None, "the last pass is not done"
-        plan = _Plan(self.config.max_rows, set(self._adapters), now, self.draining)
+        plan = Plan(self.config.max_rows, set(self._adapters), now, self.draining)
         self._decode(plan)
         for sequence in self._running:
             if plan.rows <= 0:
@@ -424,7 +362,7 @@ class Scheduler:
 
     # Plans
 
-    def _has(self, plan: _Plan, adapter: str) -> bool:
+    def _has(self, plan: Plan, adapter: str) -> bool:
         """Whether the adapter is there; notes that it is missing if not."""
         known = plan.asked.get(adapter)
         if known is None:
@@ -433,13 +371,13 @@ class Scheduler:
             plan.missing[adapter] = None
         return known
 
-    def _add_chunk(self, plan: _Plan, sequence: Sequence) -> None:
+    def _add_chunk(self, plan: Plan, sequence: Sequence) -> None:
         start, pending = sequence.computed, sequence.pending
         count = min(pending, plan.rows, self.config.max_chunk)
         plan.chunks.append(Chunk(sequence, start, count, count == pending))
         plan.rows -= count
 
-    def _decode(self, plan: _Plan) -> None:
+    def _decode(self, plan: Plan) -> None:
         """One row for each sequence that needs just one. Those at the end of the list make room for those before."""
         running, position = self._running, 0
         here, page_size = plan.asked, self.pool.page_size
@@ -466,7 +404,7 @@ class Scheduler:
         sequence.preemptions += 1
         insort(self._preempted, sequence, key=_rank)
 
-    def _resume(self, plan: _Plan) -> None:
+    def _resume(self, plan: Plan) -> None:
         """Those that had to make room come back before anybody new, the oldest first."""
         if plan.preempted:
             plan.closed = True  # pages have just run out
@@ -479,7 +417,7 @@ class Scheduler:
             if self._has_slot(plan, sequence.adapter, urgent=True) and not self._start(plan, sequence, urgent=True):
                 return
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: Plan) -> None:
         """New sequences: of lanes that waited too long, then of the tenant with the least counter."""
         if not self._waiting:
             return
@@ -514,21 +452,21 @@ class Scheduler:
                 patient, counter = self._patience(plan, tenant, lanes[0])
                 heapq.heappush(order, (patient, counter + patient * ahead.get(name, 0.0), name, tenant, lanes))
 
-    def _foresee(self, plan: _Plan, tenants: list[_Tenant]) -> None:
+    def _foresee(self, plan: Plan, tenants: list[_Tenant]) -> None:
         """Nobody can be admitted now: note whose adapter will be missing next, so that it comes meanwhile."""
         for tenant in heapq.nsmallest(self.config.look, tenants, key=lambda tenant: tenant.counter):
             self._has(plan, next(iter(tenant.lanes)))
 
-    def _patience(self, plan: _Plan, tenant: _Tenant, lane: _Lane) -> tuple[bool, float]:
+    def _patience(self, plan: Plan, tenant: _Tenant, lane: _Lane) -> tuple[bool, float]:
         """Smaller goes first: (False, since when) for lanes that waited too long, (True, counter) for others."""
         if plan.now - lane.since > self.config.max_wait_s:
             return (False, lane.since)
         return (True, tenant.counter)
 
-    def _has_room(self, plan: _Plan) -> bool:
+    def _has_room(self, plan: Plan) -> bool:
         return plan.rows > 0 and len(self._running) < self.config.max_running
 
-    def _has_slot(self, plan: _Plan, adapter: str, *, urgent: bool) -> bool:
+    def _has_slot(self, plan: Plan, adapter: str, *, urgent: bool) -> bool:
         """Whether the adapter can be in this pass. Who is urgent keeps the slot it will need free."""
         if not adapter:
             return True
@@ -545,7 +483,7 @@ class Scheduler:
             plan.adapters.add(adapter)
         return here
 
-    def _start(self, plan: _Plan, sequence: Sequence, *, urgent: bool) -> bool:
+    def _start(self, plan: Plan, sequence: Sequence, *, urgent: bool) -> bool:
         """Give a sequence pages and its first chunk; False if there are not enough."""
         parent = sequence.parent
         if parent is not None and (parent.state is not State.RUNNING or parent in plan.copies):
