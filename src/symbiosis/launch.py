@@ -64,6 +64,7 @@ class Executor:
     ) -> None:
         self.tokens = _check_tokens(tokens or {})
         place = _device(device)
+        self._policy_settings = (max_wait_ms, training_share)
         chosen = _policy(policy, max_wait_ms, training_share)
         source = load(model_or_path, device=place, dtype=_dtype(dtype), tokenizer=tokenizer)
         if hosting:
@@ -122,7 +123,8 @@ class Executor:
 
     def use_policy(self, policy: str | Policy) -> None:
         """Batch calls by another policy from the next batch on."""
-        self._service.policy = _policy(policy, None, None)
+        max_wait_ms, training_share = self._policy_settings
+        self._service.policy = _policy(policy, max_wait_ms, training_share if policy == "opportunistic" else None)
 
     def manifest(self) -> Manifest:
         """The model as tenants see it."""

@@ -104,7 +104,7 @@ def _module(module: nn.Module) -> ModuleFacts:
     return ModuleFacts(kind=None, shapes=shapes)
 
 
-_ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTIONS = {"full_attention", "sliding_attention"}
 
 
 def _cache(config: Any) -> tuple[int, int]:

@@ -93,6 +93,9 @@ class KeyValues:
             count = len(rows)
             q = q_HRD.transpose(0, 1)[rows].view(count, keys.shape[1], groups, width)
             k, v = (memory.index_select(0, slots_BT.view(-1)).view(count, -1, *memory.shape[1:]) for memory in (keys, values))
+            if now.beyond_BT11 is not None:  # what is there is another's, and may be no number: a bias of -inf is not enough
+                k.masked_fill_(now.beyond_BT11, 0.0)
+                v.masked_fill_(now.beyond_BT11, 0.0)
             found = _attend(q, k.transpose(1, 2), v.transpose(1, 2), bias_B1T[:, None], scale, cap)
             out_RHD[rows] = found.reshape(count, heads, -1)
         for several in now.several:
@@ -156,6 +159,8 @@ class _Pass:
         self.single = torch.tensor([span.start for span in single], device=device) if single else None
         self._places = torch.tensor([span.before for span in single], device=device)
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
+        self.beyond_BT11: Tensor | None = None
+        """Of single rows, the places after the end of their sequences, if any."""
         if single:
             longest = max(span.before for span in single) + 1
             table = torch.zeros(len(single), -(-longest // page_size), dtype=torch.int64)
@@ -164,6 +169,9 @@ class _Pass:
                 row[:used] = torch.tensor(span.pages[:used])
             within = torch.arange(page_size)
             self._slots_BT = (table[:, :, None] * page_size + within).flatten(1)[:, :longest].contiguous().to(device)
+            if min(span.before for span in single) + 1 < longest:
+                beyond = torch.arange(longest, device=device)[None, :] > self._places[:, None]
+                self.beyond_BT11 = beyond[:, :, None, None]
 
     def table(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Slots of each single row's sequence, [B, T], and its bias, [B, 1, T]."""
@@ -234,6 +242,8 @@ def _attention(
     strange = [name for name in _MISSING if more.get(name) is not None]
     if strange or attention_mask is not None or query.shape[0] != 1:
         raise CannotServe(f"{type(module).__name__} asks its attention for {strange or 'a mask'}, which pages do not have")
+    if sliding_window is None and _has_window(module):
+        raise CannotServe(f"{type(module).__name__} keeps its window to its mask, which pages do not have")
     memory: KeyValues = module.symbiosis_memory  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     found = memory.attend(
@@ -246,6 +256,15 @@ def _attention(
         cap=softcap,
     )
     return found[None], None
+
+
+def _has_window(module: nn.Module) -> bool:
+    """Whether this layer should look at the last tokens only, as its config says."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return bool(kinds[int(module.layer_idx)] == "sliding_attention")  # type: ignore[arg-type]
+    return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

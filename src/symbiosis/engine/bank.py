@@ -17,6 +17,7 @@ from torch import Tensor
 
 from symbiosis.engine.changes import Loaded, Segment
 from symbiosis.engine.effects import Company, Effect, Stacks, Together
+from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Segment as SlotSegment
 from symbiosis.kernels.tiles import Tiles
 
@@ -46,6 +47,7 @@ class Bank:
     def __init__(self) -> None:
         self.table: Table | None = None
         """Of adapters' low-rank weights on linear layers, if kernels compute those."""
+        self._counts: tuple[int, int] | None = None
         self._tiles: Tiles | None = None
         self._head_tiles: Tiles | None = None
         # by the adapters themselves: one that left and came back has the same hash and lies elsewhere
@@ -54,14 +56,16 @@ class Bank:
         self._rows: Company | None = None
         self._logits: Company | None = None
 
-    def begin(self, segments: Sequence[Segment], logits: Sequence[Segment], rows: int = 0) -> None:
-        """The segments of the next pass's rows, `rows` in all, and of the rows that the head sees."""
+    def begin(self, segments: Sequence[Segment], logits: Sequence[Segment], counts: tuple[int, int] | None = None) -> None:
+        """The segments of the next pass's rows, and of the rows that the head sees. `counts` of these in all, if known."""
         self._rows, self._logits = self._company(segments), self._company(logits)
+        self._counts = counts if segments else None
         self._tiles = self._head_tiles = None
         if self.table is not None and segments:
             from symbiosis.kernels.low_rank import tile_rows
 
-            size, device = tile_rows(rows), self.table.device
+            most = max(segment.end for segment in segments)
+            size, device = tile_rows(most), self.table.device
             self._tiles = Tiles.of(self.by_slot(segments), size, device)
             self._head_tiles = Tiles.of(self.by_slot(logits), size, device) if logits else None
 
@@ -72,8 +76,17 @@ class Bank:
 
     def use(self, tiles: Tiles | None) -> None:
         """Tiles that are filled again and again, of rows that the head sees all of; for all passes until `begin`."""
-        self._rows = self._logits = None
+        self._rows = self._logits = self._counts = None
         self._tiles = self._head_tiles = tiles
+        if tiles is not None:
+            self._counts = (tiles.capacity, tiles.capacity)
+
+    def check(self, rows: int, *, of_head: bool) -> None:
+        """Raise `CannotServe` if a layer sees other rows than those of the pass: nobody knows whose they are then."""
+        if self._counts is not None and rows != self._counts[of_head]:
+            raise CannotServe(
+                f"a layer of this model sees {rows} rows of a pass of {self._counts[of_head]}: adapters cannot be applied"
+            )
 
     def change(self, x_RI: Tensor, y_RO: Tensor, together: Together, *, of_head: bool) -> None:
         """What kernels do to the result of these layers, side by side in y, in place."""

@@ -75,8 +75,13 @@ class Loaded:
     """Whether kernels do all that it does to a row that decodes."""
 
     def __post_init__(self) -> None:
-        by_table = all(is_in_table(part) for parts in self.parts.values() for part in parts)
-        object.__setattr__(self, "decodes_by_table", by_table)
+        object.__setattr__(self, "decodes_by_table", all(self.in_table(path) is not None for path in self.parts))
+
+    def in_table(self, path: str) -> Low | None:
+        """What it does to this layer, if kernels do all of it: a low-rank change and nothing besides."""
+        parts = self.parts.get(path, ())
+        low = parts[0] if len(parts) == 1 else None
+        return low if isinstance(low, Low) and low.bias_O is None and not low.of_embedding else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,3 @@ class Segment:
     adapter: Loaded
     start: int
     end: int
-
-
-def is_in_table(part: Part) -> bool:
-    """Whether kernels do all of it."""
-    return isinstance(part, Low) and part.bias_O is None and not part.of_embedding

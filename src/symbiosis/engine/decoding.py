@@ -48,22 +48,27 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, memory: KeyValues, bank: Bank, max_pages: int) -> None:
         self._model, self._memory, self._bank, self._max_pages = model, memory, bank, max_pages
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._failed: set[tuple[int, int]] = set()
         self._pool: Any = None
-        self._works = True
+        self._stream: Any = None  # one for all graphs: torch hands out a few, and others have theirs
 
     def compute(self, ids: Sequence[int], spans: Sequence[Span], segments: Sequence[Segment]) -> Tensor | None:
         """The logits of all rows, one a sequence; None if this must be computed in the usual way."""
         size = next((size for size in _SIZES if size >= len(ids)), None)
-        if not self._works or size is None or any(len(span.pages) > self._max_pages for span in spans):
+        if size is None or any(len(span.pages) > self._max_pages for span in spans):
             return None
         rank = self._bank.table.rank if segments and self._bank.table is not None else 0
+        if (size, rank) in self._failed:
+            return None
         graph = self._graphs.get((size, rank))
         try:
             if graph is None:
+                for old in [key for key in self._graphs if 0 < key[1] < rank]:
+                    del self._graphs[old]  # ranks only grow
                 graph = self._graphs[size, rank] = self._make(size, with_adapters=rank > 0)
         except Exception as error:  # noqa: BLE001 - whatever stands in the way of a graph, the usual way is still there
-            _log.warning("%s cannot be a CUDA graph (%r): it decodes without", type(self._model).__name__, error)
-            self._works = False
+            _log.warning("%d rows of %s cannot be a CUDA graph (%r)", size, type(self._model).__name__, error)
+            self._failed.add((size, rank))
             return None
         spare = [0] * (size - len(ids))
         rows = torch.tensor([[*ids, *spare], [*(span.before for span in spans), *spare]])
@@ -92,7 +97,9 @@ class Decoder:
         return _Graph(inputs_2B, now, tiles, self._captured(compute) if device.type == "cuda" else compute)
 
     def _captured(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._model.device))
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:

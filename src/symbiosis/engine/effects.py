@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from symbiosis.engine.changes import Loaded, Low, Own, Part, Rows, Scale, Segment, is_in_table
+from symbiosis.engine.changes import Loaded, Low, Own, Part, Rows, Scale, Segment
 
 _FEW_ROWS = 16
 _BUNCH = 4  # adapters
@@ -186,7 +186,7 @@ class Effect:
                 ((slice(s.start, s.end), slice(column, column + width)), part)
                 for s in company.segments
                 for part in s.adapter.parts.get(path, ())
-                if not (by_table and is_in_table(part)) and (s.start, path) not in bunched
+                if not (by_table and s.adapter.in_table(path)) and (s.start, path) not in bunched
             ]
             column += width
         self.scaled_inputs = [(rows, p.vector) for (rows, _), p in found if isinstance(p, Scale) and p.of_input]
@@ -194,17 +194,19 @@ class Effect:
         self._own = [(place, p) for place, p in found if isinstance(p, Own)]
         self._rows = [(place, p) for place, p in found if isinstance(p, Rows)]
         self._lows = [(place, p) for place, p in found if isinstance(p, Low)]
+        self._biases = {(rows.start, columns.start): p.bias_O for (rows, columns), p in self._own}
         self.is_nothing = not found and not self._bunches
 
-    def embedded(self, ids_R: Tensor, y_RD: Tensor) -> None:
-        """An embedding's result with every adapter's change, in place."""
+    def embedded(self, ids_R: Tensor, y_RD: Tensor, scale: Tensor | float) -> None:
+        """An embedding's result with every adapter's change, in place. `scale` is what the layer multiplies with."""
         for (rows, _), own in self._own:
-            y_RD[rows] = F.embedding(ids_R[rows], own.weight_OI)
+            y_RD[rows] = F.embedding(ids_R[rows], own.weight_OI) * scale
         for (rows, _), low in self._lows:
-            y_RD[rows] += F.embedding(ids_R[rows], low.a_rI.T) @ low.b_Or.T
+            y_RD[rows] += F.embedding(ids_R[rows], low.a_rI.T) @ low.b_Or.T * scale
         for (rows, _), part in self._rows:
             hits = ids_R[rows][:, None] == part.ids[None, :]
-            y_RD[rows] = torch.where(hits.any(1)[:, None], part.rows_TD[hits.int().argmax(1)], y_RD[rows])
+            mine = part.rows_TD[hits.int().argmax(1)] * scale
+            y_RD[rows] = torch.where(hits.any(1)[:, None], mine, y_RD[rows])
 
     def before(self, x_RI: Tensor) -> Tensor:
         """The rows as a layer is to see them."""
@@ -222,7 +224,8 @@ class Effect:
         for (rows, columns), part in self._rows:
             y_RO[rows, columns].index_copy_(1, part.ids, x_RI[rows] @ part.rows_TD.T)
         for (rows, columns), low in self._lows:
-            _change(x_RI[rows], y_RO[rows, columns], low, None if own_bias is None else own_bias[columns])
+            bias = None if own_bias is None else own_bias[columns]
+            _change(x_RI[rows], y_RO[rows, columns], low, self._biases.get((rows.start, columns.start), bias))
         for rows, stack in self._bunches:
             stack.add(x_RI[rows], y_RO[rows])
         for place, vector in self._scaled:
@@ -231,9 +234,8 @@ class Effect:
 
 def _plain(adapter: Loaded, path: str) -> Low | None:
     """An adapter's low-rank change of a layer, if that is all there is to it."""
-    parts = adapter.parts.get(path, ())
-    low = parts[0] if len(parts) == 1 else None
-    return low if isinstance(low, Low) and low.stretch_O is None and low.bias_O is None and not low.of_embedding else None
+    low = adapter.in_table(path)
+    return low if low is not None and low.stretch_O is None else None
 
 
 def _change(x: Tensor, y: Tensor, low: Low, own_bias: Tensor | None) -> None:

@@ -32,6 +32,7 @@ from symbiosis.models.source import ModelSource, load_both
 _log = logging.getLogger("symbiosis")
 _WAIT_S = 1.0
 _MAX_ADAPTERS = 64  # in one pass
+_GRAPH_PAGES = 512  # of one sequence: with more it decodes without a CUDA graph, whose table of pages goes to the GPU whole
 _VIRTUAL = 0  # the token that stands for a virtual one: its row, or its keys, are the adapter's
 
 
@@ -83,7 +84,7 @@ class Core:
             device=model.device,
         )
         self._runner = Runner(model.eval(), memory)
-        longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
+        longest = _longest(model.config.get_text_config())
         config = SchedulerConfig(
             vocabulary=self.facts.vocab, max_length=longest, max_adapters=min(_MAX_ADAPTERS, residency.slots), **limits
         )
@@ -91,7 +92,7 @@ class Core:
             model, self.facts, residency, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
         )
         if kernels.run_on(model.device):
-            self._runner.use_kernels(self._residency, min(pages, -(-longest // page_size)))
+            self._runner.use_kernels(self._residency, min(pages, -(-longest // page_size), _GRAPH_PAGES))
         self.scheduler = Scheduler(config, PagePool(pages, page_size), self._residency.is_here)
         self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash
         self._failed: list[tuple[Request, SymbiosisError]] = []
@@ -275,6 +276,22 @@ class Core:
 
     def is_idle(self) -> bool:
         return self.scheduler.running == 0 and self.scheduler.waiting == 0
+
+
+def _longest(config: Any) -> int:
+    """Most tokens of a sequence.
+
+    Some rotary positions change for all rows of a pass as soon as one of them is beyond the length the model was
+    first trained for: nobody gets there, or what others see would depend on it.
+    """
+    longest = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        kind = str(each.get("rope_type") or each.get("type") or "")
+        if kind == "longrope" or "dynamic" in kind:
+            first = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            longest = min(longest, int(first or longest))
+    return longest
 
 
 def _failure(error: Exception) -> PassFailed:

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.layers import mix_in
 from symbiosis.engine.bank import Bank
 from symbiosis.engine.effects import Effect, Together
+from symbiosis.errors import CannotServe
 from symbiosis.executor.product import product
 from symbiosis.models.joining import neighbours
 
@@ -48,6 +49,8 @@ class AdaptedLinear(Adapted):
             together = self.symbiosis_alone  # it sees other rows than the others
             effect = self._effect(together)
         rows = x.reshape(-1, x.shape[-1])
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        self.symbiosis_bank.check(rows.shape[0], of_head=self.symbiosis_head)
         if effect is not None:
             rows = effect.before(rows)
         result = self._product(rows, together)
@@ -66,18 +69,24 @@ class AdaptedLinear(Adapted):
 class AdaptedEmbedding(Adapted):
     """In front of `nn.Embedding`: rows of adapters with an embedding of their own are read from that."""
 
+    symbiosis_scale: Tensor | float | None
+    """What the layer multiplies its rows with; None if it does something else to them."""
+
     def forward(self, ids: Tensor, *more: Any, **named: Any) -> Tensor:
         result: Tensor = super().forward(ids, *more, **named)
         effect = self._effect(self.symbiosis_alone)
         if effect is None:
             return result
-        effect.embedded(ids.reshape(-1), result.view(-1, result.shape[-1]))
+        assert self.symbiosis_scale is not None, "the loader refuses others"
+        effect.embedded(ids.reshape(-1), result.view(-1, result.shape[-1]), self.symbiosis_scale)
         return result
 
 
 def adapt(model: PreTrainedModel, bank: Bank) -> None:
     """Let the linear layers and embeddings of this model ask the bank."""
     head = model.get_output_embeddings()
+    if any(hasattr(module, "symbiosis_bank") for module in model.modules()):
+        raise CannotServe("this model is served by an engine already: give each engine a model of its own")
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear or type(module) is Conv1D:
             mix_in(module, AdaptedLinear)
@@ -85,8 +94,10 @@ def adapt(model: PreTrainedModel, bank: Bank) -> None:
             alone = Together([path], [weight.shape[0]], weight, module.bias)
             _set(module, symbiosis_alone=alone, symbiosis_together=alone)
         elif isinstance(module, nn.Embedding):
+            scale = 1.0 if type(module) is nn.Embedding else getattr(module, "embed_scale", None)
+            scale = scale.to(module.weight) if isinstance(scale, Tensor) else scale
             mix_in(module, AdaptedEmbedding)
-            _set(module, symbiosis_alone=Together([path], [module.embedding_dim], module.weight, None))
+            _set(module, symbiosis_scale=scale, symbiosis_alone=Together([path], [module.embedding_dim], module.weight, None))
         else:
             continue
         _set(module, symbiosis_bank=bank, symbiosis_path=path, symbiosis_head=module is head)

@@ -45,6 +45,14 @@ class Converter:
             raise UnsupportedAdapter(
                 f"{path} is a {type(module).__name__}: the engine applies adapters to linear layers and embeddings"
             )
+        if not hasattr(module, "symbiosis_alone") and type(module) not in (nn.Linear, Conv1D, nn.Embedding):
+            raise UnsupportedAdapter(
+                f"{path} is a {type(module).__name__}, which is more than a linear layer: no adapter can act on it"
+            )
+        if getattr(module, "symbiosis_scale", 1.0) is None:
+            raise UnsupportedAdapter(
+                f"{path} is a {type(module).__name__}: it does more than look rows up, no adapter can act on it"
+            )
         weight: Any = module.weight
         if isinstance(part, LowRank):
             of_embedding = isinstance(module, nn.Embedding)

@@ -120,7 +120,7 @@ class Runner:
             if chunk.samples:
                 wanted.append(row + chunk.count - 1)
         self.memory.begin(spans, given)
-        self._bank.begin(segments, heads, len(ids))
+        self._bank.begin(segments, heads, (len(ids), len(wanted)))
         device = self.model.device
         inputs = {"input_ids": torch.tensor(ids, device=device)[None]}
         if embeds:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from symbiosis.engine.changes import Loaded, Low
+from symbiosis.engine.changes import Loaded
 
 
 class Slots:
@@ -42,11 +42,11 @@ class Slots:
     def lines(self, adapter: Loaded) -> Tensor:
         """An adapter's lines, [M, 4], in host memory. Any thread may make them."""
         found = [(0, 0, 0, 0)] * len(self.members)
-        for path, parts in adapter.parts.items():
-            for part in parts:
-                if isinstance(part, Low) and path in self._places:
-                    stretch = 0 if part.stretch_O is None else part.stretch_O.data_ptr()
-                    found[self._places[path]] = (part.a_rI.data_ptr(), part.b_Or.data_ptr(), part.a_rI.shape[0], stretch)
+        for path in adapter.parts:
+            part = adapter.in_table(path)
+            if part is not None and path in self._places:
+                stretch = 0 if part.stretch_O is None else part.stretch_O.data_ptr()
+                found[self._places[path]] = (part.a_rI.data_ptr(), part.b_Or.data_ptr(), part.a_rI.shape[0], stretch)
         lines = torch.tensor(found, dtype=torch.int64).view(len(self.members), 4)
         return lines.pin_memory() if self.table_SM4.is_cuda else lines
 

@@ -151,6 +151,7 @@ class Lockstep:
         return Decision(batch=_fill(sorted(groups[key], key=lambda call: call.number), self.max_rows))
 
 
+_PAUSE = 5.0  # times `company_s` between two passes: that was no pass but a pause
 _Rank = tuple[bool, bool, bool, bool, tuple[int, int], int]
 
 
@@ -199,8 +200,21 @@ class Opportunistic:
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
             return Decision()
-        if all(call.launched and call.rows <= self.decode_rows and not call.training for call in pending):
-            return self._meet(pending, heard, now)
+        meeting = [call for call in pending if call.launched and not call.training and call.rows <= self.decode_rows]
+        if not meeting:
+            return self._gathered(pending, heard, costs, now)
+        others = [call for call in pending if call not in meeting]
+        if any(now - call.arrived > self.max_wait_s for call in others):
+            return self._gathered(others, heard, costs, now)
+        first = self._meet(meeting, heard, now)
+        if first.batch or not others:
+            return first
+        then = self._gathered(others, heard, costs, now)
+        times = [each.ask_again_at for each in (first, then) if each.ask_again_at is not None]
+        return then if then.batch else Decision(ask_again_at=min(times, default=None))
+
+    def _gathered(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
+        """What is there, or what is worth waiting for."""
         if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:
             return Decision(batch=(pending[0],))  # alone, and small calls never wait: as below, sooner
         here = {call.session for call in pending}
@@ -260,7 +274,7 @@ class Opportunistic:
         """Until when calls wait for those they can travel with; in the past if for nobody. Who is `here` has called."""
         first = calls[0]
         mine = heard.get(first.session)
-        if mine is None or mine.key is None:
+        if mine is None or mine.key is None or mine.pass_s > _PAUSE * self.company_s:
             return first.arrived
         key, ran, begins = mine.key, mine.ran, mine.key.progress >= first.key.progress
         patience = 0.5 * self.meeting_share * mine.pass_s if begins else self.patience_s

@@ -70,15 +70,19 @@ class Replays:
 
     def _together(self, works: Sequence[tuple[str, Work, Rows]]) -> list[Rows] | None:
         company = tuple(sorted(work.number for _, work, _ in works))
-        replay = self._joints.get(company)
-        if replay is None:
-            if company in self._joints or not self._is_known(company):
+        rows = sum(work.rows[0].shape[0] for _, work, _ in works)
+        if rows > _ROWS_TOGETHER:
+            return None
+        known = company in self._joints
+        replay = self._joints.pop(company, None)
+        if not known:
+            if not self._is_known(company):
                 return self._one_by_one(works)
-            rows = sum(work.rows[0].shape[0] for _, work, _ in works)
             _drop_oldest(self._joints, _MOST)
-            replay = self._joints[company] = self._record_joint(works, rows) if rows <= _ROWS_TOGETHER else None
-            if replay is None:
-                return None
+            replay = self._record_joint(works, rows)
+        self._joints[company] = replay  # again at the end: who is used stays
+        if replay is None:
+            return None
         replay()
         return [places for _, _, places in works]
 
