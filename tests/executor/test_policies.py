@@ -274,3 +274,18 @@ class TestTravellingTogether:
     def test_where_batches_run_at_once_nobody_waits(self):
         mine, beside = self.at(1.0, ran=0.999), self.at(1.0, ran=0.999)
         assert numbers(Opportunistic().decide([call(1, key=MLP, arrived=1.0)], {1: mine, 2: beside}, Costs(), 1.0)) == [1]
+
+    def test_after_a_pause_nobody_waits(self):
+        mine, beside = Heard(60.0, FAR, entered=0.1, pass_s=59.9), self.at(60.0, entered=59.95)
+        assert numbers(self.policy.decide([launched(1, arrived=60.0)], {1: mine, 2: beside}, Costs(), 60.0)) == [1]
+
+    def test_they_meet_beside_training_that_rests(self):
+        mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
+        trains = Heard(1.0, Q_BACK, training=True, ran=0.999, span_s=1.0)
+        heard = {1: mine, 2: beside, 3: trains}
+        waiting, resting = launched(1, key=MLP, arrived=1.0), call(3, key=Q_BACK, rows=1024, training=True, arrived=1.0)
+        assert self.policy.decide([waiting, resting], heard, Costs(), 1.0).ask_again_at == pytest.approx(1.0003)
+        both = [waiting, resting, launched(2, key=MLP, arrived=1.0001)]
+        assert numbers(self.policy.decide(both, heard, Costs(), 1.0001)) == [1, 2]
+        late = call(3, key=Q_BACK, rows=1024, training=True, arrived=0.5)
+        assert numbers(self.policy.decide([waiting, late], heard, Costs(), 1.0)) == [3]

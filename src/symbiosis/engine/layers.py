@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.layers import mix_in
 from symbiosis.engine.bank import Bank
 from symbiosis.engine.effects import Effect, Together
-from symbiosis.errors import CannotServe
 from symbiosis.executor.product import product
 from symbiosis.models.joining import neighbours
 
@@ -85,8 +84,6 @@ class AdaptedEmbedding(Adapted):
 def adapt(model: PreTrainedModel, bank: Bank) -> None:
     """Let the linear layers and embeddings of this model ask the bank."""
     head = model.get_output_embeddings()
-    if any(hasattr(module, "symbiosis_bank") for module in model.modules()):
-        raise CannotServe("this model is served by an engine already: give each engine a model of its own")
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear or type(module) is Conv1D:
             mix_in(module, AdaptedLinear)

@@ -29,6 +29,8 @@ class Runner:
 
     def __init__(self, model: PreTrainedModel, memory: KeyValues) -> None:
         """Raises `CannotServe` if the model computes something else over pages than by itself."""
+        if any(hasattr(module, "symbiosis_memory") for module in model.modules()):
+            raise CannotServe("this model is served by an engine already: give each engine a model of its own")
         self.model, self.memory, self._bank = model, memory, Bank()
         self._decoder: Decoder | None = None
         with torch.inference_mode():
