@@ -61,9 +61,12 @@ class Core:
         cache_bytes: int | None = None,
         residency: ResidencyConfig = ResidencyConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
+        on_pass: Callable[[float], None] = lambda seconds: None,
         **limits: int,
     ) -> None:
         """`cache_bytes`, if given, says how many pages there are. `limits` are the scheduler's.
+
+        `on_pass` is told before every pass how long that may take.
 
         Raises `CannotServe` with the reason if this model cannot be served.
         """
@@ -97,7 +100,7 @@ class Core:
         self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash
         self._failed: list[tuple[Request, SymbiosisError]] = []
         self.passes = 0
-        self._clock = clock
+        self._clock, self._on_pass, self._pass_s = clock, on_pass, 0.0
         self._numbers = itertools.count()
         eos = model.generation_config.eos_token_id
         self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
@@ -218,6 +221,7 @@ class Core:
             self.scheduler.done(made, [])
             return []
         self.passes += 1
+        self._on_pass(self._pass_s)
         copied = False
         try:
             self._runner.memory.copy(made.copies)  # once: later, what they copy from may be another's
@@ -228,6 +232,7 @@ class Core:
                 raise self._all_failed(made, error) from error
             _log.exception("a pass failed; its %d sequences are computed one by one", len(made.chunks))
             sampled = self._one_by_one(made, error)
+        self._pass_s = self._clock() - now
         lost = {request.id for request, _ in self._failed}
         for request in self.scheduler.done(made, sampled.tokens):
             self._ended(request)

@@ -29,7 +29,7 @@ from symbiosis.executor.costs import Costs
 from symbiosis.executor.lanes import Lanes
 from symbiosis.executor.layers import BaseLayer, Matrix, Rows
 from symbiosis.executor.mapping import describe
-from symbiosis.executor.policies import BatchKey, Pending, Policy
+from symbiosis.executor.policies import BatchKey, Heard, Pending, Policy
 from symbiosis.executor.runner import Call, Work, run_batch
 from symbiosis.executor.sessions import Session, Sessions
 from symbiosis.links import driver
@@ -41,6 +41,7 @@ from symbiosis.types import WITH_BIAS, BlobRef, Direction, LayerKind, Limits, Ma
 PROVIDER = "provider"
 _FORGET_AFTER_S = 120.0
 _LOOK_AFTER_S = 10.0
+_GUEST_S = 1.0  # the hosted engine has been idle for so long: a policy need not hear of it
 _OWN_WORK_S = 0.01  # a tenant that is away for longer is not at work on this machine
 _QUEUE_CALLS = 8  # longest calls that may wait in memory; more stay in the links
 _BLOB_CHUNK = 4 << 20
@@ -79,6 +80,10 @@ class Service:
         self._numbers = 0
         self._batches = self._calls = self._rows = self._tokens = 0
         self._busy_s = 0.0
+        never = float("-inf")
+        entry = BatchKey((0,), Direction.FORWARD)
+        self._guest = Session(0, "", None, never, key=entry, answered=never)  # type: ignore[arg-type]
+        """The hosted engine, as a policy sees it: it decodes, and is not expected to call."""
         self.last_batch = clock()
         """When the last batch ended."""
         self._started = clock()
@@ -305,6 +310,14 @@ class Service:
         if self._lanes is not None:
             torch.cuda.empty_cache()
 
+    def make_way(self, seconds: float) -> None:
+        """The hosted engine computes for about so long from now on: training holds back meanwhile. Any thread may say so."""
+        self._guest.answered = self._clock() + seconds
+
+    def _heard(self, now: float) -> Mapping[int, Heard]:
+        serving = now - self._guest.answered < _GUEST_S
+        return {0: self._guest, **self._sessions.open} if serving else self._sessions.open
+
     def is_full(self) -> bool:
         """Whether the queue holds as many bytes as it should: run batches before taking more."""
         return self._queued_bytes >= _QUEUE_CALLS * self.limits.max_bytes
@@ -316,7 +329,7 @@ class Service:
         now = self._clock()
         waiting = [call.pending for call in self._queue.values()]
         try:
-            decision = self.policy.decide(waiting, self._sessions.open, self._costs, now)
+            decision = self.policy.decide(waiting, self._heard(now), self._costs, now)
             calls = [self._dequeue(pending.number) for pending in decision.batch]
         except Exception as error:  # noqa: BLE001 - a policy at fault must not leave anybody waiting for ever
             _log.exception("the policy failed")
