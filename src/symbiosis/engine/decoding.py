@@ -9,10 +9,8 @@ another one passes without any. Plain reference: `Runner.compute` without graphs
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +21,7 @@ from transformers import PreTrainedModel
 from symbiosis.engine.attention import KeyValues
 from symbiosis.engine.bank import Bank
 from symbiosis.engine.changes import Segment
+from symbiosis.executor.capture import captured
 from symbiosis.kernels.tiles import Span, Tiles
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -101,26 +100,12 @@ class Decoder:
             self._stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._model.device))
-        graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        collects = gc.isenabled()
-        gc.disable()  # nothing on the GPU may be freed meanwhile
-        try:
-            with torch.cuda.stream(stream):
-                compute()  # kernels are compiled, libraries choose theirs
-                stream.synchronize()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    logits = compute()
-                except BaseException:
-                    with suppress(RuntimeError):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
+        with torch.cuda.stream(stream):
+            compute()  # kernels are compiled, libraries choose theirs
+            stream.synchronize()
+            graph, logits = captured(compute, self._pool)
         torch.cuda.current_stream(self._model.device).wait_stream(stream)
 
         def replay() -> Tensor:

@@ -8,10 +8,8 @@ results out are one graph too. Plain reference: `runner.run_batch`.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -19,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from symbiosis.executor.capture import captured
 from symbiosis.executor.layers import Rows, run
 from symbiosis.executor.runner import Work
 
@@ -139,32 +138,14 @@ class Replays:
             if self._keeper is None:
                 # A pool lives as long as a graph that uses it. This one stays when all tenants have left.
                 self._pool, spare = torch.cuda.graph_pool_handle(), torch.zeros(8, device=self._device)
-                self._keeper = self._capture(lambda: spare.add_(1.0))
-            graph = self._capture(compute)
+                self._keeper, _ = captured(lambda: spare.add_(1.0), self._pool)
+            graph, _ = captured(compute, self._pool)
         except Exception as error:  # noqa: BLE001 - run as it is, whatever it did in there is told to its tenant then
             _log.warning("%s cannot be a CUDA graph (%r): it is run as it is", work.layers[0].spec.paths[0], error)
             self._keeper = None  # a failed capture may leave its pool unusable: the next one gets another
             return None
         replay: Callable[[], object] = graph.replay
         return replay
-
-    def _capture(self, compute: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        collects = gc.isenabled()
-        gc.disable()  # nothing on the GPU may be freed meanwhile
-        try:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                compute()
-            except BaseException:
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
-        return graph
 
 
 def _drop_oldest(kept: dict[Any, Any], most: int) -> None:
