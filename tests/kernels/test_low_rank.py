@@ -101,11 +101,11 @@ def test_a_prompt_beside_single_rows(tile):
 
 @pytest.mark.parametrize("splits", [1, 3, 8])
 @pytest.mark.parametrize("rank_programs", [1, 3])
-def test_other_plans_give_the_same(splits, rank_programs):
-    chosen = Plan(
-        splits=splits, rank_programs=rank_programs, block_k=32, block_n=64, shrink_warps=4, expand_warps=4, stages=2
-    )  # fmt: skip
-    check([Segment(0, 0, 1), Segment(1, 1, 7)], [[70], [32]], rows=8, width=200, widths=[100], chosen=chosen)
+@pytest.mark.parametrize("tile", [1, 4, 16])
+def test_other_plans_give_the_same(splits, rank_programs, tile):
+    block_k = 256 // splits if tile <= 4 and splits != 3 else 128 if tile <= 4 else 32
+    chosen = Plan(splits=splits, rank_programs=rank_programs, block_k=block_k, block_n=64)
+    check([Segment(0, 0, 1), Segment(1, 1, 7)], [[70], [32]], rows=8, width=200, widths=[100], tile=tile, chosen=chosen)
 
 
 def test_tiles_are_filled_again_in_place_and_the_rest_is_idle():

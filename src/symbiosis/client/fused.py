@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from symbiosis.client.layers import mix_in
+from symbiosis.kernels.plain_norm import plain_norm
 
 _TRITON = find_spec("triton") is not None
 _ROTARY = "apply_rotary_pos_emb"
@@ -42,27 +42,31 @@ def fuse(model: nn.Module) -> None:
 
 
 class FusedNorm(nn.Module):
-    """Mixed into the class of an RMS norm."""
+    """Mixed into the class of an RMS norm that rounds before the product with its weight, and again after it."""
 
     weight: nn.Parameter
+    symbiosis_twice = True
 
     def forward(self, x: Tensor) -> Any:
         weight = self.weight
         if not x.is_cuda or x.dtype is not weight.dtype or torch.is_autocast_enabled("cuda"):
             return super().forward(x)
-        return self.normalised(x, weight, _epsilon(self))
-
-    @staticmethod
-    def normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Rounded before the product with the weight, and again after it."""
-        return F.rms_norm(x, weight.shape, None, epsilon) * weight
+        return _normalised(x, weight, _epsilon(self), twice=self.symbiosis_twice)
 
 
 class FusedNormAtOnce(FusedNorm):
-    @staticmethod
-    def normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Rounded once."""
-        return F.rms_norm(x, weight.shape, weight, epsilon)
+    """Of one that rounds once."""
+
+    symbiosis_twice = False
+
+
+def _normalised(x: Tensor, weight: Tensor, epsilon: float, *, twice: bool) -> Tensor:
+    if _TRITON and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        from symbiosis.kernels.rms_norm import fits, rms_norm
+
+        if fits(x, weight):
+            return rms_norm(x, weight, epsilon, twice=twice)
+    return plain_norm(x, weight, epsilon, twice=twice)
 
 
 def _epsilon(norm: nn.Module) -> float:
@@ -86,7 +90,7 @@ def _norm_like(module: nn.Module) -> type[FusedNorm] | None:
     probe._parameters = {"weight": nn.Parameter(torch.rand(len(weight), generator=generator).to(weight), requires_grad=False)}
     expected = probe(x)
     for kind in (FusedNorm, FusedNormAtOnce):
-        found = kind.normalised(x, probe._parameters["weight"], _epsilon(module))  # type: ignore[arg-type]
+        found = plain_norm(x, probe._parameters["weight"], _epsilon(module), twice=kind.symbiosis_twice)  # type: ignore[arg-type]
         if found.dtype is expected.dtype and _alike(found, expected):
             return kind
     return None

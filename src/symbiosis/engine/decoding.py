@@ -25,7 +25,6 @@ from symbiosis.executor.capture import captured
 from symbiosis.kernels.tiles import Span, Tiles
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_TILE_ROWS = 16
 _log = logging.getLogger("symbiosis")
 
 
@@ -51,8 +50,8 @@ class Decoder:
         self._pool: Any = None
         self._stream: Any = None  # one for all graphs: torch hands out a few, and others have theirs
 
-    def compute(self, ids: Sequence[int], spans: Sequence[Span], segments: Sequence[Segment]) -> Tensor | None:
-        """The logits of all rows, one a sequence; None if this must be computed in the usual way."""
+    def compute(self, ids: Sequence[int] | Tensor, spans: Sequence[Span], segments: Sequence[Segment]) -> Tensor | None:
+        """The logits of all rows, one a sequence; None if this must be computed in the usual way. The next call overwrites them."""
         size = next((size for size in _SIZES if size >= len(ids)), None)
         if size is None or any(len(span.pages) > self._max_pages for span in spans):
             return None
@@ -70,21 +69,26 @@ class Decoder:
             self._failed.add((size, rank))
             return None
         spare = [0] * (size - len(ids))
-        rows = torch.tensor([[*ids, *spare], [*(span.before for span in spans), *spare]])
-        graph.inputs_2B.copy_(rows.pin_memory() if graph.inputs_2B.is_cuda else rows, non_blocking=True)
+        known = [] if isinstance(ids, Tensor) else [[*ids, *spare]]
+        rows = torch.tensor([*known, [*(span.before for span in spans), *spare]])
+        rows = rows.pin_memory() if graph.inputs_2B.is_cuda else rows
+        graph.inputs_2B[-len(rows) :].copy_(rows, non_blocking=True)
+        if isinstance(ids, Tensor):
+            graph.inputs_2B[0, : len(ids)].copy_(ids)
         graph.now.fill(spans)
         if graph.tiles is not None:
             graph.tiles.fill(self._bank.by_slot(segments))
         return graph.replay()[: len(ids)]
 
     def _make(self, size: int, *, with_adapters: bool) -> _Graph:
+        from symbiosis.kernels.low_rank import tile_rows
         from symbiosis.kernels.paged_attention import Pass
 
         device = self._model.device
         inputs_2B = torch.zeros(2, size, dtype=torch.int64, device=device)
         now = Pass(rows=size, max_pages=self._max_pages, page_size=self._memory.page_size, device=device)
         now.fill([])
-        tiles = Tiles(size, _TILE_ROWS, device) if with_adapters else None
+        tiles = Tiles(size, tile_rows(size), device) if with_adapters else None
 
         def compute() -> Tensor:
             self._memory.use(now)

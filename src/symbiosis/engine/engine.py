@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from symbiosis import kernels
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.engine.attention import KeyValues
+from symbiosis.engine.forerunner import Forerunner
 from symbiosis.engine.pages import PagePool
 from symbiosis.engine.passes import Chunk, Pass
 from symbiosis.engine.registry import Version
 from symbiosis.engine.residency import Figures, Prepared, Residency, ResidencyConfig
 from symbiosis.engine.runner import Runner
-from symbiosis.engine.sampler import Logprobs, Sampled, sample
+from symbiosis.engine.sampler import Logprobs, Sampled, choose, is_reported, report, sample
 from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
 from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Request
@@ -97,6 +98,7 @@ class Core:
         if kernels.run_on(model.device):
             self._runner.use_kernels(self._residency, min(pages, -(-longest // page_size), _GRAPH_PAGES))
         self.scheduler = Scheduler(config, PagePool(pages, page_size), self._residency.is_here)
+        self._forerunner = Forerunner(self._runner, self.scheduler.pool)
         self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash
         self._failed: list[tuple[Request, SymbiosisError]] = []
         self.passes = 0
@@ -228,6 +230,7 @@ class Core:
             copied = True
             sampled = self._computed(replace(made, copies=()))
         except Exception as error:
+            self._forerunner.forget()
             if not copied or not self.is_sound():
                 raise self._all_failed(made, error) from error
             _log.exception("a pass failed; its %d sequences are computed one by one", len(made.chunks))
@@ -240,7 +243,18 @@ class Core:
         return [each for each in results if each[0].id not in lost]
 
     def _computed(self, made: Pass) -> Sampled:
-        return sample(self._runner.compute(made, self._residency.loaded), made.sampled)
+        adapters, sequences = self._residency.loaded, made.sampled
+        logits_BV = self._forerunner.compute(made, adapters)
+        tokens_B = choose(logits_BV, sequences)
+        if self._decodes_on(made):
+            logits_BV = logits_BV.clone() if is_reported(sequences) else logits_BV
+            self._forerunner.run_ahead(made, tokens_B, adapters)
+        return report(logits_BV, sequences, tokens_B)
+
+    def _decodes_on(self, made: Pass) -> bool:
+        """Whether the next pass will likely have the same sequences, with the tokens chosen now."""
+        everybody = not self.scheduler.waiting and len(made.chunks) == self.scheduler.running
+        return everybody and all(chunk.samples for chunk in made.chunks)
 
     def _one_by_one(self, made: Pass, error: Exception) -> Sampled:
         """What each chunk gives alone, which is what it gives with others; who fails alone as well has failed."""
@@ -261,7 +275,8 @@ class Core:
 
     def _alone(self, chunk: Chunk) -> Sampled | Exception:
         try:
-            return self._computed(Pass(chunks=(chunk,)))
+            made = Pass(chunks=(chunk,))
+            return sample(self._runner.compute(made, self._residency.loaded), made.sampled)
         except Exception as error:  # noqa: BLE001 - the first failure was logged, and its request is told of this one
             return error
 

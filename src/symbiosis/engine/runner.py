@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from symbiosis.engine.attention import Given, KeyValues, use_pages
 from symbiosis.engine.bank import Bank, Table
 from symbiosis.engine.changes import Loaded, Segment, Virtual
 from symbiosis.engine.decoding import Decoder
+from symbiosis.engine.gates import gate
 from symbiosis.engine.layers import adapt, adapt_together
 from symbiosis.engine.passes import Chunk, Pass
 from symbiosis.errors import CannotServe
@@ -41,6 +43,7 @@ class Runner:
             adapt_together(model)
             if kernels.run_on(model.device):
                 fuse(model)
+                gate(model)
             found = self._probe(ids)
         room = _TOLERANCE.get(model.dtype, _COARSE) * float(expected.abs().max())
         if not torch.allclose(found.float(), expected.float(), rtol=0, atol=room):
@@ -75,24 +78,28 @@ class Runner:
     def compute(self, made: Pass, adapters: Mapping[str, Loaded]) -> Tensor:
         """The logits of `made.sampled`, [B, V]. `adapters` has those of its sequences, by hash."""
         self.memory.copy(made.copies)
-        found = self._decoded(made, adapters) if self._decoder is not None else None
+        found = None
+        if self._decoder is not None and all(chunk.count == 1 and chunk.samples for chunk in made.chunks):
+            ids = [chunk.sequence.tokens[chunk.start] for chunk in made.chunks]
+            found = self._decoded(made.chunks, ids, adapters)
         return self._computed(made, adapters) if found is None else found
 
-    def _decoded(self, made: Pass, adapters: Mapping[str, Loaded]) -> Tensor | None:
-        """The same as a CUDA graph, if all of it can be one."""
-        if not all(chunk.count == 1 and chunk.samples for chunk in made.chunks):
-            return None
-        ids: list[int] = []
+    @torch.inference_mode()
+    def compute_next(self, chunks: Seq[Chunk], tokens_B: Tensor, adapters: Mapping[str, Loaded]) -> Tensor | None:
+        """The logits after tokens that only the device knows, one for each chunk, if that can be launched at once."""
+        return None if self._decoder is None else self._decoded(chunks, tokens_B, adapters)
+
+    def _decoded(self, chunks: Seq[Chunk], ids: Seq[int] | Tensor, adapters: Mapping[str, Loaded]) -> Tensor | None:
+        """Rows of one token each as a CUDA graph, if all of it can be one."""
         spans: list[Span] = []
         segments: list[Segment] = []
-        for row, chunk in enumerate(made.chunks):
+        for row, chunk in enumerate(chunks):
             sequence = chunk.sequence
             adapter = adapters[sequence.adapter] if sequence.adapter else None
             if adapter is not None:
                 if not adapter.decodes_by_table or (adapter.virtual is not None and chunk.start < adapter.virtual.count):
                     return None
                 _extend(segments, adapter, row, row + 1)
-            ids.append(sequence.tokens[chunk.start])
             spans.append(Span(row, 1, chunk.start, sequence.pages))
         assert self._decoder is not None
         return self._decoder.compute(ids, spans, segments)

@@ -62,13 +62,16 @@ def uniform(seed: int, number: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-@torch.inference_mode()
 def sample(logits_BV: Tensor, sequences: Seq[Sequence]) -> Sampled:
     """Choose a token for each row; row i belongs to `sequences[i]`. The logits are not changed."""
+    return report(logits_BV, sequences, choose(logits_BV, sequences))
+
+
+@torch.inference_mode()
+def choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """The tokens, where the logits are; -1 where there is nothing to choose from."""
     if logits_BV.dim() != 2 or logits_BV.shape[0] != len(sequences):
         raise ValueError(f"logits of shape {tuple(logits_BV.shape)} for {len(sequences)} sequences")
-    if not sequences:
-        return Sampled([], [])
     tokens_B = _likeliest(logits_BV)
     special = [row for row, sequence in enumerate(sequences) if not sequence.sampling.is_plain]
     at_once = max(1, _AT_ONCE // logits_BV.shape[1])
@@ -79,8 +82,19 @@ def sample(logits_BV: Tensor, sequences: Seq[Sequence]) -> Sampled:
         x_bV = logits_BV.index_select(0, rows_b).float()
         _edit(x_bV, some)
         tokens_B.index_copy_(0, rows_b, _choose(x_bV, some))
+    return tokens_B
+
+
+@torch.inference_mode()
+def report(logits_BV: Tensor, sequences: Seq[Sequence], tokens_B: Tensor) -> Sampled:
+    """What `choose` chose, here."""
     tokens = tokens_B.tolist()
     return Sampled(tokens, _logprobs(logits_BV, sequences, tokens))
+
+
+def is_reported(sequences: Seq[Sequence]) -> bool:
+    """Whether anybody asks for more than the tokens: then `report` reads the logits."""
+    return any(sequence.sampling.logprobs is not None for sequence in sequences)
 
 
 def _to_device(values: Seq[float] | Seq[Seq[float]], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,11 +9,11 @@ the rows of a tile with its adapter's `a`, each program over a part of I;
 in place. Weights are read where they lie, once per tile, over the adapter's own
 rank. No atomics: results do not depend on timing. All that changes from pass to
 pass is in device memory, so that a CUDA graph can be replayed for other rows
-and adapters; and numbers that change are no reason to compile again. A tile of
-one row, which is what decoding with different adapters gives, is multiplied
-without tensor cores: it is bound by reading the weights. The rank's worth of
-numbers between the two is rounded to the model's dtype, as PEFT does. Plain
-reference: `reference`.
+and adapters; and numbers that change are no reason to compile again. Tiles of
+few rows, which is what decoding with different adapters gives, are multiplied
+row by row without tensor cores: they are bound by reading the weights, which
+begins before the kernel before has ended. The rank's worth of numbers between
+the two is rounded to the model's dtype, as PEFT does. Plain reference: `reference`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
 from symbiosis.kernels.tiles import Segment, Tiles
 
 _PROCESSORS = 132  # of an H200
 _ALIGNMENT = 16  # bytes
 _MOST_SPLITS = 32
+_FEW = 4  # rows that a program takes one by one, without tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,36 +93,33 @@ class Plan:
     rank_programs: int
     """Programs that share the rank of an adapter."""
     block_k: int
-    """Columns a step where a tile has several rows; one row takes four times as many."""
+    """Input columns a program reads at once; all it reads, where tiles have few rows."""
     block_n: int
-    shrink_warps: int
-    expand_warps: int
-    stages: int
+    """Output columns of a program."""
+    shrink_warps: int = 4
+    expand_warps: int = 4
 
 
 def tile_rows(rows: int) -> int:
     """How many rows a tile should have in a pass of so many."""
-    return 16 if rows <= 256 else 64  # up to there it may be all decoding, each row with another adapter
+    if rows <= 64:  # all decoding, or nearly: each row may have another adapter
+        return _FEW
+    return 16 if rows <= 256 else 64
 
 
 def plan(tiles: Tiles, width: int, members: int, rmax: int) -> Plan:
-    few = tiles.rows <= 16
-    least, wanted = (256, 4) if few else (512, 2)
     programs = tiles.capacity * members
-    splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs)))
-    if few:  # a program of one row reads 512 columns at once
-        splits = max(splits, -(-width // 512))
-    splits = min(splits, _MOST_SPLITS)
+    ranks = -(-rmax // 16)
+    if tiles.rows <= _FEW:
+        block_k = 256
+        while -(-width // block_k) > _MOST_SPLITS:
+            block_k *= 2
+        return Plan(-(-width // block_k), ranks, block_k, 256)
+    many = tiles.rows > 16
+    least, wanted = (512, 2) if many else (256, 4)
+    splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
     spare = _PROCESSORS * wanted // (programs * splits)
-    return Plan(
-        splits=splits,
-        rank_programs=max(1, min(-(-rmax // 16), spare)),
-        block_k=128 if few else 64,
-        block_n=512 if few else 128,
-        shrink_warps=4,
-        expand_warps=4,
-        stages=3,
-    )
+    return Plan(splits, max(1, min(ranks, spare)), 64 if many else 128, 256)
 
 
 def reference(
@@ -152,45 +151,47 @@ def reference(
 @triton.jit(do_not_specialize=["rows", "members", "capacity", "rank_programs", "table_stride"])  # type: ignore[untyped-decorator]
 def _shrink(  # type: ignore[no-untyped-def]
     x, table, tiles, parts, rows, width, span, members, capacity, rank_programs, rmax, x_stride, table_stride,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, ONE_K: tl.constexpr,
+    EARLY: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile, member = tl.program_id(0), tl.program_id(2)
     split, turn = tl.program_id(1) // rank_programs, tl.program_id(1) % rank_programs
+    let_next_begin(EARLY)
     slot = tl.load(tiles + tile)
     start = tl.load(tiles + capacity + tile).to(tl.int64)
     count = tl.load(tiles + 2 * capacity + tile)
     if (slot < 0) | (count <= 0):
+        wait_for_last(EARLY)
         return
     entry = table + slot.to(tl.int64) * table_stride + member * 4
     rank = tl.load(entry + 2).to(tl.int32)
     if rank <= turn * 16:
+        wait_for_last(EARLY)
         return
     a = tl.multiple_of(tl.load(entry).to(x.dtype), 16)
     begin = split * span
-    end = begin + span
+    end = tl.minimum(begin + span, width)
     x += start * x_stride
     parts += ((split * members + member).to(tl.int64) * rows + start) * rmax
     for first in range(turn * 16, rank, 16 * rank_programs):
         r = first + tl.arange(0, 16)
         a_rows = a + r.to(tl.int64)[:, None] * width
-        if count == 1:
-            total = tl.zeros((16,), dtype=tl.float32)
-            for step in range(begin, end, ONE_K):
-                k = step + tl.arange(0, ONE_K)
-                inside = (k < end) & (k < width)
-                weight = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
-                row = tl.load(x + k, mask=inside, other=0.0)
-                total += tl.sum(weight.to(tl.float32) * row.to(tl.float32)[None, :], 1)
-            tl.store(parts + r, total, mask=r < rank)
+        if FEW:  # the span is one block
+            k = begin + tl.arange(0, BLOCK_K)
+            weight = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < end)[None, :], other=0.0)
+            wait_for_last(EARLY)
+            for m in range(count):
+                row = tl.load(x + m * x_stride + k, mask=k < end, other=0.0)
+                low = tl.sum(weight.to(tl.float32) * row.to(tl.float32)[None, :], 1)
+                tl.store(parts + m * rmax + r, low, mask=r < rank)
         else:
+            wait_for_last(EARLY)
             m = tl.arange(0, BLOCK_M)
             x_rows = x + m.to(tl.int64)[:, None] * x_stride
             sums = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
             for step in range(begin, end, BLOCK_K):
                 k = step + tl.arange(0, BLOCK_K)
-                inside = (k < end) & (k < width)
-                weight = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
-                row = tl.load(x_rows + k[None, :], mask=(m < count)[:, None] & inside[None, :], other=0.0)
+                weight = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < end)[None, :], other=0.0)
+                row = tl.load(x_rows + k[None, :], mask=(m < count)[:, None] & (k < end)[None, :], other=0.0)
                 sums = tl.dot(row, tl.trans(weight), sums, input_precision="ieee")
             tl.store(parts + m[:, None] * rmax + r[None, :], sums, mask=(m < count)[:, None] & (r < rank)[None, :])
 
@@ -213,73 +214,77 @@ def _stretched(value, stretch, own_bias, y, column, own, mask, HAS_BIAS: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _expand_one(  # type: ignore[no-untyped-def]
-    y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride,
-    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, WIDE: tl.constexpr,
+def _expand_few(  # type: ignore[no-untyped-def]
+    y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
+    EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One row: `PART_N` outputs by `WIDE` of the rank at a time. The weights are read in the order they lie in."""
-    s = tl.arange(0, SPLITS)
-    for part in range(0, BLOCK_N, PART_N):
-        n = part + tl.arange(0, PART_N)
-        total = tl.zeros((PART_N,), dtype=tl.float32)
-        for first in range(0, rank, WIDE):
-            r = first + tl.arange(0, WIDE)
-            weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
-            weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank)[None, :], other=0.0)
-            low_at = parts + s.to(tl.int64)[:, None] * split_stride + r[None, :]
+    """Row by row, `WIDE` of the rank at a time. The weights are read in the order they lie in."""
+    s, n = tl.arange(0, SPLITS), tl.arange(0, BLOCK_N)
+    inside = n < columns
+    for first in range(0, rank, WIDE):
+        r = first + tl.arange(0, WIDE)
+        weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
+        weight = tl.load(weight_at, mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+        wait_for_last(EARLY)
+        for m in range(count):
+            low_at = parts + m * rmax + s.to(tl.int64)[:, None] * split_stride + r[None, :]
             low = tl.sum(tl.load(low_at, mask=(s < splits)[:, None] & (r < rank)[None, :], other=0.0), 0)
             low = low.to(weight.dtype).to(tl.float32)
-            total += tl.sum(weight.to(tl.float32) * low[None, :], 1)
-        value = tl.load(y + column + n, mask=n < columns, other=0.0).to(tl.float32) + total
-        value = _stretched(value, stretch, own_bias, y, column + n, own + n, n < columns, HAS_BIAS, False)
-        tl.store(y + column + n, value.to(y.dtype.element_ty), mask=n < columns)
+            y_at = y + m * y_stride + column + n
+            value = tl.load(y_at, mask=inside, other=0.0).to(tl.float32) + tl.sum(weight.to(tl.float32) * low[None, :], 1)
+            if first + WIDE >= rank:
+                value = _stretched(value, stretch, own_bias, y, column + n, own + n, inside, HAS_BIAS, False)
+            tl.store(y_at, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _expand_several(  # type: ignore[no-untyped-def]
+def _expand_many(  # type: ignore[no-untyped-def]
     y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr,
+    EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    m = tl.arange(0, BLOCK_M)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     rows = m < count
-    for part in range(0, BLOCK_N, PART_N):
-        n = part + tl.arange(0, PART_N)
-        total = tl.zeros((BLOCK_M, PART_N), dtype=tl.float32)
-        for first in range(0, rank, 16):
-            r = first + tl.arange(0, 16)
-            weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
-            weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank)[None, :], other=0.0)
-            low = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
-            low_at = parts + m[:, None] * rmax + r[None, :]
-            for _ in range(splits):
-                low += tl.load(low_at, mask=rows[:, None] & (r < rank)[None, :], other=0.0)
-                low_at += split_stride
-            total = tl.dot(low.to(weight.dtype), tl.trans(weight), total, input_precision="ieee")
-        mask = rows[:, None] & (n < columns)[None, :]
-        y_at = y + m.to(tl.int64)[:, None] * y_stride + (column + n)[None, :]
-        value = tl.load(y_at, mask=mask, other=0.0).to(tl.float32) + total
-        value = _stretched(value, stretch, own_bias, y, column + n, own + n, n < columns, HAS_BIAS, True)
-        tl.store(y_at, value.to(y.dtype.element_ty), mask=mask)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(0, rank, 16):
+        r = first + tl.arange(0, 16)
+        weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
+        weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank)[None, :], other=0.0)
+        wait_for_last(EARLY)
+        low = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
+        for some in range(0, splits, SPLITS):
+            s = some + tl.arange(0, SPLITS)
+            low_at = parts + s.to(tl.int64)[:, None, None] * split_stride + m[None, :, None] * rmax + r[None, None, :]
+            there = (s < splits)[:, None, None] & rows[None, :, None] & (r < rank)[None, None, :]
+            low += tl.sum(tl.load(low_at, mask=there, other=0.0), 0)
+        total = tl.dot(low.to(weight.dtype), tl.trans(weight), total, input_precision="ieee")
+    mask = rows[:, None] & (n < columns)[None, :]
+    y_at = y + m.to(tl.int64)[:, None] * y_stride + (column + n)[None, :]
+    value = tl.load(y_at, mask=mask, other=0.0).to(tl.float32) + total
+    value = _stretched(value, stretch, own_bias, y, column + n, own + n, n < columns, HAS_BIAS, True)
+    tl.store(y_at, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "capacity", "splits", "table_stride"])  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
     y, table, tiles, blocks, parts, own_bias, rows, capacity, splits, split_stride, rmax, y_stride, table_stride,
-    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr, FEW: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    PART_N: tl.constexpr = BLOCK_N if BLOCK_N < 128 else 128
     tile, block = tl.program_id(0), blocks + tl.program_id(1) * 4
+    let_next_begin(EARLY)
     slot = tl.load(tiles + tile)
     start = tl.load(tiles + capacity + tile).to(tl.int64)
     count = tl.load(tiles + 2 * capacity + tile)
-    if (slot < 0) | (count <= 0):
-        return
     member = tl.load(block)
+    column, own, columns = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
+    if (slot < 0) | (count <= 0):
+        wait_for_last(EARLY)
+        return
     entry = table + slot.to(tl.int64) * table_stride + member * 4
     rank = tl.load(entry + 2).to(tl.int32)
     if rank <= 0:
+        wait_for_last(EARLY)
         return
-    column, own, columns = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
     if EVEN:
         column, own, columns = tl.multiple_of(column, 16), tl.multiple_of(own, 16), tl.multiple_of(columns, 16)
     stretch = tl.load(entry + 3)
@@ -288,36 +293,26 @@ def _expand(  # type: ignore[no-untyped-def]
     parts += (member.to(tl.int64) * rows + start) * rmax
     # Rows of b that start at multiples of 16 bytes can be read 16 bytes at a time, if the compiler is told so.
     even = (rank // 8) * 8
-    if count == 1:
-        if even != rank:
-            _expand_one(
-                y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride,
-                HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N // 8, 32,
-            )  # fmt: skip
-        elif rank <= 16:
-            _expand_one(
-                y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride,
-                HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N, 16,
-            )  # fmt: skip
-        elif rank <= 32:
-            _expand_one(
-                y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride,
-                HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N // 2, 32,
+    if FEW:
+        if even == rank:
+            _expand_few(
+                y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride, rmax, count, y_stride,
+                EARLY, HAS_BIAS, SPLITS, BLOCK_N, WIDE,
             )  # fmt: skip
         else:
-            _expand_one(
-                y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride,
-                HAS_BIAS, SPLITS, BLOCK_N, BLOCK_N // 4, 64,
+            _expand_few(
+                y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
+                EARLY, HAS_BIAS, SPLITS, BLOCK_N, 16,
             )  # fmt: skip
     elif even == rank:
-        _expand_several(
+        _expand_many(
             y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride, rmax, count, y_stride,
-            HAS_BIAS, BLOCK_M, BLOCK_N, PART_N,
+            EARLY, HAS_BIAS, SPLITS if SPLITS < 8 else 8, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
-        _expand_several(
+        _expand_many(
             y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
-            HAS_BIAS, BLOCK_M, BLOCK_N, PART_N,
+            EARLY, HAS_BIAS, SPLITS if SPLITS < 8 else 8, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
 
@@ -333,13 +328,15 @@ def shrink(x_RI: Tensor, table: Tensor, tiles: Tiles, parts_SMRr: Tensor, chosen
     assert (splits, members) == (chosen.splits, table.shape[1]), (parts_SMRr.shape, chosen, table.shape)
     assert rows >= x_RI.shape[0], (rows, x_RI.shape)
     assert (x_RI.stride(1), table.stride(1), table.stride(2), parts_SMRr.stride(2)) == (1, 4, 1, rmax)
-    span = -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
+    few = tiles.rows <= _FEW
+    span = chosen.block_k if few else -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
+    assert splits * span >= x_RI.shape[1], (chosen, x_RI.shape)
     with torch.cuda.device_of(x_RI):  # type: ignore[no-untyped-call]
         _shrink[(tiles.capacity, splits * chosen.rank_programs, members)](
             x_RI, table, tiles.device_3T, parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
             chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
-            BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k, ONE_K=4 * chosen.block_k,
-            num_warps=chosen.shrink_warps, num_stages=chosen.stages,
+            FEW=few, BLOCK_M=tiles.rows if few else max(16, tiles.rows), BLOCK_K=chosen.block_k,
+            num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device),
         )  # fmt: skip
 
 
@@ -356,14 +353,14 @@ def expand(
     splits, count, rows, rmax = parts_SMRr.shape
     assert count == len(members) == table.shape[1], (parts_SMRr.shape, members.widths, table.shape)
     assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
-    blocks = members.blocks(chosen.block_n)
+    blocks, few = members.blocks(chosen.block_n), tiles.rows <= _FEW
     with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
         _expand[(tiles.capacity, blocks.shape[0])](
             y_RO, table, tiles.device_3T, blocks, parts_SMRr, y_RO if own_bias_O is None else own_bias_O,
             rows, tiles.capacity, splits, parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
-            HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=_MOST_SPLITS,
-            BLOCK_M=max(16, tiles.rows), BLOCK_N=chosen.block_n,
-            num_warps=chosen.expand_warps, num_stages=chosen.stages,
+            FEW=few, HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=triton.next_power_of_2(splits),
+            BLOCK_M=tiles.rows if few else max(16, tiles.rows), BLOCK_N=chosen.block_n, WIDE=min(64, triton.next_power_of_2(rmax)),
+            num_warps=chosen.expand_warps, num_stages=1, **early(y_RO.device),
         )  # fmt: skip
 
 

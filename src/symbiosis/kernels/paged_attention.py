@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
 from symbiosis.kernels.tiles import Segment, Span, Tiles
 
 _PROCESSORS = 132  # of an H200
@@ -165,7 +166,7 @@ def _step(  # type: ignore[no-untyped-def]
 def _single(  # type: ignore[no-untyped-def]
     q, keys, values, table, facts, out, parts, marks, scale, cap, window, sequences, splits,
     q_row, q_head, out_row, out_head, key_slot, key_head, value_slot, value_head, table_row,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    EARLY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """One row of a sequence: all query heads of one key head, over one of the splits of what it sees."""
@@ -177,6 +178,7 @@ def _single(  # type: ignore[no-untyped-def]
     heads = key * G + g
     mask = (g < G)[:, None] & (d < D)[None, :]
     out_at = out + row * out_row + heads[:, None] * out_head + d[None, :]
+    wait_for_last(EARLY)
     if count <= 0:
         if not SPLIT:
             tl.store(out_at, tl.zeros((GROUP, WIDTH), dtype=out.dtype.element_ty), mask=mask)
@@ -281,10 +283,12 @@ def _several(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _store(  # type: ignore[no-untyped-def]
     k, v, slots, keys, values, heads, k_row, k_head, v_row, v_head, key_slot, key_head, value_slot, value_head,
-    D: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+    EARLY: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
+    wait_for_last(EARLY)
     if slot < 0:
         return
     head, d = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -305,7 +309,7 @@ def store(k_RKD: Tensor, v_RKD: Tensor, slots_R: Tensor, keys_SKD: Tensor, value
         with torch.cuda.device_of(k_RKD):  # type: ignore[no-untyped-call]
             _store[(rows, triton.cdiv(heads, together))](
                 k_RKD, v_RKD, slots_R, keys_SKD, values_SKD, heads, *k_RKD.stride()[:2], *v_RKD.stride()[:2],
-                *keys_SKD.stride()[:2], *values_SKD.stride()[:2], D=width, WIDTH=wide, HEADS=together,
+                *keys_SKD.stride()[:2], *values_SKD.stride()[:2], D=width, WIDTH=wide, HEADS=together, **early(k_RKD.device),
             )  # fmt: skip
 
 
@@ -377,7 +381,7 @@ def attend(
             _single[(now.single, key_heads, chosen.splits)](
                 q_RHD, keys_SKD, values_SKD, now.table_BP, now.facts_3B, out_RHD, parts, marks, *numbers,
                 chosen.splits, *strides, SPLIT=split, GROUP=max(16, triton.next_power_of_2(groups)), 
-                BLOCK_T=chosen.single_block, num_warps=4, **same,
+                BLOCK_T=chosen.single_block, num_warps=4, **same, **early(q_RHD.device),
             )  # fmt: skip
             if split:
                 _join[(now.single, heads)](

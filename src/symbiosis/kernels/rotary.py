@@ -14,6 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
+from symbiosis.kernels.rounding import rounded
+
 
 def reference(q_BHTD: Tensor, k_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
     def turned(x: Tensor) -> Tensor:
@@ -25,16 +28,6 @@ def reference(q_BHTD: Tensor, k_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rounded(x, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A float32 as it is after a trip through `kind`. By hand for bfloat16: the compiler leaves such a trip out."""
-    if kind == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        return tl.where(x == x, even.to(tl.float32, bitcast=True), x)  # noqa: PLR0124 - NaN stays NaN
-    return x.to(kind).to(tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _turn(x, y, cos_1, cos_2, sin_1, sin_2, heads, half, xh, yh, BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     """All heads of one token: from `x` to `y`."""
     head, column = tl.arange(0, HEADS)[:, None].to(tl.int64), tl.arange(0, HALF)[None, :]
@@ -43,13 +36,13 @@ def _turn(x, y, cos_1, cos_2, sin_1, sin_2, heads, half, xh, yh, BACK: tl.conste
     second = tl.load(x + head * xh + column + half, mask=mask, other=0.0).to(tl.float32)
     # each product is rounded before the sum, as in the reference
     kind: tl.constexpr = y.dtype.element_ty
-    above, below = _rounded(first * cos_1, kind), _rounded(second * cos_2, kind)
+    above, below = rounded(first * cos_1, kind), rounded(second * cos_2, kind)
     if BACK:
-        above += _rounded(second * sin_2, kind)
-        below -= _rounded(first * sin_1, kind)
+        above += rounded(second * sin_2, kind)
+        below -= rounded(first * sin_1, kind)
     else:
-        above -= _rounded(second * sin_1, kind)
-        below += _rounded(first * sin_2, kind)
+        above -= rounded(second * sin_1, kind)
+        below += rounded(first * sin_2, kind)
     tl.store(y + head * yh + column, above.to(kind), mask=mask)
     tl.store(y + head * yh + column + half, below.to(kind), mask=mask)
 
@@ -60,8 +53,10 @@ def _rotate(  # type: ignore[no-untyped-def]
     q_heads, qb, qh, qt, qob, qoh, qot,
     k_heads, kb, kh, kt, kob, koh, kot,
     cb, ct, sb, st,
-    BACK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
+    EARLY: tl.constexpr, BACK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     place = tl.program_id(0).to(tl.int64)
     b, t = place // tokens, place % tokens
     column = tl.arange(0, HALF)[None, :]
@@ -90,7 +85,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tu
             k.shape[1], *k.stride()[:3], *k_out.stride()[:3],
             0 if together else cos.stride(0), cos.stride(1), 0 if together else sin.stride(0), sin.stride(1),
             BACK=back, Q_HEADS=triton.next_power_of_2(q_heads), K_HEADS=triton.next_power_of_2(k.shape[1]),
-            HALF=triton.next_power_of_2(width // 2),
+            HALF=triton.next_power_of_2(width // 2), **early(q.device),
         )  # fmt: skip
     return q_out, k_out
 

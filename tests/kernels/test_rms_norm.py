@@ -1,0 +1,49 @@
+"""The kernel against its plain reference. Without a GPU: TRITON_INTERPRET=1, with triton installed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+    pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+from symbiosis.kernels.plain_norm import plain_norm
+from symbiosis.kernels.rms_norm import fits, rms_norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu if torch.cuda.is_available() else []
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+APART = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("twice", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (7, 100), (1, 3, 4096), (2, 5, 4, 64)])
+def test_as_the_reference(shape, dtype, twice):
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, device=DEVICE).to(dtype), torch.rand(shape[-1], device=DEVICE).to(dtype)
+    found, expected = rms_norm(x, weight, 1e-6, twice=twice), plain_norm(x, weight, 1e-6, twice=twice)
+    torch.testing.assert_close(found, expected, rtol=APART[dtype], atol=APART[dtype])
+    if dtype is torch.bfloat16:
+        assert (found != expected).float().mean() < 0.01  # rounded at the same places
+
+
+def test_rows_within_wider_rows_and_what_does_not_fit():
+    wide, weight = torch.randn(6, 96, device=DEVICE), torch.rand(32, device=DEVICE)
+    part = wide[:, 32:64]
+    assert fits(part, weight)
+    torch.testing.assert_close(rms_norm(part, weight, 1e-5, twice=True), plain_norm(part, weight, 1e-5, twice=True))
+    assert not fits(wide.T[:, :4], weight)
+    assert not fits(wide.view(2, 3, 96).transpose(0, 1)[..., :32], weight)
+
+
+def test_what_is_no_number_stays_in_its_row():
+    x, weight = torch.randn(4, 64, device=DEVICE), torch.rand(64, device=DEVICE)
+    x[2, 5] = float("nan")
+    found = rms_norm(x, weight, 1e-5, twice=True)
+    assert found[2].isnan().all()
+    assert found[[0, 1, 3]].isfinite().all()
