@@ -15,7 +15,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 # B = sequences, H = heads, T = tokens, D = width of a head
-_LEAST_SPARE = 64  # tokens
+_LEAST_SPARE = 16  # tokens
 _SPARE_SHARE = 8  # one in so many
 
 
@@ -25,7 +25,8 @@ def make_room(model: nn.Module) -> None:
 
 
 def _in_the_output(_: nn.Module, __: Any, output: Any) -> None:
-    for value in output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ():
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+    for value in values:
         if isinstance(value, Cache):
             give_room(value)
 
@@ -84,10 +85,6 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         for room, before, after in zip(self._rooms or (), (keys, values), (self.keys, self.values), strict=False):
             if room.filled is before:
                 room.filled = after
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy makes room of its own."""
-        return {**self.__dict__, "_rooms": None}
 
 
 def _continues(held: Tensor | None, new: Tensor) -> bool:
