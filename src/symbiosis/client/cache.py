@@ -68,6 +68,8 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     Tensors handed out before a `crop` show what is written after it.
     """
 
+    keys: Any  # Tensor | None, as in `DynamicLayer`
+    values: Any
     _rooms: tuple[Room, Room] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
