@@ -84,7 +84,8 @@ class Tenant:
     def decode_step(self) -> None:
         output = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True)
         self.token = output.logits[:, -1:].argmax(-1)
-        # Always the same length: a cache that grows by one asks torch's allocator for blocks it never has.
+        # Always the same length: transformers' own cache, which plain tenants have, grows by copies to blocks that torch's
+        # allocator never has. A connected model writes in place from the second step on.
         self.cache.crop(-1)
         int(self.token[0, 0])
 

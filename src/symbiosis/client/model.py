@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from symbiosis.client.cache import make_room
 from symbiosis.client.direct import Mapped, MappedParameter, open_mapping
 from symbiosis.client.download import download
 from symbiosis.client.fused import fuse
@@ -64,6 +65,7 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     if device.type == "cuda":
         fuse(model)
     speed_up_loss(model)
+    make_room(model)
     model.symbiosis = session
     model.save_pretrained = _cannot_save
     return model
