@@ -135,13 +135,11 @@ class LowRank:
 
     def use(self, plan: Any) -> None:
         self.plan = plan
-        self.parts = self.kernels.scratch(len(self.x), len(self.widths), self.rmax, plan, self.x.device)
+        self.work = self.kernels.Work(self.tiles, *self.x.shape, self.members, self.rmax, plan)
 
     def ours(self, layers: int | None = None) -> None:
         for table in self.tables[:layers]:
-            self.kernels.low_rank(
-                self.x, self.y, table, self.tiles, self.members, self.rmax, parts_SMRr=self.parts, chosen=self.plan
-            )
+            self.kernels.low_rank(self.x, self.y, table, self.work)
 
     def _columns(self) -> list[slice]:
         ends = list(itertools.accumulate(self.widths))
@@ -304,12 +302,10 @@ def sweep(bench: Bench, console: Console) -> list[dict[str, Any]]:
             f"rank {rank}, {adapters} x {rows} rows",
             partial(LowRank, bench, adapters=adapters, rows=rows, rank=rank, **low),
             [
-                *({"splits": splits} for splits in (4, 16)),
-                *({"block_k": block_k} for block_k in (64, 256)),
+                *({"block_n": block_n} for block_n in (64, 128, 256, 512)),
+                *({"block_n": block_n, "expand_warps": 2} for block_n in (64, 128, 256)),
                 *({"shrink_warps": warps} for warps in (2, 8)),
-                *({"block_n": block_n} for block_n in (128, 256, 1024)),
-                *({"expand_warps": warps} for warps in (2, 8)),
-                {"stages": 4},
+                {"expand_warps": 8},
             ],
         )
         for rank, adapters, rows in ((16, size, 1), (64, size, 1), (16, 2, 16), (16, 4, 256))[: 1 if bench.tiny else None]

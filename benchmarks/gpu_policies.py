@@ -32,7 +32,8 @@ from benchmarks.results import FOLDER, compared, rotated, save
 from benchmarks.served import Served
 from benchmarks.tenants import Workers, window_of
 
-BATCHES = {"tiny": (1, 4, 16), "1b": (2, 4, 8, 16, 32, 64, 128, 256), "7b": (2, 4, 8, 16, 32, 64, 128, 256)}
+_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES = {"tiny": (1, 4, 16), "1b": _SIZES, "7b": _SIZES, "13b": _SIZES}
 LENGTH, LENGTH_REMOTE = 64, 16
 REPETITIONS = 5
 

@@ -30,6 +30,7 @@ class Heard:
     entered: float = 0.0
     pass_s: float = 0.0
     waited_s: float = 0.0
+    pass_cost_s: float = 0.05
 
     @property
     def answered(self) -> float:
@@ -270,6 +271,13 @@ class TestTravellingTogether:
         nearly, spent = self.at(1.0, ran=0.999, waited=0.0099), self.at(1.0, ran=0.999, waited=0.01)
         assert self.policy.decide([waiting], {1: nearly, 2: beside}, Costs(), 1.0).ask_again_at == pytest.approx(1.0001)
         assert numbers(self.policy.decide([waiting], {1: spent, 2: beside}, Costs(), 1.0)) == [1]
+
+    def test_nobody_waits_where_there_is_room_for_everybody_alone(self):
+        mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
+        waiting = launched(1, key=MLP, arrived=1.0)
+        assert not self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0).batch
+        mine.pass_cost_s = beside.pass_cost_s = 0.03
+        assert numbers(self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0)) == [1]
 
     def test_where_batches_run_at_once_nobody_waits(self):
         mine, beside = self.at(1.0, ran=0.999), self.at(1.0, ran=0.999)

@@ -9,8 +9,8 @@ adapter on a layer, no work there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Bank:
         self._counts: tuple[int, int] | None = None
         self._tiles: Tiles | None = None
         self._head_tiles: Tiles | None = None
+        self._works: dict[Any, Any] = {}  # of kernels, for this pass
         # by the adapters themselves: one that left and came back has the same hash and lies elsewhere
         self._companies: OrderedDict[tuple[tuple[Loaded, int, int], ...], Company] = OrderedDict()
         self._stacks = Stacks()
@@ -61,6 +62,7 @@ class Bank:
         self._rows, self._logits = self._company(segments), self._company(logits)
         self._counts = counts if segments else None
         self._tiles = self._head_tiles = None
+        self._works = {}
         if self.table is not None and segments:
             from symbiosis.kernels.low_rank import tile_rows
 
@@ -78,6 +80,7 @@ class Bank:
         """Tiles that are filled again and again, of rows that the head sees all of; for all passes until `begin`."""
         self._rows = self._logits = self._counts = None
         self._tiles = self._head_tiles = tiles
+        self._works = {}
         if tiles is not None:
             self._counts = (tiles.capacity, tiles.capacity)
 
@@ -88,14 +91,23 @@ class Bank:
                 f"a layer of this model sees {rows} rows of a pass of {self._counts[of_head]}: adapters cannot be applied"
             )
 
-    def change(self, x_RI: Tensor, y_RO: Tensor, together: Together, *, of_head: bool) -> None:
-        """What kernels do to the result of these layers, side by side in y, in place."""
+    def begin_change(self, x_RI: Tensor, together: Together, *, of_head: bool) -> Callable[[Tensor], None] | None:
+        """What kernels do to the result of these layers, side by side: call it with that. None if nothing.
+
+        The half that needs only their input is launched now: then the layers' own product covers its end.
+        """
         tiles = self._head_tiles if of_head else self._tiles
         if self.table is None or tiles is None:
-            return
-        from symbiosis.kernels.low_rank import low_rank
+            return None
+        from symbiosis.kernels.low_rank import Work, expand, shrink
 
-        low_rank(x_RI, y_RO, self.table.of(*together.paths), tiles, together.members, self.table.rank, together.bias_O)
+        key = (tiles, x_RI.shape, tuple(together.widths))
+        work = self._works.get(key)
+        if work is None:
+            work = self._works[key] = Work(tiles, x_RI.shape[0], x_RI.shape[1], together.members, self.table.rank)
+        table = self.table.of(*together.paths)
+        shrink(x_RI, table, work)
+        return lambda y_RO: expand(y_RO, table, work, together.bias_O)
 
     def _company(self, segments: Sequence[Segment]) -> Company | None:
         if not segments:

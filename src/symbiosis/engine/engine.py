@@ -245,11 +245,11 @@ class Core:
     def _computed(self, made: Pass) -> Sampled:
         adapters, sequences = self._residency.loaded, made.sampled
         logits_BV = self._forerunner.compute(made, adapters)
-        tokens_B = choose(logits_BV, sequences)
+        chosen = choose(logits_BV, sequences)
         if self._decodes_on(made):
             logits_BV = logits_BV.clone() if is_reported(sequences) else logits_BV
-            self._forerunner.run_ahead(made, tokens_B, adapters)
-        return report(logits_BV, sequences, tokens_B)
+            self._forerunner.run_ahead(made, chosen.tokens_B, adapters)
+        return report(logits_BV, sequences, chosen)
 
     def _decodes_on(self, made: Pass) -> bool:
         """Whether the next pass will likely have the same sequences, with the tokens chosen now."""

@@ -52,8 +52,10 @@ class AdaptedLinear(Adapted):
         self.symbiosis_bank.check(rows.shape[0], of_head=self.symbiosis_head)
         if effect is not None:
             rows = effect.before(rows)
+        change = self.symbiosis_bank.begin_change(rows, together, of_head=self.symbiosis_head)
         result = self._product(rows, together)
-        self.symbiosis_bank.change(rows, result, together, of_head=self.symbiosis_head)
+        if change is not None:
+            change(result)
         if effect is not None:
             effect.after(rows, result, together.bias_O)
         parts = torch.split(result, together.widths, 1) if len(together.paths) > 1 else [result]

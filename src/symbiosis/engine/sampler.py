@@ -68,8 +68,8 @@ def sample(logits_BV: Tensor, sequences: Seq[Sequence]) -> Sampled:
 
 
 @torch.inference_mode()
-def choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """The tokens, where the logits are; -1 where there is nothing to choose from."""
+def choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> Chosen:
+    """The tokens; -1 where there is nothing to choose from."""
     if logits_BV.dim() != 2 or logits_BV.shape[0] != len(sequences):
         raise ValueError(f"logits of shape {tuple(logits_BV.shape)} for {len(sequences)} sequences")
     tokens_B = _likeliest(logits_BV)
@@ -82,13 +82,33 @@ def choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> Tensor:
         x_bV = logits_BV.index_select(0, rows_b).float()
         _edit(x_bV, some)
         tokens_B.index_copy_(0, rows_b, _choose(x_bV, some))
-    return tokens_B
+    return Chosen(tokens_B)
+
+
+class Chosen:
+    """Tokens on their way to the host: whatever is launched after this does not hold them up."""
+
+    def __init__(self, tokens_B: Tensor) -> None:
+        self.tokens_B = tokens_B
+        self._there: torch.cuda.Event | None = None
+        self._copy = tokens_B
+        if tokens_B.is_cuda:
+            self._copy = torch.empty(tokens_B.shape, dtype=tokens_B.dtype, pin_memory=True)
+            self._copy.copy_(tokens_B, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def tolist(self) -> list[int]:
+        if self._there is not None:
+            self._there.synchronize()
+        found: list[int] = self._copy.tolist()
+        return found
 
 
 @torch.inference_mode()
-def report(logits_BV: Tensor, sequences: Seq[Sequence], tokens_B: Tensor) -> Sampled:
+def report(logits_BV: Tensor, sequences: Seq[Sequence], chosen: Chosen) -> Sampled:
     """What `choose` chose, here."""
-    tokens = tokens_B.tolist()
+    tokens = chosen.tolist()
     return Sampled(tokens, _logprobs(logits_BV, sequences, tokens))
 
 

@@ -75,6 +75,8 @@ class Heard(Protocol):
     """how long after the one before; 0.0 if there was none."""
     waited_s: float
     """How long its calls of that pass have waited."""
+    pass_cost_s: float
+    """What the calls of the pass before take, each alone; 0.0 if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +169,11 @@ class Opportunistic:
     queued already. While somebody decodes, training rests between two calls.
 
     Where batches are only launched (tenants on the executor's GPU), queues form out of
-    sight, and small calls do not meet by themselves. There, who begins a pass waits a moment for
-    others about to begin theirs, and in the middle of a pass for those who are
-    at the same place: they travel together, at hardly more than the price of
-    one. Nobody gives more than a small share of its time for that.
+    sight, and small calls do not meet by themselves. There, while all of them
+    alone would keep the GPU busy, who begins a pass waits a moment for others
+    about to begin theirs, and in the middle of a pass for those who are at the
+    same place: they travel together, at hardly more than the price of one.
+    Nobody gives more than a small share of its time for that.
     """
 
     name: str = "opportunistic"
@@ -194,6 +197,8 @@ class Opportunistic:
     """Share of the time that training gets while somebody decodes; 1.0: as much as it takes."""
     meeting_share: float = 0.5
     """Longest time that a small call's session waits for others in one pass, as a share of the time between two passes."""
+    meeting_load: float = 0.7
+    """Share of the time that all would take if each ran alone, from which on small calls wait for each other at all."""
     patience_s: float = 3e-4
     """Longest time that it waits for others in the middle of a pass, at one place."""
 
@@ -276,6 +281,8 @@ class Opportunistic:
         mine = heard.get(first.session)
         if mine is None or mine.key is None or mine.pass_s > _PAUSE * self.company_s:
             return first.arrived
+        if self._load(heard, now) < self.meeting_load:
+            return first.arrived  # there is room for everybody alone
         key, ran, begins = mine.key, mine.ran, mine.key.progress >= first.key.progress
         patience = 0.5 * self.meeting_share * mine.pass_s if begins else self.patience_s
         for session, other in heard.items():
@@ -293,6 +300,11 @@ class Opportunistic:
             if last is not None:
                 until = min(until, call.arrived + self.meeting_share * last.pass_s - last.waited_s)
         return until
+
+    def _load(self, heard: Mapping[int, Heard], now: float) -> float:
+        """What the passes of those who decode take, each alone, as a share of the time."""
+        active = [last for last in heard.values() if not last.training and now - last.last_seen <= self.company_s]
+        return sum(last.pass_cost_s / last.pass_s for last in active if last.pass_s > 0.0)
 
     def _rank(self, key: BatchKey, calls: list[Pending], small: set[int], coming: list[BatchKey | None], now: float) -> _Rank:
         """Smaller goes first: overdue, inference, small, nobody just behind, furthest behind, first come.

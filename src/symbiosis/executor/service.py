@@ -401,6 +401,8 @@ class Service:
         if enters:
             session.pass_s = call.pending.arrived - session.entered if session.entered else 0.0
             session.entered, session.waited_s = call.pending.arrived, 0.0
+            session.pass_cost_s, session.spent_s = session.spent_s, 0.0
+        session.spent_s += self._costs.estimate(call.pending.key.shape, call.pending.rows)
         session.waited_s += started - call.pending.arrived
         away = call.pending.arrived - session.answered
         own = away if 0.0 <= away <= _OWN_WORK_S and session.peer.port.same_host else 0.0

@@ -64,6 +64,10 @@ class Session:
     """how long after the one before; 0.0 if there was none."""
     waited_s: float = 0.0
     """How long its calls of that pass have waited."""
+    spent_s: float = 0.0
+    """What its calls of that pass take alone, so far, and"""
+    pass_cost_s: float = 0.0
+    """what those of the one before took."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from symbiosis.kernels.tiles import Segment, Tiles
 _PROCESSORS = 132  # of an H200
 _ALIGNMENT = 16  # bytes
 _MOST_SPLITS = 32
-_FEW = 4  # rows that a program takes one by one, without tensor cores
+_FEW = 2  # rows that a program takes one by one, without tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,8 @@ def plan(tiles: Tiles, width: int, members: int, rmax: int) -> Plan:
         block_k = 256
         while -(-width // block_k) > _MOST_SPLITS:
             block_k *= 2
-        return Plan(-(-width // block_k), ranks, block_k, 256)
+        small = members == 1 and rmax <= 16
+        return Plan(-(-width // block_k), ranks, block_k, 256 if small else 128, expand_warps=4 if small else 2)
     many = tiles.rows > 16
     least, wanted = (512, 2) if many else (256, 4)
     splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
@@ -316,73 +317,60 @@ def _expand(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-def scratch(rows: int, members: int, rmax: int, chosen: Plan, device: torch.device | str) -> Tensor:
-    """Room for what `shrink` hands to `expand`. The next call on the same stream may have it again."""
-    return torch.empty(chosen.splits, members, rows, rmax, dtype=torch.float32, device=device)
+class Work:
+    """What layers of one kind need in a pass: a plan, and room for what `shrink` hands to `expand`.
+
+    The next call on the same stream may have it again.
+    """
+
+    def __init__(self, tiles: Tiles, rows: int, width: int, members: Members, rmax: int, chosen: Plan | None = None) -> None:
+        self.tiles, self.members = tiles, members
+        self.plan = chosen or plan(tiles, width, len(members), rmax)
+        shape = (self.plan.splits, len(members), rows, rmax)
+        self.parts_SMRr = torch.empty(shape, dtype=torch.float32, device=members.device)
 
 
-def shrink(x_RI: Tensor, table: Tensor, tiles: Tiles, parts_SMRr: Tensor, chosen: Plan) -> None:
+def shrink(x_RI: Tensor, table: Tensor, work: Work) -> None:
     """Rows times `a`, in parts over the input width."""
-    splits, members, rows, rmax = parts_SMRr.shape
+    splits, members, rows, rmax = work.parts_SMRr.shape
+    tiles, chosen = work.tiles, work.plan
     assert rmax % 16 == 0, rmax
-    assert (splits, members) == (chosen.splits, table.shape[1]), (parts_SMRr.shape, chosen, table.shape)
+    assert members == table.shape[1], (work.members.widths, table.shape)
     assert rows >= x_RI.shape[0], (rows, x_RI.shape)
-    assert (x_RI.stride(1), table.stride(1), table.stride(2), parts_SMRr.stride(2)) == (1, 4, 1, rmax)
+    assert (x_RI.stride(1), table.stride(1), table.stride(2)) == (1, 4, 1)
     few = tiles.rows <= _FEW
     span = chosen.block_k if few else -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
     assert splits * span >= x_RI.shape[1], (chosen, x_RI.shape)
     with torch.cuda.device_of(x_RI):  # type: ignore[no-untyped-call]
         _shrink[(tiles.capacity, splits * chosen.rank_programs, members)](
-            x_RI, table, tiles.device_3T, parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
+            x_RI, table, tiles.device_3T, work.parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
             chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
             FEW=few, BLOCK_M=tiles.rows if few else max(16, tiles.rows), BLOCK_K=chosen.block_k,
             num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device),
         )  # fmt: skip
 
 
-def expand(
-    y_RO: Tensor,
-    table: Tensor,
-    tiles: Tiles,
-    members: Members,
-    parts_SMRr: Tensor,
-    chosen: Plan,
-    own_bias_O: Tensor | None = None,
-) -> None:
-    """The parts together times `b`, added to y in place."""
-    splits, count, rows, rmax = parts_SMRr.shape
-    assert count == len(members) == table.shape[1], (parts_SMRr.shape, members.widths, table.shape)
+def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None) -> None:
+    """The parts together times `b`, added to y, [R, O*] in place. `own_bias_O` is in y already; only DoRA asks for it."""
+    splits, _, rows, rmax = work.parts_SMRr.shape
+    tiles, members, chosen = work.tiles, work.members, work.plan
     assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
     blocks, few = members.blocks(chosen.block_n), tiles.rows <= _FEW
     with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
         _expand[(tiles.capacity, blocks.shape[0])](
-            y_RO, table, tiles.device_3T, blocks, parts_SMRr, y_RO if own_bias_O is None else own_bias_O,
-            rows, tiles.capacity, splits, parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
+            y_RO, table, tiles.device_3T, blocks, work.parts_SMRr, y_RO if own_bias_O is None else own_bias_O,
+            rows, tiles.capacity, splits, work.parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
             FEW=few, HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=triton.next_power_of_2(splits),
             BLOCK_M=tiles.rows if few else max(16, tiles.rows), BLOCK_N=chosen.block_n, WIDE=min(64, triton.next_power_of_2(rmax)),
             num_warps=chosen.expand_warps, num_stages=1, **early(y_RO.device),
         )  # fmt: skip
 
 
-def low_rank(
-    x_RI: Tensor,
-    y_RO: Tensor,
-    table: Tensor,
-    tiles: Tiles,
-    members: Members,
-    rmax: int,
-    own_bias_O: Tensor | None = None,
-    parts_SMRr: Tensor | None = None,
-    chosen: Plan | None = None,
-) -> None:
+def low_rank(x_RI: Tensor, y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None) -> None:
     """Add to y, [R, O*] in place, what the adapters of all rows do.
 
     `table`, int64 [slots, M, 4], holds `Change.entry` or `NOTHING` of every adapter
-    and member; no rank in it is above `rmax`. `own_bias_O` is the bias that is
-    in y already; only DoRA asks for it.
+    and member; no rank in it is above that of `work`.
     """
-    chosen = chosen or plan(tiles, x_RI.shape[1], len(members), rmax)
-    if parts_SMRr is None:
-        parts_SMRr = scratch(x_RI.shape[0], len(members), rmax, chosen, x_RI.device)
-    shrink(x_RI, table, tiles, parts_SMRr, chosen)
-    expand(y_RO, table, tiles, members, parts_SMRr, chosen, own_bias_O)
+    shrink(x_RI, table, work)
+    expand(y_RO, table, work, own_bias_O)
