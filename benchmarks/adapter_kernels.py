@@ -120,9 +120,10 @@ class LowRank:
         self.rmax = -(-rank // 16) * 16
         self.members = low_rank.Members(widths, bench.device)
         segments = [Segment(n, n * rows, rows) for n in range(adapters)]
-        self.tiles = Tiles.of(segments, low_rank.tile_rows(adapters * rows), bench.device)
+        tile = low_rank.tile_rows(adapters * rows, adapters)
+        self.tiles = Tiles.of(segments, tile, bench.device)
         if rows * adapters <= 64:  # as a graph has it: room for any batch of so many rows
-            self.tiles = Tiles(adapters * rows, low_rank.tile_rows(adapters * rows), bench.device)
+            self.tiles = Tiles(low_rank.most_tiles(adapters * rows, tile), tile, bench.device)
             self.tiles.fill(segments)
         self.tables = [
             torch.tensor(

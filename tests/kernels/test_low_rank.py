@@ -51,7 +51,7 @@ def check(segments, ranks, *, rows, width, widths, dtype=torch.float32, stretche
     own_bias = random(sum(widths), dtype=dtype) if bias else None
     expected = y.clone()
     reference(x, expected, segments, changes, widths, own_bias)
-    tiles = Tiles.of(segments, tile or tile_rows(rows), DEVICE)
+    tiles = Tiles.of(segments, tile or tile_rows(rows, len(segments)), DEVICE)
     rmax = -(-max(max(r) for r in ranks) // 16) * 16
     low_rank(x, y, table, Work(tiles, rows, width, Members(widths, DEVICE), max(16, rmax), chosen), own_bias)
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

@@ -67,7 +67,7 @@ class Bank:
             from symbiosis.kernels.low_rank import tile_rows
 
             most = max(segment.end for segment in segments)
-            size, device = tile_rows(most), self.table.device
+            size, device = tile_rows(most, len(segments)), self.table.device
             self._tiles = Tiles.of(self.by_slot(segments), size, device)
             self._head_tiles = Tiles.of(self.by_slot(logits), size, device) if logits else None
 
@@ -76,13 +76,13 @@ class Bank:
         assert self.table is not None
         return [SlotSegment(self.table.slot(s.adapter), s.start, s.end - s.start) for s in segments]
 
-    def use(self, tiles: Tiles | None) -> None:
-        """Tiles that are filled again and again, of rows that the head sees all of; for all passes until `begin`."""
+    def use(self, tiles: Tiles | None, rows: int) -> None:
+        """Tiles that are filled again and again, of so many rows, all of which the head sees; for all passes until `begin`."""
         self._rows = self._logits = self._counts = None
         self._tiles = self._head_tiles = tiles
         self._works = {}
         if tiles is not None:
-            self._counts = (tiles.capacity, tiles.capacity)
+            self._counts = (rows, rows)
 
     def check(self, rows: int, *, of_head: bool) -> None:
         """Raise `CannotServe` if a layer sees other rows than those of the pass: nobody knows whose they are then."""

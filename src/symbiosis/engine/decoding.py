@@ -45,28 +45,31 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, memory: KeyValues, bank: Bank, max_pages: int) -> None:
         self._model, self._memory, self._bank, self._max_pages = model, memory, bank, max_pages
-        self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._failed: set[tuple[int, int]] = set()
+        self._graphs: dict[tuple[int, int, int], _Graph] = {}  # by rows, largest rank and rows of a tile
+        self._failed: set[tuple[int, int, int]] = set()
         self._pool: Any = None
         self._stream: Any = None  # one for all graphs: torch hands out a few, and others have theirs
 
     def compute(self, ids: Sequence[int] | Tensor, spans: Sequence[Span], segments: Sequence[Segment]) -> Tensor | None:
         """The logits of all rows, one a sequence; None if this must be computed in the usual way. The next call overwrites them."""
+        from symbiosis.kernels.low_rank import tile_rows
+
         size = next((size for size in _SIZES if size >= len(ids)), None)
         if size is None or any(len(span.pages) > self._max_pages for span in spans):
             return None
         rank = self._bank.table.rank if segments and self._bank.table is not None else 0
-        if (size, rank) in self._failed:
+        kind = (size, rank, tile_rows(size, len(segments)) if rank else 0)
+        if kind in self._failed:
             return None
-        graph = self._graphs.get((size, rank))
+        graph = self._graphs.get(kind)
         try:
             if graph is None:
                 for old in [key for key in self._graphs if 0 < key[1] < rank]:
                     del self._graphs[old]  # ranks only grow
-                graph = self._graphs[size, rank] = self._make(size, with_adapters=rank > 0)
+                graph = self._graphs[kind] = self._make(size, kind[2])
         except Exception as error:  # noqa: BLE001 - whatever stands in the way of a graph, the usual way is still there
             _log.warning("%d rows of %s cannot be a CUDA graph (%r)", size, type(self._model).__name__, error)
-            self._failed.add((size, rank))
+            self._failed.add(kind)
             return None
         spare = [0] * (size - len(ids))
         known = [] if isinstance(ids, Tensor) else [[*ids, *spare]]
@@ -80,19 +83,20 @@ class Decoder:
             graph.tiles.fill(self._bank.by_slot(segments))
         return graph.replay()[: len(ids)]
 
-    def _make(self, size: int, *, with_adapters: bool) -> _Graph:
-        from symbiosis.kernels.low_rank import tile_rows
+    def _make(self, size: int, tile: int) -> _Graph:
+        """`tile` is 0 where there are no adapters."""
+        from symbiosis.kernels.low_rank import most_tiles
         from symbiosis.kernels.paged_attention import Pass
 
         device = self._model.device
         inputs_2B = torch.zeros(2, size, dtype=torch.int64, device=device)
         now = Pass(rows=size, max_pages=self._max_pages, page_size=self._memory.page_size, device=device)
         now.fill([])
-        tiles = Tiles(size, tile_rows(size), device) if with_adapters else None
+        tiles = Tiles(most_tiles(size, tile), tile, device) if tile else None
 
         def compute() -> Tensor:
             self._memory.use(now)
-            self._bank.use(tiles)
+            self._bank.use(tiles, size)
             ids_1B, places_1B = inputs_2B[:1], inputs_2B[1:]
             logits: Tensor = self._model(input_ids=ids_1B, position_ids=places_1B, use_cache=False).logits[0]
             return logits

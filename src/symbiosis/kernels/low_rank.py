@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -32,6 +33,7 @@ from symbiosis.kernels.tiles import Segment, Tiles
 _PROCESSORS = 132  # of an H200
 _ALIGNMENT = 16  # bytes
 _MOST_SPLITS = 32
+_DECODED = 64  # rows: up to here it may be all decoding
 _FEW = 2  # rows that a program takes one by one, without tensor cores
 
 
@@ -98,13 +100,20 @@ class Plan:
     """Output columns of a program."""
     shrink_warps: int = 4
     expand_warps: int = 4
+    registers: int | None = None
+    """Most that a thread of a GPU may have, where more programs at once are worth more than that."""
 
 
-def tile_rows(rows: int) -> int:
-    """How many rows a tile should have in a pass of so many."""
-    if rows <= 64:  # all decoding, or nearly: each row may have another adapter
+def tile_rows(rows: int, segments: int) -> int:
+    """How many rows a tile should have in a pass of so many, of so many adapters."""
+    if rows <= _DECODED and rows < 16 * segments:  # mostly another adapter in every row
         return _FEW
     return 16 if rows <= 256 else 64
+
+
+def most_tiles(rows: int, tile: int) -> int:
+    """Of any pass of up to so many rows whose tiles should have this many."""
+    return 2 * -(-rows // tile) if rows <= _DECODED and tile > _FEW else rows
 
 
 def plan(tiles: Tiles, width: int, members: int, rmax: int) -> Plan:
@@ -114,13 +123,14 @@ def plan(tiles: Tiles, width: int, members: int, rmax: int) -> Plan:
         block_k = 256
         while -(-width // block_k) > _MOST_SPLITS:
             block_k *= 2
-        small = members == 1 and rmax <= 16
-        return Plan(-(-width // block_k), ranks, block_k, 256 if small else 128, expand_warps=4 if small else 2)
+        narrow = rmax <= 16
+        small = members == 1 and narrow
+        return Plan(-(-width // block_k), ranks, block_k, 256 if small else 128, expand_warps=2 if narrow and not small else 4)
     many = tiles.rows > 16
     least, wanted = (512, 2) if many else (256, 4)
     splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
     spare = _PROCESSORS * wanted // (programs * splits)
-    return Plan(splits, max(1, min(ranks, spare)), 64 if many else 128, 256)
+    return Plan(splits, max(1, min(ranks, spare)) if many else ranks, 64 if many else 128, 256 if rmax <= 16 else 128)
 
 
 def reference(
@@ -242,16 +252,18 @@ def _expand_few(  # type: ignore[no-untyped-def]
 def _expand_many(  # type: ignore[no-untyped-def]
     y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
     EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
+    """All rows at once, `WIDE` of the rank and `SPLITS` of the parts at a time."""
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     rows = m < count
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first in range(0, rank, 16):
-        r = first + tl.arange(0, 16)
+    for first in range(0, rank, WIDE):
+        r = first + tl.arange(0, WIDE)
         weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
         weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank)[None, :], other=0.0)
         wait_for_last(EARLY)
-        low = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
+        low = tl.zeros((BLOCK_M, WIDE), dtype=tl.float32)
         for some in range(0, splits, SPLITS):
             s = some + tl.arange(0, SPLITS)
             low_at = parts + s.to(tl.int64)[:, None, None] * split_stride + m[None, :, None] * rmax + r[None, None, :]
@@ -269,7 +281,7 @@ def _expand_many(  # type: ignore[no-untyped-def]
 def _expand(  # type: ignore[no-untyped-def]
     y, table, tiles, blocks, parts, own_bias, rows, capacity, splits, split_stride, rmax, y_stride, table_stride,
     EARLY: tl.constexpr, FEW: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tile, block = tl.program_id(0), blocks + tl.program_id(1) * 4
     let_next_begin(EARLY)
@@ -308,12 +320,12 @@ def _expand(  # type: ignore[no-untyped-def]
     elif even == rank:
         _expand_many(
             y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride, rmax, count, y_stride,
-            EARLY, HAS_BIAS, SPLITS if SPLITS < 8 else 8, BLOCK_M, BLOCK_N,
+            EARLY, HAS_BIAS, AT_ONCE, BLOCK_M, BLOCK_N, WIDE,
         )  # fmt: skip
     else:
         _expand_many(
             y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
-            EARLY, HAS_BIAS, SPLITS if SPLITS < 8 else 8, BLOCK_M, BLOCK_N,
+            EARLY, HAS_BIAS, AT_ONCE, BLOCK_M, BLOCK_N, 16,
         )  # fmt: skip
 
 
@@ -328,6 +340,11 @@ class Work:
         self.plan = chosen or plan(tiles, width, len(members), rmax)
         shape = (self.plan.splits, len(members), rows, rmax)
         self.parts_SMRr = torch.empty(shape, dtype=torch.float32, device=members.device)
+
+
+def _settings(device: torch.device, chosen: Plan) -> dict[str, Any]:
+    few = {} if chosen.registers is None or device.type != "cuda" else {"maxnreg": chosen.registers}
+    return {**early(device), **few}
 
 
 def shrink(x_RI: Tensor, table: Tensor, work: Work) -> None:
@@ -345,8 +362,8 @@ def shrink(x_RI: Tensor, table: Tensor, work: Work) -> None:
         _shrink[(tiles.capacity, splits * chosen.rank_programs, members)](
             x_RI, table, tiles.device_3T, work.parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
             chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
-            FEW=few, BLOCK_M=tiles.rows if few else max(16, tiles.rows), BLOCK_K=chosen.block_k,
-            num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device),
+            FEW=few, BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k,
+            num_warps=chosen.shrink_warps, num_stages=3, **_settings(x_RI.device, chosen),
         )  # fmt: skip
 
 
@@ -356,13 +373,14 @@ def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = 
     tiles, members, chosen = work.tiles, work.members, work.plan
     assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
     blocks, few = members.blocks(chosen.block_n), tiles.rows <= _FEW
+    block_m, wide, every = max(16, tiles.rows), min(64, triton.next_power_of_2(rmax)), triton.next_power_of_2(splits)
     with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
         _expand[(tiles.capacity, blocks.shape[0])](
             y_RO, table, tiles.device_3T, blocks, work.parts_SMRr, y_RO if own_bias_O is None else own_bias_O,
             rows, tiles.capacity, splits, work.parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
-            FEW=few, HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=triton.next_power_of_2(splits),
-            BLOCK_M=tiles.rows if few else max(16, tiles.rows), BLOCK_N=chosen.block_n, WIDE=min(64, triton.next_power_of_2(rmax)),
-            num_warps=chosen.expand_warps, num_stages=1, **early(y_RO.device),
+            FEW=few, HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=every,
+            AT_ONCE=max(1, min(8, every, 8192 // (block_m * wide))), BLOCK_M=block_m, BLOCK_N=chosen.block_n, WIDE=wide,
+            num_warps=chosen.expand_warps, num_stages=1, **_settings(y_RO.device, chosen),
         )  # fmt: skip
 
 
