@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -100,8 +99,6 @@ class Plan:
     """Output columns of a program."""
     shrink_warps: int = 4
     expand_warps: int = 4
-    registers: int | None = None
-    """Most that a thread of a GPU may have, where more programs at once are worth more than that."""
 
 
 def tile_rows(rows: int, segments: int) -> int:
@@ -127,10 +124,12 @@ def plan(tiles: Tiles, width: int, members: int, rmax: int) -> Plan:
         small = members == 1 and narrow
         return Plan(-(-width // block_k), ranks, block_k, 256 if small else 128, expand_warps=2 if narrow and not small else 4)
     many = tiles.rows > 16
-    least, wanted = (512, 2) if many else (256, 4)
+    least, wanted = (512, 2) if many else (1024, 4)  # what a part takes is read again by every program of `_expand`
     splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
     spare = _PROCESSORS * wanted // (programs * splits)
-    return Plan(splits, max(1, min(ranks, spare)) if many else ranks, 64 if many else 128, 256 if rmax <= 16 else 128)
+    rank_programs = max(1, min(ranks, spare)) if many else ranks
+    block_n, warps = (256, 4) if rmax <= 16 else (128, 8)
+    return Plan(splits, rank_programs, 64 if many else 128, block_n, expand_warps=warps)
 
 
 def reference(
@@ -342,11 +341,6 @@ class Work:
         self.parts_SMRr = torch.empty(shape, dtype=torch.float32, device=members.device)
 
 
-def _settings(device: torch.device, chosen: Plan) -> dict[str, Any]:
-    few = {} if chosen.registers is None or device.type != "cuda" else {"maxnreg": chosen.registers}
-    return {**early(device), **few}
-
-
 def shrink(x_RI: Tensor, table: Tensor, work: Work) -> None:
     """Rows times `a`, in parts over the input width."""
     splits, members, rows, rmax = work.parts_SMRr.shape
@@ -363,7 +357,7 @@ def shrink(x_RI: Tensor, table: Tensor, work: Work) -> None:
             x_RI, table, tiles.device_3T, work.parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
             chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
             FEW=few, BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k,
-            num_warps=chosen.shrink_warps, num_stages=3, **_settings(x_RI.device, chosen),
+            num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device),
         )  # fmt: skip
 
 
@@ -380,7 +374,7 @@ def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = 
             rows, tiles.capacity, splits, work.parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
             FEW=few, HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=every,
             AT_ONCE=max(1, min(8, every, 8192 // (block_m * wide))), BLOCK_M=block_m, BLOCK_N=chosen.block_n, WIDE=wide,
-            num_warps=chosen.expand_warps, num_stages=1, **_settings(y_RO.device, chosen),
+            num_warps=chosen.expand_warps, num_stages=1, **early(y_RO.device),
         )  # fmt: skip
 
 
