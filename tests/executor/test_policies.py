@@ -30,7 +30,7 @@ class Heard:
     entered: float = 0.0
     pass_s: float = 0.0
     waited_s: float = 0.0
-    pass_cost_s: float = 0.05
+    pass_cost_s: float = 0.1
 
     @property
     def answered(self) -> float:
@@ -276,7 +276,7 @@ class TestTravellingTogether:
         mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
         waiting = launched(1, key=MLP, arrived=1.0)
         assert not self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0).batch
-        mine.pass_cost_s = beside.pass_cost_s = 0.03
+        mine.pass_cost_s = beside.pass_cost_s = 0.04
         assert numbers(self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0)) == [1]
 
     def test_where_batches_run_at_once_nobody_waits(self):

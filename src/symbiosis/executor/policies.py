@@ -197,7 +197,7 @@ class Opportunistic:
     """Share of the time that training gets while somebody decodes; 1.0: as much as it takes."""
     meeting_share: float = 0.5
     """Longest time that a small call's session waits for others in one pass, as a share of the time between two passes."""
-    meeting_load: float = 0.7
+    meeting_load: float = 1.0
     """Share of the time that all would take if each ran alone, from which on small calls wait for each other at all."""
     patience_s: float = 3e-4
     """Longest time that it waits for others in the middle of a pass, at one place."""
