@@ -117,9 +117,7 @@ class Executor:
         if self._model is None:
             raise SymbiosisError("this executor let go of what tenants hold themselves: make it with hosting=True")
         folder = unpack_tokenizer(self._tokenizer) if self._tokenizer else None
-        return Hosting(
-            shared_copy(self._model), self._about["name"], folder, address, turns=self._service.turns, **options
-        )
+        return Hosting(shared_copy(self._model), self._about["name"], folder, address, turns=self._service.turns, **options)
 
     def stats(self) -> dict[str, Any]:
         """Calls, batches, mean batch, tokens, bytes held, and figures per tenant."""

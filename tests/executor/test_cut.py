@@ -41,9 +41,7 @@ def serving(**options) -> Desk:
 @pytest.mark.parametrize("what", CALLS)
 def test_calls_in_pieces_give_what_whole_ones_give(what, dtype):
     layers, back, widths = CALLS[what]
-    mine, yours = (
-        tuple(t.to(dtype) if t.is_floating_point() else t for t in rows_for(widths, seed)) for seed in (1, 2)
-    )
+    mine, yours = (tuple(t.to(dtype) if t.is_floating_point() else t for t in rows_for(widths, seed)) for seed in (1, 2))
     found = []
     for desk in (Desk(), serving()):
         ann, bob = desk.tenant("ann"), desk.tenant("bob")

@@ -362,3 +362,18 @@ def test_an_unexpected_failure_is_one_messages_failure(monkeypatch):
     assert desk.answer(ann).body["code"] == SymbiosisError.code
     desk.service.handle(ann, Message(Kind.STATS))
     assert desk.answer(ann).kind is Kind.REPLY
+
+
+def test_a_policy_hears_of_the_hosted_engine_on_the_same_gpu_while_that_computes():
+    desk = Desk()
+    assert 0 not in desk.service._heard(desk.clock.now)
+    desk.host(seconds=0.2)
+    assert 0 not in desk.service._heard(desk.clock.now), "on cores, training takes turns with it"
+    desk.service._lanes = object()
+    with desk.turns:
+        guest = desk.service._heard(desk.clock.now)[0]
+        assert guest.answered == pytest.approx(desk.clock.now + 0.2)
+        assert not guest.training
+        assert guest.last_seen < 0, "nobody waits for it"
+    desk.clock.now += 5.0
+    assert 0 not in desk.service._heard(desk.clock.now)

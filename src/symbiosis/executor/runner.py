@@ -122,6 +122,8 @@ def _joined(works: Sequence[Work]) -> list[Rows]:
         torch._foreach_copy_([p for each in places for p in each], [part for parts in results for part in parts])
         return places
     return results
+
+
 def _join(works: Sequence[Work]) -> Rows:
     """The rows of all calls below each other."""
     columns = [[_ready(part, works[0].layers[0]) for part in parts] for parts in zip(*(w.rows for w in works), strict=True)]
