@@ -190,7 +190,7 @@ def serve(
         float | None,
         typer.Option(
             show_default=False,
-            help="Share of the time that training gets while somebody decodes. (default: 0.25; 0.1 beside answers over HTTP on a CPU)",
+            help="Share of the time for training while somebody decodes. (default: 0.25; 0.1 beside HTTP on a CPU)",
         ),
     ] = None,
     token: Annotated[
