@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import (
     adapter_kernels,
+    beside_training,
     gpu_memory,
     gpu_policies,
     gpu_serving,
@@ -72,6 +73,13 @@ def test_serving_gives_the_answers_of_peft(tmp_path):
     figures = serving.run(tiny=True, repetitions=1, folder=tmp_path)
     assert set(figures["equal_answers"].values()) == {8}
     assert (tmp_path / "serving-tiny.json").is_file()
+
+
+def test_answers_beside_training_are_measured(tmp_path):
+    figures = beside_training.run(beside_training.TINY, tmp_path)
+    assert figures["ratios"].keys() == {"1 at a time", "2 at a time"}
+    assert all(rate > 0 for rate in figures["training_rows_per_s"].values())
+    assert (tmp_path / "beside-training-tiny.json").is_file()
 
 
 @pytest.mark.skipif(

@@ -17,6 +17,7 @@ from symbiosis.executor.layers import make_layer
 from symbiosis.executor.loop import Loop
 from symbiosis.executor.policies import POLICIES, Policy
 from symbiosis.executor.service import Service
+from symbiosis.executor.turns import Turns
 from symbiosis.hosting import Hosting
 from symbiosis.links.base import Link, Port
 from symbiosis.links.inproc import InprocLink, InprocPort
@@ -90,6 +91,7 @@ class Executor:
             policy=chosen,
             limits=self.limits,
             client_tensors=self.split.client_tensors,
+            turns=Turns() if training_share is None else Turns(training_share),
         )
         self._service.calibrate()
         self._inproc = InprocPort()
@@ -115,9 +117,7 @@ class Executor:
         if self._model is None:
             raise SymbiosisError("this executor let go of what tenants hold themselves: make it with hosting=True")
         folder = unpack_tokenizer(self._tokenizer) if self._tokenizer else None
-        return Hosting(
-            shared_copy(self._model), self._about["name"], folder, address, on_pass=self._service.make_way, **options
-        )
+        return Hosting(shared_copy(self._model), self._about["name"], folder, address, turns=self._service.turns, **options)
 
     def stats(self) -> dict[str, Any]:
         """Calls, batches, mean batch, tokens, bytes held, and figures per tenant."""

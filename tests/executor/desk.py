@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from symbiosis.executor.layers import BaseLayer, Block, Experts, Matrix
 from symbiosis.executor.policies import Decision
 from symbiosis.executor.service import Service
+from symbiosis.executor.turns import Turns
 from symbiosis.links.base import Peer, Port
 from symbiosis.messages import Kind, Message
 from symbiosis.types import Direction, LayerKind, LayerSpec, Limits, Manifest
@@ -96,6 +97,7 @@ class Desk:
 
     def __init__(self, policy: Any = None, **limits: Any) -> None:
         self.clock, self.port = Clock(), MemoryPort()
+        self.turns = Turns(clock=self.clock)
         self.layers = make_layers()
         manifest = Manifest(
             name="toy", model_class="", config={}, generation_config=None, attention=None, dtype="float32",
@@ -103,7 +105,7 @@ class Desk:
         )  # fmt: skip
         self.service = Service(
             model="toy", name="toy", layers=self.layers, manifest=lambda: manifest, policy=policy or Together(),
-            limits=Limits(**limits), clock=self.clock,
+            limits=Limits(**limits), turns=self.turns, clock=self.clock,
         )  # fmt: skip
         self._requests = itertools.count(1)
 
@@ -125,9 +127,17 @@ class Desk:
         direction = Direction.BACKWARD if back else Direction.FORWARD
         return self.say(peer, Kind.CALL, layers=layers, direction=direction, tensors=tensors, **more)
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Run all that is due; how many batches or pieces that were."""
+        ran = 0
         while self.service.step() == 0.0:
-            pass
+            ran += 1
+        return ran
+
+    def host(self, seconds: float = 0.1) -> None:
+        """The hosted engine computes a pass."""
+        with self.turns:
+            self.clock.now += seconds
 
     def answer(self, peer: Peer) -> Message:
         """The one answer that waits for this peer."""

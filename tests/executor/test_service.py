@@ -364,25 +364,16 @@ def test_an_unexpected_failure_is_one_messages_failure(monkeypatch):
     assert desk.answer(ann).kind is Kind.REPLY
 
 
-def test_a_policy_hears_of_the_hosted_engine_while_that_computes():
-    class Listens:
-        name = "listens"
-
-        def decide(self, pending, heard, costs, now) -> Decision:
-            self.heard = dict(heard)
-            return Decision(batch=tuple(pending[:1]))
-
-    policy = Listens()
-    desk = Desk(policy=policy)
-    ann = desk.tenant("ann")
-    for seconds, there in ((0.0, False), (0.2, True), (5.0, False)):
-        if there:
-            desk.service.make_way(seconds)
-        desk.clock.now += 0.0 if there else seconds
-        desk.call(ann, X)
-        desk.run()
-        assert (0 in policy.heard) == there
-        if there:
-            guest = policy.heard[0]
-            assert (guest.answered, guest.training) == (desk.clock.now + 0.2, False)
-            assert guest.last_seen < 0, "nobody waits for it"
+def test_a_policy_hears_of_the_hosted_engine_on_the_same_gpu_while_that_computes():
+    desk = Desk()
+    assert 0 not in desk.service._heard(desk.clock.now)
+    desk.host(seconds=0.2)
+    assert 0 not in desk.service._heard(desk.clock.now), "on cores, training takes turns with it"
+    desk.service._lanes = object()
+    with desk.turns:
+        guest = desk.service._heard(desk.clock.now)[0]
+        assert guest.answered == pytest.approx(desk.clock.now + 0.2)
+        assert not guest.training
+        assert guest.last_seen < 0, "nobody waits for it"
+    desk.clock.now += 5.0
+    assert 0 not in desk.service._heard(desk.clock.now)

@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,12 @@ class Core:
         cache_bytes: int | None = None,
         residency: ResidencyConfig = ResidencyConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
-        on_pass: Callable[[float], None] = lambda seconds: None,
+        turns: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - keeps nothing
         **limits: int,
     ) -> None:
         """`cache_bytes`, if given, says how many pages there are. `limits` are the scheduler's.
 
-        `on_pass` is told before every pass how long that may take.
+        Every pass is computed within `turns`, which others on the same cores may share.
 
         Raises `CannotServe` with the reason if this model cannot be served.
         """
@@ -102,7 +103,7 @@ class Core:
         self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash
         self._failed: list[tuple[Request, SymbiosisError]] = []
         self.passes = 0
-        self._clock, self._on_pass, self._pass_s = clock, on_pass, 0.0
+        self._clock, self._turns = clock, turns
         self._numbers = itertools.count()
         eos = model.generation_config.eos_token_id
         self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
@@ -223,24 +224,27 @@ class Core:
             self.scheduler.done(made, [])
             return []
         self.passes += 1
-        self._on_pass(self._pass_s)
-        copied = False
-        try:
-            self._runner.memory.copy(made.copies)  # once: later, what they copy from may be another's
-            copied = True
-            sampled = self._computed(replace(made, copies=()))
-        except Exception as error:
-            self._forerunner.forget()
-            if not copied or not self.is_sound():
-                raise self._all_failed(made, error) from error
-            _log.exception("a pass failed; its %d sequences are computed one by one", len(made.chunks))
-            sampled = self._one_by_one(made, error)
-        self._pass_s = self._clock() - now
+        with self._turns:
+            sampled = self._sampled(made)
         lost = {request.id for request, _ in self._failed}
         for request in self.scheduler.done(made, sampled.tokens):
             self._ended(request)
         results = zip(made.sampled, sampled.tokens, sampled.logprobs, strict=True)
         return [each for each in results if each[0].id not in lost]
+
+    def _sampled(self, made: Pass) -> Sampled:
+        """The next tokens; of who is at fault if it fails, none."""
+        copied = False
+        try:
+            self._runner.memory.copy(made.copies)  # once: later, what they copy from may be another's
+            copied = True
+            return self._computed(replace(made, copies=()))
+        except Exception as error:
+            self._forerunner.forget()
+            if not copied or not self.is_sound():
+                raise self._all_failed(made, error) from error
+            _log.exception("a pass failed; its %d sequences are computed one by one", len(made.chunks))
+            return self._one_by_one(made, error)
 
     def _computed(self, made: Pass) -> Sampled:
         adapters, sequences = self._residency.loaded, made.sampled

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 _MOST_SHAPES = 4096
 _ENOUGH = 8.0  # batches of its own, where its parts are known
+_FEW, _MANY = 8, 1 << 20  # rows
 _FADE = 0.98  # old batches count less: machines get busier and calmer
 
 
@@ -67,6 +69,12 @@ class Costs:
         """Seconds a batch of so many rows takes; 0.0 while nothing is known."""
         fixed, per_row = self._fit(shape)
         return fixed + per_row * rows
+
+    def rows_within(self, shape: Hashable, seconds: float) -> int:
+        """Most rows that take no longer; a few at least, which take hardly longer than one, or if nothing is known."""
+        fixed, per_row = self._fit(shape)
+        most = min(_MANY, (seconds - fixed) / per_row) if per_row else _MANY if seconds == math.inf else _FEW
+        return max(_FEW, int(most))
 
     def is_mostly_fixed(self, shape: Hashable, rows: int) -> bool:
         """Whether so many rows cost less than having them at all (reading the weights): twice as many are nearly free."""

@@ -36,6 +36,7 @@ class Loop:
         self._waiter = Waiter()
         self._wakeup = Wakeup()
         self._waiter.add(self._wakeup.fileno())
+        service.turns.on_free = self._wakeup.ring
         self._new: list[tuple[Port, Future[None]]] = []
         self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)

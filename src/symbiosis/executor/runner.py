@@ -68,6 +68,44 @@ def run_batch(calls: Sequence[Call]) -> list[Rows | SymbiosisError]:
     return results
 
 
+class Cut:
+    """A batch that is computed piece by piece: no row depends on another. Plain reference: `run_batch`."""
+
+    def __init__(self, calls: Sequence[Call], begun: float) -> None:
+        self.calls, self.begun = calls, begun
+        self.seconds = 0.0
+        """What its pieces have taken so far."""
+        self._works = [call.work for call in calls]
+        self._left = sum(call.pending.rows for call in calls)
+        self._rows: Rows | None = None
+        self._parts: list[Rows] = []
+
+    def is_done(self) -> bool:
+        return self._left == 0
+
+    @torch.no_grad()
+    def advance(self, most: int) -> int:
+        """Compute a piece of at most so many rows, and no smaller than the others will be. How many it had."""
+        first, pieces = self._works[0], -(-self._left // most)
+        count = -(-self._left // pieces)
+        try:
+            rows = _join(self._works) if self._rows is None else self._rows
+            self._parts.append(run(first.layers, first.key.direction, tuple(part[:count] for part in rows)))
+            self._rows = tuple(part[count:] for part in rows)
+            self._left -= count
+        except Exception as error:  # noqa: BLE001 - told to its tenant when all of it has failed
+            _log.warning("a piece of %d calls failed (%r): running each alone", len(self.calls), error)
+            self._left, self._parts = 0, []
+        return count
+
+    def results(self) -> list[Rows | SymbiosisError]:
+        """The result of each call, in order, as of `run_batch`."""
+        if not self._parts:
+            return run_batch(self.calls)
+        joined = tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._parts, strict=True))
+        return list(_split(self._works, joined))
+
+
 def _alone(work: Work) -> Rows:
     if work.places is not None:
         return run(work.layers, work.key.direction, work.rows, work.places)
@@ -78,15 +116,24 @@ def _alone(work: Work) -> Rows:
 
 def _joined(works: Sequence[Work]) -> list[Rows]:
     first = works[0]
-    columns = zip(*(work.rows for work in works), strict=True)
-    joined = tuple(torch.cat([_ready(part, first.layers[0]) for part in parts]) for parts in columns)
-    results = run(first.layers, first.key.direction, joined)
-    sizes = [work.rows[0].shape[0] for work in works]
-    split = list(zip(*(torch.split(result, sizes) for result in results), strict=True))
+    results = _split(works, run(first.layers, first.key.direction, _join(works)))
     if all(work.places is not None for work in works):
         places = [work.places or () for work in works]
-        torch._foreach_copy_([p for each in places for p in each], [part for parts in split for part in parts])
+        torch._foreach_copy_([p for each in places for p in each], [part for parts in results for part in parts])
         return places
+    return results
+
+
+def _join(works: Sequence[Work]) -> Rows:
+    """The rows of all calls below each other."""
+    columns = [[_ready(part, works[0].layers[0]) for part in parts] for parts in zip(*(w.rows for w in works), strict=True)]
+    return tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns)
+
+
+def _split(works: Sequence[Work], results: Rows) -> list[Rows]:
+    """Each call's own results."""
+    sizes = [work.rows[0].shape[0] for work in works]
+    split = zip(*(torch.split(result, sizes) for result in results), strict=True)
     return [tuple(_give_back(part, work.rows[0]) for part in parts) for work, parts in zip(works, split, strict=True)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -29,9 +29,10 @@ from symbiosis.executor.costs import Costs
 from symbiosis.executor.lanes import Lanes
 from symbiosis.executor.layers import BaseLayer, Matrix, Rows
 from symbiosis.executor.mapping import describe
-from symbiosis.executor.policies import BatchKey, Heard, Pending, Policy
-from symbiosis.executor.runner import Call, Work, run_batch
+from symbiosis.executor.policies import BatchKey, Decision, Heard, Pending, Policy
+from symbiosis.executor.runner import Call, Cut, Work, run_batch
 from symbiosis.executor.sessions import Session, Sessions
+from symbiosis.executor.turns import Turns
 from symbiosis.links import driver
 from symbiosis.links.base import Peer
 from symbiosis.messages import PROTOCOL, Kind, Message, tensor_bytes
@@ -41,7 +42,6 @@ from symbiosis.types import WITH_BIAS, BlobRef, Direction, LayerKind, Limits, Ma
 PROVIDER = "provider"
 _FORGET_AFTER_S = 120.0
 _LOOK_AFTER_S = 10.0
-_GUEST_S = 1.0  # the hosted engine has been idle for so long: a policy need not hear of it
 _OWN_WORK_S = 0.01  # a tenant that is away for longer is not at work on this machine
 _QUEUE_CALLS = 8  # longest calls that may wait in memory; more stay in the links
 _BLOB_CHUNK = 4 << 20
@@ -63,12 +63,14 @@ class Service:
         policy: Policy,
         limits: Limits,
         client_tensors: Mapping[str, torch.Tensor] | None = None,
+        turns: Turns | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.name, self.policy, self.limits = model, name, policy, limits
         self._layers = layers
         self._manifest = manifest
         self._client_tensors = client_tensors or {}
+        self.turns = turns or Turns()
         self._clock = clock
         self._costs = Costs()
         devices = {layer.device for layer in layers}
@@ -76,6 +78,8 @@ class Service:
         self._lanes = Lanes(layers[0].device) if on_gpu else None
         self._sessions = Sessions(limits.max_sessions)
         self._queue: dict[int, Call] = {}
+        self._cut: Cut | None = None
+        """The training batch that is computed piece by piece, if one is. Its calls stay in the queue until its end."""
         self._queued_bytes = 0
         self._numbers = 0
         self._batches = self._calls = self._rows = self._tokens = 0
@@ -83,7 +87,7 @@ class Service:
         never = float("-inf")
         entry = BatchKey((0,), Direction.FORWARD)
         self._guest = Session(0, "", None, never, key=entry, answered=never)  # type: ignore[arg-type]
-        """The hosted engine, as a policy sees it: it decodes, and is not expected to call."""
+        """The hosted engine on the same GPU, as a policy sees it: it decodes, and is not expected to call."""
         self.last_batch = clock()
         """When the last batch ended."""
         self._started = clock()
@@ -310,40 +314,82 @@ class Service:
         if self._lanes is not None:
             torch.cuda.empty_cache()
 
-    def make_way(self, seconds: float) -> None:
-        """The hosted engine computes for about so long from now on: training holds back meanwhile. Any thread may say so."""
-        self._guest.answered = self._clock() + seconds
-
     def _heard(self, now: float) -> Mapping[int, Heard]:
-        serving = now - self._guest.answered < _GUEST_S
-        return {0: self._guest, **self._sessions.open} if serving else self._sessions.open
+        busy_until = self.turns.busy_until()
+        if self._lanes is None or busy_until is None:  # on cores, training takes turns with it
+            return self._sessions.open
+        self._guest.answered = busy_until
+        return {0: self._guest, **self._sessions.open}
 
     def is_full(self) -> bool:
         """Whether the queue holds as many bytes as it should: run batches before taking more."""
         return self._queued_bytes >= _QUEUE_CALLS * self.limits.max_bytes
 
     def step(self) -> float | None:
-        """Run the next batch if one is due. The seconds until the next may be; 0.0 if one ran, None if never."""
+        """Run the next batch or piece if one is due. The seconds until the next may be; 0.0 if one ran, None if never."""
+        if self._cut is not None and any(call.pending.number not in self._queue for call in self._cut.calls):
+            self._cut = None  # somebody left: who is still there begins anew
+            self.turns.give_up()
         if not self._queue:
             return None
+        waiting = [call.pending for call in self._queue.values() if self._cut is None or not _trains(call)]
         now = self._clock()
-        waiting = [call.pending for call in self._queue.values()]
         try:
-            decision = self.policy.decide(waiting, self._heard(now), self._costs, now)
-            calls = [self._dequeue(pending.number) for pending in decision.batch]
+            decision = self.policy.decide(waiting, self._heard(now), self._costs, now) if waiting else Decision()
+            calls = [self._queue[pending.number] for pending in decision.batch]
         except Exception as error:  # noqa: BLE001 - a policy at fault must not leave anybody waiting for ever
             _log.exception("the policy failed")
             self._fail_all(SymbiosisError(f"the executor's policy failed: {type(error).__name__}"))
             return 0.0
-        if not calls:
-            return None if decision.ask_again_at is None else max(1e-5, decision.ask_again_at - now)
+        if calls and self._lanes is None and self.turns.are_taken():
+            calls = [call for call in calls if not _trains(call)] or self._begin_cut(calls)
+        if calls:
+            self._run(calls)
+            return 0.0
+        if self._cut is not None and self._advance(self._cut):
+            return 0.0
+        return None if decision.ask_again_at is None else max(1e-5, decision.ask_again_at - now)
+
+    def _run(self, calls: list[Call]) -> None:
+        started = self._clock()
         results = run_batch(calls) if self._lanes is None else self._lanes.run(calls, self._costs)
-        self._count(calls, now, self._clock())
-        for call, result in zip(calls, results, strict=True):
-            self._end(call, result)
+        ended = self._clock()
+        if self._lanes is None:
+            self._costs.observe(calls[0].work.key.shape, sum(call.pending.rows for call in calls), ended - started)
+        self._finish(calls, results, started, ended - started)
         if self._lanes is not None:
             self._lanes.leave()
-        return 0.0
+
+    def _begin_cut(self, calls: list[Call]) -> list[Call]:
+        """To be computed piece by piece; nothing is left to run at once."""
+        self._cut = Cut(calls, self._clock())
+        return []
+
+    def _advance(self, cut: Cut) -> bool:
+        """Compute one more piece, if it is training's turn."""
+        seconds = self.turns.begin()
+        if seconds is None:
+            return False
+        shape, started = cut.calls[0].work.key.shape, self._clock()
+        try:
+            rows = cut.advance(self._costs.rows_within(shape, seconds))
+        finally:
+            self.turns.end()
+        took = self._clock() - started
+        self._costs.observe(shape, rows, took)
+        cut.seconds += took
+        if cut.is_done():
+            self._cut = None
+            self._finish(cut.calls, cut.results(), cut.begun, cut.seconds)
+        return True
+
+    def _finish(self, calls: Sequence[Call], results: list[Rows | SymbiosisError], started: float, seconds: float) -> None:
+        """A batch was computed (or launched) in so many seconds: count and answer its calls."""
+        for call in calls:
+            self._dequeue(call.pending.number)
+        self._count(calls, started, seconds)
+        for call, result in zip(calls, results, strict=True):
+            self._end(call, result)
 
     def _dequeue(self, number: int) -> Call:
         call = self._queue.pop(number)
@@ -370,19 +416,15 @@ class Service:
         for number in list(self._queue):
             self._end(self._dequeue(number), error)
 
-    def _count(self, calls: list[Call], started: float, ended: float) -> None:
-        key = calls[0].pending.key
+    def _count(self, calls: Sequence[Call], started: float, seconds: float) -> None:
+        key, ended = calls[0].pending.key, self._clock()
         rows = sum(call.pending.rows for call in calls)
-        cost = 0.0
-        if self._lanes is None:
-            self._costs.observe(key.shape, rows, ended - started)
-        else:  # this was only the time to launch it
-            cost = self._costs.estimate(key.shape, rows)
+        cost = self._costs.estimate(key.shape, rows) if self._lanes is not None else 0.0  # that was the time to launch it
         self.last_batch = ended
         self._batches += 1
         self._calls += len(calls)
         self._rows += rows
-        self._busy_s += ended - started
+        self._busy_s += seconds
         enters = self._enters(key)
         for call in calls:
             counts = self._sessions.counts[call.session.tenant]
@@ -393,7 +435,7 @@ class Service:
             if enters:
                 counts.tokens += call.pending.rows
                 self._tokens += call.pending.rows
-            self._note(call, enters, started, max(ended - started, cost), ended)
+            self._note(call, enters, started, max(seconds, cost), ended)
 
     def _note(self, call: Call, enters: bool, started: float, seconds: float, ended: float) -> None:
         """What a policy knows of this session from now on."""
@@ -493,3 +535,8 @@ class Service:
             "graphs": self._lanes.graphs if self._lanes is not None else 0,
             "tenants": tenants,
         }
+
+
+def _trains(call: Call) -> bool:
+    """Whether a call is a trainer's: the first of its step have no gradient, and look like any other."""
+    return call.pending.training or call.session.training

@@ -128,7 +128,7 @@ def plan(tiles: Tiles, width: int, members: int, rmax: int) -> Plan:
     splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
     spare = _PROCESSORS * wanted // (programs * splits)
     rank_programs = max(1, min(ranks, spare)) if many else ranks
-    block_n, warps = (256, 4) if rmax <= 16 else (128, 8)
+    block_n, warps = (256, 4) if many or rmax <= 16 else (128, 8)
     return Plan(splits, rank_programs, 64 if many else 128, block_n, expand_warps=warps)
 
 
@@ -367,7 +367,8 @@ def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = 
     tiles, members, chosen = work.tiles, work.members, work.plan
     assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
     blocks, few = members.blocks(chosen.block_n), tiles.rows <= _FEW
-    block_m, wide, every = max(16, tiles.rows), min(64, triton.next_power_of_2(rmax)), triton.next_power_of_2(splits)
+    block_m, every = max(16, tiles.rows), triton.next_power_of_2(splits)
+    wide = 16 if tiles.rows > 16 else min(64, triton.next_power_of_2(rmax))
     with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
         _expand[(tiles.capacity, blocks.shape[0])](
             y_RO, table, tiles.device_3T, blocks, work.parts_SMRr, y_RO if own_bias_O is None else own_bias_O,

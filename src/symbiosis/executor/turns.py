@@ -1,0 +1,93 @@
+"""Whose turn it is on cores that the hosted engine and split tenants' training share.
+
+The engine computes pass after pass (`with turns:`); the executor computes
+training in small pieces (`begin`, `end`); never both at once, since two that
+compute on the same cores take more than twice as long. The engine has the
+word: once it wants to begin it waits for what training has earned by its last
+pass, at most, and after that for no more than the piece that runs.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+_IDLE_S = 1.0  # the engine has computed nothing for so long: it serves nobody
+_RISE = 1.1  # a pass longer than others (a long prompt) hardly counts, until they all are
+
+
+class Turns:
+    """Used by two threads: the engine's enters and leaves, the executor's begins and ends."""
+
+    def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.monotonic) -> None:
+        """`share` of the time is training's while the engine serves; 1.0: neither heeds the other."""
+        self._clock = clock
+        self._earns = share / (1 - share) if share < 1 else math.inf
+        self._changed = threading.Condition()
+        self._wanted = self._passing = self._piece = self._waiting = False
+        self._began = self._ended = -math.inf  # of the last pass
+        self._pace_s = math.inf
+        self._credit_s = 0.0
+        self.on_free: Callable[[], object] = lambda: None
+        """Called by the engine's thread when the executor was refused a turn and may ask again."""
+
+    # -- the engine's -----------------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._wanted = True
+            if math.isfinite(self._earns):
+                self._changed.wait_for(lambda: not (self._waiting and self._is_owed()), timeout=max(0.0, self._credit_s))
+                self._changed.wait_for(lambda: not self._piece)
+            self._passing, self._began = True, self._clock()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._changed:
+            self._ended = self._clock()
+            self._pace_s = min(self._ended - self._began, _RISE * self._pace_s)
+            self._credit_s = self._earns * self._pace_s
+            self._wanted = self._passing = False
+            waiting = self._waiting
+        if waiting:
+            self.on_free()
+
+    def _is_owed(self) -> bool:
+        """Whether training may go first although the engine waits: half a turn is not worth one."""
+        return 2 * self._credit_s > self._earns * self._pace_s
+
+    # -- the executor's ---------------------------------------------------------------------
+
+    def busy_until(self) -> float | None:
+        """When the engine's pass will end, or its last one ended; None: it serves nobody."""
+        if self._passing:
+            return self._began + (self._pace_s if math.isfinite(self._pace_s) else 0.0)
+        return self._ended if self._wanted or self._clock() - self._ended < _IDLE_S else None
+
+    def are_taken(self) -> bool:
+        """Whether training has to take turns now."""
+        return math.isfinite(self._earns) and self.busy_until() is not None
+
+    def begin(self) -> float | None:
+        """Seconds that a piece may take, from now to `end`; None: not now, `on_free` tells when to ask again."""
+        with self._changed:
+            taken = self.are_taken()
+            may = not taken or (not self._passing and (not self._wanted or self._is_owed()))
+            self._piece, self._waiting = may, not may
+            self._piece_began = self._clock()
+            return None if not may else self._earns * self._pace_s if taken else math.inf
+
+    def end(self) -> None:
+        """The piece is computed."""
+        with self._changed:
+            self._piece = False
+            self._credit_s -= self._clock() - self._piece_began
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Nobody waits for a turn any more."""
+        with self._changed:
+            self._waiting = False
+            self._changed.notify_all()

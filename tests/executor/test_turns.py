@@ -1,0 +1,163 @@
+"""Turns between passes and pieces. Time stands still unless a test moves it; threads are waited for, never timed."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+
+from symbiosis.executor.turns import Turns
+from tests.executor.desk import Clock
+
+PASS_S, SHARE = 0.1, 0.2
+EARNED_S = PASS_S / 4
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def turns(clock):
+    """The engine has just ended a pass."""
+    turns = Turns(SHARE, clock)
+    compute(turns, clock)
+    return turns
+
+
+def compute(turns, clock, seconds=PASS_S):
+    """A pass."""
+    with turns:
+        clock.now += seconds
+
+
+def train(turns, clock, seconds):
+    """A piece."""
+    assert turns.begin() is not None
+    clock.now += seconds
+    turns.end()
+
+
+class Engine(threading.Thread):
+    """Wants to compute a pass."""
+
+    def __init__(self, turns):
+        super().__init__(daemon=True)
+        self.turns, self.inside, self.leave = turns, threading.Event(), threading.Event()
+        self.start()
+
+    def run(self):
+        with self.turns:
+            self.inside.set()
+            assert self.leave.wait(30)
+
+    def end(self):
+        assert self.inside.wait(30)
+        self.leave.set()
+        self.join(30)
+
+
+def wanted(turns):
+    """Returns when the engine waits to begin."""
+    with turns._changed:
+        assert turns._changed.wait_for(lambda: turns._wanted, 30)
+
+
+def test_who_serves_nobody_is_not_heeded(clock):
+    turns = Turns(SHARE, clock)
+    assert not turns.are_taken()
+    assert turns.begin() == math.inf
+    turns.end()
+    compute(turns, clock)
+    assert turns.are_taken()
+    clock.now += 5
+    assert not turns.are_taken()
+
+
+def test_with_the_whole_share_neither_heeds_the_other(clock):
+    turns = Turns(1.0, clock)
+    with turns:
+        assert not turns.are_taken()
+        assert turns.begin() == math.inf
+    with turns:
+        turns.end()
+
+
+def test_no_piece_begins_within_a_pass_and_who_was_refused_is_called(turns):
+    called = []
+    turns.on_free = lambda: called.append(True)
+    with turns:
+        assert turns.begin() is None
+        assert not called
+    assert called
+    assert turns.begin() is not None
+
+
+def test_a_pass_that_fails_is_over_all_the_same(turns):
+    with pytest.raises(ZeroDivisionError), turns:
+        1 / 0  # noqa: B018
+    assert turns.begin() is not None
+
+
+def test_a_piece_may_take_what_a_pass_has_earned(turns, clock):
+    assert turns.begin() == pytest.approx(EARNED_S)
+    turns.end()
+    compute(turns, clock, 50 * PASS_S)  # a long prompt: chats that follow are not to wait longer for it
+    assert turns.begin() == pytest.approx(EARNED_S * 1.1)
+    turns.end()
+    compute(turns, clock, PASS_S / 2)
+    assert turns.begin() == pytest.approx(EARNED_S / 2)
+
+
+def test_the_engine_waits_for_the_piece_that_runs(turns):
+    assert turns.begin() is not None
+    engine = Engine(turns)
+    wanted(turns)
+    assert not engine.inside.is_set()
+    turns.end()
+    engine.end()
+
+
+def test_training_that_was_refused_goes_first_once(turns, clock):
+    with turns:
+        clock.now += 1e3  # what is earned is waited for in real time: long enough not to see the end of
+        turns._pace_s = 1e3
+        assert turns.begin() is None
+    engine = Engine(turns)
+    wanted(turns)
+    assert not engine.inside.is_set()
+    train(turns, clock, 1e3)
+    assert turns.begin() is None, "it has had its share"
+    engine.end()
+    assert turns.begin() is not None
+
+
+def test_the_engine_does_not_wait_for_training_that_never_comes(turns, clock):
+    with turns:
+        clock.now += PASS_S
+        assert turns.begin() is None
+    Engine(turns).end()
+
+
+def test_who_gives_up_is_not_waited_for(turns):
+    with turns:
+        assert turns.begin() is None
+        turns._pace_s = 1e6
+    turns._credit_s = 1e6
+    turns.give_up()
+    Engine(turns).end()
+
+
+def test_pieces_follow_each_other_while_the_engine_wants_nothing(turns, clock):
+    for _ in range(5):
+        train(turns, clock, EARNED_S)
+
+
+def test_a_policy_of_the_gpu_hears_until_when_a_pass_goes_on(turns, clock):
+    with turns:
+        assert turns.busy_until() == pytest.approx(clock.now + PASS_S)
+    assert turns.busy_until() == clock.now
+    clock.now += 5
+    assert turns.busy_until() is None
