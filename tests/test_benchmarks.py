@@ -20,6 +20,7 @@ from benchmarks import (
     mixed,
     plots,
     policies,
+    queueing,
     serving,
     sharing,
     small_and_large,
@@ -72,6 +73,12 @@ def test_serving_gives_the_answers_of_peft(tmp_path):
     figures = serving.run(tiny=True, repetitions=1, folder=tmp_path)
     assert set(figures["equal_answers"].values()) == {8}
     assert (tmp_path / "serving-tiny.json").is_file()
+
+
+def test_queueing_answers_everybody_and_tells_what_each_took(tmp_path):
+    figures = queueing.run(tiny=True, repetitions=1, folder=tmp_path)
+    assert figures["request_s"].keys() == figures["host_pass_s"].keys() == {"4", "8", "16"}
+    assert (tmp_path / "queueing-tiny.json").is_file()
 
 
 @pytest.mark.skipif(
