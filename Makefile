@@ -59,12 +59,13 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own package
 plots: $(READY)  ## pictures of what gpubench wrote, on any machine
 	$(BIN)/python -m benchmarks.plots
 
-bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 40 minutes on 2 cores
+bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 cores
 	$(BIN)/python -m benchmarks.policies
 	$(BIN)/python -m benchmarks.independence
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.beside_training
+	$(BIN)/python -m benchmarks.queueing
 
 soak: $(READY)  ## long proofs: faults by the thousand
 	$(BIN)/pytest -m slow

@@ -1,13 +1,14 @@
 """How fast are many adapters served on a CPU, against transformers + PEFT?
 
 32 requests over 8 LoRA adapters (rank 16 on all projections; prompts of 32
-tokens, 32 new ones, greedy) on the embedded default model: by our engine in
-shared passes; by PEFT, one adapter after the other with its four requests as
-a batch; and by PEFT's mixed batches (`adapter_names`). The same requests
-without adapters by our engine and by `generate()` as one batch. All take
-turns; tokens per second are those of whole answers, prompts included.
+tokens, 64 new ones, greedy: answers are longer than questions, as in chats) on
+the embedded default model: by our engine in shared passes; by PEFT, one adapter
+after the other with its four requests as a batch; and by PEFT's mixed batches
+(`adapter_names`). The same requests without adapters by our engine and by
+`generate()` as one batch. All take turns; tokens per second are those of whole
+answers, prompts included.
 
-    python -m benchmarks.serving           # about 6 minutes on 2 cores
+    python -m benchmarks.serving           # about 15 minutes on 2 cores
     python -m benchmarks.serving --tiny    # seconds, for the tests
 """
 
@@ -120,7 +121,7 @@ def run(*, tiny: bool, repetitions: int, folder: Path = FOLDER) -> dict[str, Any
     console = Console(width=140)
     plan = {"requests": 8, "adapters": 4, "prompt": 5, "new": 4, "rank": 4}
     if not tiny:
-        plan = {"requests": 32, "adapters": 8, "prompt": 32, "new": 32, "rank": 16}
+        plan = {"requests": 32, "adapters": 8, "prompt": 32, "new": 64, "rank": 16}
     with tempfile.TemporaryDirectory() as place:
         ways = Ways(tiny_model() if tiny else default_model(), Path(place), **plan)
         named: dict[str, Callable[[], list[list[int]]]] = {

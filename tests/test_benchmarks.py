@@ -21,6 +21,7 @@ from benchmarks import (
     mixed,
     plots,
     policies,
+    queueing,
     serving,
     sharing,
     small_and_large,
@@ -80,6 +81,12 @@ def test_answers_beside_training_are_measured(tmp_path):
     assert figures["ratios"].keys() == {"1 at a time", "2 at a time"}
     assert all(rate > 0 for rate in figures["training_rows_per_s"].values())
     assert (tmp_path / "beside-training-tiny.json").is_file()
+
+
+def test_queueing_answers_everybody_and_tells_what_each_took(tmp_path):
+    figures = queueing.run(tiny=True, repetitions=1, folder=tmp_path)
+    assert figures["request_s"].keys() == figures["host_pass_s"].keys() == {"4", "8", "16"}
+    assert (tmp_path / "queueing-tiny.json").is_file()
 
 
 @pytest.mark.skipif(

@@ -87,17 +87,18 @@ class KeyValues:
             values.index_copy_(0, slots, given.values_LTKD[layer].to(values.dtype))
         heads, _, width = q_HRD.shape
         groups = heads // keys.shape[1]
+        q_RHD = q_HRD.transpose(0, 1)
+        if now.single is not None:
+            q_BHD = q_RHD[now.single] if now.several else q_RHD
+            q = q_BHD.reshape(len(q_BHD), keys.shape[1], groups, width)
+            k, v = now.gathered(keys), now.gathered(values)
+            bias_B11T = now.bias(window, q_HRD.dtype)
+            found = _attend(q, k.transpose(1, 2), v.transpose(1, 2), bias_B11T, scale, cap).reshape(len(q), heads, -1)
+            if not now.several:
+                return found
         out_RHD = torch.empty(q_HRD.shape[1], heads, v_KRD.shape[-1], dtype=q_HRD.dtype, device=q_HRD.device)
         if now.single is not None:
-            rows, (slots_BT, bias_B1T) = now.single, now.table(window, q_HRD.dtype)
-            count = len(rows)
-            q = q_HRD.transpose(0, 1)[rows].view(count, keys.shape[1], groups, width)
-            k, v = (memory.index_select(0, slots_BT.view(-1)).view(count, -1, *memory.shape[1:]) for memory in (keys, values))
-            if now.beyond_BT11 is not None:  # what is there is another's, and may be no number: a bias of -inf is not enough
-                k.masked_fill_(now.beyond_BT11, 0.0)
-                v.masked_fill_(now.beyond_BT11, 0.0)
-            found = _attend(q, k.transpose(1, 2), v.transpose(1, 2), bias_B1T[:, None], scale, cap)
-            out_RHD[rows] = found.reshape(count, heads, -1)
+            out_RHD[now.single] = found
         for several in now.several:
             end = several.start + several.count
             q = q_HRD[:, several.start : end].reshape(1, keys.shape[1], groups * several.count, width)
@@ -159,29 +160,34 @@ class _Pass:
         self.single = torch.tensor([span.start for span in single], device=device) if single else None
         self._places = torch.tensor([span.before for span in single], device=device)
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
-        self.beyond_BT11: Tensor | None = None
-        """Of single rows, the places after the end of their sequences, if any."""
+        self._beyond_BT11: Tensor | None = None  # the places after the end of their sequences, if any
+        self._page_size, self._longest = page_size, 0
         if single:
-            longest = max(span.before for span in single) + 1
-            table = torch.zeros(len(single), -(-longest // page_size), dtype=torch.int64)
-            for row, span in zip(table, single, strict=True):
-                used = min(len(span.pages), len(row))
-                row[:used] = torch.tensor(span.pages[:used])
-            within = torch.arange(page_size)
-            self._slots_BT = (table[:, :, None] * page_size + within).flatten(1)[:, :longest].contiguous().to(device)
+            self._longest = longest = max(span.before for span in single) + 1
+            most = -(-longest // page_size)
+            pages = [[*span.pages[:most], *[0] * (most - len(span.pages))] for span in single]
+            self._pages = torch.tensor(pages, device=device).view(-1)
             if min(span.before for span in single) + 1 < longest:
                 beyond = torch.arange(longest, device=device)[None, :] > self._places[:, None]
-                self.beyond_BT11 = beyond[:, :, None, None]
+                self._beyond_BT11 = beyond[:, :, None, None]
 
-    def table(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Slots of each single row's sequence, [B, T], and its bias, [B, 1, T]."""
+    def gathered(self, memory: Tensor) -> Tensor:
+        """Keys or values of the single rows' sequences, [B, T, K, D]: whole pages, which is half again as fast as slots."""
+        by_page = memory.view(-1, self._page_size * memory[0].numel()).index_select(0, self._pages)
+        found_BTKD = by_page.view(len(self._places), -1, *memory.shape[1:])[:, : self._longest]
+        if self._beyond_BT11 is not None:  # what is there is another's, and may be no number: a bias of -inf is not enough
+            found_BTKD.masked_fill_(self._beyond_BT11, 0.0)
+        return found_BTKD
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Of each single row, [B, 1, 1, T]."""
         if (window, dtype) not in self._biases:
-            other = torch.arange(self._slots_BT.shape[1], device=self._slots_BT.device)[None, :]
+            other = torch.arange(self._longest, device=self._places.device)[None, :]
             allowed = other <= self._places[:, None]
             if window is not None:
                 allowed &= other > self._places[:, None] - window
-            self._biases[window, dtype] = _bias(allowed, dtype)[:, None]
-        return self._slots_BT, self._biases[window, dtype]
+            self._biases[window, dtype] = _bias(allowed, dtype)[:, None, None]
+        return self._biases[window, dtype]
 
 
 class _KernelPass:

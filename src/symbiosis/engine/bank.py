@@ -60,6 +60,8 @@ class Bank:
     def begin(self, segments: Sequence[Segment], logits: Sequence[Segment], counts: tuple[int, int] | None = None) -> None:
         """The segments of the next pass's rows, and of the rows that the head sees. `counts` of these in all, if known."""
         self._rows, self._logits = self._company(segments), self._company(logits)
+        if self._rows is not None:
+            self._rows.count()
         self._counts = counts if segments else None
         self._tiles = self._head_tiles = None
         self._works = {}

@@ -1,12 +1,12 @@
 """What the adapters of a pass do to layers that read the same rows, by plain products.
 
-Weights are never gathered per row. An adapter with many rows is multiplied by
-itself. Adapters with few rows each, which lie next to each other, are a bunch:
-their weights side by side are one matrix, and what a row got from the others'
-is struck out between the two products. Of four that is a little more work and
-a quarter of the calls. Kernels (`kernels.low_rank`) do without.
+Weights are never gathered per row. An adapter is two products with its rows.
+Neighbours with as many rows each are one batched product over their weights,
+stacked: half the time of product by product where rows are few. Stacks are
+copies, so they are made for a company that stays. Kernels (`kernels.low_rank`)
+do without.
 
-R = rows, I / O = input and output width, r = rank, B = ranks of a bunch together.
+R = rows, A = adapters, I / O = input and output width, r = rank, B = ranks of layers side by side.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch.nn import functional as F
 from symbiosis.engine.changes import Loaded, Low, Own, Part, Rows, Scale, Segment
 
 _FEW_ROWS = 16
-_BUNCH = 4  # adapters
-_KEEP = 16  # bunches of one layer: each is as large as its adapters there
+_KEEP = 32  # adapters in the stacks of one layer: a stack is as large as its adapters there
+_PADDED = 2.0  # a stack may be so many times as large as what is in it
+_SETTLED = 4  # passes after which a company is worth stacks
 
 
 class Together:
@@ -58,69 +59,81 @@ class Together:
         return self._waiting.pop(path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """Low-rank changes by a bunch of adapters to layers that read the same rows."""
+_Lows = Sequence[Sequence[Low | None]]  # by layer and adapter
 
-    a_IB: Tensor
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Low-rank changes by several adapters to layers that read the same rows. Whose rank is smaller has zeros there."""
+
+    a_AIB: Tensor
     """Of all layers side by side."""
-    others_RB: Tensor
-    """Of each row, what is another adapter's."""
-    b_BO: tuple[tuple[slice, slice, Tensor], ...]
-    """Of each layer: its columns of the result, its part of B, its weights."""
+    b_ArO: tuple[tuple[int, int, Tensor], ...]
+    """Of each layer that anything is done to: its first column of the result, its first of B, its weights."""
+
+    @staticmethod
+    def of(together: Together, lows: _Lows) -> Stack:
+        a: list[Tensor] = []
+        b: list[tuple[int, int, Tensor]] = []
+        at = column = 0
+        for width, of_layer in zip(together.widths, lows, strict=True):
+            rank = max(_rank(low) for low in of_layer)
+            if rank:
+                like = together.weight_OI
+                a_AIr = like.new_zeros(len(of_layer), like.shape[1], rank)
+                b_ArO = like.new_zeros(len(of_layer), rank, width)
+                for number, low in enumerate(of_layer):
+                    if low is not None:
+                        a_AIr[number, :, : _rank(low)] = low.a_rI.T
+                        b_ArO[number, : _rank(low)] = low.b_Or.T
+                a.append(a_AIr)
+                b.append((column, at, b_ArO))
+                at += rank
+            column += width
+        return Stack(torch.cat(a, dim=2) if len(a) > 1 else a[0], tuple(b))
 
     def add(self, x_RI: Tensor, y_RO: Tensor) -> None:
-        low_RB = (x_RI @ self.a_IB).masked_fill_(self.others_RB, 0.0)
-        for columns, part, b_BO in self.b_BO:
-            y_RO[:, columns].addmm_(low_RB[:, part], b_BO)
+        """The changes, in place. Rows of one adapter behind the other's, as many of each."""
+        count = len(self.a_AIB)
+        x_AmI, y_AmO = (each.view(count, -1, each.shape[1]) for each in (x_RI, y_RO))
+        low_AmB = torch.bmm(x_AmI, self.a_AIB)
+        for column, at, b_ArO in self.b_ArO:
+            _, rank, width = b_ArO.shape
+            y_AmO.narrow(2, column, width).baddbmm_(low_AmB.narrow(2, at, rank), b_ArO)
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    a_IB: Tensor
-    b_BO: tuple[tuple[slice, slice, Tensor], ...]
-    ranks: tuple[tuple[int, ...], ...]
-    """Of each layer that anything is done to: the rank of each adapter."""
+def _rank(low: Low | None) -> int:
+    return 0 if low is None else low.a_rI.shape[0]
+
+
+def _is_dense(lows: _Lows) -> bool:
+    """Whether a stack of these would not be zeros for the most part."""
+    real = sum(_rank(low) for of_layer in lows for low in of_layer)
+    return 0 < sum(len(of_layer) * max(map(_rank, of_layer)) for of_layer in lows) <= _PADDED * real
 
 
 class Stacks:
-    """Weights of bunches, kept while the same adapters are at work on the same layers."""
+    """Those at hand, the latest of each layer."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, ...], OrderedDict[tuple[Loaded, ...], _Weights]] = {}
+        self._kept: dict[tuple[str, ...], OrderedDict[tuple[Loaded, ...], Stack]] = {}
 
-    def of(self, together: Together, adapters: tuple[Loaded, ...], lows: Sequence[Sequence[Low | None]]) -> _Weights:
-        """`lows` by layer and adapter."""
+    def of(self, together: Together, adapters: tuple[Loaded, ...], lows: _Lows, *, make: bool) -> Stack | None:
+        """The stack of these adapters; None if there is none and none is to be made."""
         kept = self._kept.setdefault(together.paths, OrderedDict())
-        weights = kept.get(adapters)
-        if weights is None:
-            weights = kept[adapters] = _weights(together, lows)
-            if len(kept) > _KEEP:
+        stack = kept.get(adapters)
+        if stack is None and make:
+            while kept and sum(map(len, kept)) + len(adapters) > _KEEP:
                 kept.popitem(last=False)
-        kept.move_to_end(adapters)
-        return weights
+            stack = kept[adapters] = Stack.of(together, lows)
+        if stack is not None:
+            kept.move_to_end(adapters)
+        return stack
 
     def forget(self, adapter: Loaded) -> None:
         for kept in self._kept.values():
             for key in [key for key in kept if adapter in key]:
                 del kept[key]
-
-
-def _weights(together: Together, lows: Sequence[Sequence[Low | None]]) -> _Weights:
-    a: list[Tensor] = []
-    b: list[tuple[slice, slice, Tensor]] = []
-    ranks: list[tuple[int, ...]] = []
-    at = column = 0
-    for width, of_layer in zip(together.widths, lows, strict=True):
-        real = [low for low in of_layer if low is not None]
-        if real:
-            size = sum(low.a_rI.shape[0] for low in real)
-            a += [low.a_rI.T for low in real]
-            b.append((slice(column, column + width), slice(at, at + size), torch.cat([low.b_Or.T for low in real])))
-            ranks.append(tuple(0 if low is None else low.a_rI.shape[0] for low in of_layer))
-            at += size
-        column += width
-    return _Weights(torch.cat(a, dim=1), tuple(b), tuple(ranks))
 
 
 class Company:
@@ -129,31 +142,33 @@ class Company:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
         self.effects: dict[tuple[str, ...], Effect] = {}
-        self.bunches = _bunches(segments)
-        self._others: dict[tuple[object, ...], Tensor] = {}
+        self.runs = _runs(segments)
+        self._passes = 0
 
-    def others(self, bunch: Sequence[Segment], weights: _Weights) -> Tensor:
-        """Of each row of a bunch, the columns that are another adapter's. Mostly the same for all layers."""
-        key = (bunch[0].start, weights.ranks)
-        if key not in self._others:
-            owners = [number for ranks in weights.ranks for number, rank in enumerate(ranks) for _ in range(rank)]
-            mine = [number for number, segment in enumerate(bunch) for _ in range(segment.end - segment.start)]
-            device = weights.a_IB.device
-            self._others[key] = torch.tensor(mine, device=device)[:, None] != torch.tensor(owners, device=device)
-        return self._others[key]
+    @property
+    def is_settled(self) -> bool:
+        return self._passes >= _SETTLED
+
+    def count(self) -> None:
+        """One more pass."""
+        self._passes += 1
+        if self._passes == _SETTLED and self.runs:
+            self.effects.clear()
 
 
-def _bunches(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
-    """Adapters with few rows each that lie next to each other."""
+def _runs(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
+    """Neighbours that have few rows, and as many each."""
     found: list[tuple[Segment, ...]] = []
     for segment in segments:
-        if segment.end - segment.start > _FEW_ROWS:
+        count = segment.end - segment.start
+        if count > _FEW_ROWS:
             continue
-        if found and len(found[-1]) < _BUNCH and found[-1][-1].end == segment.start:
+        last = found[-1][-1] if found else None
+        if last is not None and last.end == segment.start and last.end - last.start == count:
             found[-1] = (*found[-1], segment)
         else:
             found.append((segment,))
-    return [bunch for bunch in found if len(bunch) > 1]
+    return [run for run in found if len(run) > 1]
 
 
 _Place = tuple[slice, slice]  # rows and columns of the result
@@ -163,20 +178,19 @@ class Effect:
     """What the adapters of one company do to layers that read the same rows; their results lie side by side."""
 
     def __init__(self, together: Together, company: Company, stacks: Stacks, *, by_table: bool) -> None:
-        self._bunches: list[tuple[slice, _Stack]] = []
-        bunched: set[tuple[int, str]] = set()
-        if not by_table:
-            for bunch in company.bunches:
-                lows = [[_plain(segment.adapter, path) for segment in bunch] for path in together.paths]
-                if sum(low is not None for of_layer in lows for low in of_layer) <= len(together.paths):
-                    continue  # hardly anybody: each by itself
-                weights = stacks.of(together, tuple(segment.adapter for segment in bunch), lows)
-                stack = _Stack(weights.a_IB, company.others(bunch, weights), weights.b_BO)
-                self._bunches.append((slice(bunch[0].start, bunch[-1].end), stack))
-                bunched |= {
+        self._stacks: list[tuple[int, int, Stack]] = []
+        stacked: set[tuple[int, str]] = set()
+        for run in () if by_table else company.runs:
+            lows = [[_plain(segment.adapter, path) for segment in run] for path in together.paths]
+            if not _is_dense(lows):
+                continue
+            stack = stacks.of(together, tuple(segment.adapter for segment in run), lows, make=company.is_settled)
+            if stack is not None:
+                self._stacks.append((run[0].start, run[-1].end - run[0].start, stack))
+                stacked |= {
                     (segment.start, path)
                     for path, of_layer in zip(together.paths, lows, strict=True)
-                    for segment, low in zip(bunch, of_layer, strict=True)
+                    for segment, low in zip(run, of_layer, strict=True)
                     if low is not None
                 }
         found: list[tuple[_Place, Part]] = []
@@ -186,7 +200,7 @@ class Effect:
                 ((slice(s.start, s.end), slice(column, column + width)), part)
                 for s in company.segments
                 for part in s.adapter.parts.get(path, ())
-                if not (by_table and s.adapter.in_table(path)) and (s.start, path) not in bunched
+                if not (by_table and s.adapter.in_table(path)) and (s.start, path) not in stacked
             ]
             column += width
         self.scaled_inputs = [(rows, p.vector) for (rows, _), p in found if isinstance(p, Scale) and p.of_input]
@@ -195,7 +209,7 @@ class Effect:
         self._rows = [(place, p) for place, p in found if isinstance(p, Rows)]
         self._lows = [(place, p) for place, p in found if isinstance(p, Low)]
         self._biases = {(rows.start, columns.start): p.bias_O for (rows, columns), p in self._own}
-        self.is_nothing = not found and not self._bunches
+        self.is_nothing = not found and not self._stacks
 
     def embedded(self, ids_R: Tensor, y_RD: Tensor, scale: Tensor | float) -> None:
         """An embedding's result with every adapter's change, in place. `scale` is what the layer multiplies with."""
@@ -223,11 +237,14 @@ class Effect:
             y_RO[rows, columns] = F.linear(x_RI[rows], own.weight_OI, own.bias_O)
         for (rows, columns), part in self._rows:
             y_RO[rows, columns].index_copy_(1, part.ids, x_RI[rows] @ part.rows_TD.T)
-        for (rows, columns), low in self._lows:
+        for (rows, columns), low in self._lows:  # `narrow` is twice as fast as an index, and there may be hundreds
+            start, count = rows.start, rows.stop - rows.start
+            column, width = columns.start, columns.stop - columns.start
             bias = None if own_bias is None else own_bias[columns]
-            _change(x_RI[rows], y_RO[rows, columns], low, self._biases.get((rows.start, columns.start), bias))
-        for rows, stack in self._bunches:
-            stack.add(x_RI[rows], y_RO[rows])
+            bias = self._biases.get((start, column), bias)
+            _change(x_RI.narrow(0, start, count), y_RO.narrow(0, start, count).narrow(1, column, width), low, bias)
+        for start, count, stack in self._stacks:
+            stack.add(x_RI.narrow(0, start, count), y_RO.narrow(0, start, count))
         for place, vector in self._scaled:
             y_RO[place] *= vector
 

@@ -516,8 +516,11 @@ class Scheduler:
         return True
 
     def _ordered(self, chunks: list[Chunk]) -> tuple[Chunk, ...]:
-        """Adapter by adapter; decoding comes first in each, as it did before."""
-        groups: dict[str, list[Chunk]] = {"": []}
+        """Adapter by adapter, those with as many rows next to each other; decoding comes first in each, as it did before."""
+        groups: dict[str, list[Chunk]] = {}
         for chunk in chunks:
             groups.setdefault(chunk.sequence.adapter, []).append(chunk)
-        return tuple(chunk for group in groups.values() for chunk in group)
+        base = groups.pop("", [])
+        rows = {adapter: sum(chunk.count for chunk in group) for adapter, group in groups.items()}
+        order = sorted(groups, key=lambda adapter: (rows[adapter], adapter))
+        return (*base, *(chunk for adapter in order for chunk in groups[adapter]))
