@@ -75,5 +75,3 @@ class Trained:
             with torch.no_grad():
                 found["prompt_embeddings"] = self.virtual.stored().to("cpu", copy=True).contiguous()
         return found
-
-

@@ -49,7 +49,7 @@ def attend(
     """What each row reads from its sequence, [H, R, D], under autograd."""
     sizes = [span.rows for span in spans]
     found: list[Tensor] = []
-    for span, q, k, v in zip(spans, *(x.split(sizes, dim=1) for x in (q_HRD, k_KRD, v_KRD)), strict=True):
+    for span, q, k, v in zip(spans, *(torch.split(x, sizes, 1) for x in (q_HRD, k_KRD, v_KRD)), strict=True):
         before = 0
         if span.prefix_L2HTD is not None:
             front = span.prefix_L2HTD[layer].to(k.dtype)

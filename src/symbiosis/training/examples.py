@@ -40,9 +40,7 @@ def check(examples: Sequence[Example], *, vocabulary: int, longest: int, most: i
         strange = [token for token in example.ids if not _is_token(token, vocabulary)]
         strange += [label for label in example.labels if label != IGNORED and not _is_token(label, vocabulary)]
         if strange:
-            raise OutOfRange(
-                f"example {number} has the token {strange[0]!r}", field="batch", expected=f"0 to {vocabulary - 1}"
-            )
+            raise OutOfRange(f"example {number} has the token {strange[0]!r}", field="batch", expected=f"0 to {vocabulary - 1}")
 
 
 def _is_token(value: object, vocabulary: int) -> bool:

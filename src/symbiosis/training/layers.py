@@ -32,15 +32,15 @@ class AdaptedLinear(nn.Module):
             return plain
         rows = x.reshape(-1, x.shape[-1])
         if any(isinstance(part, Scale) and part.of_input for part in acts.parts):
-            pieces = zip(acts.parts, rows.split(acts.sizes), strict=True)
+            pieces = zip(acts.parts, torch.split(rows, acts.sizes), strict=True)
             rows = torch.cat([p.scaled(x) if isinstance(p, Scale) and p.of_input else x for p, x in pieces])
         result: Tensor = super().forward(rows)
         if any(isinstance(part, LowRank) or (isinstance(part, Scale) and not part.of_input) for part in acts.parts):
             changed: list[Tensor] = []
-            seen, given = rows.split(acts.sizes), result.split(acts.sizes)
+            seen, given = torch.split(rows, acts.sizes), torch.split(result, acts.sizes)
             for part, drop, x_RI, y_RO in zip(acts.parts, acts.drops, seen, given, strict=True):
                 if isinstance(part, LowRank):
-                    changed.append(part.after(x_RI, y_RO, self, drop))  # type: ignore[arg-type]
+                    changed.append(part.after(x_RI, y_RO, self, drop))
                 else:
                     changed.append(part.scaled(y_RO) if part is not None and not part.of_input else y_RO)
             result = torch.cat(changed)

@@ -40,6 +40,9 @@ _NAME = "default"
 _ROOT = "base_model.model."
 _seeding = threading.Lock()  # torch has one stream of random numbers for all threads
 
+_SIZES = ("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules", "encoder_hidden_size")
+"""What PEFT fills into a config of virtual tokens from the model."""
+_MAX_ENCODER = 8192
 _STARTS = (None, True, False, "gaussian", "orthogonal")
 _PLAIN = {
     Method.LORA: {"peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias"}
@@ -47,6 +50,7 @@ _PLAIN = {
     Method.IA3: {"peft_type", "task_type", "init_ia3_weights", "fan_in_fan_out"},
 }
 """What PEFT may read of a stranger's config as it is; names and patterns are resolved, the rest has its default."""
+_VIRTUAL = {"num_virtual_tokens", *_SIZES, "task_type", "prefix_projection", "init_weights", "prompt_tuning_init"}
 
 
 class Maker:
@@ -58,7 +62,7 @@ class Maker:
 
     def make(self, asked: PeftConfig | Mapping[str, Any], *, seed: int) -> Trained:
         """Raises `BadAdapter` or `UnsupportedAdapter`, naming the key of the config."""
-        raw = self._completed(_as_written(asked))
+        raw = {**self._completed(_as_written(asked)), "task_type": "CAUSAL_LM"}
         settings = parse(raw, self._limits)
         _refuse(raw, settings)
         config = self._exact(raw, settings)
@@ -73,7 +77,9 @@ class Maker:
             )
         parts = dict(_parts(made))
         if set(parts) != set(settings.targets.paths(self.facts)):
-            raise UnsupportedAdapter(f"{CONFIG}: PEFT adapts other modules than target_modules names: {shown(sorted(parts)[:3])}")
+            raise UnsupportedAdapter(
+                f"{CONFIG}: PEFT adapts other modules than target_modules names: {shown(sorted(parts)[:3])}"
+            )
         by_memory = {p.data_ptr(): name for name, p in parameters.items()}
         stored = get_peft_model_state_dict(made, save_embedding_layers=False)
         files = {file: by_memory[tensor.data_ptr()] for file, tensor in stored.items()}
@@ -92,15 +98,15 @@ class Maker:
             inner = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(kind)
             return {**raw, "target_modules": known, "feedforward_modules": inner}
         if method in (Method.PREFIX_TUNING, Method.PROMPT_TUNING, Method.P_TUNING):
-            config = _built(method, {**raw, "task_type": "CAUSAL_LM"})
-            filled = _prepare_prompt_learning_config(config, self._model.config)
-            return _as_written(filled)
+            bare = _built(method, {"num_virtual_tokens": 1, "task_type": "CAUSAL_LM"})
+            usual = _as_written(_prepare_prompt_learning_config(bare, self._model.config))
+            return {**raw, **{key: usual[key] for key in _SIZES if raw.get(key) is None and key in usual}}
         return raw
 
     def _exact(self, raw: dict[str, Any], settings: Settings) -> PeftConfig:
         """A config for PEFT that means the same and has no expressions in it."""
         if isinstance(settings, PromptSettings):
-            return _built(settings.method, raw)
+            return _built(settings.method, {key: value for key, value in raw.items() if key in _VIRTUAL})
         method = Method.LORA if isinstance(settings, LoraSettings) else Method.IA3
         paths = list(settings.targets.paths(self.facts))
         if not paths:
@@ -108,9 +114,11 @@ class Maker:
         for path in paths:
             module = self._model.get_submodule(path)
             if type(module) not in (nn.Linear, Conv1D):
-                raise UnsupportedAdapter(f"{CONFIG}: target_modules names {path}, a {type(module).__name__}: linear layers are trained")
+                raise UnsupportedAdapter(
+                    f"{CONFIG}: target_modules names {path}, a {type(module).__name__}: linear layers are trained"
+                )
         plain = {key: value for key, value in raw.items() if key in _PLAIN[method]}
-        plain |= {"task_type": "CAUSAL_LM", "target_modules": paths}
+        plain["target_modules"] = paths
         if isinstance(settings, Ia3Settings):
             inner = [path for path in paths if settings.feedforward.ends(path)]
             return _built(method, {**plain, "feedforward_modules": inner})
@@ -150,13 +158,19 @@ def _refuse(raw: Mapping[str, Any], settings: Settings) -> None:
     if isinstance(settings, LoraSettings):
         start = raw.get("init_lora_weights")
         if start not in _STARTS:
-            raise UnsupportedAdapter(f"{CONFIG}: init_lora_weights {shown(start)} is not trained here; take one of {_STARTS[1:]}")
+            raise UnsupportedAdapter(
+                f"{CONFIG}: init_lora_weights {shown(start)} is not trained here; take one of {_STARTS[1:]}"
+            )
         rate = raw.get("lora_dropout") or 0.0
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
             raise BadAdapter(f"{CONFIG}: lora_dropout is {shown(rate)}, expected a number from 0 to below 1")
         wanted |= {"trainable_token_indices": settings.tokens, "bias": None if settings.bias == "none" else settings.bias}
-    elif isinstance(settings, PromptSettings) and raw.get("prompt_tuning_init") == "TEXT":
-        wanted["prompt_tuning_init"] = "TEXT"
+    elif isinstance(settings, PromptSettings):
+        width, lstm = raw.get("encoder_hidden_size"), raw.get("encoder_reparameterization_type") == "LSTM"
+        if width is not None and (type(width) is not int or not 1 <= width <= _MAX_ENCODER):
+            raise BadAdapter(f"{CONFIG}: encoder_hidden_size is {shown(width)}, expected 1 to {_MAX_ENCODER}")
+        wanted["prompt_tuning_init"] = "TEXT" if raw.get("prompt_tuning_init") == "TEXT" else None
+        wanted["encoder_reparameterization_type"] = "LSTM" if lstm else None
     for key, value in wanted.items():
         if value:
             raise UnsupportedAdapter(f"{CONFIG} sets {key} to {shown(value)}, which is served but not trained here")
@@ -174,7 +188,7 @@ def _kept(raw: Mapping[str, Any], used: PeftConfig) -> str:
     keys = {**used.to_dict(), **{key: value for key, value in raw.items() if value is not None}}
     if isinstance(raw.get("target_modules"), str) and raw["target_modules"].lower() == "all-linear":
         keys["target_modules"] = used.target_modules
-    keys |= {"inference_mode": True, "base_model_name_or_path": used.base_model_name_or_path, "task_type": used.task_type}
+    keys |= {"inference_mode": True, "base_model_name_or_path": used.base_model_name_or_path}
     keys |= {key: raw.get(key, keys[key]) for key in ("rank_pattern", "alpha_pattern") if key in keys}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in keys.items()}
     return json.dumps(plain, indent=2, sort_keys=True)
@@ -186,13 +200,16 @@ def _parts(made: PeftModel) -> Iterator[tuple[str, Part]]:
         if isinstance(module, LoraLayer):
             rate = getattr(module.lora_dropout[_NAME], "p", 0.0)
             magnitude = module.lora_magnitude_vector
-            yield path, LowRank(
-                module.lora_A[_NAME].weight,
-                module.lora_B[_NAME].weight,
-                float(module.scaling[_NAME]),
-                dropout=float(rate),
-                magnitude_O=magnitude[_NAME].weight if _NAME in magnitude else None,
-                bias_O=module.lora_B[_NAME].bias,
+            yield (
+                path,
+                LowRank(
+                    module.lora_A[_NAME].weight,
+                    module.lora_B[_NAME].weight,
+                    float(module.scaling[_NAME]),
+                    dropout=float(rate),
+                    magnitude_O=magnitude[_NAME].weight if _NAME in magnitude else None,
+                    bias_O=module.lora_B[_NAME].bias,
+                ),
             )
         elif isinstance(module, IA3Layer):
             yield path, Scale(module.ia3_l[_NAME], of_input=module.is_feedforward)

@@ -109,9 +109,7 @@ class PackedModel:
             if pack.embeds:
                 rows = self._model.get_input_embeddings()(inputs.pop("input_ids"))[0]
                 inputs["inputs_embeds"] = _with_given(rows, pack.embeds)[None]
-            output = self._model(
-                **inputs, position_ids=pack.places_R[None], use_cache=False, logits_to_keep=pack.wanted_N
-            )
+            output = self._model(**inputs, position_ids=pack.places_R[None], use_cache=False, logits_to_keep=pack.wanted_N)
         logits: Tensor = output.logits[0]
         return logits
 
