@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 from symbiosis.errors import OutOfRange
 from symbiosis.training.calls import Loss, Step
@@ -31,6 +32,24 @@ class Done:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step that was asked for."""
+
+    losses: list[Future[Loss]]
+    stepped: Future[Step]
+    saved: Future[None] | None
+    learning_rate: float
+
+    def done(self, total: int) -> Done:
+        """Waits for its answers."""
+        losses, step = [future.result() for future in self.losses], self.stepped.result()
+        if self.saved is not None:
+            self.saved.result()
+        loss, tokens = sum(each.loss for each in losses), sum(each.tokens for each in losses)
+        return Done(step.number, total, loss, self.learning_rate, step.gradient_norm, tokens)
+
+
 def run(
     session: Session,
     data: Sequence[Example],
@@ -38,25 +57,26 @@ def run(
     *,
     after: int = 0,
     on_step: Callable[[Done], None] | None = None,
+    checkpoint: Callable[[int], Path | None] | None = None,
     stop: threading.Event | None = None,
 ) -> Done | None:
     """Train until the recipe's end, or until `stop` is set; returns the last step, None if there was none.
 
-    `after` steps have been done before, and the session was loaded from where they ended. Raises what ends the session.
+    `checkpoint` is asked after which steps to save the session, and where. `after` steps have been done before, and
+    the session was loaded from where they ended. Raises what ends the session.
     """
     if not data:
         raise OutOfRange("there is nothing to learn from", field="data", expected="one example at least")
     total = recipe.total(len(data))
-    under_way: deque[tuple[list[Future[Loss]], Future[Step], float]] = deque()
+    under_way: deque[_UnderWay] = deque()
     last: Done | None = None
     step = after
 
     def finish() -> Done:
-        losses, stepped, rate = under_way.popleft()
-        answers = [future.result() for future in losses]
-        answer = stepped.result()
-        tokens = sum(each.tokens for each in answers)
-        return Done(answer.number, total, sum(each.loss for each in answers), rate, answer.gradient_norm, tokens)
+        done = under_way.popleft().done(total)
+        if on_step is not None:
+            on_step(done)
+        return done
 
     for batches in recipe.batches(len(data), after=after):
         if stop is not None and stop.is_set():
@@ -65,14 +85,13 @@ def run(
         items = sum(example.labelled for batch in chosen for example in batch)
         settings = recipe.settings(step, total)
         losses = [session.forward_backward(batch, items=items) for batch in chosen]
-        under_way.append((losses, session.optim_step(settings), settings.learning_rate))
+        stepped = session.optim_step(settings)
         step += 1
+        folder = checkpoint(step) if checkpoint is not None else None
+        saved = session.save(folder, optimizer=True) if folder is not None else None
+        under_way.append(_UnderWay(losses, stepped, saved, settings.learning_rate))
         if len(under_way) >= _AHEAD:
             last = finish()
-            if on_step is not None:
-                on_step(last)
     while under_way:
         last = finish()
-        if on_step is not None:
-            on_step(last)
     return last

@@ -32,7 +32,7 @@ class StepSettings:
 
     def __post_init__(self) -> None:
         ranges = {
-            "learning_rate": (0.0, 1e3),
+            "learning_rate": (0.0, 1e30),
             "max_grad_norm": (0.0, 1e9),
             "weight_decay": (0.0, 1e3),
             "adam_beta1": (0.0, 0.9999999),
