@@ -26,13 +26,15 @@ NAME = "symbiosis_packed"
 
 
 def use_packed_attention(model: PreTrainedModel, stage: Stage) -> None:
-    """Let every attention module of this model find its sequences on the stage."""
+    """Let every attention module of this model find its sequences on the stage. Raises `CannotTrain`."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, no_mask)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             object.__setattr__(module, "symbiosis_stage", stage)
     model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:  # it would keep sequences apart by a mask, if at all
+        raise CannotTrain(f"{type(model).__name__} does not let its attention be chosen: it cannot be packed")
 
 
 def attend(

@@ -34,6 +34,7 @@ class Fairness:
         """When a session was served last."""
         self._turn = 0
         self._least = 0.0
+        """The least counter of those who waited last, after that pass."""
 
     def counter(self, tenant: str) -> float:
         """What was computed for a tenant, by weight; what it would be lifted to if it is not known."""
@@ -54,7 +55,6 @@ class Fairness:
             return {}
         heap = [(self.counter(tenant), tenant) for tenant in queues]
         heapq.heapify(heap)
-        self._least = heap[0][0]
         picked: dict[str, int] = {}
         left = max_rows
         while heap and left > 0:
@@ -75,4 +75,5 @@ class Fairness:
                 queue.append((candidate, at + 1))
             if queue:
                 heapq.heappush(heap, (self._counters[tenant], tenant))
+        self._least = min(map(self.counter, queues))
         return picked

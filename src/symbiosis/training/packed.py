@@ -47,24 +47,39 @@ class PackedModel:
         """Raises `CannotTrain` if the model computes something else when its sequences lie behind each other."""
         self._model = frozen_copy(model).eval()
         self._stage = Stage()
-        ids = torch.arange(12, device=model.device).remainder(model.config.get_text_config().vocab_size)
-        with torch.no_grad():
-            expected = self._model(input_ids=ids[None], use_cache=False).logits[0]
-            use_packed_attention(self._model, self._stage)
-            adapt(self._model, self._stage)
-            found = self._probe(ids.tolist())
-        room = _TOLERANCE.get(model.dtype, _COARSE) * float(expected.abs().max())
-        if found.shape != expected.shape or not torch.allclose(found.float(), expected.float(), rtol=0, atol=room):
-            raise CannotTrain(
-                f"{type(model).__name__} computes something else when its sequences lie behind each other: "
-                "its fine-tuning cannot be packed"
-            )
+        try:
+            self._prepare()
+        except CannotTrain:
+            raise
+        except Exception as error:  # a model's code may raise anything; all means the same to the caller
+            raise CannotTrain(f"{type(model).__name__} does not run on packed rows: {type(error).__name__}: {error}") from error
 
-    def _probe(self, ids: list[int]) -> Tensor:
-        """The logits of a sequence between two others."""
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        model, name = self._model, type(self._model).__name__
+        ids = torch.arange(12, device=model.device).remainder(model.config.get_text_config().vocab_size)
+        expected = model(input_ids=ids[None], use_cache=False).logits[0]
+        use_packed_attention(model, self._stage)
+        adapt(model, self._stage)
+        room = _TOLERANCE.get(model.dtype, _COARSE) * float(expected.abs().max())
+
+        def is_right(found: Tensor) -> bool:
+            return found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=0, atol=room)
+
+        if not is_right(self._probe(ids.tolist())):
+            raise CannotTrain(f"{name} computes something else when its sequences lie behind each other: it cannot be packed")
+        if not is_right(self._probe(ids.tolist(), beside=math.nan)):
+            raise CannotTrain(f"{name} lets one sequence's numbers into another's: it cannot be packed")
+
+    def _probe(self, ids: list[int], beside: float | None = None) -> Tensor:
+        """The logits of a sequence between two others, whose embeddings are all `beside` if it is given."""
         around = Piece(Example((*ids[3:8],), (*ids[3:8],)), 1.0, "")
         middle = Piece(Example((*ids, 0), (-100, *ids)), 1.0, "")  # one token more, so that every row has a label
         pack = Pack([Share(_BARE, (around, middle, around))], self._model.device)
+        if beside is not None:
+            width = self._model.get_input_embeddings().embedding_dim
+            rows = torch.full((5, width), beside, device=self._model.device)
+            pack.embeds += [(0, rows), (5 + len(ids) + 1, rows)]
         before, here, _ = pack.labels_by_piece()[0]
         return self._logits(pack)[before : before + here]
 
