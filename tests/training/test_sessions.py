@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import wait
 
@@ -181,6 +182,24 @@ def test_when_a_pass_fails_only_who_is_at_fault_fails(host, monkeypatch):
         theirs.result(60)
     with pytest.raises(PassFailed):
         bad.forward_backward(examples(5))
+
+
+def test_steps_without_end_hold_up_nobody(host):
+    session, pest, over = host.open("ann", lora()), host.open("bob", lora()), threading.Event()
+
+    def annoy():
+        while not over.is_set():
+            with contextlib.suppress(TooManyRequests):
+                pest.optim_step(STEP)
+
+    thread = threading.Thread(target=annoy)
+    thread.start()
+    try:
+        for _ in range(5):
+            session.forward_backward(examples(5)).result(20)
+    finally:
+        over.set()
+        thread.join()
 
 
 CONFIGS = {

@@ -8,8 +8,6 @@ One call for each sequence: nothing is computed that is thrown away, and no sequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from symbiosis.errors import CannotTrain
 from symbiosis.models.attention import no_mask, refused
-from symbiosis.training.pack import Span
+from symbiosis.training.pack import Pack
 from symbiosis.training.stage import Stage
 
 NAME = "symbiosis_packed"
@@ -41,7 +39,7 @@ def attend(
     q_HRD: Tensor,
     k_KRD: Tensor,
     v_KRD: Tensor,
-    spans: Sequence[Span],
+    pack: Pack,
     *,
     layer: int,
     scale: float,
@@ -49,6 +47,7 @@ def attend(
     cap: float | None,
 ) -> Tensor:
     """What each row reads from its sequence, [H, R, D], under autograd."""
+    spans = pack.spans
     sizes = [span.rows for span in spans]
     found: list[Tensor] = []
     for span, q, k, v in zip(spans, *(torch.split(x, sizes, 1) for x in (q_HRD, k_KRD, v_KRD)), strict=True):
@@ -59,17 +58,23 @@ def attend(
             k, v = torch.cat([front[0], k], dim=1), torch.cat([front[1], v], dim=1)  # noqa: PLW2901
         # a window as long as the sequence is none
         reach = window if window is not None and window < before + span.rows else None
-        found.append(_one(q[None], k[None], v[None], before=before, scale=scale, reach=reach, cap=cap)[0])
+        allowed = None
+        if before or reach is not None or cap is not None:
+            key = (span.rows, before, reach)
+            if key not in pack.masks:
+                pack.masks[key] = _allowed(*key, q.device)
+            allowed = pack.masks[key]
+        found.append(_one(q[None], k[None], v[None], allowed, scale=scale, cap=cap)[0])
     return torch.cat(found, dim=1)
 
 
-def _one(q: Tensor, k: Tensor, v: Tensor, *, before: int, scale: float, reach: int | None, cap: float | None) -> Tensor:
-    """One sequence, [1, H, S, D]."""
-    if cap is None and before == 0 and reach is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    allowed = _allowed(q.shape[2], before, reach, q.device)
-    if cap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+def _one(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *, scale: float, cap: float | None) -> Tensor:
+    """One sequence, [1, H, S, D]; without a mask, it is plainly causal."""
+    if allowed is None or cap is None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=grouped
+        )
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(-1, -2)).float() * scale
@@ -77,7 +82,6 @@ def _one(q: Tensor, k: Tensor, v: Tensor, *, before: int, scale: float, reach: i
     return scores.softmax(-1).to(v.dtype) @ v
 
 
-@lru_cache(maxsize=256)
 def _allowed(rows: int, before: int, reach: int | None, device: torch.device) -> Tensor:
     place = torch.arange(before, before + rows, device=device)[:, None]
     other = torch.arange(before + rows, device=device)[None, :]
@@ -105,7 +109,7 @@ def _attention(
         query[0],
         key[0],
         value[0],
-        stage.pack.spans,
+        stage.pack,
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,

@@ -27,7 +27,7 @@ from symbiosis.training.making import Maker
 from symbiosis.training.pack import Piece, Share
 from symbiosis.training.packed import Outcome, PackedModel
 from symbiosis.training.saving import Progress
-from symbiosis.training.session import Session
+from symbiosis.training.session import Bounds, Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +67,12 @@ class Host:
         self._packed = PackedModel(model)
         self._maker = Maker(model)
         text = model.config.get_text_config()
-        self._vocabulary = int(text.vocab_size)
-        self._longest = min(config.max_rows, int(getattr(text, "max_position_embeddings", None) or config.max_rows))
+        self._bounds = Bounds(
+            vocabulary=int(text.vocab_size),
+            rows=config.max_rows,
+            positions=int(getattr(text, "max_position_embeddings", None) or config.max_rows),
+            examples=config.max_examples,
+        )
         self._changed = threading.Condition()
         self._sessions: dict[str, Session] = {}
         self._fairness = Fairness()
@@ -103,9 +107,7 @@ class Host:
                 made,
                 seed=seed,
                 weight=weight,
-                vocabulary=self._vocabulary,
-                longest=self._longest,
-                most_examples=self.config.max_examples,
+                bounds=self._bounds,
                 line=Line(self.config.max_waiting),
                 submit=self._submit,
                 close=self._close_session,
@@ -183,8 +185,7 @@ class Host:
             others = [(session, call) for session, call in heads if not isinstance(call, ForwardBackward)]
             for session, call in others:
                 self._do(session, call)
-            if not others:  # whoever has just stepped may have a batch for this pass
-                self._pass()
+            self._pass()  # whoever has just stepped may have a batch for it
 
     def _do(self, session: Session, call: Call) -> None:
         if isinstance(call, OptimStep):
@@ -229,7 +230,7 @@ class Host:
         with self._changed:
             waiting = {s.id: s for s in self._sessions.values() if _ready(s)}
             candidates = [Candidate(s.id, s.tenant, s.weight, _rows(s)) for s in waiting.values()]
-            picked = self._fairness.pick(candidates, self.config.max_rows)
+            picked = self._fairness.pick([each for each in candidates if each.rows], self.config.max_rows)
             chosen = [(waiting[id], _next(waiting[id], count)) for id, count in picked.items()]
         if not chosen:
             return
@@ -251,11 +252,9 @@ class Host:
         return [self._computed([share])[0] for share in shares]
 
     def _settle(self, session: Session, calls: list[ForwardBackward], outcome: Outcome | Exception) -> None:
-        if isinstance(outcome, Exception):
-            self._end(session, PassFailed(f"a training pass failed: {type(outcome).__name__}: {outcome}"))
-            return
-        if not outcome.finite:
-            self._end(session, Diverged(f"the loss or its gradient is no number any more (loss {sum(outcome.losses)})"))
+        if isinstance(outcome, Exception) or not outcome.finite:
+            session.optimizer.clear()
+            self._end(session, _failure(outcome))
             return
         session.optimizer.accumulate(outcome.gradients)
         for call, loss in zip(calls, outcome.losses, strict=True):
@@ -263,6 +262,12 @@ class Host:
             if len(call.losses) == len(call.examples):
                 session.progress = Progress(session.progress.steps, session.progress.batches + 1)
                 self._answer(session, call, Loss(sum(call.losses), call.tokens))
+
+
+def _failure(outcome: Outcome | Exception) -> SymbiosisError:
+    if isinstance(outcome, Exception):
+        return PassFailed(f"a training pass failed: {type(outcome).__name__}: {outcome}")
+    return Diverged(f"the loss or its gradient is no number any more (loss {sum(outcome.losses)})")
 
 
 def _ready(session: Session) -> bool:

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from concurrent.futures import Future
 from typing import Any
 
-from symbiosis.errors import OutOfOrder, SymbiosisError, TooManyRequests
+from symbiosis.errors import OutOfOrder, OutOfRange, SymbiosisError, TooManyRequests
 from symbiosis.training.calls import Call
 
 _REMEMBERED = 64
@@ -38,10 +38,12 @@ class Line:
     def put(self, call: Call, number: int | None) -> tuple[int, Future[Any]]:
         """The number of a call and its answer to come; without a number, it is the next.
 
-        Raises `OutOfOrder`, `TooManyRequests`, or what ended the session.
+        Raises `OutOfRange`, `OutOfOrder`, `TooManyRequests`, or what ended the session.
         """
         if number is None:
             number = self._next
+        if type(number) is not int:
+            raise OutOfRange(f"the call's number is {number!r}", field="number", expected="a whole number from 1 on")
         known = self._known.get(number) or self._early.get(number)
         if known is not None:
             if not known.same(call):

@@ -66,8 +66,11 @@ class Maker:
         settings = parse(raw, self._limits)
         _refuse(raw, settings)
         config = self._exact(raw, settings)
-        with _seeded(seed):
-            made = get_peft_model(frozen_copy(self._model), config)
+        try:
+            with _seeded(seed):
+                made = get_peft_model(frozen_copy(self._model), config)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise UnsupportedAdapter(f"PEFT cannot make this adapter: {shown(str(error))}") from error
         written = _kept(raw, made.peft_config[_NAME])
         parameters = {name: p for name, p in made.named_parameters() if p.requires_grad}
         if isinstance(settings, PromptSettings):
@@ -180,12 +183,14 @@ def _built(method: str, raw: Mapping[str, Any]) -> PeftConfig:
     """PEFT's config of checked keys. Unknown ones are off, or `parse` refused them."""
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[method]
     known = {field.name for field in fields(kind) if field.init}
-    return kind(**{key: value for key, value in raw.items() if key in known and key != "peft_type"})
+    known.discard("peft_type")
+    return kind(**{key: value for key, value in raw.items() if key in known and value is not None})
 
 
 def _kept(raw: Mapping[str, Any], used: PeftConfig) -> str:
     """The text of the config beside the adapter: what was asked for, with what PEFT adds when it saves."""
-    keys = {**used.to_dict(), **{key: value for key, value in raw.items() if value is not None}}
+    keys = used.to_dict()
+    keys |= {key: value for key, value in raw.items() if key in keys and value is not None}
     if isinstance(raw.get("target_modules"), str) and raw["target_modules"].lower() == "all-linear":
         keys["target_modules"] = used.target_modules
     keys |= {"inference_mode": True, "base_model_name_or_path": used.base_model_name_or_path}

@@ -100,6 +100,8 @@ class Pack:
         self.places_R = torch.tensor(places, device=device)
         self.wanted_N = torch.tensor(wanted, dtype=torch.int64, device=device)
         self.labels_N = torch.tensor(labels, dtype=torch.int64, device=device)
+        self.masks: dict[tuple[int, int, int | None], Tensor] = {}
+        """What attention has worked out for this pass."""
         self._acts: dict[tuple[str, bool], Acts | None] = {}
 
     def labels_by_piece(self) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +18,18 @@ from symbiosis.training.pack import predicted
 from symbiosis.training.saving import Progress
 
 Submit: TypeAlias = Callable[["Session", Call, int | None], Future[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What a batch may have."""
+
+    vocabulary: int
+    rows: int
+    """Most rows of one example in a pass."""
+    positions: int
+    """Most tokens of one sequence that the model takes, virtual ones included."""
+    examples: int
 
 
 class Session:
@@ -35,9 +48,7 @@ class Session:
         *,
         seed: int,
         weight: float,
-        vocabulary: int,
-        longest: int,
-        most_examples: int,
+        bounds: Bounds,
         line: Line,
         submit: Submit,
         close: Callable[[Session], None],
@@ -48,7 +59,7 @@ class Session:
         self.line = line
         self.busy = False
         """Whether a file of it is read or written: no pass touches it meanwhile."""
-        self._vocabulary, self._longest, self._most_examples = vocabulary, longest, most_examples
+        self._bounds = bounds
         self._submit, self._close = submit, close
 
     def forward_backward(
@@ -60,8 +71,9 @@ class Session:
         that: of several batches before one step, Trainer gives each the labels of all (`num_items_in_batch`).
         """
         examples = tuple(batch)
-        longest = self._longest - self.adapter.rows_of(0)
-        check(examples, vocabulary=self._vocabulary, longest=longest, most=self._most_examples)
+        virtual = self.adapter.virtual.count if self.adapter.virtual else 0
+        longest = min(self._bounds.rows - self.adapter.rows_of(0), self._bounds.positions - virtual)
+        check(examples, vocabulary=self._bounds.vocabulary, longest=longest, most=self._bounds.examples)
         tokens = sum(predicted(self.adapter, example) for example in examples)
         if items is None:
             items = tokens
