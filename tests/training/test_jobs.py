@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import threading
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import set_seed
 
 from symbiosis.errors import Closed, Diverged
@@ -49,10 +52,6 @@ def test_an_adapter_trained_among_seven_others_is_the_one_that_trainer_trains_al
 
 @pytest.mark.parametrize("name", ["rank 8", "DoRA", "IA3", "prefix", "prompt"])
 def test_what_is_saved_is_what_peft_saves(name, eight, tmp_path):
-    import json
-
-    from safetensors.torch import load_file
-
     session, _ = eight[name]
     session.save(tmp_path / "ours").result(60)
     trained_alone(name).model.save_pretrained(tmp_path / "peft")
@@ -71,8 +70,6 @@ def test_what_is_saved_is_what_peft_saves(name, eight, tmp_path):
 
 
 def _plain():
-    import copy
-
     return copy.deepcopy(base())
 
 
@@ -81,13 +78,12 @@ def test_jobs_that_join_and_leave_in_mid_run_change_nothing(host):
     session = start(host, TASKS["rank 2"])
     others = itertools.cycle([task for name, task in TASKS.items() if name != "rank 2"])
     guests = []
-    over = threading.Event()
 
     def visit(task):
         guest = host.open("guest", task.adapter, seed=3)
         guests.append(guest)
         with pytest.raises(Closed):
-            run(guest, task.data(), task.recipe_of(), stop=over)
+            run(guest, task.data(), task.recipe_of())
 
     threads = []
 

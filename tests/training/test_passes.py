@@ -72,6 +72,18 @@ def test_every_method_in_one_pass(name, plain, crowd):
     assert outcomes[name].finite
 
 
+def test_a_model_in_bfloat16_trains_adapters_in_float32():
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(tiny_config(attention_bias=True)).to(torch.bfloat16).eval()
+    maker, data = Maker(model), examples(5, 9)
+    shares = [share(maker.make(config, seed=7), data) for config in METHODS.values()]
+    assert all(p.dtype is torch.float32 for each in shares for p in each.adapter.parameters.values())
+    for config, outcome in zip(METHODS.values(), PackedModel(model).compute(shares), strict=True):
+        _, losses, gradients = by_peft(model, config, data)
+        assert outcome.losses == pytest.approx(losses, rel=1e-2)
+        assert worst(outcome.gradients, gradients) < 0.2
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_architectures(name):
     model, config = BY_NAME[name].model(), LoraConfig(r=4, target_modules=list(BY_NAME[name].targets), init_lora_weights=False)
