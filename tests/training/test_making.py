@@ -6,9 +6,9 @@ import contextlib
 import time
 
 import pytest
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, PrefixTuningConfig
 
-from symbiosis.errors import BadAdapter, UnsupportedAdapter
+from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
 from symbiosis.training.making import Maker
 from tests.training.tasks import base, lora
 
@@ -48,6 +48,8 @@ def test_targets_that_are_not_named_are_pefts_usual(maker):
         ({"r": 4}, BadAdapter),
         ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 1 << 20}, BadAdapter),
         ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3, "token_dim": 64}, UnsupportedAdapter),
+        ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3, "num_layers": 90_000}, UnsupportedAdapter),
+        ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4096, "token_dim": 1 << 20}, UnsupportedAdapter),
         ({"peft_type": "P_TUNING", "num_virtual_tokens": 3, "encoder_hidden_size": 1 << 30}, BadAdapter),
         ({"peft_type": "P_TUNING", "num_virtual_tokens": 3, "encoder_reparameterization_type": "LSTM"}, UnsupportedAdapter),
         (
@@ -66,6 +68,19 @@ def test_targets_that_are_not_named_are_pefts_usual(maker):
 def test_what_cannot_be_trained_is_refused(config, error, maker):
     with pytest.raises(error):
         maker.make(config, seed=1)
+
+
+def test_what_is_too_large_is_refused_before_it_is_made():
+    maker = Maker(base(), max_parameters=10_000)
+    for config in (
+        lora(r=64, target_modules="all-linear"),
+        PrefixTuningConfig(num_virtual_tokens=90, task_type="CAUSAL_LM"),
+        PrefixTuningConfig(num_virtual_tokens=2, prefix_projection=True, encoder_hidden_size=4096, task_type="CAUSAL_LM"),
+    ):
+        with pytest.raises(TooLarge):
+            maker.make(config, seed=1)
+    made = maker.make(lora(r=4), seed=1)
+    assert sum(p.numel() for p in made.parameters.values()) <= 10_000
 
 
 def test_an_expression_that_takes_for_ever_does_not(maker):

@@ -86,21 +86,17 @@ class Host:
     def open(self, tenant: str, adapter: PeftConfig | Mapping[str, Any], *, seed: int = 42, weight: float = 1.0) -> Session:
         """A new session. Its adapter starts as PEFT's `get_peft_model` after `set_seed(seed)` would.
 
-        Raises `BadAdapter`, `UnsupportedAdapter`, `OutOfRange`, `TooManyRequests` or `Closed`.
+        Raises `BadAdapter`, `UnsupportedAdapter`, `TooLarge`, `OutOfRange`, `TooManyRequests` or `Closed`.
         """
-        if isinstance(weight, bool) or not 0.001 <= weight <= 1000:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.001 <= weight <= 1000:
             raise OutOfRange(f"weight is {weight!r}", field="weight", expected="0.001 to 1000")
         if type(seed) is not int or not 0 <= seed < 1 << 63:
             raise OutOfRange(f"seed is {seed!r}", field="seed", expected="a whole number from 0 on")
+        with self._changed:
+            self._admit(tenant)
         made = self._maker.make(adapter, seed=seed)
         with self._changed:
-            if self._closing:
-                raise Closed("this host is closed")
-            mine = sum(session.tenant == tenant for session in self._sessions.values())
-            if len(self._sessions) >= self.config.max_sessions or mine >= self.config.tenant_sessions:
-                raise TooManyRequests(
-                    f"{len(self._sessions)} training sessions are open, {mine} of this tenant: close one first"
-                )
+            self._admit(tenant)
             session = Session(
                 f"session-{next(self._ids)}",
                 tenant,
@@ -114,6 +110,13 @@ class Host:
             )
             self._sessions[session.id] = session
         return session
+
+    def _admit(self, tenant: str) -> None:
+        if self._closing:
+            raise Closed("this host is closed")
+        mine = sum(session.tenant == tenant for session in self._sessions.values())
+        if len(self._sessions) >= self.config.max_sessions or mine >= self.config.tenant_sessions:
+            raise TooManyRequests(f"{len(self._sessions)} training sessions are open, {mine} of this tenant: close one first")
 
     def close(self) -> None:
         """Stop after the pass that runs. What waits ends in `Closed`."""

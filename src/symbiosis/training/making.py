@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, Method, PromptSettings, Settings, parse
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.files import CONFIG, Limits, shown
-from symbiosis.errors import BadAdapter, UnsupportedAdapter
+from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
 from symbiosis.models.source import frozen_copy
 from symbiosis.training.adapter import Trained, Virtual
 from symbiosis.training.changes import LowRank, Part, Scale
@@ -56,16 +56,25 @@ _VIRTUAL = {"num_virtual_tokens", *_SIZES, "task_type", "prefix_projection", "in
 class Maker:
     """Makes adapters for one model. Any thread may use it."""
 
-    def __init__(self, model: PreTrainedModel, limits: Limits = Limits()) -> None:  # noqa: B008 - frozen
-        self._model, self._limits = model, limits
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        *,
+        max_parameters: int = 1 << 28,
+    ) -> None:
+        self._model, self._limits, self._max_parameters = model, limits, max_parameters
         self.facts = ModelFacts.of(model)
 
     def make(self, asked: PeftConfig | Mapping[str, Any], *, seed: int) -> Trained:
-        """Raises `BadAdapter` or `UnsupportedAdapter`, naming the key of the config."""
+        """Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge`, before anything is made."""
         raw = {**self._completed(_as_written(asked)), "task_type": "CAUSAL_LM"}
         settings = parse(raw, self._limits)
         _refuse(raw, settings)
         config = self._exact(raw, settings)
+        size = self._size(raw, settings)
+        if size > self._max_parameters:
+            raise TooLarge(f"this adapter would have {size} parameters, at most {self._max_parameters} are trained here")
         try:
             with _seeded(seed):
                 made = get_peft_model(frozen_copy(self._model), config)
@@ -109,6 +118,7 @@ class Maker:
     def _exact(self, raw: dict[str, Any], settings: Settings) -> PeftConfig:
         """A config for PEFT that means the same and has no expressions in it."""
         if isinstance(settings, PromptSettings):
+            self._check_sizes(settings)
             return _built(settings.method, {key: value for key, value in raw.items() if key in _VIRTUAL})
         method = Method.LORA if isinstance(settings, LoraSettings) else Method.IA3
         paths = list(settings.targets.paths(self.facts))
@@ -135,13 +145,34 @@ class Maker:
         encoder = made.prompt_encoder[_NAME]
         if settings.method is not Method.PREFIX_TUNING:
             return Virtual(encoder, settings.tokens)
+        return Virtual(encoder, settings.tokens, (self.facts.layers, self.facts.kv_heads, self.facts.head_dim))
+
+    def _check_sizes(self, settings: PromptSettings) -> None:
+        """Virtual tokens are as wide as the model says, whatever the config does."""
         facts = self.facts
-        if not facts.kv_heads or settings.width != facts.kv_heads * facts.head_dim or settings.layers != facts.layers:
+        if settings.method is Method.PREFIX_TUNING:
+            if not facts.kv_heads:
+                raise UnsupportedAdapter(f"{CONFIG}: PREFIX_TUNING needs layers whose caches are alike")
+            expected = (facts.kv_heads * facts.head_dim, facts.layers)
+        else:
+            expected = (facts.modules[facts.embedding].out_width if facts.embedding else facts.hidden, settings.layers or 0)
+        if (settings.width, settings.layers or 0) != expected:
             raise UnsupportedAdapter(
-                f"{CONFIG}: peft_type PREFIX_TUNING needs layers whose caches are alike, with token_dim "
-                f"{facts.kv_heads * facts.head_dim} and num_layers {facts.layers} on {facts.name}"
+                f"{CONFIG}: token_dim {settings.width} and num_layers {settings.layers} are not those of {facts.name}, "
+                f"{expected}: leave them out"
             )
-        return Virtual(encoder, settings.tokens, (facts.layers, facts.kv_heads, facts.head_dim))
+
+    def _size(self, raw: Mapping[str, Any], settings: Settings) -> int:
+        """How many parameters it would have, about."""
+        if isinstance(settings, PromptSettings):
+            row = settings.width * (2 * self.facts.layers if settings.method is Method.PREFIX_TUNING else 1)
+            encoder = int(raw.get("encoder_hidden_size") or 0) * (settings.width + row)
+            projected = raw.get("prefix_projection") or settings.method is Method.P_TUNING
+            return settings.tokens * row + (encoder if projected else 0)
+        modules = [(path, self.facts.modules[path]) for path in settings.targets.paths(self.facts)]
+        if isinstance(settings, LoraSettings):
+            return sum(settings.rank_of(path) * (module.in_width + module.out_width) for path, module in modules)
+        return sum(max(module.in_width, module.out_width) for _, module in modules)
 
 
 def _as_written(config: PeftConfig | Mapping[str, Any]) -> dict[str, Any]:
