@@ -34,6 +34,24 @@ class CannotServe(SymbiosisError):
     code = "cannot_serve"
 
 
+class CannotTrain(SymbiosisError):
+    """The model's code asks for something that packed fine-tuning does not have."""
+
+    code = "cannot_train"
+
+
+class Diverged(SymbiosisError):
+    """The loss or a gradient of a training session is no number any more; only this session is affected."""
+
+    code = "diverged"
+
+
+class OutOfOrder(SymbiosisError):
+    """A call of a training session whose number was used for another call, or is no longer known."""
+
+    code = "out_of_order"
+
+
 class BadAddress(SymbiosisError):
     """An address that is not of the form a link takes."""
 

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from symbiosis import kernels
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
+from symbiosis.models.attention import no_mask, refused
 
 NAME = "symbiosis_pages"
 
@@ -223,14 +224,11 @@ class _KernelPass:
 def use_pages(model: PreTrainedModel, memory: KeyValues) -> None:
     """Let every attention module of this model read and write this memory."""
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, no_mask)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             object.__setattr__(module, "symbiosis_memory", memory)
     model.set_attn_implementation(NAME)
-
-
-_MISSING = ("s_aux", "sinks", "position_bias", "head_mask")  # other settings than these do not change what attention computes
 
 
 def _attention(
@@ -245,11 +243,9 @@ def _attention(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    strange = [name for name in _MISSING if more.get(name) is not None]
-    if strange or attention_mask is not None or query.shape[0] != 1:
-        raise CannotServe(f"{type(module).__name__} asks its attention for {strange or 'a mask'}, which pages do not have")
-    if sliding_window is None and _has_window(module):
-        raise CannotServe(f"{type(module).__name__} keeps its window to its mask, which pages do not have")
+    reason = refused(module, query, attention_mask, sliding_window, more)
+    if reason is not None:
+        raise CannotServe(f"{reason}, which pages do not have")
     memory: KeyValues = module.symbiosis_memory  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     found = memory.attend(
@@ -262,16 +258,3 @@ def _attention(
         cap=softcap,
     )
     return found[None], None
-
-
-def _has_window(module: nn.Module) -> bool:
-    """Whether this layer should look at the last tokens only, as its config says."""
-    config: Any = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return bool(kinds[int(module.layer_idx)] == "sliding_attention")  # type: ignore[arg-type]
-    return bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from symbiosis.errors import UnknownModel
@@ -59,6 +60,12 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The same model in modules of its own, with the very same tensors: what is done to its modules stays its own."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The same in modules and parameters of its own that share the model's memory: no gradient is ever asked of them."""
+    parameters = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, {**parameters, **{id(buffer): buffer for buffer in model.buffers()}})
 
 
 def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -1,0 +1,83 @@
+"""What a session is asked to do. Each call has a number and one answer."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from symbiosis.training.examples import Example
+from symbiosis.training.optimizer import StepSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The answer to forward_backward."""
+
+    loss: float
+    """Over all its examples: the mean over the labels, or their sum over what the caller said."""
+    tokens: int
+    """Labels that were learned from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The answer to optim_step."""
+
+    number: int
+    """Of the step, from 1 on."""
+    gradient_norm: float
+    """Before it was clipped."""
+
+
+def _future() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # a call that was accepted is computed: nobody takes it back
+    return future
+
+
+@dataclass(slots=True, eq=False)
+class ForwardBackward:
+    examples: tuple[Example, ...]
+    rows: tuple[int, ...]
+    """Of each example, in a pass."""
+    items: float
+    tokens: int
+    losses: list[float] = field(default_factory=list)
+    """Of the examples that were computed."""
+    answer: Future[Any] = field(default_factory=_future)
+
+    def same(self, other: object) -> bool:
+        return isinstance(other, ForwardBackward) and (self.examples, self.items) == (other.examples, other.items)
+
+
+@dataclass(slots=True, eq=False)
+class OptimStep:
+    settings: StepSettings
+    answer: Future[Any] = field(default_factory=_future)
+
+    def same(self, other: object) -> bool:
+        return isinstance(other, OptimStep) and self.settings == other.settings
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    folder: Path
+    optimizer: bool
+    answer: Future[Any] = field(default_factory=_future)
+
+    def same(self, other: object) -> bool:
+        return isinstance(other, Save) and (self.folder, self.optimizer) == (other.folder, other.optimizer)
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    folder: Path
+    answer: Future[Any] = field(default_factory=_future)
+
+    def same(self, other: object) -> bool:
+        return isinstance(other, Load) and self.folder == other.folder
+
+
+Call = ForwardBackward | OptimStep | Save | Load

@@ -1,0 +1,300 @@
+"""Hosted fine-tuning over one frozen model: one thread that packs what waits into passes.
+
+Before each pass, steps of optimizers are made; then waiting batches of all sessions are joined, as many as fit, by
+`fairness`. Nobody is waited for: a session that has nothing to compute is not in the pass, and one that comes
+while a pass runs is in the next. Files are read and written on another thread, and only their session waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from peft import PeftConfig
+from transformers import PreTrainedModel
+
+from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
+from symbiosis.training import saving
+from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
+from symbiosis.training.fairness import Candidate, Fairness
+from symbiosis.training.line import Line
+from symbiosis.training.making import Maker
+from symbiosis.training.pack import Piece, Share
+from symbiosis.training.packed import Outcome, PackedModel
+from symbiosis.training.saving import Progress
+from symbiosis.training.session import Bounds, Session
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostConfig:
+    """Limits of one host. All are checked."""
+
+    max_rows: int = 4096
+    """Most rows, over all sessions, of one pass; also the longest example."""
+    max_examples: int = 1024
+    """Most examples of one forward_backward; they may be computed in several passes."""
+    max_sessions: int = 256
+    tenant_sessions: int = 64
+    max_waiting: int = 64
+    """Most calls of one session that wait at once."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= 1 << 31:
+                raise OutOfRange(f"{name} is {value!r}", field=name, expected="a whole number from 1 on")
+
+
+@dataclass(frozen=True, slots=True)
+class HostStats:
+    passes: int = 0
+    rows: int = 0
+    sessions: int = 0
+    """Of which the passes were made: 8 sessions in one pass count 8."""
+
+
+class Host:
+    """Owns a thread and modules of its own over the model's weights; the model itself is not touched."""
+
+    def __init__(self, model: PreTrainedModel, config: HostConfig = HostConfig()) -> None:  # noqa: B008 - frozen
+        """Raises `CannotTrain`."""
+        self.config = config
+        self._packed = PackedModel(model)
+        self._maker = Maker(model)
+        text = model.config.get_text_config()
+        self._bounds = Bounds(
+            vocabulary=int(text.vocab_size),
+            rows=config.max_rows,
+            positions=int(getattr(text, "max_position_embeddings", None) or config.max_rows),
+            examples=config.max_examples,
+        )
+        self._changed = threading.Condition()
+        self._sessions: dict[str, Session] = {}
+        self._fairness = Fairness()
+        self._ids = itertools.count(1)
+        self._closing = False
+        self.stats = HostStats()
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-training-files")
+        self._thread = threading.Thread(target=self._run, name="symbiosis-training", daemon=True)
+        self._thread.start()
+
+    def open(self, tenant: str, adapter: PeftConfig | Mapping[str, Any], *, seed: int = 42, weight: float = 1.0) -> Session:
+        """A new session. Its adapter starts as PEFT's `get_peft_model` after `set_seed(seed)` would.
+
+        Raises `BadAdapter`, `UnsupportedAdapter`, `TooLarge`, `OutOfRange`, `TooManyRequests` or `Closed`.
+        """
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.001 <= weight <= 1000:
+            raise OutOfRange(f"weight is {weight!r}", field="weight", expected="0.001 to 1000")
+        if type(seed) is not int or not 0 <= seed < 1 << 63:
+            raise OutOfRange(f"seed is {seed!r}", field="seed", expected="a whole number from 0 on")
+        with self._changed:
+            self._admit(tenant)
+        made = self._maker.make(adapter, seed=seed)
+        with self._changed:
+            self._admit(tenant)
+            session = Session(
+                f"session-{next(self._ids)}",
+                tenant,
+                made,
+                seed=seed,
+                weight=weight,
+                bounds=self._bounds,
+                line=Line(self.config.max_waiting),
+                submit=self._submit,
+                close=self._close_session,
+            )
+            self._sessions[session.id] = session
+        return session
+
+    def _admit(self, tenant: str) -> None:
+        if self._closing:
+            raise Closed("this host is closed")
+        mine = sum(session.tenant == tenant for session in self._sessions.values())
+        if len(self._sessions) >= self.config.max_sessions or mine >= self.config.tenant_sessions:
+            raise TooManyRequests(f"{len(self._sessions)} training sessions are open, {mine} of this tenant: close one first")
+
+    def close(self) -> None:
+        """Stop after the pass that runs. What waits ends in `Closed`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._files.shutdown()
+        for session in list(self._sessions.values()):
+            self._close_session(session)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # Any thread
+
+    def _submit(self, session: Session, call: Call, number: int | None) -> Future[Any]:
+        with self._changed:
+            if self._closing:
+                raise Closed("this host is closed")
+            _, answer = session.line.put(call, number)
+            self._changed.notify_all()
+        return answer
+
+    def _close_session(self, session: Session) -> None:
+        with self._changed:
+            self._sessions.pop(session.id, None)
+            self._fairness.forget(session.tenant, session.id)
+        self._end(session, Closed("this training session was closed"))
+
+    def _end(self, session: Session, error: SymbiosisError) -> None:
+        with self._changed:
+            left = session.line.end(error)
+        for call in left:
+            call.answer.set_exception(error)
+
+    def _answer(self, session: Session, call: Call, result: Any) -> None:
+        """The call at the head of a session's line is done; an error is an answer too."""
+        with self._changed:
+            if session.line.ended is not None:
+                return  # it was answered when the session ended
+            session.line.done(call)
+            self._changed.notify_all()
+        if isinstance(result, Exception):
+            call.answer.set_exception(result)
+        else:
+            call.answer.set_result(result)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:  # whatever happened: nobody waits for an answer that will not come
+            self._closing = True
+            for session in list(self._sessions.values()):
+                self._end(session, Closed("hosted training has stopped"))
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or any(map(_ready, self._sessions.values())))
+                if self._closing:
+                    return
+                heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if _ready(s)]
+            others = [(session, call) for session, call in heads if not isinstance(call, ForwardBackward)]
+            for session, call in others:
+                self._do(session, call)
+            self._pass()  # whoever has just stepped may have a batch for it
+
+    def _do(self, session: Session, call: Call) -> None:
+        if isinstance(call, OptimStep):
+            try:
+                norm = session.optimizer.step(call.settings)
+            except Diverged as error:
+                self._end(session, error)
+            except BadCall as error:
+                self._answer(session, call, error)
+            except Exception as error:  # noqa: BLE001 - nobody knows what has been changed: this session is over, not the thread
+                self._end(session, PassFailed(f"a step failed: {type(error).__name__}: {error}"))
+            else:
+                session.adapter.changed()
+                session.progress = Progress(session.progress.steps + 1, session.progress.batches)
+                self._answer(session, call, Step(session.progress.steps, norm))
+        else:
+            assert isinstance(call, Save | Load)
+            with self._changed:
+                session.busy = True
+            self._files.submit(self._file, session, call)
+
+    def _file(self, session: Session, call: Save | Load) -> None:
+        """On the other thread: read or write what a session asks for."""
+        result: Exception | None = None
+        try:
+            if isinstance(call, Save):
+                if call.optimizer and session.optimizer.has_gradients:
+                    raise BadCall("gradients have gathered: call optim_step before saving the optimizer")
+                state = session.optimizer.state() if call.optimizer else None
+                saving.save(call.folder, session.adapter, state, session.progress)
+            else:
+                resumed = saving.load(call.folder, session.adapter, self._maker.facts)
+                session.optimizer.restore(resumed.optimizer)
+                session.progress = resumed.progress
+        except Exception as error:  # noqa: BLE001 - whatever went wrong with a file is this call's answer
+            result = error
+        with self._changed:
+            session.busy = False
+        self._answer(session, call, result)
+
+    def _pass(self) -> None:
+        with self._changed:
+            waiting = {s.id: s for s in self._sessions.values() if _ready(s)}
+            candidates = [Candidate(s.id, s.tenant, s.weight, _rows(s)) for s in waiting.values()]
+            picked = self._fairness.pick([each for each in candidates if each.rows], self.config.max_rows)
+            chosen = [(waiting[id], _next(waiting[id], count)) for id, count in picked.items()]
+        if not chosen:
+            return
+        shares = [Share(session.adapter, tuple(piece for _, piece in pieces)) for session, pieces in chosen]
+        outcomes = self._computed(shares)
+        self.stats = HostStats(
+            self.stats.passes + 1, self.stats.rows + sum(s.rows for s in shares), self.stats.sessions + len(shares)
+        )
+        for (session, pieces), outcome in zip(chosen, outcomes, strict=True):
+            self._settle(session, [call for call, _ in pieces], outcome)
+
+    def _computed(self, shares: list[Share]) -> list[Outcome | Exception]:
+        """A pass; if it fails, each share alone, so that only who is at fault fails."""
+        try:
+            return [*self._packed.compute(shares)]
+        except Exception as error:  # noqa: BLE001 - a model's code may raise anything; it is the call's answer
+            if len(shares) == 1:
+                return [error]
+        return [self._computed([share])[0] for share in shares]
+
+    def _settle(self, session: Session, calls: list[ForwardBackward], outcome: Outcome | Exception) -> None:
+        if isinstance(outcome, Exception) or not outcome.finite:
+            session.optimizer.clear()
+            self._end(session, _failure(outcome))
+            return
+        session.optimizer.accumulate(outcome.gradients)
+        for call, loss in zip(calls, outcome.losses, strict=True):
+            call.losses.append(loss)
+            if len(call.losses) == len(call.examples):
+                session.progress = Progress(session.progress.steps, session.progress.batches + 1)
+                self._answer(session, call, Loss(sum(call.losses), call.tokens))
+
+
+def _failure(outcome: Outcome | Exception) -> SymbiosisError:
+    if isinstance(outcome, Exception):
+        return PassFailed(f"a training pass failed: {type(outcome).__name__}: {outcome}")
+    return Diverged(f"the loss or its gradient is no number any more (loss {sum(outcome.losses)})")
+
+
+def _ready(session: Session) -> bool:
+    return bool(session.line.waiting) and not session.busy
+
+
+def _batches(session: Session) -> list[ForwardBackward]:
+    """The calls at the head of its line that may be computed together: up to the next that is something else."""
+    calls = itertools.takewhile(lambda call: isinstance(call, ForwardBackward), session.line.waiting)
+    return [call for call in calls if isinstance(call, ForwardBackward)]
+
+
+def _rows(session: Session) -> list[int]:
+    """Of the examples that wait, in their order."""
+    return [rows for call in _batches(session) for rows in call.rows[len(call.losses) :]]
+
+
+def _next(session: Session, count: int) -> list[tuple[ForwardBackward, Piece]]:
+    """The first examples that wait."""
+    found: list[tuple[ForwardBackward, Piece]] = []
+    for at, call in enumerate(_batches(session)):
+        batch = session.progress.batches + at
+        for index in range(len(call.losses), len(call.examples)):
+            if len(found) == count:
+                return found
+            found.append((call, Piece(call.examples[index], call.items, f"{session.seed}/{batch}/{index}")))
+    return found

@@ -1,0 +1,97 @@
+"""A whole fine-tuning run over a session's calls, as transformers' Trainer would do it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from symbiosis.errors import OutOfRange
+from symbiosis.training.calls import Loss, Step
+from symbiosis.training.examples import Example
+from symbiosis.training.recipe import Recipe
+from symbiosis.training.session import Session
+
+_AHEAD = 2  # steps under way, so that the host need not wait for this thread to wake up
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step of a job."""
+
+    step: int
+    """From 1 on."""
+    total: int
+    loss: float
+    """The mean over the labels of all its batches."""
+    learning_rate: float
+    gradient_norm: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step that was asked for."""
+
+    losses: list[Future[Loss]]
+    stepped: Future[Step]
+    saved: Future[None] | None
+    learning_rate: float
+
+    def done(self, total: int) -> Done:
+        """Waits for its answers."""
+        losses, step = [future.result() for future in self.losses], self.stepped.result()
+        if self.saved is not None:
+            self.saved.result()
+        loss, tokens = sum(each.loss for each in losses), sum(each.tokens for each in losses)
+        return Done(step.number, total, loss, self.learning_rate, step.gradient_norm, tokens)
+
+
+def run(
+    session: Session,
+    data: Sequence[Example],
+    recipe: Recipe,
+    *,
+    after: int = 0,
+    on_step: Callable[[Done], None] | None = None,
+    checkpoint: Callable[[int], Path | None] | None = None,
+    stop: threading.Event | None = None,
+) -> Done | None:
+    """Train until the recipe's end, or until `stop` is set; returns the last step, None if there was none.
+
+    `checkpoint` is asked after which steps to save the session, and where. `after` steps have been done before, and
+    the session was loaded from where they ended. Raises what ends the session.
+    """
+    if not data:
+        raise OutOfRange("there is nothing to learn from", field="data", expected="one example at least")
+    total = recipe.total(len(data))
+    under_way: deque[_UnderWay] = deque()
+    last: Done | None = None
+    step = after
+
+    def finish() -> Done:
+        done = under_way.popleft().done(total)
+        if on_step is not None:
+            on_step(done)
+        return done
+
+    for batches in recipe.batches(len(data), after=after):
+        if stop is not None and stop.is_set():
+            break
+        chosen = [[data[number] for number in batch] for batch in batches]
+        items = sum(example.labelled for batch in chosen for example in batch)
+        settings = recipe.settings(step, total)
+        losses = [session.forward_backward(batch, items=items) for batch in chosen]
+        stepped = session.optim_step(settings)
+        step += 1
+        folder = checkpoint(step) if checkpoint is not None else None
+        saved = session.save(folder, optimizer=True) if folder is not None else None
+        under_way.append(_UnderWay(losses, stepped, saved, settings.learning_rate))
+        if len(under_way) >= _AHEAD:
+            last = finish()
+    while under_way:
+        last = finish()
+    return last

@@ -1,0 +1,61 @@
+"""Layers of the frozen model that apply the adapters of the pass that runs, under autograd.
+
+The model stays the plain transformers model: its modules keep their classes, with ours in front. A layer that no
+adapter of the pass touches computes what it always did.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.client.layers import mix_in
+from symbiosis.training.changes import LowRank, Scale
+from symbiosis.training.stage import Stage
+
+
+class AdaptedLinear(nn.Module):
+    """In front of `nn.Linear` and `Conv1D`."""
+
+    symbiosis_stage: Stage
+    symbiosis_path: str
+    symbiosis_head: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        acts = self.symbiosis_stage.pack.acts(self.symbiosis_path, of_head=self.symbiosis_head)
+        if acts is None:
+            plain: Tensor = super().forward(x)
+            return plain
+        rows = x.reshape(-1, x.shape[-1])
+        if any(isinstance(part, Scale) and part.of_input for part in acts.parts):
+            pieces = zip(acts.parts, torch.split(rows, acts.sizes), strict=True)
+            rows = torch.cat([p.scaled(x) if isinstance(p, Scale) and p.of_input else x for p, x in pieces])
+        result: Tensor = super().forward(rows)
+        if any(isinstance(part, LowRank) or (isinstance(part, Scale) and not part.of_input) for part in acts.parts):
+            changed: list[Tensor] = []
+            seen, given = torch.split(rows, acts.sizes), torch.split(result, acts.sizes)
+            for part, drop, x_RI, y_RO in zip(acts.parts, acts.drops, seen, given, strict=True):
+                if isinstance(part, LowRank):
+                    changed.append(part.after(x_RI, y_RO, self, drop))
+                else:
+                    changed.append(part.scaled(y_RO) if part is not None and not part.of_input else y_RO)
+            result = torch.cat(changed)
+        return result.view(*x.shape[:-1], result.shape[-1])
+
+
+def adapt(model: PreTrainedModel, stage: Stage) -> None:
+    """Let the linear layers of this model look at the stage."""
+    head = model.get_output_embeddings()
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear or type(module) is Conv1D:
+            mix_in(module, AdaptedLinear)
+            _set(module, symbiosis_stage=stage, symbiosis_path=path, symbiosis_head=module is head)
+
+
+def _set(module: nn.Module, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        object.__setattr__(module, name, value)

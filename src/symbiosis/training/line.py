@@ -1,0 +1,78 @@
+"""The calls of one session, in the order of their numbers, each taken once. A pure object; the host has the lock.
+
+A client that got no answer asks again with the same number and gets the answer of the first time. Calls that
+overtook others on their way wait until those are here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from typing import Any
+
+from symbiosis.errors import OutOfOrder, OutOfRange, SymbiosisError, TooManyRequests
+from symbiosis.training.calls import Call
+
+_REMEMBERED = 64
+
+
+class Line:
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._next = 1
+        self._waiting: deque[Call] = deque()
+        self._early: dict[int, Call] = {}
+        self._known: OrderedDict[int, Call] = OrderedDict()
+        self._ended: SymbiosisError | None = None
+
+    @property
+    def ended(self) -> SymbiosisError | None:
+        """Why nothing is taken any more; None while the session lives."""
+        return self._ended
+
+    @property
+    def waiting(self) -> deque[Call]:
+        """First is next. A call stays until `done`."""
+        return self._waiting
+
+    def put(self, call: Call, number: int | None) -> tuple[int, Future[Any]]:
+        """The number of a call and its answer to come; without a number, it is the next.
+
+        Raises `OutOfRange`, `OutOfOrder`, `TooManyRequests`, or what ended the session.
+        """
+        if number is None:
+            number = self._next
+        if type(number) is not int:
+            raise OutOfRange(f"the call's number is {number!r}", field="number", expected="a whole number from 1 on")
+        known = self._known.get(number) or self._early.get(number)
+        if known is not None:
+            if not known.same(call):
+                raise OutOfOrder(f"call {number} of this session was another one; every call needs a number of its own")
+            return number, known.answer
+        if self._ended is not None:
+            raise self._ended
+        if number < self._next:
+            raise OutOfOrder(f"call {number} is too long ago: the next number is {self._next}")
+        if len(self._waiting) + len(self._early) >= self._most or number >= self._next + self._most:
+            raise TooManyRequests(f"{self._most} calls of this session are waiting already, or call {number} is too far ahead")
+        self._early[number] = call
+        while self._next in self._early:
+            arrived = self._early.pop(self._next)
+            self._waiting.append(arrived)
+            self._known[self._next] = arrived
+            self._next += 1
+        while len(self._known) > _REMEMBERED + self._most:
+            self._known.popitem(last=False)
+        return number, call.answer
+
+    def done(self, call: Call) -> None:
+        first = self._waiting.popleft()
+        assert first is call, "calls end in their order"
+
+    def end(self, error: SymbiosisError) -> list[Call]:
+        """Nothing is taken any more. Returns the calls that are left without an answer."""
+        left = [*self._waiting, *self._early.values()]
+        self._ended = self._ended or error
+        self._waiting.clear()
+        self._early.clear()
+        return left

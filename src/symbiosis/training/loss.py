@@ -1,0 +1,27 @@
+"""The loss of packed rows: of each example the sum over its labels, over what its call says.
+
+N = rows with a label, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from symbiosis import kernels
+
+
+def token_losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """The loss of each row in float32, [N]."""
+    if kernels.run_on(logits_NV.device) and logits_NV.is_cuda:
+        from symbiosis.kernels.cross_entropy import cross_entropy
+
+        return cross_entropy(logits_NV, labels_N)
+    return F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+
+
+def piece_losses(losses_N: Tensor, counts: list[int], items: list[float]) -> list[Tensor]:
+    """By piece: the sum of its losses, divided. 0 where nothing is to be learned."""
+    sums = [part.sum() for part in torch.split(losses_N, counts)]
+    return [total / divisor for total, divisor in zip(sums, items, strict=True)]

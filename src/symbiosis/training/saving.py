@@ -1,0 +1,167 @@
+"""A session's adapter in a folder: PEFT's two files, and on demand what is needed to go on training.
+
+A folder appears whole or not at all: it is written beside its place, brought to disk, then renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from symbiosis.adapters.facts import ModelFacts
+from symbiosis.adapters.files import CONFIG, TENSORS
+from symbiosis.adapters.folder import read
+from symbiosis.adapters.parts import Adapter, Scaling
+from symbiosis.adapters.parts import LowRank as StoredLowRank
+from symbiosis.errors import BadAdapter
+from symbiosis.training.adapter import Trained
+from symbiosis.training.changes import LowRank, Scale
+
+STATE = "training_state.safetensors"
+"""The optimizer's tensors, the parameters of an encoder, and how far the session had got."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a session has got."""
+
+    steps: int = 0
+    batches: int = 0
+    """Calls of forward_backward: dropout is seeded by their number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resumed:
+    """What was found beside an adapter."""
+
+    progress: Progress
+    optimizer: Mapping[str, Tensor]
+
+
+def save(folder: Path, adapter: Trained, optimizer: Mapping[str, Tensor] | None, progress: Progress) -> None:
+    """Write the adapter as PEFT does; with the optimizer's state also what `load` needs to go on.
+
+    Raises `FileExistsError` if there is something already.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty")
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        (beside / CONFIG).write_text(adapter.config)
+        save_file(adapter.tensors(), beside / TENSORS, metadata={"format": "pt"})
+        if optimizer is not None:
+            encoder = {f"{name}/value": adapter.parameters[name].detach().cpu() for name in _of_encoder(adapter)}
+            said = {"steps": str(progress.steps), "batches": str(progress.batches)}
+            save_file({**optimizer, **encoder}, beside / STATE, metadata=said)
+        for file in beside.iterdir():
+            _to_disk(file)
+        _to_disk(beside)
+        beside.replace(folder)
+        _to_disk(folder.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def load(folder: Path, adapter: Trained, model: ModelFacts) -> Resumed:
+    """Give the adapter the numbers in a folder: all of them, or none and `BadAdapter` or `UnsupportedAdapter`."""
+    found = read(folder, model)
+    if found.method != adapter.method:
+        raise BadAdapter(f"{CONFIG} is of {found.method}, and the session trains {adapter.method}")
+    state, progress = _state(folder, adapter)
+    given = {name: state[f"{name}/value"] for name in _of_encoder(adapter) if f"{name}/value" in state}
+    if not given:
+        given = _values(adapter, found)
+    for name, value in given.items():
+        if value.shape != adapter.parameters[name].shape:
+            expected = list(adapter.parameters[name].shape)
+            raise BadAdapter(f"{TENSORS}: {name} has the shape {list(value.shape)}, the session's has {expected}")
+    with torch.no_grad():
+        for name, value in given.items():
+            adapter.parameters[name].copy_(value)
+    adapter.changed()
+    return Resumed(progress, {name: tensor for name, tensor in state.items() if not name.endswith("/value")})
+
+
+def _of_encoder(adapter: Trained) -> list[str]:
+    return list(adapter.parameters) if adapter.virtual is not None else []
+
+
+def _values(adapter: Trained, found: Adapter) -> dict[str, Tensor]:
+    """The parameters by name, as a checked adapter has them."""
+    if adapter.virtual is not None:
+        if len(adapter.parameters) != 1:
+            raise BadAdapter(f"{TENSORS} has what an encoder gave, not the encoder: training cannot go on from it")
+        (name,) = adapter.parameters
+        return {name: _prompt(found).reshape(adapter.virtual.count, -1)}
+    if set(found.parts) != set(adapter.parts):
+        raise BadAdapter(f"{CONFIG} names other modules than the session trains")
+    names = {id(parameter): name for name, parameter in adapter.parameters.items()}
+    given: dict[str, Tensor] = {}
+    for path, part in adapter.parts.items():
+        (stored,) = found.parts[path]
+        pairs: list[tuple[nn.Parameter | None, Tensor | None]]
+        if isinstance(part, LowRank) and isinstance(stored, StoredLowRank):
+            if part.scale != stored.scale:
+                raise BadAdapter(f"{CONFIG} scales {path} by {stored.scale}, the session by {part.scale}")
+            pairs = [(part.a_rI, stored.a_RI), (part.b_Or, stored.b_OR)]
+            pairs += [(part.magnitude_O, stored.magnitude_O), (part.bias_O, stored.bias_O)]
+        elif isinstance(part, Scale) and isinstance(stored, Scaling) and part.of_input == stored.of_input:
+            pairs = [(part.vector, stored.vector.view(part.vector.shape))]
+        else:
+            raise BadAdapter(f"{CONFIG} does something else to {path} than the session")
+        for parameter, value in pairs:
+            if (parameter is None) != (value is None):
+                raise BadAdapter(f"{CONFIG} has other tensors for {path} than the session")
+            if parameter is not None and value is not None:
+                given[names[id(parameter)]] = value
+    return given
+
+
+def _prompt(found: Adapter) -> Tensor:
+    """Virtual tokens in PEFT's layout."""
+    if found.prefix is not None:
+        both = torch.stack([found.prefix.keys_LHTD, found.prefix.values_LHTD], dim=1)
+        return both.permute(3, 0, 1, 2, 4)
+    assert found.prompt is not None
+    return found.prompt.embeddings_TD
+
+
+def _state(folder: Path, adapter: Trained) -> tuple[dict[str, Tensor], Progress]:
+    """What lies beside the adapter, checked; nothing if nothing does."""
+    path = folder / STATE
+    if not path.is_file():
+        return {}, Progress()
+    try:
+        with safe_open(path, framework="pt") as file:
+            said = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            progress = Progress(int(said["steps"]), int(said["batches"]))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise BadAdapter(f"{STATE} cannot be read: {error}") from None
+    for name, tensor in state.items():
+        parameter, _, kind = name.rpartition("/")
+        if parameter not in adapter.parameters or kind not in ("exp_avg", "exp_avg_sq", "step", "value"):
+            raise BadAdapter(f"{STATE} has {name!r}, which is nothing of this session")
+        shape = () if kind == "step" else tuple(adapter.parameters[parameter].shape)
+        if tuple(tensor.shape) != shape or not bool(torch.isfinite(tensor).all()):
+            raise BadAdapter(f"{STATE}: {name} has another shape than the session's, or numbers that are not finite")
+    return state, progress
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

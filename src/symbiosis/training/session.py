@@ -1,0 +1,104 @@
+"""A hosted training session: an adapter, its optimizer, and calls that are computed in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from symbiosis.errors import OutOfRange
+from symbiosis.training.adapter import Trained
+from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
+from symbiosis.training.examples import Example, check
+from symbiosis.training.line import Line
+from symbiosis.training.optimizer import Optimizer, StepSettings
+from symbiosis.training.pack import predicted
+from symbiosis.training.saving import Progress
+
+Submit: TypeAlias = Callable[["Session", Call, int | None], Future[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What a batch may have."""
+
+    vocabulary: int
+    rows: int
+    """Most rows of one example in a pass."""
+    positions: int
+    """Most tokens of one sequence that the model takes, virtual ones included."""
+    examples: int
+
+
+class Session:
+    """Any thread may call. Every call returns at once, with an answer to come.
+
+    A call may be given a number, 1 for the first; asked again with the same number it is not computed again. A call
+    that is wrong in itself raises `OutOfRange` here. A session whose numbers are no numbers any more has failed:
+    what waits, and every later call, ends in `Diverged`.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        tenant: str,
+        adapter: Trained,
+        *,
+        seed: int,
+        weight: float,
+        bounds: Bounds,
+        line: Line,
+        submit: Submit,
+        close: Callable[[Session], None],
+    ) -> None:
+        self.id, self.tenant, self.weight, self.seed = id, tenant, weight, seed
+        self.adapter, self.optimizer = adapter, Optimizer(adapter.parameters)
+        self.progress = Progress()
+        self.line = line
+        self.busy = False
+        """Whether a file of it is read or written: no pass touches it meanwhile."""
+        self._bounds = bounds
+        self._submit, self._close = submit, close
+
+    def forward_backward(
+        self, batch: Sequence[Example], *, items: float | None = None, number: int | None = None
+    ) -> Future[Loss]:
+        """Add a batch's gradient to what has gathered since the last step.
+
+        The loss is the mean over the batch's labels, as `model(**batch).loss`. With `items`, it is their sum over
+        that: of several batches before one step, Trainer gives each the labels of all (`num_items_in_batch`).
+        """
+        examples = tuple(batch)
+        virtual = self.adapter.virtual.count if self.adapter.virtual else 0
+        longest = min(self._bounds.rows - self.adapter.rows_of(0), self._bounds.positions - virtual)
+        check(examples, vocabulary=self._bounds.vocabulary, longest=longest, most=self._bounds.examples)
+        tokens = sum(predicted(self.adapter, example) for example in examples)
+        if items is None:
+            items = tokens
+        if isinstance(items, bool) or not isinstance(items, int | float) or not 0 < items < 1e12:
+            raise OutOfRange(
+                f"items is {items!r}", field="items", expected="a label to learn in the batch, or a number above 0"
+            )
+        rows = tuple(self.adapter.rows_of(len(example.ids)) for example in examples)
+        return self._submit(self, ForwardBackward(examples, rows, items, tokens), number)
+
+    def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
+        """Change the adapter by the gradients that have gathered, and forget them."""
+        return self._submit(self, OptimStep(settings), number)
+
+    def save(self, folder: Path, *, optimizer: bool = False, number: int | None = None) -> Future[None]:
+        """Write the adapter as PEFT's `save_pretrained` does; with `optimizer`, `load` can go on from there exactly.
+
+        The folder is the host's own and must not exist: a name from a tenant must never become one.
+        """
+        return self._submit(self, Save(folder, optimizer), number)
+
+    def load(self, folder: Path, *, number: int | None = None) -> Future[None]:
+        """Take the adapter's numbers from a folder, and the optimizer's if they are there. Gradients are forgotten."""
+        return self._submit(self, Load(folder), number)
+
+    def close(self) -> None:
+        """Give everything back. What waits ends in `Closed`."""
+        self._close(self)

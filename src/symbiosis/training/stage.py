@@ -1,0 +1,29 @@
+"""The pass that runs: what layers and attention of the packed model look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from symbiosis.training.pack import Pack
+
+
+class Stage:
+    """One for each packed model. One pass at a time."""
+
+    def __init__(self) -> None:
+        self._pack: Pack | None = None
+
+    @property
+    def pack(self) -> Pack:
+        assert self._pack is not None, "no pass is running"
+        return self._pack
+
+    @contextmanager
+    def running(self, pack: Pack) -> Iterator[None]:
+        assert self._pack is None, "a pass is running already"
+        self._pack = pack
+        try:
+            yield
+        finally:
+            self._pack = None

@@ -1,0 +1,27 @@
+"""What docs/training.md shows is run here."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+from peft import LoraConfig, PeftModel
+
+from tests.training.tasks import base
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+
+
+def test_the_page(tmp_path, capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(block, {"model": base(), "LoraConfig": LoraConfig, "folder": tmp_path})
+    assert "Done(step=3, total=3" in capsys.readouterr().out
+    for name in ("by hand", "by a job"):
+        PeftModel.from_pretrained(copy.deepcopy(base()), tmp_path / name)
+
+
+def test_every_module_is_named():
+    files = (PAGE.parents[1] / "src" / "symbiosis" / "training").glob("[a-z]*.py")
+    named = PAGE.read_text() + (PAGE.parent / "design.md").read_text()
+    assert not [file.stem for file in files if f"`{file.stem}`" not in named]

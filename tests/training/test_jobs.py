@@ -1,0 +1,165 @@
+"""Jobs in shared passes train what transformers' Trainer trains alone."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import threading
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import set_seed
+
+from symbiosis.errors import Closed, Diverged
+from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.job import run
+from tests.training.tasks import STEPS, TASKS, Task, base, lora, trained_alone
+from tests.training.together import all_equal, assert_as_trainer, run_together, start, values
+
+
+@pytest.fixture(scope="module")
+def host():
+    with Host(base()) as host:
+        yield host
+
+
+@pytest.fixture(scope="module")
+def eight(host):
+    """All eight jobs, trained at once."""
+    before = host.stats
+    found = run_together(host, list(TASKS.values()))
+    passes = host.stats.passes - before.passes
+    assert (host.stats.sessions - before.sessions) / passes > 4, "hardly anybody met"
+    yield found
+    for session, _ in found.values():
+        session.close()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_adapter_trained_among_seven_others_is_the_one_that_trainer_trains_alone(name, eight):
+    session, steps = eight[name]
+    reference = trained_alone(name)
+    assert_as_trainer(session, name)
+    assert len(steps) == STEPS
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert [step.learning_rate for step in steps] == reference.rates
+    assert [step.loss for step in steps] == pytest.approx(reference.losses, rel=1e-5)
+    assert [step.gradient_norm for step in steps] == pytest.approx(reference.norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["rank 8", "DoRA", "IA3", "prefix", "prompt"])
+def test_what_is_saved_is_what_peft_saves(name, eight, tmp_path):
+    session, _ = eight[name]
+    session.save(tmp_path / "ours").result(60)
+    trained_alone(name).model.save_pretrained(tmp_path / "peft")
+    ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "peft"))
+    assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
+    configs = [json.loads((tmp_path / who / "adapter_config.json").read_text()) for who in ("ours", "peft")]
+    for config in configs:
+        for key, value in config.items():
+            config[key] = sorted(value) if isinstance(value, list) else value
+    assert configs[0] == configs[1]
+    ids = torch.tensor([[5, 9, 13, 17]])
+    with torch.no_grad():
+        found = PeftModel.from_pretrained(_plain(), tmp_path / "ours").eval()(input_ids=ids).logits
+        expected = trained_alone(name).model.eval()(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+
+
+def _plain():
+    return copy.deepcopy(base())
+
+
+def test_jobs_that_join_and_leave_in_mid_run_change_nothing(host):
+    """One job runs to its end while others come, go, fail and come again."""
+    session = start(host, TASKS["rank 2"])
+    others = itertools.cycle([task for name, task in TASKS.items() if name != "rank 2"])
+    guests = []
+
+    def visit(task):
+        guest = host.open("guest", task.adapter, seed=3)
+        guests.append(guest)
+        with pytest.raises(Closed):
+            run(guest, task.data(), task.recipe_of())
+
+    threads = []
+
+    def on_step(done):
+        if done.step % 5 == 1:
+            threads.append(threading.Thread(target=visit, args=(next(others),)))
+            threads[-1].start()
+        if done.step % 5 == 4 and guests:
+            guests.pop(0).close()
+
+    task = TASKS["rank 2"]
+    run(session, task.data(), task.recipe_of(), on_step=on_step)
+    for guest in guests:
+        guest.close()
+    for thread in threads:
+        thread.join(60)
+    assert len(threads) >= 8
+    assert_as_trainer(session, "rank 2")
+    session.close()
+
+
+def test_a_job_that_diverges_ends_alone(host):
+    wild = Task("wild", lora(), {"learning_rate": 1e30, "weight_decay": 1e3, "lr_scheduler_type": "constant"})
+    lost = start(host, wild)
+    failures = []
+
+    def diverge():
+        try:
+            run(lost, wild.data(), wild.recipe_of())
+        except Diverged as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=diverge)
+    thread.start()
+    found = run_together(host, [TASKS["IA3"], TASKS["patterns"]])
+    thread.join(60)
+    assert len(failures) == 1
+    with pytest.raises(Diverged):
+        lost.forward_backward(wild.data()[:1])
+    lost.close()
+    for name, (session, _) in found.items():
+        assert_as_trainer(session, name)
+        session.close()
+
+
+def test_a_job_goes_on_from_a_checkpoint_exactly(tmp_path):
+    """Killed after step 6 of 9 with a checkpoint at 4, on a new host: to the bit what it is without that."""
+    task = Task("goes on", lora(r=4, lora_dropout=0.2, use_dora=True), {"max_steps": 9, "gradient_accumulation_steps": 2})
+    with Host(base(), HostConfig(max_rows=64)) as host:
+        whole = start(host, task)
+        run(whole, task.data(), task.recipe_of())
+        expected = values(whole)
+    with Host(base(), HostConfig(max_rows=64)) as host:
+        first, stop = start(host, task), threading.Event()
+        run(
+            first,
+            task.data(),
+            task.recipe_of(),
+            checkpoint=lambda step: tmp_path / "at 4" if step == 4 else None,
+            on_step=lambda done: stop.set() if done.step == 5 else None,
+            stop=stop,
+        )
+    with Host(base(), HostConfig(max_rows=64)) as host:
+        again = host.open("somebody", task.adapter, seed=task.settings()["seed"])
+        again.load(tmp_path / "at 4").result(60)
+        assert again.progress.steps == 4
+        run(again, task.data(), task.recipe_of(), after=again.progress.steps)
+        assert all_equal(values(again), expected)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_adapter_starts_as_peft_starts_it(name, host):
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    session = start(host, TASKS[name])
+    assert torch.equal(torch.random.get_rng_state(), before), "somebody else's random numbers were drawn"
+    assert all_equal(values(session), trained_alone(name).start)
+    session.close()
+    set_seed(0)

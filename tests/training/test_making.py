@@ -1,0 +1,91 @@
+"""Configs come from strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+from peft import LoraConfig, PeftConfig, PrefixTuningConfig
+
+from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
+from symbiosis.training.making import Maker
+from tests.training.tasks import base, lora
+
+
+@pytest.fixture(scope="module")
+def maker():
+    return Maker(base())
+
+
+def test_a_config_may_be_plain_json(maker):
+    made = maker.make({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, seed=1)
+    assert set(made.parts) == {f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)}
+    assert {part.scale for part in made.parts.values()} == {2.0}
+
+
+def test_targets_that_are_not_named_are_pefts_usual(maker):
+    made = maker.make(LoraConfig(r=2, task_type="CAUSAL_LM"), seed=1)
+    assert {path.rpartition(".")[2] for path in made.parts} == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        (lora(init_lora_weights="pissa"), UnsupportedAdapter),
+        (lora(init_lora_weights="eva"), UnsupportedAdapter),
+        (lora(modules_to_save=["lm_head"]), UnsupportedAdapter),
+        (lora(target_modules=["embed_tokens"]), UnsupportedAdapter),
+        (lora(target_modules=["nothing"]), UnsupportedAdapter),
+        (lora(trainable_token_indices=[3]), UnsupportedAdapter),
+        (lora(bias="all"), UnsupportedAdapter),
+        ({**lora().to_dict(), "r": 1 << 20}, BadAdapter),
+        ({**lora().to_dict(), "lora_dropout": 1.5}, BadAdapter),
+        ({**lora().to_dict(), "lora_dropout": "0.5"}, BadAdapter),
+        ({**lora().to_dict(), "megatron_config": {"a": 1}, "megatron_core": "os"}, UnsupportedAdapter),
+        ({**lora().to_dict(), "something_new": True}, UnsupportedAdapter),
+        ({"peft_type": "LOHA", "r": 4}, UnsupportedAdapter),
+        ({"r": 4}, BadAdapter),
+        ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 1 << 20}, BadAdapter),
+        ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3, "token_dim": 64}, UnsupportedAdapter),
+        ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3, "num_layers": 90_000}, UnsupportedAdapter),
+        ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4096, "token_dim": 1 << 20}, UnsupportedAdapter),
+        ({"peft_type": "P_TUNING", "num_virtual_tokens": 3, "encoder_hidden_size": 1 << 30}, BadAdapter),
+        ({"peft_type": "P_TUNING", "num_virtual_tokens": 3, "encoder_reparameterization_type": "LSTM"}, UnsupportedAdapter),
+        (
+            {
+                "peft_type": "PROMPT_TUNING",
+                "num_virtual_tokens": 3,
+                "prompt_tuning_init": "TEXT",
+                "prompt_tuning_init_text": "hello",
+                "tokenizer_name_or_path": "http://somewhere",
+            },
+            UnsupportedAdapter,
+        ),
+    ],
+    ids=lambda value: value.peft_type if isinstance(value, PeftConfig) else "",
+)
+def test_what_cannot_be_trained_is_refused(config, error, maker):
+    with pytest.raises(error):
+        maker.make(config, seed=1)
+
+
+def test_what_is_too_large_is_refused_before_it_is_made():
+    maker = Maker(base(), max_parameters=10_000)
+    for config in (
+        lora(r=64, target_modules="all-linear"),
+        PrefixTuningConfig(num_virtual_tokens=90, task_type="CAUSAL_LM"),
+        PrefixTuningConfig(num_virtual_tokens=2, prefix_projection=True, encoder_hidden_size=4096, task_type="CAUSAL_LM"),
+    ):
+        with pytest.raises(TooLarge):
+            maker.make(config, seed=1)
+    made = maker.make(lora(r=4), seed=1)
+    assert sum(p.numel() for p in made.parameters.values()) <= 10_000
+
+
+def test_an_expression_that_takes_for_ever_does_not(maker):
+    started = time.monotonic()
+    for config in (lora(target_modules="(.*)*(.*)*(.*)*x"), lora(rank_pattern={"(.*)*(.*)*(.*)*x": 3})):
+        with contextlib.suppress(BadAdapter, UnsupportedAdapter):
+            maker.make(config, seed=1)
+    assert time.monotonic() - started < 10

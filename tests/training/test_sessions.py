@@ -1,0 +1,292 @@
+"""Sessions: in order, once, gathered until a step; one that fails fails alone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import wait
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+
+from symbiosis.errors import (
+    BadAdapter,
+    BadCall,
+    Closed,
+    OutOfOrder,
+    OutOfRange,
+    PassFailed,
+    TooManyRequests,
+    UnsupportedAdapter,
+)
+from symbiosis.training.examples import Example
+from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.optimizer import StepSettings
+from symbiosis.training.packed import PackedModel
+from tests.training.passes import by_peft, examples, worst
+from tests.training.tasks import base, lora
+from tests.training.together import all_equal, values
+
+STEP = StepSettings(learning_rate=1e-2)
+
+
+@pytest.fixture
+def host():
+    with Host(base(), HostConfig(max_rows=32, max_waiting=8, tenant_sessions=3)) as host:
+        yield host
+
+
+def gathered(session):
+    """The gradients so far, once everything asked for is done."""
+    return {name: p.grad for name, p in session.adapter.parameters.items() if p.grad is not None}
+
+
+def test_gradients_gather_until_a_step(host):
+    session, data = host.open("ann", lora(init_lora_weights=False), seed=7), examples(5, 8, 9)
+    first = session.forward_backward(data[:1], items=5.0)
+    second = session.forward_backward(data[1:], items=5.0)
+    _, losses, gradients = by_peft(base(), lora(init_lora_weights=False), data)
+    assert first.result(60).loss == pytest.approx(losses[0], rel=1e-5)
+    assert second.result(60).loss == pytest.approx(losses[1] + losses[2], rel=1e-5)
+    assert (first.result().tokens, second.result().tokens) == (4, 15)
+    assert worst(gathered(session), gradients) < 5e-5
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    step = session.optim_step(STEP).result(60)
+    assert step.gradient_norm == pytest.approx(float(norm), rel=1e-5)
+    assert step.number == 1
+    assert not gathered(session)
+
+
+def test_without_items_the_loss_is_the_mean_over_the_batch(host):
+    data = examples(5, 8)
+    for config in (lora(), peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")):
+        found = host.open("ann", config, seed=7).forward_backward(data).result(60)
+        ids, mask = (torch.zeros(2, 8, dtype=torch.long) for _ in range(2))
+        labels = torch.full((2, 8), -100)
+        for row, example in enumerate(data):
+            for tensor, value in ((ids, example.ids), (labels, example.labels), (mask, [1] * len(example.ids))):
+                tensor[row, : len(value)] = torch.tensor(value)
+        model, _, _ = by_peft(base(), config, data)
+        with torch.no_grad():
+            expected = float(model(input_ids=ids, labels=labels, attention_mask=mask).loss)
+        assert found.loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_batch_larger_than_a_pass_takes_several(host):
+    session, data = host.open("ann", lora(init_lora_weights=False), seed=7), examples(30, 20, 12, 9, 25)
+    assert session.forward_backward(data, items=5.0).result(60).tokens == 30 + 20 + 12 + 9 + 25 - 5
+    assert host.stats.passes >= 3
+    _, _, gradients = by_peft(base(), lora(init_lora_weights=False), data)
+    assert worst(gathered(session), gradients) < 5e-5
+    with pytest.raises(OutOfRange, match="33 tokens"):
+        session.forward_backward(examples(33))
+
+
+def test_a_call_asked_again_is_not_computed_again(host):
+    session, data = host.open("ann", lora(), seed=7), examples(5, 8)
+    first = session.forward_backward(data, number=1)
+    assert session.forward_backward(data, number=1) is first
+    first.result(60)
+    once = {name: g.clone() for name, g in gathered(session).items()}
+    assert session.forward_backward(data, number=1).result(60) == first.result()
+    assert all_equal(gathered(session), once)
+    with pytest.raises(OutOfOrder, match="another"):
+        session.forward_backward(data[:1], number=1)
+    with pytest.raises(OutOfOrder, match="another"):
+        session.optim_step(STEP, number=1)
+    assert session.optim_step(STEP, number=2).result(60).number == 1
+    for _ in range(100):
+        session.forward_backward(data[:1]).result(60)
+    with pytest.raises(OutOfOrder, match="too long ago"):
+        session.forward_backward(data, number=1)
+
+
+def test_calls_that_overtook_others_wait_for_them(host):
+    session, data = host.open("ann", lora(), seed=7), examples(5, 8)
+    step = session.optim_step(STEP, number=3)
+    second = session.forward_backward(data[1:], number=2)
+    done, _ = wait([step, second], timeout=0.2)
+    assert not done
+    first = session.forward_backward(data[:1], number=1)
+    assert step.result(60).number == 1
+    assert first.done()
+    assert second.done()
+
+
+def test_what_is_wrong_in_itself_is_refused_at_once(host):
+    session = host.open("ann", lora(), seed=7)
+    for batch in ([], [Example((), ())], [Example((1, 2), (1,))], [Example((1, 500), (1, 2))], [Example((1, 2), (1, -5))]):
+        with pytest.raises(OutOfRange):
+            session.forward_backward(batch)
+    with pytest.raises(OutOfRange, match="items"):
+        session.forward_backward([Example((1, 2), (-100, -100))])
+    with pytest.raises(OutOfRange):
+        StepSettings(learning_rate=float("nan"))
+    with pytest.raises(BadCall, match="forward_backward first"):
+        session.optim_step(STEP).result(60)
+    for seed in (-1, 1.5, True):
+        with pytest.raises(OutOfRange):
+            host.open("ann", lora(), seed=seed)
+    session.forward_backward(examples(5)).result(60)  # none of it has harmed the session
+
+
+def test_there_are_limits(host):
+    sessions = [host.open("ann", lora()) for _ in range(3)]
+    with pytest.raises(TooManyRequests):
+        host.open("ann", lora())
+    host.open("bob", lora())
+    sessions[0].close()
+    session = host.open("ann", lora())
+    with pytest.raises(TooManyRequests):
+        session.forward_backward(examples(5), number=9)
+    for number in range(2, 9):
+        session.forward_backward(examples(5), number=number)
+    with pytest.raises(TooManyRequests):
+        session.forward_backward(examples(5), number=10)
+
+
+def test_everybody_gets_an_answer_when_a_session_or_the_host_is_closed(host):
+    sessions = [host.open("ann", lora()) for _ in range(2)]
+    early = sessions[0].optim_step(STEP, number=2)
+    sessions[0].close()
+    with pytest.raises(Closed):
+        early.result(60)
+    with pytest.raises(Closed):
+        sessions[0].forward_backward(examples(5))
+    late = sessions[1].optim_step(STEP, number=2)
+    host.close()
+    with pytest.raises(Closed):
+        late.result(60)
+    with pytest.raises(Closed):
+        sessions[1].forward_backward(examples(5))
+    with pytest.raises(Closed):
+        host.open("ann", lora())
+
+
+def test_when_a_pass_fails_only_who_is_at_fault_fails(host, monkeypatch):
+    good, bad = host.open("ann", lora(), seed=7), host.open("bob", lora(), seed=7)
+    compute = PackedModel.compute
+
+    def fail_with_bad(self, shares):
+        if any(share.adapter is bad.adapter for share in shares):
+            raise RuntimeError("out of memory")
+        return compute(self, shares)
+
+    monkeypatch.setattr(PackedModel, "compute", fail_with_bad)
+    with host._changed:  # both are there before the next pass
+        mine, theirs = good.forward_backward(examples(5)), bad.forward_backward(examples(5))
+    assert mine.result(60).tokens == 4
+    with pytest.raises(PassFailed, match="out of memory"):
+        theirs.result(60)
+    with pytest.raises(PassFailed):
+        bad.forward_backward(examples(5))
+
+
+def test_steps_without_end_hold_up_nobody(host):
+    session, pest, over = host.open("ann", lora()), host.open("bob", lora()), threading.Event()
+
+    def annoy():
+        while not over.is_set():
+            with contextlib.suppress(TooManyRequests):
+                pest.optim_step(STEP)
+
+    thread = threading.Thread(target=annoy)
+    thread.start()
+    try:
+        for _ in range(5):
+            session.forward_backward(examples(5)).result(20)
+    finally:
+        over.set()
+        thread.join()
+
+
+CONFIGS = {
+    "LoRA": lora(init_lora_weights=False, lora_bias=True),
+    "DoRA": lora(use_dora=True, init_lora_weights=False),
+    "IA3": peft.IA3Config(task_type="CAUSAL_LM"),
+    "prefix": peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "encoder": peft.PrefixTuningConfig(num_virtual_tokens=3, prefix_projection=True, task_type="CAUSAL_LM"),
+    "prompt": peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_session_goes_on_where_another_was_saved(name, host, tmp_path):
+    first, data = host.open("ann", CONFIGS[name], seed=7), examples(5, 8)
+    first.forward_backward(data)
+    first.optim_step(STEP)
+    first.save(tmp_path / "it", optimizer=True).result(60)
+    other = host.open("ann", CONFIGS[name], seed=8)
+    other.load(tmp_path / "it").result(60)
+    assert all_equal(values(other), values(first))
+    for session in (first, other):
+        session.forward_backward(data)
+        assert session.optim_step(STEP).result(60).number == 2
+    assert all_equal(values(other), values(first))
+
+
+def test_an_adapter_without_its_optimizer_starts_afresh(host, tmp_path):
+    first = host.open("ann", CONFIGS["LoRA"], seed=7)
+    first.forward_backward(examples(5))
+    first.optim_step(STEP)
+    first.save(tmp_path / "plain").result(60)
+    assert sorted(file.name for file in (tmp_path / "plain").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    other = host.open("bob", CONFIGS["LoRA"], seed=8)
+    other.load(tmp_path / "plain").result(60)
+    assert all_equal(values(other), values(first))
+    assert other.progress.steps == 0
+
+
+def test_files_that_do_not_fit_change_nothing(host, tmp_path):
+    session = host.open("ann", CONFIGS["LoRA"], seed=7)
+    session.forward_backward(examples(5))
+    with pytest.raises(BadCall, match="optim_step"):
+        session.save(tmp_path / "early", optimizer=True).result(60)
+    session.optim_step(STEP)
+    session.save(tmp_path / "it", optimizer=True).result(60)
+    with pytest.raises(FileExistsError):
+        session.save(tmp_path / "it").result(60)
+    for config in (
+        lora(r=5, lora_bias=True),
+        lora(lora_alpha=3, lora_bias=True),
+        lora(target_modules=["o_proj"]),
+        CONFIGS["DoRA"],
+    ):
+        other = host.open("bob", config, seed=8)
+        before = values(other)
+        with pytest.raises((BadAdapter, UnsupportedAdapter)):
+            other.load(tmp_path / "it").result(60)
+        assert all_equal(values(other), before)
+        other.forward_backward(examples(5)).result(60)
+        other.close()
+    state = tmp_path / "it" / "training_state.safetensors"
+    state.write_bytes(state.read_bytes()[:-8])
+    with pytest.raises(BadAdapter, match="training_state"):
+        session.load(tmp_path / "it").result(60)
+    with pytest.raises(BadAdapter):
+        session.load(tmp_path / "nowhere").result(60)
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+
+
+def test_many_threads_on_many_sessions(host):
+    """Answers come to those who asked, and every tenant gets on."""
+    data, answers = examples(5, 8, 11), {}
+
+    def work(name):
+        session = host.open(name, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), seed=7)
+        answers[name] = [
+            (session.forward_backward(data, items=5.0).result(60), session.optim_step(STEP).result(60).number) for _ in range(5)
+        ]
+
+    threads = [threading.Thread(target=work, args=(f"tenant {number}",)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    expected = answers["tenant 0"]
+    assert [number for _, number in expected] == [1, 2, 3, 4, 5]
+    assert len(answers) == 8
+    for found in answers.values():
+        assert [loss.loss for loss, _ in found] == pytest.approx([loss.loss for loss, _ in expected], rel=1e-5)
