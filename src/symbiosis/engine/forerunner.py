@@ -64,9 +64,7 @@ class Forerunner:
         others_BV = self._runner.compute(replace(made, chunks=rest), adapters)
         known, new = iter(range(len(there))), iter(range(len(there), len(there) + len(others_BV)))
         order = [
-            next(new) if row is None else next(known)
-            for row, chunk in zip(rows, made.chunks, strict=True)
-            if chunk.samples
+            next(new) if row is None else next(known) for row, chunk in zip(rows, made.chunks, strict=True) if chunk.samples
         ]
         return torch.cat([logits_BV, others_BV])[torch.tensor(order, device=logits_BV.device)]
 

@@ -33,7 +33,7 @@ class Gated(nn.Module):
 def gate(model: PreTrainedModel) -> None:
     """Let the MLPs of this model, which runs forward only, use the kernel."""
     for module in list(model.modules()):
-        if _NAMES != {name for name, _ in module.named_children()} or not isinstance(module.gate_proj, nn.Linear):
+        if {name for name, _ in module.named_children()} != _NAMES or not isinstance(module.gate_proj, nn.Linear):
             continue
         x = torch.randn(2, module.gate_proj.in_features, generator=torch.Generator().manual_seed(0)).to(module.gate_proj.weight)
         expected, plain = module(x), type(module)

@@ -95,7 +95,7 @@ class Chosen:
         if tokens_B.is_cuda:
             self._copy = torch.empty(tokens_B.shape, dtype=tokens_B.dtype, pin_memory=True)
             self._copy.copy_(tokens_B, non_blocking=True)
-            self._there = torch.cuda.Event()
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._there.record()
 
     def tolist(self) -> list[int]:

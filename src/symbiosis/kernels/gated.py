@@ -36,7 +36,8 @@ def _gated(gate, up, out, width, gate_stride, up_stride, EARLY: tl.constexpr, BL
 def gated(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
     """Rows may lie at any distance, the numbers of a row next to each other."""
     rows, width = gate_RW.shape
-    assert gate_RW.shape == up_RW.shape and gate_RW.stride(1) == up_RW.stride(1) == 1, (gate_RW.stride(), up_RW.stride())
+    assert gate_RW.shape == up_RW.shape, (gate_RW.shape, up_RW.shape)
+    assert gate_RW.stride(1) == up_RW.stride(1) == 1, (gate_RW.stride(), up_RW.stride())
     out = torch.empty(rows, width, dtype=gate_RW.dtype, device=gate_RW.device)
     if rows:
         with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
