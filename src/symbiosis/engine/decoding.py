@@ -51,7 +51,7 @@ class Decoder:
         self._stream: Any = None  # one for all graphs: torch hands out a few, and others have theirs
 
     def compute(self, ids: Sequence[int] | Tensor, spans: Sequence[Span], segments: Sequence[Segment]) -> Tensor | None:
-        """The logits of all rows, one a sequence; None if this must be computed in the usual way. The next call overwrites them."""
+        """The logits of all rows, one a sequence, until the next call; None if this must be computed in the usual way."""
         from symbiosis.kernels.low_rank import tile_rows
 
         size = next((size for size in _SIZES if size >= len(ids)), None)
