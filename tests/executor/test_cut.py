@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symbiosis.executor.policies import Decision
+from symbiosis.executor import runner
+from symbiosis.executor.policies import Decision, Lockstep, Opportunistic
 from symbiosis.messages import Kind
 from tests.executor.desk import BLOCK, EXPERTS, LINEAR, OTHER, WIDTH, Desk
 
@@ -63,15 +64,61 @@ def test_a_call_in_pieces_counts_as_one():
     assert (figures["calls"], figures["batches"], figures["rows"], figures["queued"]) == (1, 1, ROWS, 0)
 
 
-def test_who_serves_nobody_any_more_leaves_the_rest_in_one_piece():
+@pytest.mark.parametrize(("row_s", "pieces"), [(1e-6, 1), (1e-3, 2)])
+def test_after_the_engine_the_rest_goes_on_in_pieces_that_it_could_wait_for(row_s, pieces):
     desk = serving()
     ann = desk.tenant("ann")
     desk.call(ann, *rows_for((WIDTH,)), training=True)
     assert desk.service.step() == 0.0
-    assert desk.service._cut is not None
-    desk.service._costs.observe(desk.service._cut.calls[0].work.key.shape, 1, 1.0)
+    for rows in (1, 100) * 20:
+        desk.service._costs.observe(desk.service._cut.calls[0].work.key.shape, rows, rows * row_s)
     desk.clock.now += 5
-    assert desk.run() == 1
+    assert desk.run() == pieces
+    assert desk.answer(ann).kind is Kind.REPLY
+
+
+def test_those_who_decode_without_a_pause_do_not_starve_training():
+    desk = serving(policy=Opportunistic())
+    ann, decoders = desk.tenant("ann"), [desk.tenant(f"decodes {n}") for n in range(2)]
+    desk.call(ann, *rows_for((WIDTH,)), training=True)
+    desk.clock.now += 0.001
+    desk.call(decoders[0], torch.ones(1, WIDTH))
+    for turn in range(1, 200):
+        desk.clock.now += 0.005
+        if not turn % 20:
+            desk.host()
+        for decoder in decoders:  # one of them has always called
+            if desk.answers(decoder) or not decoder.state.busy:
+                desk.call(decoder, torch.ones(1, WIDTH))
+        desk.service.step()
+        if desk.port.replies.get(ann):
+            return
+    pytest.fail("training was never answered")
+
+
+def test_nobody_waits_for_who_is_computed_in_pieces():
+    desk = serving(policy=Lockstep())
+    ann, bob = desk.tenant("ann"), desk.tenant("bob")
+    desk.call(ann, *rows_for((WIDTH,)), training=True)
+    desk.call(bob, torch.ones(1, WIDTH))
+    desk.service.step()
+    desk.answer(bob)
+    with desk.turns:
+        desk.call(bob, torch.ones(1, WIDTH))
+        assert desk.service.step() == 0.0
+    assert desk.answer(bob).kind is Kind.REPLY
+
+
+def test_pieces_that_cannot_be_joined_run_as_they_always_did(monkeypatch):
+    desk = serving()
+    ann = desk.tenant("ann")
+    desk.call(ann, *rows_for((WIDTH,)), training=True)
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(runner, "_split", full)
+    desk.run()
     assert desk.answer(ann).kind is Kind.REPLY
 
 

@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from symbiosis.engine.changes import Loaded, Low, Own, Part, Rows, Scale, Segment
 
 _FEW_ROWS = 16
-_KEEP = 32  # adapters in the stacks of one layer: a stack is as large as its adapters there
+_LONGEST = 16  # adapters in a stack
+_KEEP = 32  # adapters in the stacks of one layer that are kept for other companies: a stack is as large as its adapters there
 _PADDED = 2.0  # a stack may be so many times as large as what is in it
 _SETTLED = 4  # passes after which a company is worth stacks
 
@@ -164,7 +165,8 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
         if count > _FEW_ROWS:
             continue
         last = found[-1][-1] if found else None
-        if last is not None and last.end == segment.start and last.end - last.start == count:
+        alike = last is not None and last.end == segment.start and last.end - last.start == count
+        if alike and len(found[-1]) < _LONGEST:
             found[-1] = (*found[-1], segment)
         else:
             found.append((segment,))

@@ -84,10 +84,15 @@ class Runner:
             found = self._decoded(made.chunks, ids, adapters)
         return self._computed(made, adapters) if found is None else found
 
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether a pass can be launched without waiting for its tokens."""
+        return self._decoder is not None
+
     @torch.inference_mode()
     def compute_next(self, chunks: Seq[Chunk], tokens_B: Tensor, adapters: Mapping[str, Loaded]) -> Tensor | None:
         """The logits after tokens that only the device knows, one for each chunk, if that can be launched at once."""
-        return None if self._decoder is None else self._decoded(chunks, tokens_B, adapters)
+        return self._decoded(chunks, tokens_B, adapters)
 
     def _decoded(self, chunks: Seq[Chunk], ids: Seq[int] | Tensor, adapters: Mapping[str, Loaded]) -> Tensor | None:
         """Rows of one token each as a CUDA graph, if all of it can be one."""

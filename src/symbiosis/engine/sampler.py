@@ -92,11 +92,11 @@ class Chosen:
         self.tokens_B = tokens_B
         self._there: torch.cuda.Event | None = None
         self._copy = tokens_B
-        if tokens_B.is_cuda:
+        if tokens_B.is_cuda and len(tokens_B):
             self._copy = torch.empty(tokens_B.shape, dtype=tokens_B.dtype, pin_memory=True)
             self._copy.copy_(tokens_B, non_blocking=True)
             self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._there.record()
+            self._there.record(torch.cuda.current_stream(tokens_B.device))
 
     def tolist(self) -> list[int]:
         if self._there is not None:

@@ -69,6 +69,7 @@ class Loop:
             raise
         finally:
             self._ended = True
+            self._service.turns.give_up()
             for port in self._ports:
                 _close(port)
             self._turn_away()

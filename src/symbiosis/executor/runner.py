@@ -102,8 +102,13 @@ class Cut:
         """The result of each call, in order, as of `run_batch`."""
         if not self._parts:
             return run_batch(self.calls)
-        joined = tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._parts, strict=True))
-        return list(_split(self._works, joined))
+        try:
+            joined = tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._parts, strict=True))
+            return list(_split(self._works, joined))
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.warning("the pieces of %d calls could not be joined (%r): running each alone", len(self.calls), error)
+            self._parts = []
+            return run_batch(self.calls)
 
 
 def _alone(work: Work) -> Rows:

@@ -80,6 +80,7 @@ class Service:
         self._queue: dict[int, Call] = {}
         self._cut: Cut | None = None
         """The training batch that is computed piece by piece, if one is. Its calls stay in the queue until its end."""
+        self._is_cuts_turn = False
         self._queued_bytes = 0
         self._numbers = 0
         self._batches = self._calls = self._rows = self._tokens = 0
@@ -321,9 +322,17 @@ class Service:
         self._guest.answered = busy_until
         return {0: self._guest, **self._sessions.open}
 
+    def _others(self, heard: Mapping[int, Heard]) -> Mapping[int, Heard]:
+        """Without those whose calls are computed piece by piece: nobody needs to wait for them."""
+        if self._cut is None:
+            return heard
+        cut = {call.pending.session for call in self._cut.calls}
+        return {session: last for session, last in heard.items() if session not in cut}
+
     def is_full(self) -> bool:
         """Whether the queue holds as many bytes as it should: run batches before taking more."""
-        return self._queued_bytes >= _QUEUE_CALLS * self.limits.max_bytes
+        cut = 0 if self._cut is None else sum(call.work.bytes for call in self._cut.calls)  # others need not wait for it
+        return self._queued_bytes - cut >= _QUEUE_CALLS * self.limits.max_bytes
 
     def step(self) -> float | None:
         """Run the next batch or piece if one is due. The seconds until the next may be; 0.0 if one ran, None if never."""
@@ -332,19 +341,26 @@ class Service:
             self.turns.give_up()
         if not self._queue:
             return None
+        if self._cut is not None and self._is_cuts_turn and self._advance(self._cut):
+            self._is_cuts_turn = False
+            return 0.0
         waiting = [call.pending for call in self._queue.values() if self._cut is None or not _trains(call)]
         now = self._clock()
         try:
-            decision = self.policy.decide(waiting, self._heard(now), self._costs, now) if waiting else Decision()
+            decision = self.policy.decide(waiting, self._others(self._heard(now)), self._costs, now) if waiting else Decision()
             calls = [self._queue[pending.number] for pending in decision.batch]
         except Exception as error:  # noqa: BLE001 - a policy at fault must not leave anybody waiting for ever
             _log.exception("the policy failed")
             self._fail_all(SymbiosisError(f"the executor's policy failed: {type(error).__name__}"))
             return 0.0
         if calls and self._lanes is None and self.turns.are_taken():
-            calls = [call for call in calls if not _trains(call)] or self._begin_cut(calls)
+            training = [call for call in calls if _trains(call)]
+            calls = [call for call in calls if not _trains(call)]
+            if training:
+                self._cut = Cut(training, self._clock())
         if calls:
             self._run(calls)
+            self._is_cuts_turn = True  # one after the other: neither waits for ever
             return 0.0
         if self._cut is not None and self._advance(self._cut):
             return 0.0
@@ -359,11 +375,6 @@ class Service:
         self._finish(calls, results, started, ended - started)
         if self._lanes is not None:
             self._lanes.leave()
-
-    def _begin_cut(self, calls: list[Call]) -> list[Call]:
-        """To be computed piece by piece; nothing is left to run at once."""
-        self._cut = Cut(calls, self._clock())
-        return []
 
     def _advance(self, cut: Cut) -> bool:
         """Compute one more piece, if it is training's turn."""

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 _IDLE_S = 1.0  # the engine has computed nothing for so long: it serves nobody
+_PIECE_S = 0.05  # where nobody is served: who comes waits for no more than that
+_LEAST_S = 1e-4
 _RISE = 1.1  # a pass longer than others (a long prompt) hardly counts, until they all are
 
 
@@ -47,7 +49,8 @@ class Turns:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._changed:
             self._ended = self._clock()
-            self._pace_s = min(self._ended - self._began, _RISE * self._pace_s)
+            if kind is None:
+                self._pace_s = max(_LEAST_S, min(self._ended - self._began, _RISE * self._pace_s))
             self._credit_s = self._earns * self._pace_s
             self._wanted = self._passing = False
             waiting = self._waiting
@@ -63,7 +66,7 @@ class Turns:
     def busy_until(self) -> float | None:
         """When the engine's pass will end, or its last one ended; None: it serves nobody."""
         if self._passing:
-            return self._began + (self._pace_s if math.isfinite(self._pace_s) else 0.0)
+            return max(self._clock(), self._began + (self._pace_s if math.isfinite(self._pace_s) else 0.0))
         return self._ended if self._wanted or self._clock() - self._ended < _IDLE_S else None
 
     def are_taken(self) -> bool:
@@ -77,7 +80,7 @@ class Turns:
             may = not taken or (not self._passing and (not self._wanted or self._is_owed()))
             self._piece, self._waiting = may, not may
             self._piece_began = self._clock()
-            return None if not may else self._earns * self._pace_s if taken else math.inf
+            return None if not may else self._earns * self._pace_s if taken else _PIECE_S
 
     def end(self) -> None:
         """The piece is computed."""

@@ -231,20 +231,21 @@ def _expand_few(  # type: ignore[no-untyped-def]
     """Row by row, `WIDE` of the rank at a time. The weights are read in the order they lie in."""
     s, n = tl.arange(0, SPLITS), tl.arange(0, BLOCK_N)
     inside = n < columns
-    for first in range(0, rank, WIDE):
-        r = first + tl.arange(0, WIDE)
-        weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
-        weight = tl.load(weight_at, mask=inside[:, None] & (r < rank)[None, :], other=0.0)
-        wait_for_last(EARLY)
-        for m in range(count):
+    for m in range(count):
+        total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for first in range(0, rank, WIDE):
+            r = first + tl.arange(0, WIDE)
+            weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
+            weight = tl.load(weight_at, mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+            wait_for_last(EARLY)
             low_at = parts + m * rmax + s.to(tl.int64)[:, None] * split_stride + r[None, :]
             low = tl.sum(tl.load(low_at, mask=(s < splits)[:, None] & (r < rank)[None, :], other=0.0), 0)
             low = low.to(weight.dtype).to(tl.float32)
-            y_at = y + m * y_stride + column + n
-            value = tl.load(y_at, mask=inside, other=0.0).to(tl.float32) + tl.sum(weight.to(tl.float32) * low[None, :], 1)
-            if first + WIDE >= rank:
-                value = _stretched(value, stretch, own_bias, y, column + n, own + n, inside, HAS_BIAS, False)
-            tl.store(y_at, value.to(y.dtype.element_ty), mask=inside)
+            total += tl.sum(weight.to(tl.float32) * low[None, :], 1)
+        y_at = y + m * y_stride + column + n
+        value = tl.load(y_at, mask=inside, other=0.0).to(tl.float32) + total
+        value = _stretched(value, stretch, own_bias, y, column + n, own + n, inside, HAS_BIAS, False)
+        tl.store(y_at, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

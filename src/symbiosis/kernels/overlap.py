@@ -19,7 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 def early(device: torch.device) -> dict[str, Any]:
     """The settings of a launch there: `EARLY` for the kernel, and the driver's where it can."""
-    return _early(device.index or 0) if device.type == "cuda" else {"EARLY": False}
+    if device.type != "cuda":
+        return {"EARLY": False}
+    return _early(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @cache
