@@ -270,6 +270,24 @@ def test_files_that_do_not_fit_change_nothing(host, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
+def test_a_file_is_written_once_however_late_its_answer(host, tmp_path, monkeypatch):
+    session, other, answer, written = host.open("ann", lora()), host.open("bob", lora()), host._answer, []
+
+    def late(whose, call, result):
+        if whose is session:
+            written.append(call)
+            for _ in range(3):  # the loop goes round meanwhile
+                other.forward_backward(examples(5)).result(60)
+        answer(whose, call, result)
+
+    monkeypatch.setattr(host, "_answer", late)
+    saved = session.save(tmp_path / "it")
+    loaded = session.load(tmp_path / "it")
+    assert saved.result(60) is None
+    assert loaded.result(60) is None
+    assert len(written) == 2
+
+
 def test_many_threads_on_many_sessions(host):
     """Answers come to those who asked, and every tenant gets on."""
     data, answers = examples(5, 8, 11), {}

@@ -159,6 +159,7 @@ class Host:
     def _answer(self, session: Session, call: Call, result: Any) -> None:
         """The call at the head of a session's line is done; an error is an answer too."""
         with self._changed:
+            session.busy = False
             if session.line.ended is not None:
                 return  # it was answered when the session ended
             session.line.done(call)
@@ -225,8 +226,6 @@ class Host:
                 session.progress = resumed.progress
         except Exception as error:  # noqa: BLE001 - whatever went wrong with a file is this call's answer
             result = error
-        with self._changed:
-            session.busy = False
         self._answer(session, call, result)
 
     def _pass(self) -> None:

@@ -66,8 +66,8 @@ class Line:
         return number, call.answer
 
     def done(self, call: Call) -> None:
-        first = self._waiting.popleft()
-        assert first is call, "calls end in their order"
+        assert self._waiting[0] is call, "calls end in their order"
+        self._waiting.popleft()
 
     def end(self, error: SymbiosisError) -> list[Call]:
         """Nothing is taken any more. Returns the calls that are left without an answer."""
