@@ -154,6 +154,14 @@ def test_a_job_goes_on_from_a_checkpoint_exactly(tmp_path):
         assert all_equal(values(again), expected)
 
 
+def test_a_step_of_more_batches_than_may_wait(host):
+    session, recipe = start(host, TASKS["rank 2"]), {"gradient_accumulation_steps": 100, "per_device_train_batch_size": 1}
+    last = run(session, TASKS["rank 2"].data() * 5, TASKS["rank 2"].recipe_of(**recipe, max_steps=3))
+    assert last.step == session.progress.steps == 3
+    assert session.progress.batches == 100 + 20 + 100
+    session.close()
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_an_adapter_starts_as_peft_starts_it(name, host):
     torch.manual_seed(5)

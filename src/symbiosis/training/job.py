@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
-from symbiosis.errors import OutOfRange
+from symbiosis.errors import OutOfRange, TooManyRequests
 from symbiosis.training.calls import Loss, Step
 from symbiosis.training.examples import Example
 from symbiosis.training.recipe import Recipe
 from symbiosis.training.session import Session
 
+_T = TypeVar("_T")
 _AHEAD = 2  # steps under way, so that the host need not wait for this thread to wake up
 
 
@@ -50,6 +53,26 @@ class _UnderWay:
         return Done(step.number, total, loss, self.learning_rate, step.gradient_norm, tokens)
 
 
+class _Asked:
+    """Calls without an answer yet. When a session takes no more, the oldest is waited for."""
+
+    def __init__(self) -> None:
+        self._open: deque[Future[Any]] = deque()
+
+    def ask(self, call: Callable[[], Future[_T]]) -> Future[_T]:
+        while self._open and self._open[0].done():
+            self._open.popleft()
+        while True:
+            try:
+                self._open.append(future := call())
+            except TooManyRequests:
+                if not self._open:
+                    raise
+                wait([self._open.popleft()])
+            else:
+                return future
+
+
 def run(
     session: Session,
     data: Sequence[Example],
@@ -69,6 +92,7 @@ def run(
         raise OutOfRange("there is nothing to learn from", field="data", expected="one example at least")
     total = recipe.total(len(data))
     under_way: deque[_UnderWay] = deque()
+    asked = _Asked()
     last: Done | None = None
     step = after
 
@@ -84,11 +108,11 @@ def run(
         chosen = [[data[number] for number in batch] for batch in batches]
         items = sum(example.labelled for batch in chosen for example in batch)
         settings = recipe.settings(step, total)
-        losses = [session.forward_backward(batch, items=items) for batch in chosen]
-        stepped = session.optim_step(settings)
+        losses = [asked.ask(partial(session.forward_backward, batch, items=items)) for batch in chosen]
+        stepped = asked.ask(partial(session.optim_step, settings))
         step += 1
         folder = checkpoint(step) if checkpoint is not None else None
-        saved = session.save(folder, optimizer=True) if folder is not None else None
+        saved = asked.ask(partial(session.save, folder, optimizer=True)) if folder is not None else None
         under_way.append(_UnderWay(losses, stepped, saved, settings.learning_rate))
         if len(under_way) >= _AHEAD:
             last = finish()
