@@ -184,6 +184,18 @@ def test_when_a_pass_fails_only_who_is_at_fault_fails(host, monkeypatch):
         bad.forward_backward(examples(5))
 
 
+def test_what_ended_a_session_is_raised_anew_each_time(host):
+    session = host.open("ann", lora())
+    waiting = [session.optim_step(STEP, number=number) for number in (2, 3)]
+    session.close()
+    errors = [future.exception(60) for future in waiting]
+    for _ in range(2):
+        with pytest.raises(Closed, match="was closed") as raised:
+            session.forward_backward(examples(5))
+        errors.append(raised.value)
+    assert len({id(error) for error in errors}) == 4
+
+
 def test_steps_without_end_hold_up_nobody(host):
     session, pest, over = host.open("ann", lora()), host.open("bob", lora()), threading.Event()
 

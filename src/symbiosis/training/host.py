@@ -7,6 +7,7 @@ while a pass runs is in the next. Files are read and written on another thread, 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Mapping
@@ -154,7 +155,7 @@ class Host:
         with self._changed:
             left = session.line.end(error)
         for call in left:
-            call.answer.set_exception(error)
+            call.answer.set_exception(copy.copy(error))
 
     def _answer(self, session: Session, call: Call, result: Any) -> None:
         """The call at the head of a session's line is done; an error is an answer too."""
@@ -165,7 +166,7 @@ class Host:
             session.line.done(call)
             self._changed.notify_all()
         if isinstance(result, Exception):
-            call.answer.set_exception(result)
+            call.answer.set_exception(result.with_traceback(None))
         else:
             call.answer.set_result(result)
 

@@ -6,6 +6,7 @@ overtook others on their way wait until those are here.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 from typing import Any
@@ -50,7 +51,7 @@ class Line:
                 raise OutOfOrder(f"call {number} of this session was another one; every call needs a number of its own")
             return number, known.answer
         if self._ended is not None:
-            raise self._ended
+            raise copy.copy(self._ended)  # one that is raised again and again keeps every caller's frames
         if number < self._next:
             raise OutOfOrder(f"call {number} is too long ago: the next number is {self._next}")
         if len(self._waiting) + len(self._early) >= self._most or number >= self._next + self._most:
@@ -72,7 +73,7 @@ class Line:
     def end(self, error: SymbiosisError) -> list[Call]:
         """Nothing is taken any more. Returns the calls that are left without an answer."""
         left = [*self._waiting, *self._early.values()]
-        self._ended = self._ended or error
+        self._ended = self._ended or copy.copy(error)
         self._waiting.clear()
         self._early.clear()
         return left
