@@ -105,10 +105,12 @@ class Maker:
         if method == Method.LORA and raw.get("target_modules") is None:
             known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
             return {**raw, "target_modules": sorted(known) if known else None}
-        if method == Method.IA3 and raw.get("target_modules") is None:
-            known = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.get(kind)
-            inner = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(kind)
-            return {**raw, "target_modules": known, "feedforward_modules": inner}
+        if method == Method.IA3:
+            names = {
+                "target_modules": constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.get(kind),
+                "feedforward_modules": constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(kind),
+            }
+            return {**raw, **{key: value for key, value in names.items() if raw.get(key) is None}}
         if method in (Method.PREFIX_TUNING, Method.PROMPT_TUNING, Method.P_TUNING):
             bare = _built(method, {"num_virtual_tokens": 1, "task_type": "CAUSAL_LM"})
             usual = _as_written(_prepare_prompt_learning_config(bare, self._model.config))
