@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from concurrent.futures import wait
 
 import peft
@@ -194,6 +196,19 @@ def test_what_ended_a_session_is_raised_anew_each_time(host):
             session.forward_backward(examples(5))
         errors.append(raised.value)
     assert len({id(error) for error in errors}) == 4
+
+
+def test_a_closed_session_keeps_no_tensor(host):
+    session, other = host.open("ann", lora()), host.open("bob", lora())
+    session.forward_backward(examples(5))
+    session.optim_step(STEP).result(60)
+    kept = [weakref.ref(parameter) for parameter in session.adapter.parameters.values()]
+    session.close()
+    other.forward_backward(examples(5)).result(60)  # the loop went round
+    gc.collect()
+    assert not [each for each in kept if each() is not None]
+    with pytest.raises(Closed):
+        session.forward_backward(examples(5))
 
 
 def test_steps_without_end_hold_up_nobody(host):

@@ -75,3 +75,7 @@ class Trained:
             with torch.no_grad():
                 found["prompt_embeddings"] = self.virtual.stored().to("cpu", copy=True).contiguous()
         return found
+
+
+NOTHING = Trained(parts={}, virtual=None, parameters={}, files={}, config="", method="")
+"""What a sequence has that nobody trains on, and a session that was closed."""

@@ -21,10 +21,12 @@ from transformers import PreTrainedModel
 
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
 from symbiosis.training import saving
+from symbiosis.training.adapter import Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
 from symbiosis.training.fairness import Candidate, Fairness
 from symbiosis.training.line import Line
 from symbiosis.training.making import Maker
+from symbiosis.training.optimizer import Optimizer
 from symbiosis.training.pack import Piece, Share
 from symbiosis.training.packed import Outcome, PackedModel
 from symbiosis.training.saving import Progress
@@ -76,6 +78,8 @@ class Host:
         )
         self._changed = threading.Condition()
         self._sessions: dict[str, Session] = {}
+        self._gone: list[Session] = []
+        """Closed, but the thread may still be computing for them."""
         self._fairness = Fairness()
         self._ids = itertools.count(1)
         self._closing = False
@@ -128,6 +132,7 @@ class Host:
         self._files.shutdown()
         for session in list(self._sessions.values()):
             self._close_session(session)
+        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -147,8 +152,10 @@ class Host:
 
     def _close_session(self, session: Session) -> None:
         with self._changed:
-            self._sessions.pop(session.id, None)
+            if self._sessions.pop(session.id, None) is not None:
+                self._gone.append(session)
             self._fairness.forget(session.tenant, session.id)
+            self._changed.notify_all()
         self._end(session, Closed("this training session was closed"))
 
     def _end(self, session: Session, error: SymbiosisError) -> None:
@@ -174,23 +181,32 @@ class Host:
 
     def _run(self) -> None:
         try:
-            self._work()
+            while self._round():
+                pass
         finally:  # whatever happened: nobody waits for an answer that will not come
             self._closing = True
             for session in list(self._sessions.values()):
                 self._end(session, Closed("hosted training has stopped"))
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or any(map(_ready, self._sessions.values())))
-                if self._closing:
-                    return
-                heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if _ready(s)]
-            others = [(session, call) for session, call in heads if not isinstance(call, ForwardBackward)]
-            for session, call in others:
+    def _round(self) -> bool:
+        """Wait for something to do, and do it. Nothing of a session is kept by this thread in between."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._gone or any(map(_ready, self._sessions.values())))
+            if self._closing:
+                return False
+            self._release()
+            heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if _ready(s)]
+        for session, call in heads:
+            if not isinstance(call, ForwardBackward):
                 self._do(session, call)
-            self._pass()  # whoever has just stepped may have a batch for it
+        self._pass()  # whoever has just stepped may have a batch for it
+        return True
+
+    def _release(self) -> None:
+        with self._changed:
+            gone, self._gone = self._gone, []
+            for session in gone:
+                session.release()
 
     def _do(self, session: Session, call: Call) -> None:
         if isinstance(call, OptimStep):
@@ -210,20 +226,20 @@ class Host:
             assert isinstance(call, Save | Load)
             with self._changed:
                 session.busy = True
-            self._files.submit(self._file, session, call)
+            self._files.submit(self._file, session, call, session.adapter, session.optimizer)
 
-    def _file(self, session: Session, call: Save | Load) -> None:
-        """On the other thread: read or write what a session asks for."""
+    def _file(self, session: Session, call: Save | Load, adapter: Trained, optimizer: Optimizer) -> None:
+        """On the other thread: read or write what a session asks for; one that is closed meanwhile has no adapter any more."""
         result: Exception | None = None
         try:
             if isinstance(call, Save):
-                if call.optimizer and session.optimizer.has_gradients:
+                if call.optimizer and optimizer.has_gradients:
                     raise BadCall("gradients have gathered: call optim_step before saving the optimizer")
-                state = session.optimizer.state() if call.optimizer else None
-                saving.save(call.folder, session.adapter, state, session.progress)
+                state = optimizer.state() if call.optimizer else None
+                saving.save(call.folder, adapter, state, session.progress)
             else:
-                resumed = saving.load(call.folder, session.adapter, self._maker.facts)
-                session.optimizer.restore(resumed.optimizer)
+                resumed = saving.load(call.folder, adapter, self._maker.facts)
+                optimizer.restore(resumed.optimizer)
                 session.progress = resumed.progress
         except Exception as error:  # noqa: BLE001 - whatever went wrong with a file is this call's answer
             result = error

@@ -77,3 +77,7 @@ class Line:
         self._waiting.clear()
         self._early.clear()
         return left
+
+    def forget(self) -> None:
+        """Also the answers of old."""
+        self._known.clear()

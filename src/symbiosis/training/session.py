@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from symbiosis.errors import OutOfRange
-from symbiosis.training.adapter import Trained
+from symbiosis.training.adapter import NOTHING, Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
 from symbiosis.training.examples import Example, check
 from symbiosis.training.line import Line
@@ -70,18 +70,18 @@ class Session:
         The loss is the mean over the batch's labels, as `model(**batch).loss`. With `items`, it is their sum over
         that: of several batches before one step, Trainer gives each the labels of all (`num_items_in_batch`).
         """
-        examples = tuple(batch)
-        virtual = self.adapter.virtual.count if self.adapter.virtual else 0
-        longest = min(self._bounds.rows - self.adapter.rows_of(0), self._bounds.positions - virtual)
+        examples, adapter = tuple(batch), self.adapter
+        virtual = adapter.virtual.count if adapter.virtual else 0
+        longest = min(self._bounds.rows - adapter.rows_of(0), self._bounds.positions - virtual)
         check(examples, vocabulary=self._bounds.vocabulary, longest=longest, most=self._bounds.examples)
-        tokens = sum(predicted(self.adapter, example) for example in examples)
+        tokens = sum(predicted(adapter, example) for example in examples)
         if items is None:
             items = tokens
         if isinstance(items, bool) or not isinstance(items, int | float) or not 0 < items < 1e12:
             raise OutOfRange(
                 f"items is {items!r}", field="items", expected="a label to learn in the batch, or a number above 0"
             )
-        rows = tuple(self.adapter.rows_of(len(example.ids)) for example in examples)
+        rows = tuple(adapter.rows_of(len(example.ids)) for example in examples)
         return self._submit(self, ForwardBackward(examples, rows, items, tokens), number)
 
     def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
@@ -102,3 +102,8 @@ class Session:
     def close(self) -> None:
         """Give everything back. What waits ends in `Closed`."""
         self._close(self)
+
+    def release(self) -> None:
+        """For the host, once nothing of it is computed any more: whoever keeps a closed session keeps no tensor by it."""
+        self.adapter, self.optimizer = NOTHING, Optimizer({})
+        self.line.forget()
