@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import shutil
 import threading
 import weakref
 from concurrent.futures import wait
@@ -12,6 +13,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 
 from symbiosis.errors import (
     BadAdapter,
@@ -27,6 +29,7 @@ from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
 from symbiosis.training.optimizer import StepSettings
 from symbiosis.training.packed import PackedModel
+from symbiosis.training.saving import STATE
 from tests.training.passes import by_peft, examples, worst
 from tests.training.tasks import base, lora
 from tests.training.together import all_equal, values
@@ -313,6 +316,72 @@ def test_a_file_is_written_once_however_late_its_answer(host, tmp_path, monkeypa
     assert saved.result(60) is None
     assert loaded.result(60) is None
     assert len(written) == 2
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a session that has made a step."""
+    folder = tmp_path_factory.mktemp("saved")
+    with Host(base(), HostConfig(max_rows=32)) as host:
+        session = host.open("ann", CONFIGS["encoder"], seed=7)
+        session.forward_backward(examples(5))
+        session.optim_step(STEP)
+        session.save(folder / "it", optimizer=True).result(60)
+    return folder / "it"
+
+
+def without(ending):
+    def drop(state, _):
+        del state[next(name for name in state if name.endswith(ending))]
+
+    return drop
+
+
+def turned(ending, change):
+    def turn(state, _):
+        name = next(name for name in state if name.endswith(ending))
+        state[name] = change(state[name])
+
+    return turn
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        without("/exp_avg"),
+        without("/exp_avg_sq"),
+        without("/step"),
+        without("/value"),
+        turned("/step", lambda step: -step),
+        turned("/exp_avg_sq", lambda moment: moment - 1),
+        turned("/exp_avg", lambda moment: moment.long()),
+        turned("/exp_avg", lambda moment: moment * float("nan")),
+        turned("/value", lambda value: value[:1]),
+        lambda _, said: said.update(steps="-1"),
+        lambda _, said: said.update(batches="many"),
+        lambda state, _: state.update(large=torch.zeros(1 << 20)),
+    ],
+)
+def test_a_state_that_is_not_whole_changes_nothing(spoil, host, saved, tmp_path):
+    folder = tmp_path / "it"
+    shutil.copytree(saved, folder)
+    state, said = load_file(folder / STATE), {"steps": "1", "batches": "1"}
+    spoil(state, said)
+    save_file(state, folder / STATE, metadata=said)
+    session = host.open("ann", CONFIGS["encoder"], seed=8)
+    before = values(session)
+    with pytest.raises(BadAdapter, match="training_state"):
+        session.load(folder).result(60)
+    assert all_equal(values(session), before)
+    assert not session.optimizer.state()
+
+
+def test_a_state_that_is_a_link_is_not_followed(host, saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "it")
+    (tmp_path / "it" / STATE).unlink()
+    (tmp_path / "it" / STATE).symlink_to(saved / STATE)
+    with pytest.raises(BadAdapter, match="plain file"):
+        host.open("ann", CONFIGS["encoder"], seed=8).load(tmp_path / "it").result(60)
 
 
 def test_many_threads_on_many_sessions(host):
