@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from symbiosis.errors import (
     BadAdapter,
@@ -135,6 +136,18 @@ def test_what_is_wrong_in_itself_is_refused_at_once(host):
         with pytest.raises(OutOfRange):
             host.open("ann", lora(), seed=seed)
     session.forward_backward(examples(5)).result(60)  # none of it has harmed the session
+
+
+def test_positions_that_change_for_all_are_not_reached_by_anybody():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 16, "vocab_size": 128, "pad_token_id": 0}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = Phi3ForCausalLM(Phi3Config(**lengths, **sizes, rope_parameters=rope, tie_word_embeddings=False)).eval()
+    with Host(model) as host:
+        session = host.open("ann", peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+        session.forward_backward(examples(13)).result(60)
+        with pytest.raises(OutOfRange, match="14 tokens"):
+            session.forward_backward(examples(14))
 
 
 def test_there_are_limits(host):

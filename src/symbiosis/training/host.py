@@ -20,6 +20,7 @@ from peft import PeftConfig
 from transformers import PreTrainedModel
 
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
+from symbiosis.models.positions import most_tokens
 from symbiosis.training import saving
 from symbiosis.training.adapter import Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
@@ -73,7 +74,7 @@ class Host:
         self._bounds = Bounds(
             vocabulary=int(text.vocab_size),
             rows=config.max_rows,
-            positions=int(getattr(text, "max_position_embeddings", None) or config.max_rows),
+            positions=most_tokens(text),
             examples=config.max_examples,
         )
         self._changed = threading.Condition()
