@@ -90,6 +90,15 @@ def test_a_batch_larger_than_a_pass_takes_several(host):
         session.forward_backward(examples(33))
 
 
+def test_a_prefix_counts_though_it_is_no_row(host):
+    session = host.open("ann", peft.PrefixTuningConfig(num_virtual_tokens=12, task_type="CAUSAL_LM"))
+    session.forward_backward(examples(4, 4, 4)).result(60)
+    assert (host.stats.passes, host.stats.rows) == (2, 12)  # two of 16 fit into 32
+    session.forward_backward(examples(20)).result(60)
+    with pytest.raises(OutOfRange, match="21 tokens"):
+        session.forward_backward(examples(21))
+
+
 def test_a_call_asked_again_is_not_computed_again(host):
     session, data = host.open("ann", lora(), seed=7), examples(5, 8)
     first = session.forward_backward(data, number=1)

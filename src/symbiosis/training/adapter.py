@@ -68,6 +68,10 @@ class Trained:
         """How many rows a sequence of so many tokens is in a pass."""
         return tokens + (self.virtual.rows if self.virtual else 0)
 
+    def cost_of(self, tokens: int) -> int:
+        """As `rows_of`, with all virtual tokens: keys and values are no rows, but every sequence has its own in memory."""
+        return tokens + (self.virtual.count if self.virtual else 0)
+
     def tensors(self) -> dict[str, Tensor]:
         """What PEFT would store, as it is now: copies on the CPU."""
         found = {file: self.parameters[name].detach().to("cpu", copy=True).contiguous() for file, name in self.files.items()}

@@ -40,8 +40,8 @@ def _future() -> Future[Any]:
 @dataclass(slots=True, eq=False)
 class ForwardBackward:
     examples: tuple[Example, ...]
-    rows: tuple[int, ...]
-    """Of each example, in a pass."""
+    costs: tuple[int, ...]
+    """Of each example, in rows of a pass."""
     items: float
     tokens: int
     losses: list[float] = field(default_factory=list)

@@ -23,8 +23,8 @@ class Candidate:
     session: str
     tenant: str
     weight: float
-    rows: Sequence[int]
-    """Of its examples, in their order."""
+    costs: Sequence[int]
+    """Of its examples in rows, in their order."""
 
 
 class Fairness:
@@ -60,18 +60,18 @@ class Fairness:
         while heap and left > 0:
             counter, tenant = heapq.heappop(heap)
             queue = queues[tenant]
-            fitting = next((entry for entry in queue if entry[0].rows[entry[1]] <= left), None)
+            fitting = next((entry for entry in queue if entry[0].costs[entry[1]] <= left), None)
             if fitting is None:
                 continue
             queue.remove(fitting)
             candidate, at = fitting
-            rows = candidate.rows[at]
-            left -= rows
+            cost = candidate.costs[at]
+            left -= cost
             picked[candidate.session] = at + 1
             self._turn += 1
             self._turns[candidate.session] = self._turn
-            self._counters[tenant] = counter + rows / candidate.weight
-            if at + 1 < len(candidate.rows):
+            self._counters[tenant] = counter + cost / candidate.weight
+            if at + 1 < len(candidate.costs):
                 queue.append((candidate, at + 1))
             if queue:
                 heapq.heappush(heap, (self._counters[tenant], tenant))

@@ -249,8 +249,8 @@ class Host:
     def _pass(self) -> None:
         with self._changed:
             waiting = {s.id: s for s in self._sessions.values() if _ready(s)}
-            candidates = [Candidate(s.id, s.tenant, s.weight, _rows(s)) for s in waiting.values()]
-            picked = self._fairness.pick([each for each in candidates if each.rows], self.config.max_rows)
+            candidates = [Candidate(s.id, s.tenant, s.weight, _costs(s)) for s in waiting.values()]
+            picked = self._fairness.pick([each for each in candidates if each.costs], self.config.max_rows)
             chosen = [(waiting[id], _next(waiting[id], count)) for id, count in picked.items()]
         if not chosen:
             return
@@ -300,9 +300,9 @@ def _batches(session: Session) -> list[ForwardBackward]:
     return [call for call in calls if isinstance(call, ForwardBackward)]
 
 
-def _rows(session: Session) -> list[int]:
+def _costs(session: Session) -> list[int]:
     """Of the examples that wait, in their order."""
-    return [rows for call in _batches(session) for rows in call.rows[len(call.losses) :]]
+    return [cost for call in _batches(session) for cost in call.costs[len(call.losses) :]]
 
 
 def _next(session: Session, count: int) -> list[tuple[ForwardBackward, Piece]]:

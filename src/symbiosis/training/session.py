@@ -26,7 +26,7 @@ class Bounds:
 
     vocabulary: int
     rows: int
-    """Most rows of one example in a pass."""
+    """Most rows of one example in a pass, virtual tokens included."""
     positions: int
     """Most tokens of one sequence that the model takes, virtual ones included."""
     examples: int
@@ -71,8 +71,7 @@ class Session:
         that: of several batches before one step, Trainer gives each the labels of all (`num_items_in_batch`).
         """
         examples, adapter = tuple(batch), self.adapter
-        virtual = adapter.virtual.count if adapter.virtual else 0
-        longest = min(self._bounds.rows - adapter.rows_of(0), self._bounds.positions - virtual)
+        longest = min(self._bounds.rows, self._bounds.positions) - adapter.cost_of(0)
         check(examples, vocabulary=self._bounds.vocabulary, longest=longest, most=self._bounds.examples)
         tokens = sum(predicted(adapter, example) for example in examples)
         if items is None:
@@ -81,8 +80,8 @@ class Session:
             raise OutOfRange(
                 f"items is {items!r}", field="items", expected="a label to learn in the batch, or a number above 0"
             )
-        rows = tuple(adapter.rows_of(len(example.ids)) for example in examples)
-        return self._submit(self, ForwardBackward(examples, rows, items, tokens), number)
+        costs = tuple(adapter.cost_of(len(example.ids)) for example in examples)
+        return self._submit(self, ForwardBackward(examples, costs, items, tokens), number)
 
     def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
         """Change the adapter by the gradients that have gathered, and forget them."""
