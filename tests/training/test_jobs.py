@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from symbiosis.errors import Closed, Diverged
+from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
 from symbiosis.training.job import run
 from tests.training.tasks import STEPS, TASKS, Task, base, lora, trained_alone
@@ -160,6 +161,19 @@ def test_a_step_of_more_batches_than_may_wait(host):
     assert last.step == session.progress.steps == 3
     assert session.progress.batches == 100 + 20 + 100
     session.close()
+
+
+def test_a_job_waits_while_its_tenants_others_leave_no_room():
+    task = TASKS["rank 2"]
+    with Host(base(), HostConfig(tenant_waiting_tokens=40)) as host:
+        hog, session = host.open("ann", lora()), host.open("ann", lora())
+        hog.forward_backward([Example((1,) * 40, (1,) * 40)], number=2)  # number 1 never comes
+        done = []
+        thread = threading.Thread(target=lambda: done.append(run(session, task.data(), task.recipe_of(max_steps=2))))
+        thread.start()
+        hog.close()
+        thread.join(60)
+        assert [each.step for each in done] == [2]
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -26,6 +26,7 @@ from symbiosis.errors import (
     TooManyRequests,
     UnsupportedAdapter,
 )
+from symbiosis.training.calls import ForwardBackward
 from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
 from symbiosis.training.optimizer import StepSettings
@@ -172,6 +173,27 @@ def test_there_are_limits(host):
         session.forward_backward(examples(5), number=number)
     with pytest.raises(TooManyRequests):
         session.forward_backward(examples(5), number=10)
+
+
+def test_tokens_that_wait_are_limited_and_forgotten_once_computed():
+    with Host(base(), HostConfig(max_rows=32, max_waiting_tokens=20, tenant_waiting_tokens=30)) as host:
+        mine, other = host.open("ann", lora()), host.open("ann", lora())
+        with pytest.raises(OutOfRange, match="21 tokens"):
+            mine.forward_backward(examples(10, 11))
+        mine.forward_backward(examples(15), number=2)
+        with pytest.raises(TooManyRequests, match="tokens"):
+            mine.forward_backward(examples(6), number=3)
+        other.forward_backward(examples(15), number=2)
+        with pytest.raises(TooManyRequests, match="tokens"):
+            other.forward_backward(examples(5), number=3)
+        host.open("bob", lora()).forward_backward(examples(15)).result(60)
+        mine.optim_step(STEP, number=1)
+        assert mine.forward_backward(examples(15), number=2).result(60).tokens == 14
+        assert mine.line.tokens == 0
+        (kept,) = [call for call in mine.line._known.values() if isinstance(call, ForwardBackward)]
+        assert not kept.examples
+        assert mine.forward_backward(examples(15), number=2).done()
+        other.forward_backward(examples(5), number=3)
 
 
 def test_everybody_gets_an_answer_when_a_session_or_the_host_is_closed(host):

@@ -46,6 +46,9 @@ class HostConfig:
     tenant_sessions: int = 64
     max_waiting: int = 64
     """Most calls of one session that wait at once."""
+    max_waiting_tokens: int = 1 << 20
+    """Most tokens of one session that wait at once; also of one batch."""
+    tenant_waiting_tokens: int = 1 << 22
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -76,6 +79,7 @@ class Host:
             rows=config.max_rows,
             positions=most_tokens(text),
             examples=config.max_examples,
+            tokens=min(config.max_waiting_tokens, config.tenant_waiting_tokens),
         )
         self._changed = threading.Condition()
         self._sessions: dict[str, Session] = {}
@@ -110,7 +114,7 @@ class Host:
                 seed=seed,
                 weight=weight,
                 bounds=self._bounds,
-                line=Line(self.config.max_waiting),
+                line=Line(self.config.max_waiting, self.config.max_waiting_tokens),
                 submit=self._submit,
                 close=self._close_session,
             )
@@ -147,7 +151,8 @@ class Host:
         with self._changed:
             if self._closing:
                 raise Closed("this host is closed")
-            _, answer = session.line.put(call, number)
+            waiting = sum(each.line.tokens for each in self._sessions.values() if each.tenant == session.tenant)
+            _, answer = session.line.put(call, number, room=self.config.tenant_waiting_tokens - waiting)
             self._changed.notify_all()
         return answer
 
@@ -249,7 +254,7 @@ class Host:
     def _pass(self) -> None:
         with self._changed:
             waiting = {s.id: s for s in self._sessions.values() if _ready(s)}
-            candidates = [Candidate(s.id, s.tenant, s.weight, _costs(s)) for s in waiting.values()]
+            candidates = [Candidate(s.id, s.tenant, s.weight, _costs(s, self.config.max_rows)) for s in waiting.values()]
             picked = self._fairness.pick([each for each in candidates if each.costs], self.config.max_rows)
             chosen = [(waiting[id], _next(waiting[id], count)) for id, count in picked.items()]
         if not chosen:
@@ -300,9 +305,16 @@ def _batches(session: Session) -> list[ForwardBackward]:
     return [call for call in calls if isinstance(call, ForwardBackward)]
 
 
-def _costs(session: Session) -> list[int]:
-    """Of the examples that wait, in their order."""
-    return [cost for call in _batches(session) for cost in call.costs[len(call.losses) :]]
+def _costs(session: Session, room: int) -> list[int]:
+    """Of the examples that wait, in their order, as many as may fit."""
+    found: list[int] = []
+    for call in _batches(session):
+        for cost in itertools.islice(call.costs, len(call.losses), None):
+            if room <= 0:
+                return found
+            found.append(cost)
+            room -= cost
+    return found
 
 
 def _next(session: Session, count: int) -> list[tuple[ForwardBackward, Piece]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -19,6 +20,8 @@ from symbiosis.training.session import Session
 
 _T = TypeVar("_T")
 _AHEAD = 2  # steps under way, so that the host need not wait for this thread to wake up
+
+_PATIENCE = 1000  # times that a tenant's other sessions may have left no room
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class _UnderWay:
 
 
 class _Asked:
-    """Calls without an answer yet. When a session takes no more, the oldest is waited for."""
+    """Calls without an answer yet. When a session takes no more, the oldest is waited for; with none, the tenant's others."""
 
     def __init__(self) -> None:
         self._open: deque[Future[Any]] = deque()
@@ -62,13 +65,18 @@ class _Asked:
     def ask(self, call: Callable[[], Future[_T]]) -> Future[_T]:
         while self._open and self._open[0].done():
             self._open.popleft()
+        patience = _PATIENCE
         while True:
             try:
                 self._open.append(future := call())
-            except TooManyRequests:
-                if not self._open:
+            except TooManyRequests as error:
+                if self._open:
+                    wait([self._open.popleft()])
+                elif patience > 0:
+                    patience -= 1
+                    time.sleep(error.retry_s)
+                else:
                     raise
-                wait([self._open.popleft()])
             else:
                 return future
 

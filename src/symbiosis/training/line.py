@@ -18,8 +18,10 @@ _REMEMBERED = 64
 
 
 class Line:
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, most_tokens: int) -> None:
+        self._most, self._most_tokens = most, most_tokens
+        self.tokens = 0
+        """Of the calls that wait."""
         self._next = 1
         self._waiting: deque[Call] = deque()
         self._early: dict[int, Call] = {}
@@ -36,8 +38,8 @@ class Line:
         """First is next. A call stays until `done`."""
         return self._waiting
 
-    def put(self, call: Call, number: int | None) -> tuple[int, Future[Any]]:
-        """The number of a call and its answer to come; without a number, it is the next.
+    def put(self, call: Call, number: int | None, *, room: int) -> tuple[int, Future[Any]]:
+        """The number of a call and its answer to come; without a number, it is the next. A new one must fit into the room.
 
         Raises `OutOfRange`, `OutOfOrder`, `TooManyRequests`, or what ended the session.
         """
@@ -56,6 +58,9 @@ class Line:
             raise OutOfOrder(f"call {number} is too long ago: the next number is {self._next}")
         if len(self._waiting) + len(self._early) >= self._most or number >= self._next + self._most:
             raise TooManyRequests(f"{self._most} calls of this session are waiting already, or call {number} is too far ahead")
+        if call.size > min(room, self._most_tokens - self.tokens):
+            raise TooManyRequests("too many tokens of this session, or of its tenant, are waiting already", retry_s=0.1)
+        self.tokens += call.size
         self._early[number] = call
         while self._next in self._early:
             arrived = self._early.pop(self._next)
@@ -69,6 +74,8 @@ class Line:
     def done(self, call: Call) -> None:
         assert self._waiting[0] is call, "calls end in their order"
         self._waiting.popleft()
+        self.tokens -= call.size
+        call.forget()
 
     def end(self, error: SymbiosisError) -> list[Call]:
         """Nothing is taken any more. Returns the calls that are left without an answer."""
@@ -76,6 +83,9 @@ class Line:
         self._ended = self._ended or copy.copy(error)
         self._waiting.clear()
         self._early.clear()
+        self.tokens = 0
+        for call in left:
+            call.forget()
         return left
 
     def forget(self) -> None:

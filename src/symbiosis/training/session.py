@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from symbiosis.errors import OutOfRange
 from symbiosis.training.adapter import NOTHING, Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
-from symbiosis.training.examples import Example, check
+from symbiosis.training.examples import Example, check, digest
 from symbiosis.training.line import Line
 from symbiosis.training.optimizer import Optimizer, StepSettings
 from symbiosis.training.pack import predicted
@@ -30,6 +30,8 @@ class Bounds:
     positions: int
     """Most tokens of one sequence that the model takes, virtual ones included."""
     examples: int
+    tokens: int
+    """Most of one batch."""
 
 
 class Session:
@@ -72,7 +74,13 @@ class Session:
         """
         examples, adapter = tuple(batch), self.adapter
         longest = min(self._bounds.rows, self._bounds.positions) - adapter.cost_of(0)
-        check(examples, vocabulary=self._bounds.vocabulary, longest=longest, most=self._bounds.examples)
+        check(
+            examples,
+            vocabulary=self._bounds.vocabulary,
+            longest=longest,
+            most=self._bounds.examples,
+            most_tokens=self._bounds.tokens,
+        )
         tokens = sum(predicted(adapter, example) for example in examples)
         if items is None:
             items = tokens
@@ -81,7 +89,7 @@ class Session:
                 f"items is {items!r}", field="items", expected="a label to learn in the batch, or a number above 0"
             )
         costs = tuple(adapter.cost_of(len(example.ids)) for example in examples)
-        return self._submit(self, ForwardBackward(examples, costs, items, tokens), number)
+        return self._submit(self, ForwardBackward(examples, costs, items, tokens, digest(examples, items)), number)
 
     def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
         """Change the adapter by the gradients that have gathered, and forget them."""
