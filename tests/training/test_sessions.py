@@ -23,12 +23,14 @@ from symbiosis.errors import (
     OutOfOrder,
     OutOfRange,
     PassFailed,
+    TooLarge,
     TooManyRequests,
     UnsupportedAdapter,
 )
 from symbiosis.training.calls import ForwardBackward
 from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.making import Maker
 from symbiosis.training.optimizer import StepSettings
 from symbiosis.training.packed import PackedModel
 from symbiosis.training.saving import STATE
@@ -194,6 +196,21 @@ def test_tokens_that_wait_are_limited_and_forgotten_once_computed():
         assert not kept.examples
         assert mine.forward_backward(examples(15), number=2).done()
         other.forward_backward(examples(5), number=3)
+
+
+def test_parameters_are_limited():
+    size = Maker(base()).make(lora(), seed=1).size
+    with Host(base(), HostConfig(tenant_parameters=2 * size, max_parameters=3 * size)) as host:
+        first, _ = host.open("ann", lora()), host.open("ann", lora())
+        with pytest.raises(TooManyRequests, match="parameters"):
+            host.open("ann", lora(r=1))
+        host.open("bob", lora())
+        with pytest.raises(TooManyRequests, match="parameters"):
+            host.open("eve", lora())
+        with pytest.raises(TooLarge):
+            host.open("eve", lora(r=12))
+        first.close()
+        host.open("eve", lora())
 
 
 def test_everybody_gets_an_answer_when_a_session_or_the_host_is_closed(host):

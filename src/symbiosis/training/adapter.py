@@ -59,6 +59,11 @@ class Trained:
     """`adapter_config.json` as PEFT writes it."""
     method: str
 
+    @property
+    def size(self) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
     def changed(self) -> None:
         """To be called after the parameters were changed."""
         for part in self.parts.values():

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,6 +45,10 @@ class HostConfig:
     """Most examples of one forward_backward; they may be computed in several passes."""
     max_sessions: int = 256
     tenant_sessions: int = 64
+    max_parameters: int = 1 << 30
+    """Most that are trained at once; each takes 16 bytes with its gradient and what AdamW keeps."""
+    tenant_parameters: int = 1 << 28
+    """Of one tenant, also in one adapter."""
     max_waiting: int = 64
     """Most calls of one session that wait at once."""
     max_waiting_tokens: int = 1 << 20
@@ -72,7 +77,7 @@ class Host:
         """Raises `CannotTrain`."""
         self.config = config
         self._packed = PackedModel(model)
-        self._maker = Maker(model)
+        self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         text = model.config.get_text_config()
         self._bounds = Bounds(
             vocabulary=int(text.vocab_size),
@@ -81,6 +86,7 @@ class Host:
             examples=config.max_examples,
             tokens=min(config.max_waiting_tokens, config.tenant_waiting_tokens),
         )
+        self._opening = threading.Lock()  # one at a time: what was admitted is still admitted once it is made
         self._changed = threading.Condition()
         self._sessions: dict[str, Session] = {}
         self._gone: list[Session] = []
@@ -102,31 +108,39 @@ class Host:
             raise OutOfRange(f"weight is {weight!r}", field="weight", expected="0.001 to 1000")
         if type(seed) is not int or not 0 <= seed < 1 << 63:
             raise OutOfRange(f"seed is {seed!r}", field="seed", expected="a whole number from 0 on")
-        with self._changed:
+        with self._opening:
             self._admit(tenant)
-        made = self._maker.make(adapter, seed=seed)
-        with self._changed:
-            self._admit(tenant)
-            session = Session(
-                f"session-{next(self._ids)}",
-                tenant,
-                made,
-                seed=seed,
-                weight=weight,
-                bounds=self._bounds,
-                line=Line(self.config.max_waiting, self.config.max_waiting_tokens),
-                submit=self._submit,
-                close=self._close_session,
-            )
-            self._sessions[session.id] = session
+            made = self._maker.make(adapter, seed=seed, admit=partial(self._admit, tenant))
+            with self._changed:
+                self._admit(tenant)
+                session = Session(
+                    f"session-{next(self._ids)}",
+                    tenant,
+                    made,
+                    seed=seed,
+                    weight=weight,
+                    bounds=self._bounds,
+                    line=Line(self.config.max_waiting, self.config.max_waiting_tokens),
+                    submit=self._submit,
+                    close=self._close_session,
+                )
+                self._sessions[session.id] = session
         return session
 
-    def _admit(self, tenant: str) -> None:
-        if self._closing:
-            raise Closed("this host is closed")
-        mine = sum(session.tenant == tenant for session in self._sessions.values())
-        if len(self._sessions) >= self.config.max_sessions or mine >= self.config.tenant_sessions:
-            raise TooManyRequests(f"{len(self._sessions)} training sessions are open, {mine} of this tenant: close one first")
+    def _admit(self, tenant: str, parameters: int = 0) -> None:
+        """One session more, with about so many parameters."""
+        with self._changed:
+            if self._closing:
+                raise Closed("this host is closed")
+            everybody = list(self._sessions.values())
+            mine = [session for session in everybody if session.tenant == tenant]
+            if len(everybody) >= self.config.max_sessions or len(mine) >= self.config.tenant_sessions:
+                raise TooManyRequests(
+                    f"{len(everybody)} training sessions are open, {len(mine)} of this tenant: close one first"
+                )
+            room = min(self.config.max_parameters - _parameters(everybody), self.config.tenant_parameters - _parameters(mine))
+            if parameters > room:
+                raise TooManyRequests(f"{parameters} parameters, and there is room for {room}: close a session first")
 
     def close(self) -> None:
         """Stop after the pass that runs. What waits ends in `Closed`."""
@@ -293,6 +307,10 @@ def _failure(outcome: Outcome | Exception) -> SymbiosisError:
     if isinstance(outcome, Exception):
         return PassFailed(f"a training pass failed: {type(outcome).__name__}: {outcome}")
     return Diverged(f"the loss or its gradient is no number any more (loss {sum(outcome.losses)})")
+
+
+def _parameters(sessions: list[Session]) -> int:
+    return sum(session.adapter.size for session in sessions)
 
 
 def _ready(session: Session) -> bool:

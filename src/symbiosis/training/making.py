@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -66,8 +66,11 @@ class Maker:
         self._model, self._limits, self._max_parameters = model, limits, max_parameters
         self.facts = ModelFacts.of(model)
 
-    def make(self, asked: PeftConfig | Mapping[str, Any], *, seed: int) -> Trained:
-        """Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge`, before anything is made."""
+    def make(self, asked: PeftConfig | Mapping[str, Any], *, seed: int, admit: Callable[[int], None] | None = None) -> Trained:
+        """Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge`, or what `admit` raises of about so many parameters.
+
+        All before anything is made.
+        """
         raw = {**self._completed(_as_written(asked)), "task_type": "CAUSAL_LM"}
         settings = parse(raw, self._limits)
         _refuse(raw, settings)
@@ -75,6 +78,8 @@ class Maker:
         size = self._size(raw, settings)
         if size > self._max_parameters:
             raise TooLarge(f"this adapter would have {size} parameters, at most {self._max_parameters} are trained here")
+        if admit is not None:
+            admit(size)
         try:
             with _seeded(seed):
                 made = get_peft_model(frozen_copy(self._model), config)
@@ -168,7 +173,8 @@ class Maker:
         """How many parameters it would have, about."""
         if isinstance(settings, PromptSettings):
             row = settings.width * (2 * self.facts.layers if settings.method is Method.PREFIX_TUNING else 1)
-            encoder = int(raw.get("encoder_hidden_size") or 0) * (settings.width + row)
+            inner = int(raw.get("encoder_hidden_size") or 0)
+            encoder = inner * (settings.width + row + (inner if settings.method is Method.P_TUNING else 0))
             projected = raw.get("prefix_projection") or settings.method is Method.P_TUNING
             return settings.tokens * row + (encoder if projected else 0)
         modules = [(path, self.facts.modules[path]) for path in settings.targets.paths(self.facts)]
