@@ -29,7 +29,7 @@ from symbiosis.training.fairness import Candidate, Fairness
 from symbiosis.training.line import Line
 from symbiosis.training.making import Maker
 from symbiosis.training.optimizer import Optimizer
-from symbiosis.training.pack import Piece, Share
+from symbiosis.training.pack import Share
 from symbiosis.training.packed import Outcome, PackedModel
 from symbiosis.training.saving import Progress
 from symbiosis.training.session import Bounds, Session
@@ -136,7 +136,7 @@ class Host:
             mine = [session for session in everybody if session.tenant == tenant]
             if len(everybody) >= self.config.max_sessions or len(mine) >= self.config.tenant_sessions:
                 raise TooManyRequests(
-                    f"{len(everybody)} training sessions are open, {len(mine)} of this tenant: close one first"
+                    f"{len(everybody)} sessions are open, {len(mine)} of this tenant: close one first"
                 )
             room = min(self.config.max_parameters - _parameters(everybody), self.config.tenant_parameters - _parameters(mine))
             if parameters > room:
@@ -211,11 +211,11 @@ class Host:
     def _round(self) -> bool:
         """Wait for something to do, and do it. Nothing of a session is kept by this thread in between."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._gone or any(map(_ready, self._sessions.values())))
+            self._changed.wait_for(lambda: self._closing or self._gone or any(s.ready for s in self._sessions.values()))
             if self._closing:
                 return False
             self._release()
-            heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if _ready(s)]
+            heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if s.ready]
         for session, call in heads:
             if not isinstance(call, ForwardBackward):
                 self._do(session, call)
@@ -267,10 +267,10 @@ class Host:
 
     def _pass(self) -> None:
         with self._changed:
-            waiting = {s.id: s for s in self._sessions.values() if _ready(s)}
-            candidates = [Candidate(s.id, s.tenant, s.weight, _costs(s, self.config.max_rows)) for s in waiting.values()]
+            waiting = {s.id: s for s in self._sessions.values() if s.ready}
+            candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(self.config.max_rows)) for s in waiting.values()]
             picked = self._fairness.pick([each for each in candidates if each.costs], self.config.max_rows)
-            chosen = [(waiting[id], _next(waiting[id], count)) for id, count in picked.items()]
+            chosen = [(waiting[id], waiting[id].pieces(count)) for id, count in picked.items()]
         if not chosen:
             return
         shares = [Share(session.adapter, tuple(piece for _, piece in pieces)) for session, pieces in chosen]
@@ -311,37 +311,3 @@ def _failure(outcome: Outcome | Exception) -> SymbiosisError:
 
 def _parameters(sessions: list[Session]) -> int:
     return sum(session.adapter.size for session in sessions)
-
-
-def _ready(session: Session) -> bool:
-    return bool(session.line.waiting) and not session.busy
-
-
-def _batches(session: Session) -> list[ForwardBackward]:
-    """The calls at the head of its line that may be computed together: up to the next that is something else."""
-    calls = itertools.takewhile(lambda call: isinstance(call, ForwardBackward), session.line.waiting)
-    return [call for call in calls if isinstance(call, ForwardBackward)]
-
-
-def _costs(session: Session, room: int) -> list[int]:
-    """Of the examples that wait, in their order, as many as may fit."""
-    found: list[int] = []
-    for call in _batches(session):
-        for cost in itertools.islice(call.costs, len(call.losses), None):
-            if room <= 0:
-                return found
-            found.append(cost)
-            room -= cost
-    return found
-
-
-def _next(session: Session, count: int) -> list[tuple[ForwardBackward, Piece]]:
-    """The first examples that wait."""
-    found: list[tuple[ForwardBackward, Piece]] = []
-    for at, call in enumerate(_batches(session)):
-        batch = session.progress.batches + at
-        for index in range(len(call.losses), len(call.examples)):
-            if len(found) == count:
-                return found
-            found.append((call, Piece(call.examples[index], call.items, f"{session.seed}/{batch}/{index}")))
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimSte
 from symbiosis.training.examples import Example, check, digest
 from symbiosis.training.line import Line
 from symbiosis.training.optimizer import Optimizer, StepSettings
-from symbiosis.training.pack import predicted
+from symbiosis.training.pack import Piece, predicted
 from symbiosis.training.saving import Progress
 
 Submit: TypeAlias = Callable[["Session", Call, int | None], Future[Any]]
@@ -110,7 +111,41 @@ class Session:
         """Give everything back. What waits ends in `Closed`."""
         self._close(self)
 
+    # For the host, which has the lock
+
+    @property
+    def ready(self) -> bool:
+        """Whether something waits that may be done now."""
+        return bool(self.line.waiting) and not self.busy
+
+    def costs(self, room: int) -> list[int]:
+        """Of the examples that wait, in their order, as many as may fit."""
+        found: list[int] = []
+        for call in self._batches():
+            for cost in itertools.islice(call.costs, len(call.losses), None):
+                if room <= 0:
+                    return found
+                found.append(cost)
+                room -= cost
+        return found
+
+    def pieces(self, count: int) -> list[tuple[ForwardBackward, Piece]]:
+        """The first examples that wait."""
+        found: list[tuple[ForwardBackward, Piece]] = []
+        for at, call in enumerate(self._batches()):
+            batch = self.progress.batches + at
+            for index in range(len(call.losses), len(call.examples)):
+                if len(found) == count:
+                    return found
+                found.append((call, Piece(call.examples[index], call.items, f"{self.seed}/{batch}/{index}")))
+        return found
+
+    def _batches(self) -> list[ForwardBackward]:
+        """The calls at the head of its line that may be computed together: up to the next that is something else."""
+        calls = itertools.takewhile(lambda call: isinstance(call, ForwardBackward), self.line.waiting)
+        return [call for call in calls if isinstance(call, ForwardBackward)]
+
     def release(self) -> None:
-        """For the host, once nothing of it is computed any more: whoever keeps a closed session keeps no tensor by it."""
+        """Once nothing of it is computed any more: whoever keeps a closed session keeps no tensor by it."""
         self.adapter, self.optimizer = NOTHING, Optimizer({})
         self.line.forget()
