@@ -250,6 +250,24 @@ def test_when_a_pass_fails_only_who_is_at_fault_fails(host, monkeypatch):
         bad.forward_backward(examples(5))
 
 
+def test_when_the_device_is_lost_the_host_stops_with_one_error(host, monkeypatch):
+    sessions = [host.open("ann", lora()), host.open("bob", lora()), host.open("eve", lora())]
+
+    def fail(*_):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(PackedModel, "compute", fail)
+    monkeypatch.setattr(PackedModel, "is_sound", lambda _: False)
+    asked = [sessions[2].optim_step(STEP, number=2)]
+    with host._changed:
+        asked += [session.forward_backward(examples(5)) for session in sessions[:2]]
+    errors = [future.exception(60) for future in asked]
+    assert {type(error) for error in errors} == {PassFailed}
+    assert len({str(error) for error in errors}) == 1
+    with pytest.raises(Closed):
+        host.open("ann", lora())
+
+
 def test_what_ended_a_session_is_raised_anew_each_time(host):
     session = host.open("ann", lora())
     waiting = [session.optim_step(STEP, number=number) for number in (2, 3)]

@@ -135,9 +135,7 @@ class Host:
             everybody = list(self._sessions.values())
             mine = [session for session in everybody if session.tenant == tenant]
             if len(everybody) >= self.config.max_sessions or len(mine) >= self.config.tenant_sessions:
-                raise TooManyRequests(
-                    f"{len(everybody)} sessions are open, {len(mine)} of this tenant: close one first"
-                )
+                raise TooManyRequests(f"{len(everybody)} sessions are open, {len(mine)} of this tenant: close one first")
             room = min(self.config.max_parameters - _parameters(everybody), self.config.tenant_parameters - _parameters(mine))
             if parameters > room:
                 raise TooManyRequests(f"{parameters} parameters, and there is room for {room}: close a session first")
@@ -200,13 +198,16 @@ class Host:
     # The thread
 
     def _run(self) -> None:
+        why: SymbiosisError = Closed("hosted training has stopped")
         try:
             while self._round():
                 pass
+        except PassFailed as error:
+            why = error
         finally:  # whatever happened: nobody waits for an answer that will not come
             self._closing = True
             for session in list(self._sessions.values()):
-                self._end(session, Closed("hosted training has stopped"))
+                self._end(session, why)
 
     def _round(self) -> bool:
         """Wait for something to do, and do it. Nothing of a session is kept by this thread in between."""
@@ -237,6 +238,7 @@ class Host:
             except BadCall as error:
                 self._answer(session, call, error)
             except Exception as error:  # noqa: BLE001 - nobody knows what has been changed: this session is over, not the thread
+                self._check_device(error)
                 self._end(session, PassFailed(f"a step failed: {type(error).__name__}: {error}"))
             else:
                 session.adapter.changed()
@@ -286,9 +288,15 @@ class Host:
         try:
             return [*self._packed.compute(shares)]
         except Exception as error:  # noqa: BLE001 - a model's code may raise anything; it is the call's answer
+            self._check_device(error)
             if len(shares) == 1:
                 return [error]
         return [self._computed([share])[0] for share in shares]
+
+    def _check_device(self, error: Exception) -> None:
+        """After an error: if nothing can be computed any more, it is nobody's fault, and the host's end."""
+        if not self._packed.is_sound():
+            raise PassFailed(f"the device fails, hosted training has stopped: {type(error).__name__}: {error}") from None
 
     def _settle(self, session: Session, calls: list[ForwardBackward], outcome: Outcome | Exception) -> None:
         if isinstance(outcome, Exception) or not outcome.finite:

@@ -101,6 +101,13 @@ class PackedModel:
                 gradients[number][name] = gradient
         return self._outcomes(by_share, gradients)
 
+    def is_sound(self) -> bool:
+        """Whether the device still computes: some of a GPU's errors are for ever."""
+        try:
+            return int(torch.ones(1, device=self._model.device).item()) == 1
+        except Exception:  # noqa: BLE001 - whatever it says, it is not sound
+            return False
+
     def _outcomes(self, losses: list[Tensor], gradients: list[dict[str, Tensor]]) -> list[Outcome]:
         """One wait for the device, however many there are."""
         norms = [
