@@ -17,7 +17,7 @@ from symbiosis.errors import Closed, Diverged
 from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
 from symbiosis.training.job import run
-from tests.training.tasks import STEPS, TASKS, Task, base, lora, trained_alone
+from tests.training.tasks import STEPS, TASKS, Task, base, by_trainer, lora, trained_alone
 from tests.training.together import all_equal, assert_as_trainer, run_together, start, values
 
 
@@ -161,6 +161,19 @@ def test_a_step_of_more_batches_than_may_wait(host):
     assert last.step == session.progress.steps == 3
     assert session.progress.batches == 100 + 20 + 100
     session.close()
+
+
+@pytest.mark.parametrize("adapter", [TASKS["rank 8"].adapter, TASKS["prompt"].adapter], ids=["LoRA", "prompt"])
+def test_a_model_that_is_not_told_the_number_of_labels(adapter):
+    task = Task("means of means", adapter, {"gradient_accumulation_steps": 3, "max_steps": 4})
+    model = _plain()
+    model.accepts_loss_kwargs = False
+    with Host(model) as host:
+        session, steps = start(host, task), []
+        run(session, task.data(), task.recipe_of(), on_step=steps.append)
+    reference = by_trainer(model, task)
+    assert [step.loss for step in steps] == pytest.approx(reference.losses, rel=1e-5)
+    assert [step.gradient_norm for step in steps] == pytest.approx(reference.norms, rel=1e-4)
 
 
 def test_a_job_waits_while_its_tenants_others_leave_no_room():

@@ -27,6 +27,7 @@ from symbiosis.training.adapter import Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
 from symbiosis.training.fairness import Candidate, Fairness
 from symbiosis.training.line import Line
+from symbiosis.training.loss import takes_items
 from symbiosis.training.making import Maker
 from symbiosis.training.optimizer import Optimizer
 from symbiosis.training.pack import Share
@@ -78,6 +79,7 @@ class Host:
         self.config = config
         self._packed = PackedModel(model)
         self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
+        self._takes_items = takes_items(model)
         text = model.config.get_text_config()
         self._bounds = Bounds(
             vocabulary=int(text.vocab_size),
@@ -119,6 +121,7 @@ class Host:
                     made,
                     seed=seed,
                     weight=weight,
+                    takes_items=self._takes_items,
                     bounds=self._bounds,
                     line=Line(self.config.max_waiting, self.config.max_waiting_tokens),
                     submit=self._submit,

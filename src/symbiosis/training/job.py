@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from symbiosis.errors import OutOfRange, TooManyRequests
 from symbiosis.training.calls import Loss, Step
 from symbiosis.training.examples import Example
+from symbiosis.training.pack import predicted
 from symbiosis.training.recipe import Recipe
 from symbiosis.training.session import Session
 
@@ -81,6 +82,13 @@ class _Asked:
                 return future
 
 
+def _items(session: Session, batches: list[list[Example]]) -> list[int]:
+    """What the losses of each batch of a step are divided by, as Trainer does it."""
+    if session.takes_items:
+        return [sum(example.labelled for batch in batches for example in batch)] * len(batches)
+    return [len(batches) * sum(predicted(session.adapter, example) for example in batch) for batch in batches]
+
+
 def run(
     session: Session,
     data: Sequence[Example],
@@ -114,9 +122,11 @@ def run(
         if stop is not None and stop.is_set():
             break
         chosen = [[data[number] for number in batch] for batch in batches]
-        items = sum(example.labelled for batch in chosen for example in batch)
         settings = recipe.settings(step, total)
-        losses = [asked.ask(partial(session.forward_backward, batch, items=items)) for batch in chosen]
+        losses = [
+            asked.ask(partial(session.forward_backward, batch, items=items))
+            for batch, items in zip(chosen, _items(session, chosen), strict=True)
+        ]
         stepped = asked.ask(partial(session.optim_step, settings))
         step += 1
         folder = checkpoint(step) if checkpoint is not None else None

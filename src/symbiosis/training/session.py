@@ -51,6 +51,7 @@ class Session:
         *,
         seed: int,
         weight: float,
+        takes_items: bool,
         bounds: Bounds,
         line: Line,
         submit: Submit,
@@ -58,6 +59,8 @@ class Session:
     ) -> None:
         self.id, self.tenant, self.weight, self.seed = id, tenant, weight, seed
         self.adapter, self.optimizer = adapter, Optimizer(adapter.parameters)
+        self.takes_items = takes_items
+        """Whether Trainer would divide the losses of all batches before a step by the labels of all."""
         self.progress = Progress()
         self.line = line
         self.busy = False
