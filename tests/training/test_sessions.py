@@ -93,6 +93,16 @@ def test_a_batch_larger_than_a_pass_takes_several(host):
         session.forward_backward(examples(33))
 
 
+def test_short_sequences_and_steps_have_their_price(host):
+    session = host.open("ann", lora())
+    session.forward_backward(examples(2, 2, 2)).result(60)
+    assert (host.stats.passes, host.stats.rows) == (2, 6)
+    before = host._fairness.counter("ann")
+    assert before == 3 * 16
+    session.optim_step(STEP).result(60)
+    assert host._fairness.counter("ann") > before
+
+
 def test_a_prefix_counts_though_it_is_no_row(host):
     session = host.open("ann", peft.PrefixTuningConfig(num_virtual_tokens=12, task_type="CAUSAL_LM"))
     session.forward_backward(examples(4, 4, 4)).result(60)

@@ -20,6 +20,9 @@ from symbiosis.training.saving import Progress
 
 Submit: TypeAlias = Callable[["Session", Call, int | None], Future[Any]]
 
+_LEAST = 16
+"""What a sequence costs, in rows, however short it is: attention, dropout and loss take each by itself."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
@@ -92,7 +95,7 @@ class Session:
             raise OutOfRange(
                 f"items is {items!r}", field="items", expected="a label to learn in the batch, or a number above 0"
             )
-        costs = tuple(adapter.cost_of(len(example.ids)) for example in examples)
+        costs = tuple(min(max(adapter.cost_of(len(example.ids)), _LEAST), self._bounds.rows) for example in examples)
         return self._submit(self, ForwardBackward(examples, costs, items, tokens, digest(examples, items)), number)
 
     def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
