@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import set_seed
 
-from symbiosis.errors import Closed, Diverged
+from symbiosis.errors import Closed, Diverged, OutOfRange
 from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
 from symbiosis.training.job import run
@@ -174,6 +174,15 @@ def test_a_model_that_is_not_told_the_number_of_labels(adapter):
     reference = by_trainer(model, task)
     assert [step.loss for step in steps] == pytest.approx(reference.losses, rel=1e-5)
     assert [step.gradient_norm for step in steps] == pytest.approx(reference.norms, rel=1e-4)
+
+
+def test_data_is_checked_before_the_first_step(host):
+    task = TASKS["rank 2"]
+    session = start(host, task)
+    with pytest.raises(OutOfRange, match="example 24"):
+        run(session, [*task.data(), Example((1, 128), (1, 2))], task.recipe_of())
+    assert session.progress.batches == 0
+    session.close()
 
 
 def test_a_job_waits_while_its_tenants_others_leave_no_room():

@@ -11,6 +11,7 @@ from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, get_peft
 from peft.tuners.ia3 import IA3Layer
 
 from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
+from symbiosis.training import making
 from symbiosis.training.making import Maker
 from tests.training.tasks import base, lora
 
@@ -88,6 +89,15 @@ def test_what_ia3_does_not_name_is_pefts_usual(named, maker):
 def test_what_cannot_be_trained_is_refused(config, error, maker):
     with pytest.raises(error):
         maker.make(config, seed=1)
+
+
+def test_whatever_peft_raises_is_typed(maker, monkeypatch):
+    def fail(*_):
+        raise KeyError("something of its own")
+
+    monkeypatch.setattr(making, "get_peft_model", fail)
+    with pytest.raises(UnsupportedAdapter, match="something of its own"):
+        maker.make(lora(), seed=1)
 
 
 def test_what_is_too_large_is_refused_before_it_is_made():

@@ -20,6 +20,7 @@ from symbiosis.errors import (
     BadAdapter,
     BadCall,
     Closed,
+    Diverged,
     OutOfOrder,
     OutOfRange,
     PassFailed,
@@ -31,7 +32,7 @@ from symbiosis.training.calls import ForwardBackward
 from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
 from symbiosis.training.making import Maker
-from symbiosis.training.optimizer import StepSettings
+from symbiosis.training.optimizer import Optimizer, StepSettings
 from symbiosis.training.packed import PackedModel
 from symbiosis.training.saving import STATE
 from tests.training.passes import by_peft, examples, worst
@@ -356,6 +357,24 @@ def test_an_adapter_without_its_optimizer_starts_afresh(host, tmp_path):
     other.load(tmp_path / "plain").result(60)
     assert all_equal(values(other), values(first))
     assert other.progress.steps == 0
+
+
+def test_moments_come_back_in_the_parameters_dtype():
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    first, again = Optimizer({"p": parameter}), Optimizer({"p": parameter})
+    first.accumulate({"p": torch.ones_like(parameter)})
+    first.step(STEP)
+    again.restore(first.state())
+    assert {name: each.dtype for name, each in again.state().items()} == {name: e.dtype for name, e in first.state().items()}
+
+
+def test_what_a_step_has_spoilt_is_not_saved(host, tmp_path):
+    session = host.open("ann", lora())
+    with torch.no_grad():
+        next(iter(session.adapter.parameters.values())).fill_(float("inf"))
+    with pytest.raises(Diverged):
+        session.save(tmp_path / "it").result(60)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_do_not_fit_change_nothing(host, tmp_path):

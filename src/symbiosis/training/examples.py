@@ -26,10 +26,8 @@ class Example:
         return sum(label != IGNORED for label in self.labels[1:])
 
 
-def check(examples: Sequence[Example], *, vocabulary: int, longest: int, most: int, most_tokens: int) -> None:
+def check(examples: Sequence[Example], *, vocabulary: int, longest: int) -> None:
     """Raises `OutOfRange`, before anything meets another tenant's rows."""
-    if not 1 <= len(examples) <= most:
-        raise OutOfRange(f"{len(examples)} examples in one batch", field="batch", expected=f"1 to {most}")
     for number, example in enumerate(examples):
         if not 1 <= len(example.ids) <= longest:
             raise OutOfRange(f"example {number} has {len(example.ids)} tokens", field="batch", expected=f"1 to {longest}")
@@ -43,9 +41,6 @@ def check(examples: Sequence[Example], *, vocabulary: int, longest: int, most: i
         strange += [label for label in example.labels if label != IGNORED and not _is_token(label, vocabulary)]
         if strange:
             raise OutOfRange(f"example {number} has the token {strange[0]!r}", field="batch", expected=f"0 to {vocabulary - 1}")
-    tokens = sum(len(example.ids) for example in examples)
-    if tokens > most_tokens:
-        raise OutOfRange(f"a batch of {tokens} tokens", field="batch", expected=f"at most {most_tokens}")
 
 
 def digest(examples: Sequence[Example], items: float) -> bytes:

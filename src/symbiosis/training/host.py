@@ -2,7 +2,8 @@
 
 Before each pass, steps of optimizers are made; then waiting batches of all sessions are joined, as many as fit, by
 `fairness`. Nobody is waited for: a session that has nothing to compute is not in the pass, and one that comes
-while a pass runs is in the next. Files are read and written on another thread, and only their session waits.
+while a pass runs is in the next. Files are read and written on one other thread, one after the
+other: their session waits, and whoever else has files, but no pass does.
 """
 
 from __future__ import annotations

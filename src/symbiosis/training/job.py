@@ -102,10 +102,12 @@ def run(
     """Train until the recipe's end, or until `stop` is set; returns the last step, None if there was none.
 
     `checkpoint` is asked after which steps to save the session, and where. `after` steps have been done before, and
-    the session was loaded from where they ended. Raises what ends the session.
+    the session was loaded from where they ended. Raises what ends the session; `OutOfRange` before the first step if
+    an example cannot be trained on.
     """
     if not data:
         raise OutOfRange("there is nothing to learn from", field="data", expected="one example at least")
+    session.check(data)
     total = recipe.total(len(data))
     under_way: deque[_UnderWay] = deque()
     asked = _Asked()

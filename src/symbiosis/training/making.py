@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, Method, PromptSettings, Settings, parse
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.files import CONFIG, Limits, shown
-from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
+from symbiosis.errors import BadAdapter, SymbiosisError, TooLarge, UnsupportedAdapter
 from symbiosis.models.source import frozen_copy
 from symbiosis.training.adapter import Trained, Virtual
 from symbiosis.training.changes import LowRank, Part, Scale
@@ -80,11 +80,8 @@ class Maker:
             raise TooLarge(f"this adapter would have {size} parameters, at most {self._max_parameters} are trained here")
         if admit is not None:
             admit(size)
-        try:
-            with _seeded(seed):
-                made = get_peft_model(frozen_copy(self._model), config)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise UnsupportedAdapter(f"PEFT cannot make this adapter: {shown(str(error))}") from error
+        with _typed(), _seeded(seed):
+            made = get_peft_model(frozen_copy(self._model), config)
         written = _kept(raw, made.peft_config[_NAME])
         parameters = {name: p for name, p in made.named_parameters() if p.requires_grad}
         if isinstance(settings, PromptSettings):
@@ -118,7 +115,8 @@ class Maker:
             return {**raw, **{key: value for key, value in names.items() if raw.get(key) is None}}
         if method in (Method.PREFIX_TUNING, Method.PROMPT_TUNING, Method.P_TUNING):
             bare = _built(method, {"num_virtual_tokens": 1, "task_type": "CAUSAL_LM"})
-            usual = _as_written(_prepare_prompt_learning_config(bare, self._model.config))
+            with _typed():
+                usual = _as_written(_prepare_prompt_learning_config(bare, self._model.config))
             return {**raw, **{key: usual[key] for key in _SIZES if raw.get(key) is None and key in usual}}
         return raw
 
@@ -223,7 +221,8 @@ def _built(method: str, raw: Mapping[str, Any]) -> PeftConfig:
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[method]
     known = {field.name for field in fields(kind) if field.init}
     known.discard("peft_type")
-    return kind(**{key: value for key, value in raw.items() if key in known and value is not None})
+    with _typed():
+        return kind(**{key: value for key, value in raw.items() if key in known and value is not None})
 
 
 def _kept(raw: Mapping[str, Any], used: PeftConfig) -> str:
@@ -257,6 +256,19 @@ def _parts(made: PeftModel) -> Iterator[tuple[str, Part]]:
             )
         elif isinstance(module, IA3Layer):
             yield path, Scale(module.ia3_l[_NAME], of_input=module.is_feedforward)
+
+
+@contextmanager
+def _typed() -> Iterator[None]:
+    """PEFT may raise anything."""
+    try:
+        yield
+    except SymbiosisError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise TooLarge("there is no memory for this adapter") from error
+    except Exception as error:
+        raise UnsupportedAdapter(f"PEFT cannot make this adapter: {type(error).__name__}: {shown(str(error))}") from error
 
 
 @contextmanager

@@ -103,5 +103,6 @@ class Optimizer:
             if f"{name}/step" in state:
                 entry: dict[str, Any] = {}
                 for kept in KEPT:
-                    entry[kept] = state[f"{name}/{kept}"].to(parameter.device, torch.float32, copy=True)
+                    dtype = torch.float32 if kept == "step" else parameter.dtype
+                    entry[kept] = state[f"{name}/{kept}"].to(parameter.device, dtype, copy=True)
                 self._adamw.state[parameter] = entry

@@ -6,6 +6,7 @@ A folder appears whole or not at all: it is written beside its place, brought to
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from symbiosis.adapters.files import CONFIG, TENSORS, shown
 from symbiosis.adapters.folder import read
 from symbiosis.adapters.parts import Adapter, Scaling
 from symbiosis.adapters.parts import LowRank as StoredLowRank
-from symbiosis.errors import BadAdapter
+from symbiosis.errors import BadAdapter, Diverged
 from symbiosis.training.adapter import Trained
 from symbiosis.training.changes import LowRank, Scale
 from symbiosis.training.optimizer import KEPT
@@ -54,16 +55,18 @@ class Resumed:
 def save(folder: Path, adapter: Trained, optimizer: Mapping[str, Tensor] | None, progress: Progress) -> None:
     """Write the adapter as PEFT does; with the optimizer's state also what `load` needs to go on.
 
-    Raises `FileExistsError` if there is something already.
+    Raises `FileExistsError` if there is something already, `Diverged` if a number is none.
     """
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty")
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(beside, ignore_errors=True)
+    tensors = adapter.tensors()
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+        raise Diverged("the adapter has numbers that are none (NaN or infinite): the last step has spoilt it")
+    beside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.part")
     beside.mkdir(parents=True)
     try:
         (beside / CONFIG).write_text(adapter.config)
-        save_file(adapter.tensors(), beside / TENSORS, metadata={"format": "pt"})
+        save_file(tensors, beside / TENSORS, metadata={"format": "pt"})
         if optimizer is not None:
             encoder = {f"{name}/value": adapter.parameters[name].detach().cpu() for name in _of_encoder(adapter)}
             said = {"steps": str(progress.steps), "batches": str(progress.batches)}

@@ -80,14 +80,12 @@ class Session:
         that: of several batches before one step, Trainer gives each the labels of all (`num_items_in_batch`).
         """
         examples, adapter = tuple(batch), self.adapter
-        longest = min(self._bounds.rows, self._bounds.positions) - adapter.cost_of(0)
-        check(
-            examples,
-            vocabulary=self._bounds.vocabulary,
-            longest=longest,
-            most=self._bounds.examples,
-            most_tokens=self._bounds.tokens,
-        )
+        if not 1 <= len(examples) <= self._bounds.examples:
+            raise OutOfRange(f"{len(examples)} examples in a batch", field="batch", expected=f"1 to {self._bounds.examples}")
+        self.check(examples)
+        size = sum(len(example.ids) for example in examples)
+        if size > self._bounds.tokens:
+            raise OutOfRange(f"{size} tokens in a batch", field="batch", expected=f"at most {self._bounds.tokens}")
         tokens = sum(predicted(adapter, example) for example in examples)
         if items is None:
             items = tokens
@@ -97,6 +95,11 @@ class Session:
             )
         costs = tuple(min(max(adapter.cost_of(len(example.ids)), _LEAST), self._bounds.rows) for example in examples)
         return self._submit(self, ForwardBackward(examples, costs, items, tokens, digest(examples, items)), number)
+
+    def check(self, examples: Sequence[Example]) -> None:
+        """Raises `OutOfRange` if one of them could not be trained on."""
+        longest = min(self._bounds.rows, self._bounds.positions) - self.adapter.cost_of(0)
+        check(examples, vocabulary=self._bounds.vocabulary, longest=longest)
 
     def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
         """Change the adapter by the gradients that have gathered, and forget them."""
