@@ -187,9 +187,11 @@ def test_data_is_checked_before_the_first_step(host):
 
 def test_a_job_waits_while_its_tenants_others_leave_no_room():
     task = TASKS["rank 2"]
-    with Host(base(), HostConfig(tenant_waiting_tokens=40)) as host:
+    with Host(base(), HostConfig(tenant_waiting_tokens=80)) as host:
         hog, session = host.open("ann", lora()), host.open("ann", lora())
-        hog.forward_backward([Example((1,) * 40, (1,) * 40)], number=2)  # number 1 never comes
+        hog.busy = True
+        for _ in range(2):
+            hog.forward_backward([Example((1,) * 40, (1,) * 40)])
         done = []
         thread = threading.Thread(target=lambda: done.append(run(session, task.data(), task.recipe_of(max_steps=2))))
         thread.start()

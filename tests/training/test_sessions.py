@@ -28,7 +28,6 @@ from symbiosis.errors import (
     TooManyRequests,
     UnsupportedAdapter,
 )
-from symbiosis.training.calls import ForwardBackward
 from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
 from symbiosis.training.making import Maker
@@ -191,22 +190,21 @@ def test_there_are_limits(host):
 def test_tokens_that_wait_are_limited_and_forgotten_once_computed():
     with Host(base(), HostConfig(max_rows=32, max_waiting_tokens=20, tenant_waiting_tokens=30)) as host:
         mine, other = host.open("ann", lora()), host.open("ann", lora())
-        with pytest.raises(OutOfRange, match="21 tokens"):
-            mine.forward_backward(examples(10, 11))
-        mine.forward_backward(examples(15), number=2)
+        with pytest.raises(OutOfRange, match="11 tokens"):
+            mine.forward_backward(examples(5, 6))
+        mine.forward_backward(examples(8), number=2)
         with pytest.raises(TooManyRequests, match="tokens"):
-            mine.forward_backward(examples(6), number=3)
-        other.forward_backward(examples(15), number=2)
+            mine.forward_backward(examples(3), number=3)  # more than half of the session's
         with pytest.raises(TooManyRequests, match="tokens"):
-            other.forward_backward(examples(5), number=3)
-        host.open("bob", lora()).forward_backward(examples(15)).result(60)
-        mine.optim_step(STEP, number=1)
-        assert mine.forward_backward(examples(15), number=2).result(60).tokens == 14
+            other.forward_backward(examples(8), number=2)  # more than half of the tenant's
+        host.open("bob", lora()).forward_backward(examples(10)).result(60)
+        mine.forward_backward(examples(10), number=1)  # the one that is missing has room
+        assert mine.forward_backward(examples(8), number=2).result(60).tokens == 7
         assert mine.line.tokens == 0
-        (kept,) = [call for call in mine.line._known.values() if isinstance(call, ForwardBackward)]
-        assert not kept.examples
-        assert mine.forward_backward(examples(15), number=2).done()
-        other.forward_backward(examples(5), number=3)
+        assert not any(call.examples for call in mine.line._known.values())
+        assert mine.forward_backward(examples(8), number=2).done()
+        with pytest.raises(OutOfOrder, match="another"):
+            mine.forward_backward(examples(9), number=2)
 
 
 def test_parameters_are_limited():

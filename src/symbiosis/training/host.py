@@ -61,7 +61,7 @@ class HostConfig:
     max_waiting: int = 64
     """Most calls of one session that wait at once."""
     max_waiting_tokens: int = 1 << 20
-    """Most tokens of one session that wait at once; also of one batch."""
+    """Most tokens of one session that wait at once; a batch has half of it at most."""
     tenant_waiting_tokens: int = 1 << 22
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Host:
             rows=config.max_rows,
             positions=most_tokens(text),
             examples=config.max_examples,
-            tokens=min(config.max_waiting_tokens, config.tenant_waiting_tokens),
+            tokens=min(config.max_waiting_tokens, config.tenant_waiting_tokens) // 2,
         )
         self._opening = threading.Lock()  # one at a time: what was admitted is still admitted once it is made
         self._changed = threading.Condition()
@@ -119,6 +119,7 @@ class Host:
             raise OutOfRange(f"weight is {weight!r}", field="weight", expected="0.001 to 1000")
         if type(seed) is not int or not 0 <= seed < 1 << 63:
             raise OutOfRange(f"seed is {seed!r}", field="seed", expected="a whole number from 0 on")
+        limits = self.config
         with self._opening:
             self._admit(tenant)
             made = self._maker.make(adapter, seed=seed, admit=partial(self._admit, tenant))
@@ -132,7 +133,7 @@ class Host:
                     weight=weight,
                     takes_items=self._takes_items,
                     bounds=self._bounds,
-                    line=Line(self.config.max_waiting, self.config.max_waiting_tokens),
+                    line=Line(limits.max_waiting, limits.max_waiting_tokens, limits.tenant_waiting_tokens),
                     submit=self._submit,
                     close=self._close_session,
                 )
@@ -175,8 +176,8 @@ class Host:
         with self._changed:
             if self._closing:
                 raise Closed("this host is closed")
-            waiting = sum(each.line.tokens for each in self._sessions.values() if each.tenant == session.tenant)
-            _, answer = session.line.put(call, number, room=self.config.tenant_waiting_tokens - waiting)
+            taken = sum(each.line.tokens for each in self._sessions.values() if each.tenant == session.tenant)
+            _, answer = session.line.put(call, number, taken=taken)
             self._changed.notify_all()
         return answer
 

@@ -21,7 +21,6 @@ from symbiosis.training.session import Session
 
 _T = TypeVar("_T")
 _AHEAD = 2  # steps under way, so that the host need not wait for this thread to wake up
-
 _PATIENCE = 1000  # times that a tenant's other sessions may have left no room
 
 

@@ -18,8 +18,8 @@ _REMEMBERED = 64
 
 
 class Line:
-    def __init__(self, most: int, most_tokens: int) -> None:
-        self._most, self._most_tokens = most, most_tokens
+    def __init__(self, most: int, most_tokens: int, tenant_tokens: int) -> None:
+        self._most, self._most_tokens, self._tenant_tokens = most, most_tokens, tenant_tokens
         self.tokens = 0
         """Of the calls that wait."""
         self._next = 1
@@ -38,8 +38,8 @@ class Line:
         """First is next. A call stays until `done`."""
         return self._waiting
 
-    def put(self, call: Call, number: int | None, *, room: int) -> tuple[int, Future[Any]]:
-        """The number of a call and its answer to come; without a number, it is the next. A new one must fit into the room.
+    def put(self, call: Call, number: int | None, *, taken: int) -> tuple[int, Future[Any]]:
+        """The number of a call and its answer to come; without a number, it is the next. Tokens of its tenant are `taken`.
 
         Raises `OutOfRange`, `OutOfOrder`, `TooManyRequests`, or what ended the session.
         """
@@ -58,7 +58,8 @@ class Line:
             raise OutOfOrder(f"call {number} is too long ago: the next number is {self._next}")
         if len(self._waiting) + len(self._early) >= self._most or number >= self._next + self._most:
             raise TooManyRequests(f"{self._most} calls of this session are waiting already, or call {number} is too far ahead")
-        if call.size > min(room, self._most_tokens - self.tokens):
+        share = 1 if number == self._next else 2  # calls that overtook others leave room for those
+        if self.tokens + call.size > self._most_tokens // share or taken + call.size > self._tenant_tokens // share:
             raise TooManyRequests("too many tokens of this session, or of its tenant, are waiting already", retry_s=0.1)
         self.tokens += call.size
         self._early[number] = call
