@@ -112,11 +112,14 @@ class Reference:
 
 @cache
 def trained_alone(name: str) -> Reference:
+    return by_trainer(copy.deepcopy(base()), TASKS[name])
+
+
+def by_trainer(plain: LlamaForCausalLM, task: Task) -> Reference:
     """Trainer and PEFT, alone, on the task's data."""
     import tempfile
 
-    task = TASKS[name]
-    settings, plain = task.settings(), copy.deepcopy(base())
+    settings = task.settings()
     set_seed(settings["seed"])
     model = get_peft_model(plain, copy.deepcopy(task.adapter))
     start = trainable(model)

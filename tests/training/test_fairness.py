@@ -52,6 +52,14 @@ def test_who_comes_back_has_saved_nothing_up():
     assert picked == {"busy": 2, "back": 2}
 
 
+def test_what_is_computed_outside_of_passes_counts():
+    fairness, served = Fairness(), Counter()
+    for _ in range(30):
+        fairness.charge("steps", 10.0)
+        served.update(fairness.pick([waits("steps", [5] * 9), waits("rows", [5] * 9)], 30))
+    assert served["rows"] == 2 * served["steps"]
+
+
 def test_a_long_example_is_not_passed_over_for_ever():
     fairness = Fairness()
     first = fairness.pick([waits("long", [38]), waits("short", [4] * 9)], 40)

@@ -13,10 +13,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import set_seed
 
-from symbiosis.errors import Closed, Diverged
+from symbiosis.errors import Closed, Diverged, OutOfRange
+from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
 from symbiosis.training.job import run
-from tests.training.tasks import STEPS, TASKS, Task, base, lora, trained_alone
+from tests.training.tasks import STEPS, TASKS, Task, base, by_trainer, lora, trained_alone
 from tests.training.together import all_equal, assert_as_trainer, run_together, start, values
 
 
@@ -152,6 +153,51 @@ def test_a_job_goes_on_from_a_checkpoint_exactly(tmp_path):
         assert again.progress.steps == 4
         run(again, task.data(), task.recipe_of(), after=again.progress.steps)
         assert all_equal(values(again), expected)
+
+
+def test_a_step_of_more_batches_than_may_wait(host):
+    session, recipe = start(host, TASKS["rank 2"]), {"gradient_accumulation_steps": 100, "per_device_train_batch_size": 1}
+    last = run(session, TASKS["rank 2"].data() * 5, TASKS["rank 2"].recipe_of(**recipe, max_steps=3))
+    assert last.step == session.progress.steps == 3
+    assert session.progress.batches == 100 + 20 + 100
+    session.close()
+
+
+@pytest.mark.parametrize("adapter", [TASKS["rank 8"].adapter, TASKS["prompt"].adapter], ids=["LoRA", "prompt"])
+def test_a_model_that_is_not_told_the_number_of_labels(adapter):
+    task = Task("means of means", adapter, {"gradient_accumulation_steps": 3, "max_steps": 4})
+    model = _plain()
+    model.accepts_loss_kwargs = False
+    with Host(model) as host:
+        session, steps = start(host, task), []
+        run(session, task.data(), task.recipe_of(), on_step=steps.append)
+    reference = by_trainer(model, task)
+    assert [step.loss for step in steps] == pytest.approx(reference.losses, rel=1e-5)
+    assert [step.gradient_norm for step in steps] == pytest.approx(reference.norms, rel=1e-4)
+
+
+def test_data_is_checked_before_the_first_step(host):
+    task = TASKS["rank 2"]
+    session = start(host, task)
+    with pytest.raises(OutOfRange, match="example 24"):
+        run(session, [*task.data(), Example((1, 128), (1, 2))], task.recipe_of())
+    assert session.progress.batches == 0
+    session.close()
+
+
+def test_a_job_waits_while_its_tenants_others_leave_no_room():
+    task = TASKS["rank 2"]
+    with Host(base(), HostConfig(tenant_waiting_tokens=80)) as host:
+        hog, session = host.open("ann", lora()), host.open("ann", lora())
+        hog.busy = True
+        for _ in range(2):
+            hog.forward_backward([Example((1,) * 40, (1,) * 40)])
+        done = []
+        thread = threading.Thread(target=lambda: done.append(run(session, task.data(), task.recipe_of(max_steps=2))))
+        thread.start()
+        hog.close()
+        thread.join(60)
+        assert [each.step for each in done] == [2]
 
 
 @pytest.mark.parametrize("name", TASKS)

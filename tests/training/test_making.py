@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 
 import pytest
-from peft import LoraConfig, PeftConfig, PrefixTuningConfig
+from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, get_peft_model
+from peft.tuners.ia3 import IA3Layer
 
 from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
+from symbiosis.training import making
 from symbiosis.training.making import Maker
 from tests.training.tasks import base, lora
 
@@ -27,6 +30,24 @@ def test_a_config_may_be_plain_json(maker):
 def test_targets_that_are_not_named_are_pefts_usual(maker):
     made = maker.make(LoraConfig(r=2, task_type="CAUSAL_LM"), seed=1)
     assert {path.rpartition(".")[2] for path in made.parts} == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {},
+        {"target_modules": ["k_proj", "down_proj"]},
+        {"target_modules": ["q_proj"]},
+        {"feedforward_modules": []},
+        {"target_modules": ["k_proj", "up_proj"], "feedforward_modules": ["up_proj"]},
+    ],
+)
+def test_what_ia3_does_not_name_is_pefts_usual(named, maker):
+    config = IA3Config(**named, task_type="CAUSAL_LM")
+    theirs = get_peft_model(copy.deepcopy(base()), copy.deepcopy(config)).named_modules()
+    expected = {path: m.is_feedforward for path, m in theirs if isinstance(m, IA3Layer)}
+    found = maker.make(config, seed=1).parts
+    assert {f"base_model.model.{path}": part.of_input for path, part in found.items()} == expected
 
 
 @pytest.mark.parametrize(
@@ -68,6 +89,15 @@ def test_targets_that_are_not_named_are_pefts_usual(maker):
 def test_what_cannot_be_trained_is_refused(config, error, maker):
     with pytest.raises(error):
         maker.make(config, seed=1)
+
+
+def test_whatever_peft_raises_is_typed(maker, monkeypatch):
+    def fail(*_):
+        raise KeyError("something of its own")
+
+    monkeypatch.setattr(making, "get_peft_model", fail)
+    with pytest.raises(UnsupportedAdapter, match="something of its own"):
+        maker.make(lora(), seed=1)
 
 
 def test_what_is_too_large_is_refused_before_it_is_made():

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig, LlamaForCausalLM
 
 from symbiosis.errors import CannotTrain
 from symbiosis.training.making import Maker
@@ -100,6 +100,17 @@ def test_architectures(name):
 def test_a_model_that_cannot_be_packed_is_refused(name):
     with pytest.raises(CannotTrain):
         PackedModel(BY_NAME[name].model())
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"), [({}, "window"), ({"layer_types": ["full_attention"] * 2}, "attn_temperature_tuning")]
+)
+def test_chunks_and_temperatures_by_row_are_refused(said, reason):
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8, "attention_chunk_size": 8, "pad_token_id": 0}
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, **more, **said, num_hidden_layers=2)).eval()
+    with pytest.raises(CannotTrain, match=reason):
+        PackedModel(model)
 
 
 def test_a_prefix_before_a_window():

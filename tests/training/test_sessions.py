@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import shutil
 import threading
+import weakref
 from concurrent.futures import wait
 
 import peft
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from symbiosis.errors import (
     BadAdapter,
     BadCall,
     Closed,
+    Diverged,
     OutOfOrder,
     OutOfRange,
     PassFailed,
+    TooLarge,
     TooManyRequests,
     UnsupportedAdapter,
 )
 from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
-from symbiosis.training.optimizer import StepSettings
+from symbiosis.training.making import Maker
+from symbiosis.training.optimizer import Optimizer, StepSettings
 from symbiosis.training.packed import PackedModel
+from symbiosis.training.saving import STATE
 from tests.training.passes import by_peft, examples, worst
 from tests.training.tasks import base, lora
 from tests.training.together import all_equal, values
@@ -84,6 +93,25 @@ def test_a_batch_larger_than_a_pass_takes_several(host):
         session.forward_backward(examples(33))
 
 
+def test_short_sequences_and_steps_have_their_price(host):
+    session = host.open("ann", lora())
+    session.forward_backward(examples(2, 2, 2)).result(60)
+    assert (host.stats.passes, host.stats.rows) == (2, 6)
+    before = host._fairness.counter("ann")
+    assert before == 3 * 16
+    session.optim_step(STEP).result(60)
+    assert host._fairness.counter("ann") > before
+
+
+def test_a_prefix_counts_though_it_is_no_row(host):
+    session = host.open("ann", peft.PrefixTuningConfig(num_virtual_tokens=12, task_type="CAUSAL_LM"))
+    session.forward_backward(examples(4, 4, 4)).result(60)
+    assert (host.stats.passes, host.stats.rows) == (2, 12)  # two of 16 fit into 32
+    session.forward_backward(examples(20)).result(60)
+    with pytest.raises(OutOfRange, match="21 tokens"):
+        session.forward_backward(examples(21))
+
+
 def test_a_call_asked_again_is_not_computed_again(host):
     session, data = host.open("ann", lora(), seed=7), examples(5, 8)
     first = session.forward_backward(data, number=1)
@@ -132,6 +160,18 @@ def test_what_is_wrong_in_itself_is_refused_at_once(host):
     session.forward_backward(examples(5)).result(60)  # none of it has harmed the session
 
 
+def test_positions_that_change_for_all_are_not_reached_by_anybody():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 16, "vocab_size": 128, "pad_token_id": 0}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = Phi3ForCausalLM(Phi3Config(**lengths, **sizes, rope_parameters=rope, tie_word_embeddings=False)).eval()
+    with Host(model) as host:
+        session = host.open("ann", peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+        session.forward_backward(examples(13)).result(60)
+        with pytest.raises(OutOfRange, match="14 tokens"):
+            session.forward_backward(examples(14))
+
+
 def test_there_are_limits(host):
     sessions = [host.open("ann", lora()) for _ in range(3)]
     with pytest.raises(TooManyRequests):
@@ -145,6 +185,41 @@ def test_there_are_limits(host):
         session.forward_backward(examples(5), number=number)
     with pytest.raises(TooManyRequests):
         session.forward_backward(examples(5), number=10)
+
+
+def test_tokens_that_wait_are_limited_and_forgotten_once_computed():
+    with Host(base(), HostConfig(max_rows=32, max_waiting_tokens=20, tenant_waiting_tokens=30)) as host:
+        mine, other = host.open("ann", lora()), host.open("ann", lora())
+        with pytest.raises(OutOfRange, match="11 tokens"):
+            mine.forward_backward(examples(5, 6))
+        mine.forward_backward(examples(8), number=2)
+        with pytest.raises(TooManyRequests, match="tokens"):
+            mine.forward_backward(examples(3), number=3)  # more than half of the session's
+        with pytest.raises(TooManyRequests, match="tokens"):
+            other.forward_backward(examples(8), number=2)  # more than half of the tenant's
+        host.open("bob", lora()).forward_backward(examples(10)).result(60)
+        mine.forward_backward(examples(10), number=1)  # the one that is missing has room
+        assert mine.forward_backward(examples(8), number=2).result(60).tokens == 7
+        assert mine.line.tokens == 0
+        assert not any(call.examples for call in mine.line._known.values())
+        assert mine.forward_backward(examples(8), number=2).done()
+        with pytest.raises(OutOfOrder, match="another"):
+            mine.forward_backward(examples(9), number=2)
+
+
+def test_parameters_are_limited():
+    size = Maker(base()).make(lora(), seed=1).size
+    with Host(base(), HostConfig(tenant_parameters=2 * size, max_parameters=3 * size)) as host:
+        first, _ = host.open("ann", lora()), host.open("ann", lora())
+        with pytest.raises(TooManyRequests, match="parameters"):
+            host.open("ann", lora(r=1))
+        host.open("bob", lora())
+        with pytest.raises(TooManyRequests, match="parameters"):
+            host.open("eve", lora())
+        with pytest.raises(TooLarge):
+            host.open("eve", lora(r=12))
+        first.close()
+        host.open("eve", lora())
 
 
 def test_everybody_gets_an_answer_when_a_session_or_the_host_is_closed(host):
@@ -182,6 +257,49 @@ def test_when_a_pass_fails_only_who_is_at_fault_fails(host, monkeypatch):
         theirs.result(60)
     with pytest.raises(PassFailed):
         bad.forward_backward(examples(5))
+
+
+def test_when_the_device_is_lost_the_host_stops_with_one_error(host, monkeypatch):
+    sessions = [host.open("ann", lora()), host.open("bob", lora()), host.open("eve", lora())]
+
+    def fail(*_):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(PackedModel, "compute", fail)
+    monkeypatch.setattr(PackedModel, "is_sound", lambda _: False)
+    asked = [sessions[2].optim_step(STEP, number=2)]
+    with host._changed:
+        asked += [session.forward_backward(examples(5)) for session in sessions[:2]]
+    errors = [future.exception(60) for future in asked]
+    assert {type(error) for error in errors} == {PassFailed}
+    assert len({str(error) for error in errors}) == 1
+    with pytest.raises(Closed):
+        host.open("ann", lora())
+
+
+def test_what_ended_a_session_is_raised_anew_each_time(host):
+    session = host.open("ann", lora())
+    waiting = [session.optim_step(STEP, number=number) for number in (2, 3)]
+    session.close()
+    errors = [future.exception(60) for future in waiting]
+    for _ in range(2):
+        with pytest.raises(Closed, match="was closed") as raised:
+            session.forward_backward(examples(5))
+        errors.append(raised.value)
+    assert len({id(error) for error in errors}) == 4
+
+
+def test_a_closed_session_keeps_no_tensor(host):
+    session, other = host.open("ann", lora()), host.open("bob", lora())
+    session.forward_backward(examples(5))
+    session.optim_step(STEP).result(60)
+    kept = [weakref.ref(parameter) for parameter in session.adapter.parameters.values()]
+    session.close()
+    other.forward_backward(examples(5)).result(60)  # the loop went round
+    gc.collect()
+    assert not [each for each in kept if each() is not None]
+    with pytest.raises(Closed):
+        session.forward_backward(examples(5))
 
 
 def test_steps_without_end_hold_up_nobody(host):
@@ -239,6 +357,24 @@ def test_an_adapter_without_its_optimizer_starts_afresh(host, tmp_path):
     assert other.progress.steps == 0
 
 
+def test_moments_come_back_in_the_parameters_dtype():
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    first, again = Optimizer({"p": parameter}), Optimizer({"p": parameter})
+    first.accumulate({"p": torch.ones_like(parameter)})
+    first.step(STEP)
+    again.restore(first.state())
+    assert {name: each.dtype for name, each in again.state().items()} == {name: e.dtype for name, e in first.state().items()}
+
+
+def test_what_a_step_has_spoilt_is_not_saved(host, tmp_path):
+    session = host.open("ann", lora())
+    with torch.no_grad():
+        next(iter(session.adapter.parameters.values())).fill_(float("inf"))
+    with pytest.raises(Diverged):
+        session.save(tmp_path / "it").result(60)
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_that_do_not_fit_change_nothing(host, tmp_path):
     session = host.open("ann", CONFIGS["LoRA"], seed=7)
     session.forward_backward(examples(5))
@@ -268,6 +404,90 @@ def test_files_that_do_not_fit_change_nothing(host, tmp_path):
     with pytest.raises(BadAdapter):
         session.load(tmp_path / "nowhere").result(60)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+
+
+def test_a_file_is_written_once_however_late_its_answer(host, tmp_path, monkeypatch):
+    session, other, answer, written = host.open("ann", lora()), host.open("bob", lora()), host._answer, []
+
+    def late(whose, call, result):
+        if whose is session:
+            written.append(call)
+            for _ in range(3):  # the loop goes round meanwhile
+                other.forward_backward(examples(5)).result(60)
+        answer(whose, call, result)
+
+    monkeypatch.setattr(host, "_answer", late)
+    saved = session.save(tmp_path / "it")
+    loaded = session.load(tmp_path / "it")
+    assert saved.result(60) is None
+    assert loaded.result(60) is None
+    assert len(written) == 2
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a session that has made a step."""
+    folder = tmp_path_factory.mktemp("saved")
+    with Host(base(), HostConfig(max_rows=32)) as host:
+        session = host.open("ann", CONFIGS["encoder"], seed=7)
+        session.forward_backward(examples(5))
+        session.optim_step(STEP)
+        session.save(folder / "it", optimizer=True).result(60)
+    return folder / "it"
+
+
+def without(ending):
+    def drop(state, _):
+        del state[next(name for name in state if name.endswith(ending))]
+
+    return drop
+
+
+def turned(ending, change):
+    def turn(state, _):
+        name = next(name for name in state if name.endswith(ending))
+        state[name] = change(state[name])
+
+    return turn
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        without("/exp_avg"),
+        without("/exp_avg_sq"),
+        without("/step"),
+        without("/value"),
+        turned("/step", lambda step: -step),
+        turned("/exp_avg_sq", lambda moment: moment - 1),
+        turned("/exp_avg", lambda moment: moment.long()),
+        turned("/exp_avg", lambda moment: moment * float("nan")),
+        turned("/value", lambda value: value[:1]),
+        lambda _, said: said.update(steps="-1"),
+        lambda _, said: said.update(batches="many"),
+        lambda state, _: state.update(large=torch.zeros(1 << 20)),
+    ],
+)
+def test_a_state_that_is_not_whole_changes_nothing(spoil, host, saved, tmp_path):
+    folder = tmp_path / "it"
+    shutil.copytree(saved, folder)
+    state, said = load_file(folder / STATE), {"steps": "1", "batches": "1"}
+    spoil(state, said)
+    save_file(state, folder / STATE, metadata=said)
+    session = host.open("ann", CONFIGS["encoder"], seed=8)
+    before = values(session)
+    with pytest.raises(BadAdapter, match="training_state"):
+        session.load(folder).result(60)
+    assert all_equal(values(session), before)
+    assert not session.optimizer.state()
+
+
+def test_a_state_that_is_a_link_is_not_followed(host, saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "it")
+    (tmp_path / "it" / STATE).unlink()
+    (tmp_path / "it" / STATE).symlink_to(saved / STATE)
+    with pytest.raises(BadAdapter, match="plain file"):
+        host.open("ann", CONFIGS["encoder"], seed=8).load(tmp_path / "it").result(60)
 
 
 def test_many_threads_on_many_sessions(host):

@@ -29,6 +29,7 @@ from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.engine.sequences import Sequence as Request
 from symbiosis.errors import CannotServe, PassFailed, SymbiosisError
 from symbiosis.models.joining import join
+from symbiosis.models.positions import most_tokens
 from symbiosis.models.source import ModelSource, load_both
 
 _log = logging.getLogger("symbiosis")
@@ -89,7 +90,7 @@ class Core:
             device=model.device,
         )
         self._runner = Runner(model.eval(), memory)
-        longest = _longest(model.config.get_text_config())
+        longest = most_tokens(model.config.get_text_config())
         config = SchedulerConfig(
             vocabulary=self.facts.vocab, max_length=longest, max_adapters=min(_MAX_ADAPTERS, residency.slots), **limits
         )
@@ -300,22 +301,6 @@ class Core:
 
     def is_idle(self) -> bool:
         return self.scheduler.running == 0 and self.scheduler.waiting == 0
-
-
-def _longest(config: Any) -> int:
-    """Most tokens of a sequence.
-
-    Some rotary positions change for all rows of a pass as soon as one of them is beyond the length the model was
-    first trained for: nobody gets there, or what others see would depend on it.
-    """
-    longest = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        kind = str(each.get("rope_type") or each.get("type") or "")
-        if kind == "longrope" or "dynamic" in kind:
-            first = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-            longest = min(longest, int(first or longest))
-    return longest
 
 
 def _failure(error: Exception) -> PassFailed:

@@ -59,6 +59,11 @@ class Trained:
     """`adapter_config.json` as PEFT writes it."""
     method: str
 
+    @property
+    def size(self) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
     def changed(self) -> None:
         """To be called after the parameters were changed."""
         for part in self.parts.values():
@@ -68,6 +73,10 @@ class Trained:
         """How many rows a sequence of so many tokens is in a pass."""
         return tokens + (self.virtual.rows if self.virtual else 0)
 
+    def cost_of(self, tokens: int) -> int:
+        """As `rows_of`, with all virtual tokens: keys and values are no rows, but every sequence has its own in memory."""
+        return tokens + (self.virtual.count if self.virtual else 0)
+
     def tensors(self) -> dict[str, Tensor]:
         """What PEFT would store, as it is now: copies on the CPU."""
         found = {file: self.parameters[name].detach().to("cpu", copy=True).contiguous() for file, name in self.files.items()}
@@ -75,3 +84,7 @@ class Trained:
             with torch.no_grad():
                 found["prompt_embeddings"] = self.virtual.stored().to("cpu", copy=True).contiguous()
         return found
+
+
+NOTHING = Trained(parts={}, virtual=None, parameters={}, files={}, config="", method="")
+"""What a sequence has that nobody trains on, and a session that was closed."""

@@ -37,23 +37,46 @@ def _future() -> Future[Any]:
     return future
 
 
+class _Small:
+    """A call that may be remembered as it is."""
+
+    __slots__ = ()
+
+    @property
+    def size(self) -> int:
+        """Tokens that it holds."""
+        return 0
+
+    def forget(self) -> None:
+        """Once it is answered: keep nothing large."""
+
+
 @dataclass(slots=True, eq=False)
-class ForwardBackward:
+class ForwardBackward(_Small):
     examples: tuple[Example, ...]
-    rows: tuple[int, ...]
-    """Of each example, in a pass."""
+    costs: tuple[int, ...]
+    """Of each example, in rows of a pass."""
     items: float
     tokens: int
+    digest: bytes
+    """Of all that was asked for: it is remembered longer than the examples."""
     losses: list[float] = field(default_factory=list)
     """Of the examples that were computed."""
     answer: Future[Any] = field(default_factory=_future)
 
     def same(self, other: object) -> bool:
-        return isinstance(other, ForwardBackward) and (self.examples, self.items) == (other.examples, other.items)
+        return isinstance(other, ForwardBackward) and self.digest == other.digest
+
+    @property
+    def size(self) -> int:
+        return sum(len(example.ids) for example in self.examples)
+
+    def forget(self) -> None:
+        self.examples, self.costs, self.losses = (), (), []
 
 
 @dataclass(slots=True, eq=False)
-class OptimStep:
+class OptimStep(_Small):
     settings: StepSettings
     answer: Future[Any] = field(default_factory=_future)
 
@@ -62,7 +85,7 @@ class OptimStep:
 
 
 @dataclass(slots=True, eq=False)
-class Save:
+class Save(_Small):
     folder: Path
     optimizer: bool
     answer: Future[Any] = field(default_factory=_future)
@@ -72,7 +95,7 @@ class Save:
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class Load(_Small):
     folder: Path
     answer: Future[Any] = field(default_factory=_future)
 

@@ -1,6 +1,6 @@
-"""Whose examples go into the next pass? A pure object: it sees who waits with how many rows.
+"""Whose examples go into the next pass? A pure object: it sees who waits, and what each example costs in rows.
 
-As in the serving engine (`engine.scheduler`): a tenant's counter grows with the rows computed for it, divided by its
+As in the serving engine (`engine.scheduler`): a tenant's counter grows with what was computed for it, divided by its
 weight, and the least counter is served first, one example at a time. A tenant that comes back is lifted to the
 least counter of those who wait, so that nobody saves up. Within a tenant, sessions take turns.
 
@@ -23,8 +23,8 @@ class Candidate:
     session: str
     tenant: str
     weight: float
-    rows: Sequence[int]
-    """Of its examples, in their order."""
+    costs: Sequence[int]
+    """Of its examples in rows, in their order."""
 
 
 class Fairness:
@@ -46,8 +46,12 @@ class Fairness:
         if self._counters.get(tenant, 0.0) <= self._least:
             self._counters.pop(tenant, None)
 
+    def charge(self, tenant: str, cost: float) -> None:
+        """For what was computed outside of passes, by weight."""
+        self._counters[tenant] = self.counter(tenant) + cost
+
     def pick(self, waiting: Sequence[Candidate], max_rows: int) -> dict[str, int]:
-        """How many examples of which sessions, in the order they were chosen, in at most so many rows."""
+        """How many examples of which sessions, in the order they were chosen, of at most so much in all."""
         queues: dict[str, deque[tuple[Candidate, int]]] = {}
         for candidate in sorted(waiting, key=lambda c: self._turns.get(c.session, 0)):
             queues.setdefault(candidate.tenant, deque()).append((candidate, 0))
@@ -60,18 +64,18 @@ class Fairness:
         while heap and left > 0:
             counter, tenant = heapq.heappop(heap)
             queue = queues[tenant]
-            fitting = next((entry for entry in queue if entry[0].rows[entry[1]] <= left), None)
+            fitting = next((entry for entry in queue if entry[0].costs[entry[1]] <= left), None)
             if fitting is None:
                 continue
             queue.remove(fitting)
             candidate, at = fitting
-            rows = candidate.rows[at]
-            left -= rows
+            cost = candidate.costs[at]
+            left -= cost
             picked[candidate.session] = at + 1
             self._turn += 1
             self._turns[candidate.session] = self._turn
-            self._counters[tenant] = counter + rows / candidate.weight
-            if at + 1 < len(candidate.rows):
+            self._counters[tenant] = counter + cost / candidate.weight
+            if at + 1 < len(candidate.costs):
                 queue.append((candidate, at + 1))
             if queue:
                 heapq.heappush(heap, (self._counters[tenant], tenant))

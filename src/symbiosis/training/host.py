@@ -2,16 +2,19 @@
 
 Before each pass, steps of optimizers are made; then waiting batches of all sessions are joined, as many as fit, by
 `fairness`. Nobody is waited for: a session that has nothing to compute is not in the pass, and one that comes
-while a pass runs is in the next. Files are read and written on another thread, and only their session waits.
+while a pass runs is in the next. Files are read and written on one other thread, one after the
+other: their session waits, and whoever else has files, but no pass does.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,15 +22,26 @@ from peft import PeftConfig
 from transformers import PreTrainedModel
 
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
+from symbiosis.models.positions import most_tokens
 from symbiosis.training import saving
+from symbiosis.training.adapter import Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
 from symbiosis.training.fairness import Candidate, Fairness
 from symbiosis.training.line import Line
+from symbiosis.training.loss import takes_items
 from symbiosis.training.making import Maker
-from symbiosis.training.pack import Piece, Share
+from symbiosis.training.optimizer import Optimizer
+from symbiosis.training.pack import Share
 from symbiosis.training.packed import Outcome, PackedModel
 from symbiosis.training.saving import Progress
 from symbiosis.training.session import Bounds, Session
+
+_STEP = 2000
+"""How many rows a step of as many parameters as the model has would cost.
+
+AdamW moves some 30 bytes of each parameter, a row takes some 4 operations with each weight, and devices do hundreds of
+operations in the time they move a byte.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +54,15 @@ class HostConfig:
     """Most examples of one forward_backward; they may be computed in several passes."""
     max_sessions: int = 256
     tenant_sessions: int = 64
+    max_parameters: int = 1 << 30
+    """Most that are trained at once; each takes 16 bytes with its gradient and what AdamW keeps."""
+    tenant_parameters: int = 1 << 28
+    """Of one tenant, also in one adapter."""
     max_waiting: int = 64
     """Most calls of one session that wait at once."""
+    max_waiting_tokens: int = 1 << 20
+    """Most tokens of one session that wait at once; a batch has half of it at most."""
+    tenant_waiting_tokens: int = 1 << 22
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -65,16 +86,22 @@ class Host:
         """Raises `CannotTrain`."""
         self.config = config
         self._packed = PackedModel(model)
-        self._maker = Maker(model)
+        self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
+        self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
+        self._takes_items = takes_items(model)
         text = model.config.get_text_config()
         self._bounds = Bounds(
             vocabulary=int(text.vocab_size),
             rows=config.max_rows,
-            positions=int(getattr(text, "max_position_embeddings", None) or config.max_rows),
+            positions=most_tokens(text),
             examples=config.max_examples,
+            tokens=min(config.max_waiting_tokens, config.tenant_waiting_tokens) // 2,
         )
+        self._opening = threading.Lock()  # one at a time: what was admitted is still admitted once it is made
         self._changed = threading.Condition()
         self._sessions: dict[str, Session] = {}
+        self._gone: list[Session] = []
+        """Closed, but the thread may still be computing for them."""
         self._fairness = Fairness()
         self._ids = itertools.count(1)
         self._closing = False
@@ -92,31 +119,39 @@ class Host:
             raise OutOfRange(f"weight is {weight!r}", field="weight", expected="0.001 to 1000")
         if type(seed) is not int or not 0 <= seed < 1 << 63:
             raise OutOfRange(f"seed is {seed!r}", field="seed", expected="a whole number from 0 on")
-        with self._changed:
+        limits = self.config
+        with self._opening:
             self._admit(tenant)
-        made = self._maker.make(adapter, seed=seed)
-        with self._changed:
-            self._admit(tenant)
-            session = Session(
-                f"session-{next(self._ids)}",
-                tenant,
-                made,
-                seed=seed,
-                weight=weight,
-                bounds=self._bounds,
-                line=Line(self.config.max_waiting),
-                submit=self._submit,
-                close=self._close_session,
-            )
-            self._sessions[session.id] = session
+            made = self._maker.make(adapter, seed=seed, admit=partial(self._admit, tenant))
+            with self._changed:
+                self._admit(tenant)
+                session = Session(
+                    f"session-{next(self._ids)}",
+                    tenant,
+                    made,
+                    seed=seed,
+                    weight=weight,
+                    takes_items=self._takes_items,
+                    bounds=self._bounds,
+                    line=Line(limits.max_waiting, limits.max_waiting_tokens, limits.tenant_waiting_tokens),
+                    submit=self._submit,
+                    close=self._close_session,
+                )
+                self._sessions[session.id] = session
         return session
 
-    def _admit(self, tenant: str) -> None:
-        if self._closing:
-            raise Closed("this host is closed")
-        mine = sum(session.tenant == tenant for session in self._sessions.values())
-        if len(self._sessions) >= self.config.max_sessions or mine >= self.config.tenant_sessions:
-            raise TooManyRequests(f"{len(self._sessions)} training sessions are open, {mine} of this tenant: close one first")
+    def _admit(self, tenant: str, parameters: int = 0) -> None:
+        """One session more, with about so many parameters."""
+        with self._changed:
+            if self._closing:
+                raise Closed("this host is closed")
+            everybody = list(self._sessions.values())
+            mine = [session for session in everybody if session.tenant == tenant]
+            if len(everybody) >= self.config.max_sessions or len(mine) >= self.config.tenant_sessions:
+                raise TooManyRequests(f"{len(everybody)} sessions are open, {len(mine)} of this tenant: close one first")
+            room = min(self.config.max_parameters - _parameters(everybody), self.config.tenant_parameters - _parameters(mine))
+            if parameters > room:
+                raise TooManyRequests(f"{parameters} parameters, and there is room for {room}: close a session first")
 
     def close(self) -> None:
         """Stop after the pass that runs. What waits ends in `Closed`."""
@@ -127,6 +162,7 @@ class Host:
         self._files.shutdown()
         for session in list(self._sessions.values()):
             self._close_session(session)
+        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -140,55 +176,71 @@ class Host:
         with self._changed:
             if self._closing:
                 raise Closed("this host is closed")
-            _, answer = session.line.put(call, number)
+            taken = sum(each.line.tokens for each in self._sessions.values() if each.tenant == session.tenant)
+            _, answer = session.line.put(call, number, taken=taken)
             self._changed.notify_all()
         return answer
 
     def _close_session(self, session: Session) -> None:
         with self._changed:
-            self._sessions.pop(session.id, None)
+            if self._sessions.pop(session.id, None) is not None:
+                self._gone.append(session)
             self._fairness.forget(session.tenant, session.id)
+            self._changed.notify_all()
         self._end(session, Closed("this training session was closed"))
 
     def _end(self, session: Session, error: SymbiosisError) -> None:
         with self._changed:
             left = session.line.end(error)
         for call in left:
-            call.answer.set_exception(error)
+            call.answer.set_exception(copy.copy(error))
 
     def _answer(self, session: Session, call: Call, result: Any) -> None:
         """The call at the head of a session's line is done; an error is an answer too."""
         with self._changed:
+            session.busy = False
             if session.line.ended is not None:
                 return  # it was answered when the session ended
             session.line.done(call)
             self._changed.notify_all()
         if isinstance(result, Exception):
-            call.answer.set_exception(result)
+            call.answer.set_exception(result.with_traceback(None))
         else:
             call.answer.set_result(result)
 
     # The thread
 
     def _run(self) -> None:
+        why: SymbiosisError = Closed("hosted training has stopped")
         try:
-            self._work()
+            while self._round():
+                pass
+        except PassFailed as error:
+            why = error
         finally:  # whatever happened: nobody waits for an answer that will not come
             self._closing = True
             for session in list(self._sessions.values()):
-                self._end(session, Closed("hosted training has stopped"))
+                self._end(session, why)
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or any(map(_ready, self._sessions.values())))
-                if self._closing:
-                    return
-                heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if _ready(s)]
-            others = [(session, call) for session, call in heads if not isinstance(call, ForwardBackward)]
-            for session, call in others:
+    def _round(self) -> bool:
+        """Wait for something to do, and do it. Nothing of a session is kept by this thread in between."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._gone or any(s.ready for s in self._sessions.values()))
+            if self._closing:
+                return False
+            self._release()
+            heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if s.ready]
+        for session, call in heads:
+            if not isinstance(call, ForwardBackward):
                 self._do(session, call)
-            self._pass()  # whoever has just stepped may have a batch for it
+        self._pass()  # whoever has just stepped may have a batch for it
+        return True
+
+    def _release(self) -> None:
+        with self._changed:
+            gone, self._gone = self._gone, []
+            for session in gone:
+                session.release()
 
     def _do(self, session: Session, call: Call) -> None:
         if isinstance(call, OptimStep):
@@ -199,42 +251,43 @@ class Host:
             except BadCall as error:
                 self._answer(session, call, error)
             except Exception as error:  # noqa: BLE001 - nobody knows what has been changed: this session is over, not the thread
+                self._check_device(error)
                 self._end(session, PassFailed(f"a step failed: {type(error).__name__}: {error}"))
             else:
                 session.adapter.changed()
+                with self._changed:
+                    self._fairness.charge(session.tenant, session.adapter.size * self._step_rows / session.weight)
                 session.progress = Progress(session.progress.steps + 1, session.progress.batches)
                 self._answer(session, call, Step(session.progress.steps, norm))
         else:
             assert isinstance(call, Save | Load)
             with self._changed:
                 session.busy = True
-            self._files.submit(self._file, session, call)
+            self._files.submit(self._file, session, call, session.adapter, session.optimizer)
 
-    def _file(self, session: Session, call: Save | Load) -> None:
-        """On the other thread: read or write what a session asks for."""
+    def _file(self, session: Session, call: Save | Load, adapter: Trained, optimizer: Optimizer) -> None:
+        """On the other thread: read or write what a session asks for; one that is closed meanwhile has no adapter any more."""
         result: Exception | None = None
         try:
             if isinstance(call, Save):
-                if call.optimizer and session.optimizer.has_gradients:
+                if call.optimizer and optimizer.has_gradients:
                     raise BadCall("gradients have gathered: call optim_step before saving the optimizer")
-                state = session.optimizer.state() if call.optimizer else None
-                saving.save(call.folder, session.adapter, state, session.progress)
+                state = optimizer.state() if call.optimizer else None
+                saving.save(call.folder, adapter, state, session.progress)
             else:
-                resumed = saving.load(call.folder, session.adapter, self._maker.facts)
-                session.optimizer.restore(resumed.optimizer)
+                resumed = saving.load(call.folder, adapter, self._maker.facts)
+                optimizer.restore(resumed.optimizer)
                 session.progress = resumed.progress
         except Exception as error:  # noqa: BLE001 - whatever went wrong with a file is this call's answer
             result = error
-        with self._changed:
-            session.busy = False
         self._answer(session, call, result)
 
     def _pass(self) -> None:
         with self._changed:
-            waiting = {s.id: s for s in self._sessions.values() if _ready(s)}
-            candidates = [Candidate(s.id, s.tenant, s.weight, _rows(s)) for s in waiting.values()]
-            picked = self._fairness.pick([each for each in candidates if each.rows], self.config.max_rows)
-            chosen = [(waiting[id], _next(waiting[id], count)) for id, count in picked.items()]
+            waiting = {s.id: s for s in self._sessions.values() if s.ready}
+            candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(self.config.max_rows)) for s in waiting.values()]
+            picked = self._fairness.pick([each for each in candidates if each.costs], self.config.max_rows)
+            chosen = [(waiting[id], waiting[id].pieces(count)) for id, count in picked.items()]
         if not chosen:
             return
         shares = [Share(session.adapter, tuple(piece for _, piece in pieces)) for session, pieces in chosen]
@@ -250,9 +303,15 @@ class Host:
         try:
             return [*self._packed.compute(shares)]
         except Exception as error:  # noqa: BLE001 - a model's code may raise anything; it is the call's answer
+            self._check_device(error)
             if len(shares) == 1:
                 return [error]
         return [self._computed([share])[0] for share in shares]
+
+    def _check_device(self, error: Exception) -> None:
+        """After an error: if nothing can be computed any more, it is nobody's fault, and the host's end."""
+        if not self._packed.is_sound():
+            raise PassFailed(f"the device fails, hosted training has stopped: {type(error).__name__}: {error}") from None
 
     def _settle(self, session: Session, calls: list[ForwardBackward], outcome: Outcome | Exception) -> None:
         if isinstance(outcome, Exception) or not outcome.finite:
@@ -273,28 +332,5 @@ def _failure(outcome: Outcome | Exception) -> SymbiosisError:
     return Diverged(f"the loss or its gradient is no number any more (loss {sum(outcome.losses)})")
 
 
-def _ready(session: Session) -> bool:
-    return bool(session.line.waiting) and not session.busy
-
-
-def _batches(session: Session) -> list[ForwardBackward]:
-    """The calls at the head of its line that may be computed together: up to the next that is something else."""
-    calls = itertools.takewhile(lambda call: isinstance(call, ForwardBackward), session.line.waiting)
-    return [call for call in calls if isinstance(call, ForwardBackward)]
-
-
-def _rows(session: Session) -> list[int]:
-    """Of the examples that wait, in their order."""
-    return [rows for call in _batches(session) for rows in call.rows[len(call.losses) :]]
-
-
-def _next(session: Session, count: int) -> list[tuple[ForwardBackward, Piece]]:
-    """The first examples that wait."""
-    found: list[tuple[ForwardBackward, Piece]] = []
-    for at, call in enumerate(_batches(session)):
-        batch = session.progress.batches + at
-        for index in range(len(call.losses), len(call.examples)):
-            if len(found) == count:
-                return found
-            found.append((call, Piece(call.examples[index], call.items, f"{session.seed}/{batch}/{index}")))
-    return found
+def _parameters(sessions: list[Session]) -> int:
+    return sum(session.adapter.size for session in sessions)

@@ -6,6 +6,7 @@ overtook others on their way wait until those are here.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 from typing import Any
@@ -17,8 +18,10 @@ _REMEMBERED = 64
 
 
 class Line:
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, most_tokens: int, tenant_tokens: int) -> None:
+        self._most, self._most_tokens, self._tenant_tokens = most, most_tokens, tenant_tokens
+        self.tokens = 0
+        """Of the calls that wait."""
         self._next = 1
         self._waiting: deque[Call] = deque()
         self._early: dict[int, Call] = {}
@@ -35,8 +38,8 @@ class Line:
         """First is next. A call stays until `done`."""
         return self._waiting
 
-    def put(self, call: Call, number: int | None) -> tuple[int, Future[Any]]:
-        """The number of a call and its answer to come; without a number, it is the next.
+    def put(self, call: Call, number: int | None, *, taken: int) -> tuple[int, Future[Any]]:
+        """The number of a call and its answer to come; without a number, it is the next. Tokens of its tenant are `taken`.
 
         Raises `OutOfRange`, `OutOfOrder`, `TooManyRequests`, or what ended the session.
         """
@@ -50,11 +53,15 @@ class Line:
                 raise OutOfOrder(f"call {number} of this session was another one; every call needs a number of its own")
             return number, known.answer
         if self._ended is not None:
-            raise self._ended
+            raise copy.copy(self._ended)  # one that is raised again and again keeps every caller's frames
         if number < self._next:
             raise OutOfOrder(f"call {number} is too long ago: the next number is {self._next}")
         if len(self._waiting) + len(self._early) >= self._most or number >= self._next + self._most:
             raise TooManyRequests(f"{self._most} calls of this session are waiting already, or call {number} is too far ahead")
+        share = 1 if number == self._next else 2  # calls that overtook others leave room for those
+        if self.tokens + call.size > self._most_tokens // share or taken + call.size > self._tenant_tokens // share:
+            raise TooManyRequests("too many tokens of this session, or of its tenant, are waiting already", retry_s=0.1)
+        self.tokens += call.size
         self._early[number] = call
         while self._next in self._early:
             arrived = self._early.pop(self._next)
@@ -66,13 +73,22 @@ class Line:
         return number, call.answer
 
     def done(self, call: Call) -> None:
-        first = self._waiting.popleft()
-        assert first is call, "calls end in their order"
+        assert self._waiting[0] is call, "calls end in their order"
+        self._waiting.popleft()
+        self.tokens -= call.size
+        call.forget()
 
     def end(self, error: SymbiosisError) -> list[Call]:
         """Nothing is taken any more. Returns the calls that are left without an answer."""
         left = [*self._waiting, *self._early.values()]
-        self._ended = self._ended or error
+        self._ended = self._ended or copy.copy(error)
         self._waiting.clear()
         self._early.clear()
+        self.tokens = 0
+        for call in left:
+            call.forget()
         return left
+
+    def forget(self) -> None:
+        """Also the answers of old."""
+        self._known.clear()

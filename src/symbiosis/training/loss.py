@@ -5,11 +5,21 @@ N = rows with a label, V = vocabulary.
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from symbiosis import kernels
+
+
+def takes_items(model: PreTrainedModel) -> bool:
+    """Whether Trainer tells this model how many labels all batches of a step have; else the mean of their means is taken."""
+    if hasattr(model, "accepts_loss_kwargs"):
+        return bool(model.accepts_loss_kwargs)
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(model.forward).parameters.values())
 
 
 def token_losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, Method, PromptSettings, Settings, parse
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.files import CONFIG, Limits, shown
-from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
+from symbiosis.errors import BadAdapter, SymbiosisError, TooLarge, UnsupportedAdapter
 from symbiosis.models.source import frozen_copy
 from symbiosis.training.adapter import Trained, Virtual
 from symbiosis.training.changes import LowRank, Part, Scale
@@ -66,8 +66,11 @@ class Maker:
         self._model, self._limits, self._max_parameters = model, limits, max_parameters
         self.facts = ModelFacts.of(model)
 
-    def make(self, asked: PeftConfig | Mapping[str, Any], *, seed: int) -> Trained:
-        """Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge`, before anything is made."""
+    def make(self, asked: PeftConfig | Mapping[str, Any], *, seed: int, admit: Callable[[int], None] | None = None) -> Trained:
+        """Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge`, or what `admit` raises of about so many parameters.
+
+        All before anything is made.
+        """
         raw = {**self._completed(_as_written(asked)), "task_type": "CAUSAL_LM"}
         settings = parse(raw, self._limits)
         _refuse(raw, settings)
@@ -75,11 +78,10 @@ class Maker:
         size = self._size(raw, settings)
         if size > self._max_parameters:
             raise TooLarge(f"this adapter would have {size} parameters, at most {self._max_parameters} are trained here")
-        try:
-            with _seeded(seed):
-                made = get_peft_model(frozen_copy(self._model), config)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise UnsupportedAdapter(f"PEFT cannot make this adapter: {shown(str(error))}") from error
+        if admit is not None:
+            admit(size)
+        with _typed(), _seeded(seed):
+            made = get_peft_model(frozen_copy(self._model), config)
         written = _kept(raw, made.peft_config[_NAME])
         parameters = {name: p for name, p in made.named_parameters() if p.requires_grad}
         if isinstance(settings, PromptSettings):
@@ -105,13 +107,16 @@ class Maker:
         if method == Method.LORA and raw.get("target_modules") is None:
             known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
             return {**raw, "target_modules": sorted(known) if known else None}
-        if method == Method.IA3 and raw.get("target_modules") is None:
-            known = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.get(kind)
-            inner = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(kind)
-            return {**raw, "target_modules": known, "feedforward_modules": inner}
+        if method == Method.IA3:
+            names = {
+                "target_modules": constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.get(kind),
+                "feedforward_modules": constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(kind),
+            }
+            return {**raw, **{key: value for key, value in names.items() if raw.get(key) is None}}
         if method in (Method.PREFIX_TUNING, Method.PROMPT_TUNING, Method.P_TUNING):
             bare = _built(method, {"num_virtual_tokens": 1, "task_type": "CAUSAL_LM"})
-            usual = _as_written(_prepare_prompt_learning_config(bare, self._model.config))
+            with _typed():
+                usual = _as_written(_prepare_prompt_learning_config(bare, self._model.config))
             return {**raw, **{key: usual[key] for key in _SIZES if raw.get(key) is None and key in usual}}
         return raw
 
@@ -166,7 +171,8 @@ class Maker:
         """How many parameters it would have, about."""
         if isinstance(settings, PromptSettings):
             row = settings.width * (2 * self.facts.layers if settings.method is Method.PREFIX_TUNING else 1)
-            encoder = int(raw.get("encoder_hidden_size") or 0) * (settings.width + row)
+            inner = int(raw.get("encoder_hidden_size") or 0)
+            encoder = inner * (settings.width + row + (inner if settings.method is Method.P_TUNING else 0))
             projected = raw.get("prefix_projection") or settings.method is Method.P_TUNING
             return settings.tokens * row + (encoder if projected else 0)
         modules = [(path, self.facts.modules[path]) for path in settings.targets.paths(self.facts)]
@@ -215,7 +221,8 @@ def _built(method: str, raw: Mapping[str, Any]) -> PeftConfig:
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[method]
     known = {field.name for field in fields(kind) if field.init}
     known.discard("peft_type")
-    return kind(**{key: value for key, value in raw.items() if key in known and value is not None})
+    with _typed():
+        return kind(**{key: value for key, value in raw.items() if key in known and value is not None})
 
 
 def _kept(raw: Mapping[str, Any], used: PeftConfig) -> str:
@@ -249,6 +256,19 @@ def _parts(made: PeftModel) -> Iterator[tuple[str, Part]]:
             )
         elif isinstance(module, IA3Layer):
             yield path, Scale(module.ia3_l[_NAME], of_input=module.is_feedforward)
+
+
+@contextmanager
+def _typed() -> Iterator[None]:
+    """PEFT may raise anything."""
+    try:
+        yield
+    except SymbiosisError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise TooLarge("there is no memory for this adapter") from error
+    except Exception as error:
+        raise UnsupportedAdapter(f"PEFT cannot make this adapter: {type(error).__name__}: {shown(str(error))}") from error
 
 
 @contextmanager

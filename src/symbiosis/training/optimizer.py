@@ -15,7 +15,8 @@ from symbiosis.errors import BadCall, Diverged, OutOfRange
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names of parameters that Trainer's weight decay leaves alone."""
-_KEPT = ("exp_avg", "exp_avg_sq", "step")
+KEPT = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps of a parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +91,7 @@ class Optimizer:
         return {
             f"{name}/{kept}": self._adamw.state[p][kept].detach().to("cpu", copy=True)
             for name, p in self._parameters.items()
-            for kept in _KEPT
+            for kept in KEPT
             if p in self._adamw.state
         }
 
@@ -101,6 +102,7 @@ class Optimizer:
         for name, parameter in self._parameters.items():
             if f"{name}/step" in state:
                 entry: dict[str, Any] = {}
-                for kept in _KEPT:
-                    entry[kept] = state[f"{name}/{kept}"].to(parameter.device, torch.float32, copy=True)
+                for kept in KEPT:
+                    dtype = torch.float32 if kept == "step" else parameter.dtype
+                    entry[kept] = state[f"{name}/{kept}"].to(parameter.device, dtype, copy=True)
                 self._adamw.state[parameter] = entry

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.errors import CannotTrain
 from symbiosis.models.source import frozen_copy
-from symbiosis.training.adapter import Trained
+from symbiosis.training.adapter import NOTHING
 from symbiosis.training.attention import use_packed_attention
 from symbiosis.training.examples import Example
 from symbiosis.training.layers import adapt
@@ -25,7 +25,6 @@ from symbiosis.training.stage import Stage
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _COARSE = 0.1
-_BARE = Trained(parts={}, virtual=None, parameters={}, files={}, config="", method="")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +74,7 @@ class PackedModel:
         """The logits of a sequence between two others, whose embeddings are all `beside` if it is given."""
         around = Piece(Example((*ids[3:8],), (*ids[3:8],)), 1.0, "")
         middle = Piece(Example((*ids, 0), (-100, *ids)), 1.0, "")  # one token more, so that every row has a label
-        pack = Pack([Share(_BARE, (around, middle, around))], self._model.device)
+        pack = Pack([Share(NOTHING, (around, middle, around))], self._model.device)
         if beside is not None:
             width = self._model.get_input_embeddings().embedding_dim
             rows = torch.full((5, width), beside, device=self._model.device)
@@ -101,6 +100,13 @@ class PackedModel:
             if gradient is not None:
                 gradients[number][name] = gradient
         return self._outcomes(by_share, gradients)
+
+    def is_sound(self) -> bool:
+        """Whether the device still computes: some of a GPU's errors are for ever."""
+        try:
+            return int(torch.ones(1, device=self._model.device).item()) == 1
+        except Exception:  # noqa: BLE001 - whatever it says, it is not sound
+            return False
 
     def _outcomes(self, losses: list[Tensor], gradients: list[dict[str, Tensor]]) -> list[Outcome]:
         """One wait for the device, however many there are."""

@@ -6,7 +6,9 @@ A folder appears whole or not at all: it is written beside its place, brought to
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +19,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from symbiosis.adapters.facts import ModelFacts
-from symbiosis.adapters.files import CONFIG, TENSORS
+from symbiosis.adapters.files import CONFIG, TENSORS, shown
 from symbiosis.adapters.folder import read
 from symbiosis.adapters.parts import Adapter, Scaling
 from symbiosis.adapters.parts import LowRank as StoredLowRank
-from symbiosis.errors import BadAdapter
+from symbiosis.errors import BadAdapter, Diverged
 from symbiosis.training.adapter import Trained
 from symbiosis.training.changes import LowRank, Scale
+from symbiosis.training.optimizer import KEPT
 
 STATE = "training_state.safetensors"
 """The optimizer's tensors, the parameters of an encoder, and how far the session had got."""
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_ENTRIES, _HEADER = len(KEPT) + 1, 4096
+"""Of each parameter: how many tensors there may be, and how many bytes of the file's header for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +55,18 @@ class Resumed:
 def save(folder: Path, adapter: Trained, optimizer: Mapping[str, Tensor] | None, progress: Progress) -> None:
     """Write the adapter as PEFT does; with the optimizer's state also what `load` needs to go on.
 
-    Raises `FileExistsError` if there is something already.
+    Raises `FileExistsError` if there is something already, `Diverged` if a number is none.
     """
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty")
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(beside, ignore_errors=True)
+    tensors = adapter.tensors()
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+        raise Diverged("the adapter has numbers that are none (NaN or infinite): the last step has spoilt it")
+    beside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.part")
     beside.mkdir(parents=True)
     try:
         (beside / CONFIG).write_text(adapter.config)
-        save_file(adapter.tensors(), beside / TENSORS, metadata={"format": "pt"})
+        save_file(tensors, beside / TENSORS, metadata={"format": "pt"})
         if optimizer is not None:
             encoder = {f"{name}/value": adapter.parameters[name].detach().cpu() for name in _of_encoder(adapter)}
             said = {"steps": str(progress.steps), "batches": str(progress.batches)}
@@ -138,25 +146,48 @@ def _prompt(found: Adapter) -> Tensor:
 
 
 def _state(folder: Path, adapter: Trained) -> tuple[dict[str, Tensor], Progress]:
-    """What lies beside the adapter, checked; nothing if nothing does."""
+    """What lies beside the adapter, checked before a number of it is used; nothing if nothing does."""
     path = folder / STATE
-    if not path.is_file():
+    try:
+        file_status = path.lstat()
+    except FileNotFoundError:
         return {}, Progress()
+    most = sum(_ENTRIES * (8 * parameter.numel() + _HEADER) for parameter in adapter.parameters.values())
+    if not stat.S_ISREG(file_status.st_mode) or file_status.st_size > most:
+        raise BadAdapter(f"{STATE} is no plain file of at most {most} bytes")
     try:
         with safe_open(path, framework="pt") as file:
             said = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             progress = Progress(int(said["steps"]), int(said["batches"]))
+            names = list(file.keys())
+            _check_names(names, adapter)
+            for name in names:
+                parameter, _, kind = name.rpartition("/")
+                shape = [] if kind == "step" else list(adapter.parameters[parameter].shape)
+                if file.get_slice(name).get_shape() != shape or file.get_slice(name).get_dtype() not in _DTYPES:
+                    raise BadAdapter(f"{STATE}: {name} has another shape than the session's, or whole numbers")
+            state = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, KeyError, ValueError) as error:
         raise BadAdapter(f"{STATE} cannot be read: {error}") from None
+    if progress.steps < 0 or progress.batches < 0:
+        raise BadAdapter(f"{STATE} counts {progress.steps} steps and {progress.batches} batches")
     for name, tensor in state.items():
-        parameter, _, kind = name.rpartition("/")
-        if parameter not in adapter.parameters or kind not in ("exp_avg", "exp_avg_sq", "step", "value"):
-            raise BadAdapter(f"{STATE} has {name!r}, which is nothing of this session")
-        shape = () if kind == "step" else tuple(adapter.parameters[parameter].shape)
-        if tuple(tensor.shape) != shape or not bool(torch.isfinite(tensor).all()):
-            raise BadAdapter(f"{STATE}: {name} has another shape than the session's, or numbers that are not finite")
+        if not bool(torch.isfinite(tensor).all()) or (name.endswith(("/step", "/exp_avg_sq")) and bool((tensor < 0).any())):
+            raise BadAdapter(f"{STATE}: {name} has numbers that are not finite, or below 0")
     return state, progress
+
+
+def _check_names(names: list[str], adapter: Trained) -> None:
+    """Of each parameter all that AdamW keeps or nothing, of an encoder all values or none."""
+    wanted = {f"{name}/value" for name in _of_encoder(adapter)}
+    sets = [{f"{name}/{kept}" for kept in KEPT} for name in adapter.parameters]
+    found = set(names)
+    strange = found - wanted.union(*sets)
+    if strange:
+        raise BadAdapter(f"{STATE} has {shown(min(strange))}, which is nothing of this session")
+    for each in [wanted, *sets]:
+        if each & found and each - found:
+            raise BadAdapter(f"{STATE} has {min(each & found)} without {min(each - found)}")
 
 
 def _to_disk(path: Path) -> None:

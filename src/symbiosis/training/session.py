@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -9,15 +10,18 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from symbiosis.errors import OutOfRange
-from symbiosis.training.adapter import Trained
+from symbiosis.training.adapter import NOTHING, Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
-from symbiosis.training.examples import Example, check
+from symbiosis.training.examples import Example, check, digest
 from symbiosis.training.line import Line
 from symbiosis.training.optimizer import Optimizer, StepSettings
-from symbiosis.training.pack import predicted
+from symbiosis.training.pack import Piece, predicted
 from symbiosis.training.saving import Progress
 
 Submit: TypeAlias = Callable[["Session", Call, int | None], Future[Any]]
+
+_LEAST = 16
+"""What a sequence costs, in rows, however short it is: attention, dropout and loss take each by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +30,12 @@ class Bounds:
 
     vocabulary: int
     rows: int
-    """Most rows of one example in a pass."""
+    """Most rows of one example in a pass, virtual tokens included."""
     positions: int
     """Most tokens of one sequence that the model takes, virtual ones included."""
     examples: int
+    tokens: int
+    """Most of one batch."""
 
 
 class Session:
@@ -48,6 +54,7 @@ class Session:
         *,
         seed: int,
         weight: float,
+        takes_items: bool,
         bounds: Bounds,
         line: Line,
         submit: Submit,
@@ -55,6 +62,8 @@ class Session:
     ) -> None:
         self.id, self.tenant, self.weight, self.seed = id, tenant, weight, seed
         self.adapter, self.optimizer = adapter, Optimizer(adapter.parameters)
+        self.takes_items = takes_items
+        """Whether Trainer would divide the losses of all batches before a step by the labels of all."""
         self.progress = Progress()
         self.line = line
         self.busy = False
@@ -70,19 +79,27 @@ class Session:
         The loss is the mean over the batch's labels, as `model(**batch).loss`. With `items`, it is their sum over
         that: of several batches before one step, Trainer gives each the labels of all (`num_items_in_batch`).
         """
-        examples = tuple(batch)
-        virtual = self.adapter.virtual.count if self.adapter.virtual else 0
-        longest = min(self._bounds.rows - self.adapter.rows_of(0), self._bounds.positions - virtual)
-        check(examples, vocabulary=self._bounds.vocabulary, longest=longest, most=self._bounds.examples)
-        tokens = sum(predicted(self.adapter, example) for example in examples)
+        examples, adapter = tuple(batch), self.adapter
+        if not 1 <= len(examples) <= self._bounds.examples:
+            raise OutOfRange(f"{len(examples)} examples in a batch", field="batch", expected=f"1 to {self._bounds.examples}")
+        self.check(examples)
+        size = sum(len(example.ids) for example in examples)
+        if size > self._bounds.tokens:
+            raise OutOfRange(f"{size} tokens in a batch", field="batch", expected=f"at most {self._bounds.tokens}")
+        tokens = sum(predicted(adapter, example) for example in examples)
         if items is None:
             items = tokens
         if isinstance(items, bool) or not isinstance(items, int | float) or not 0 < items < 1e12:
             raise OutOfRange(
                 f"items is {items!r}", field="items", expected="a label to learn in the batch, or a number above 0"
             )
-        rows = tuple(self.adapter.rows_of(len(example.ids)) for example in examples)
-        return self._submit(self, ForwardBackward(examples, rows, items, tokens), number)
+        costs = tuple(min(max(adapter.cost_of(len(example.ids)), _LEAST), self._bounds.rows) for example in examples)
+        return self._submit(self, ForwardBackward(examples, costs, items, tokens, digest(examples, items)), number)
+
+    def check(self, examples: Sequence[Example]) -> None:
+        """Raises `OutOfRange` if one of them could not be trained on."""
+        longest = min(self._bounds.rows, self._bounds.positions) - self.adapter.cost_of(0)
+        check(examples, vocabulary=self._bounds.vocabulary, longest=longest)
 
     def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
         """Change the adapter by the gradients that have gathered, and forget them."""
@@ -102,3 +119,42 @@ class Session:
     def close(self) -> None:
         """Give everything back. What waits ends in `Closed`."""
         self._close(self)
+
+    # For the host, which has the lock
+
+    @property
+    def ready(self) -> bool:
+        """Whether something waits that may be done now."""
+        return bool(self.line.waiting) and not self.busy
+
+    def costs(self, room: int) -> list[int]:
+        """Of the examples that wait, in their order, as many as may fit."""
+        found: list[int] = []
+        for call in self._batches():
+            for cost in itertools.islice(call.costs, len(call.losses), None):
+                if room <= 0:
+                    return found
+                found.append(cost)
+                room -= cost
+        return found
+
+    def pieces(self, count: int) -> list[tuple[ForwardBackward, Piece]]:
+        """The first examples that wait."""
+        found: list[tuple[ForwardBackward, Piece]] = []
+        for at, call in enumerate(self._batches()):
+            batch = self.progress.batches + at
+            for index in range(len(call.losses), len(call.examples)):
+                if len(found) == count:
+                    return found
+                found.append((call, Piece(call.examples[index], call.items, f"{self.seed}/{batch}/{index}")))
+        return found
+
+    def _batches(self) -> list[ForwardBackward]:
+        """The calls at the head of its line that may be computed together: up to the next that is something else."""
+        calls = itertools.takewhile(lambda call: isinstance(call, ForwardBackward), self.line.waiting)
+        return [call for call in calls if isinstance(call, ForwardBackward)]
+
+    def release(self) -> None:
+        """Once nothing of it is computed any more: whoever keeps a closed session keeps no tensor by it."""
+        self.adapter, self.optimizer = NOTHING, Optimizer({})
+        self.line.forget()
