@@ -91,6 +91,7 @@ def test_the_data_is_sound_and_does_not_hold_the_question(tenant):
 
 
 @pytest.mark.real
+@pytest.mark.timeout(600)  # it trains three tenants, on whatever else the machine has to do
 def test_the_demo_holds_on_the_real_model(tmp_path):
     """Losses fell, answers changed, adapters speak alike in plain transformers + PEFT: else it exits with 1."""
     # the tests' own cache is empty: the real model is kept in the user's
