@@ -64,6 +64,30 @@ def wanted(turns):
         assert turns._changed.wait_for(lambda: turns._wanted, 30)
 
 
+def test_nothing_is_learnt_from_a_pass_that_failed(turns, clock):
+    def fails():
+        with turns:
+            clock.now += PASS_S / 1000
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert turns.begin() == pytest.approx(EARNED_S)
+
+
+def test_a_pass_of_no_time_does_not_end_training(turns, clock):
+    compute(turns, clock, 0.0)
+    for _ in range(200):
+        compute(turns, clock)
+    assert turns.begin() == pytest.approx(EARNED_S)
+
+
+def test_a_long_pass_is_busy_until_it_ends(turns, clock):
+    with turns:
+        clock.now += 50 * PASS_S
+        assert turns.busy_until() == clock.now
+
+
 def test_who_serves_nobody_is_not_heeded(clock):
     turns = Turns(SHARE, clock)
     assert not turns.are_taken()

@@ -257,7 +257,9 @@ class Core:
         return report(logits_BV, sequences, chosen)
 
     def _decodes_on(self, made: Pass) -> bool:
-        """Whether the next pass will likely have the same sequences, with the tokens chosen now."""
+        """Whether the next pass can be launched now: it will likely have the same sequences, with the tokens chosen."""
+        if not self._runner.can_run_ahead:
+            return False
         everybody = not self.scheduler.waiting and len(made.chunks) == self.scheduler.running
         return everybody and all(chunk.samples for chunk in made.chunks)
 

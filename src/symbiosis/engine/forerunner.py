@@ -70,8 +70,6 @@ class Forerunner:
 
     def run_ahead(self, made: Pass, tokens_B: Tensor, adapters: Mapping[str, Loaded]) -> None:
         """Launch what comes after `made`, which has just chosen these tokens. Logits of it are overwritten."""
-        if not self._runner.can_run_ahead:
-            return
         rows, chunks = [], []
         for row, sequence in enumerate(made.sampled):
             length = len(sequence.tokens)
