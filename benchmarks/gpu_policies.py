@@ -33,7 +33,7 @@ from benchmarks.served import Served
 from benchmarks.tenants import Workers, window_of
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
-BATCHES = {"tiny": (1, 4, 16), "1b": _SIZES, "7b": _SIZES, "13b": _SIZES}
+BATCHES = {"tiny": (1, 4, 16), "1b": _SIZES, "7b": _SIZES, "13b": _SIZES, "gemma27b": _SIZES}
 LENGTH, LENGTH_REMOTE = 64, 16
 REPETITIONS = 5
 

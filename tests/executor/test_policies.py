@@ -31,6 +31,8 @@ class Heard:
     pass_s: float = 0.0
     waited_s: float = 0.0
     pass_cost_s: float = 0.1
+    pass_calls: int = 100
+    own_s: float = 0.1
 
     @property
     def answered(self) -> float:
@@ -244,7 +246,7 @@ def test_costs_fit_a_line_and_know_nothing_at_first():
 class TestTravellingTogether:
     """Where batches are only launched: calls of tenants at the same place of their passes."""
 
-    policy = Opportunistic(meeting_share=0.1, patience_s=3e-4)
+    policy = Opportunistic(meeting_share=0.1, patience=0.3)
 
     def at(self, now, *, key=Q, ran=0.0, waited=0.0, entered=0.0):
         return Heard(now, key, ran=ran, waited_s=waited, entered=entered, pass_s=0.1)
@@ -276,8 +278,21 @@ class TestTravellingTogether:
         mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
         waiting = launched(1, key=MLP, arrived=1.0)
         assert not self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0).batch
-        mine.pass_cost_s = beside.pass_cost_s = 0.04
+        mine.pass_cost_s = beside.pass_cost_s = 0.0
+        mine.own_s = 0.101
         assert numbers(self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0)) == [1]
+
+    def test_the_fuller_the_gpu_the_more_different_may_be_who_waits_for_another(self):
+        mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
+        waiting = launched(1, key=MLP, arrived=1.0)
+
+        def waits(cost: float, pace: float) -> bool:
+            mine.pass_cost_s = beside.pass_cost_s = cost
+            beside.own_s = pace
+            return not self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0).batch
+
+        assert [waits(0.05, pace) for pace in (0.051, 0.149, 0.151)] == [True, True, False]
+        assert [waits(0.025, pace) for pace in (0.110, 0.113, 0.080)] == [True, False, False]
 
     def test_where_batches_run_at_once_nobody_waits(self):
         mine, beside = self.at(1.0, ran=0.999), self.at(1.0, ran=0.999)

@@ -19,9 +19,11 @@ from symbiosis.executor.layers import Rows
 from symbiosis.executor.policies import BatchKey
 from symbiosis.executor.replays import Replays
 from symbiosis.executor.runner import Call, run_batch
+from symbiosis.links import driver
 
 _TIME_EVERY = 32  # batches: an event is cheap, not free
 _AT_ONCE = 8  # events whose time has not come
+_CHANGE_S = 3e-4  # measured: to the other process's context and back (docs/design.md)
 _log = logging.getLogger("symbiosis")
 
 
@@ -35,6 +37,8 @@ class Lanes:
         self._urgent = torch.cuda.Stream(device, priority=high)  # type: ignore[no-untyped-call]
         self._now = self._usual
         self._replays = Replays(device)
+        self.change_s = 0.0 if driver.is_shared(device) else _CHANGE_S
+        """What a call from another process costs the GPU besides its products."""
         self._batches = 0
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, BatchKey, int]] = []
 

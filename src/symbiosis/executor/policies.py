@@ -75,8 +75,12 @@ class Heard(Protocol):
     """how long after the one before; 0.0 if there was none."""
     waited_s: float
     """How long its calls of that pass have waited."""
+    pass_calls: int
+    """How many calls the pass before had, and"""
     pass_cost_s: float
-    """What the calls of the pass before take, each alone; 0.0 if there was none."""
+    """what they take, each alone; 0.0 if there was none."""
+    own_s: float
+    """Its pace: how long its passes take, lately, without waiting here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +173,12 @@ class Opportunistic:
     queued already. While somebody decodes, training rests between two calls.
 
     Where batches are only launched (tenants on the executor's GPU), queues form out of
-    sight, and small calls do not meet by themselves. There, while all of them
-    alone would keep the GPU busy, who begins a pass waits a moment for others
-    about to begin theirs, and in the middle of a pass for those who are at the
-    same place: they travel together, at hardly more than the price of one.
-    Nobody gives more than a small share of its time for that.
+    sight, and small calls do not meet by themselves. There, who begins a pass waits
+    a moment for others about to begin theirs, and in the middle of a pass for those
+    who are at the same place: they travel together, at hardly more than the price
+    of one. Only those of about the same pace wait for each other, so the
+    fast are not held by the slow; how different they may be depends on how full the GPU is with
+    calls, since what they save is of use only if somebody wants it. So on an idle GPU nobody waits.
     """
 
     name: str = "opportunistic"
@@ -197,10 +202,10 @@ class Opportunistic:
     """Share of the time that training gets while somebody decodes; 1.0: as much as it takes."""
     meeting_share: float = 0.5
     """Longest time that a small call's session waits for others in one pass, as a share of the time between two passes."""
-    meeting_load: float = 1.0
-    """Share of the time that all would take if each ran alone, from which on small calls wait for each other at all."""
-    patience_s: float = 3e-4
-    """Longest time that it waits for others in the middle of a pass, at one place."""
+    kinship: float = 0.5
+    """How different the paces of two may be who wait for each other, as a share, where calls alone would fill the GPU."""
+    patience: float = 1.0
+    """Longest wait for others in the middle of a pass, at one place, by the time from one call to the next."""
 
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
@@ -281,13 +286,14 @@ class Opportunistic:
         mine = heard.get(first.session)
         if mine is None or mine.key is None or mine.pass_s > _PAUSE * self.company_s:
             return first.arrived
-        if self._load(heard, now) < self.meeting_load:
-            return first.arrived  # there is room for everybody alone
+        near = self.kinship * self._load(heard, now) ** 2 * mine.own_s
         key, ran, begins = mine.key, mine.ran, mine.key.progress >= first.key.progress
-        patience = 0.5 * self.meeting_share * mine.pass_s if begins else self.patience_s
+        patience = 0.5 * self.meeting_share * mine.pass_s if begins else self.patience * mine.pass_s / max(1, mine.pass_calls)
         for session, other in heard.items():
             if session in here or other.training or now - other.last_seen > self.company_s:
                 continue
+            if abs(other.own_s - mine.own_s) > near:
+                continue  # one would hold the other
             if begins and abs(other.entered + other.pass_s - first.arrived) <= patience:
                 break  # it is about to begin too
             if not begins and other.key is key and abs(other.ran - ran) <= patience:
@@ -302,9 +308,9 @@ class Opportunistic:
         return until
 
     def _load(self, heard: Mapping[int, Heard], now: float) -> float:
-        """What the passes of those who decode take, each alone, as a share of the time."""
+        """What the calls of those who decode take, each alone, as a share of the time; 1.0 at most."""
         active = [last for last in heard.values() if not last.training and now - last.last_seen <= self.company_s]
-        return sum(last.pass_cost_s / last.pass_s for last in active if last.pass_s > 0.0)
+        return min(1.0, sum(last.pass_cost_s / last.pass_s for last in active if last.pass_s > 0.0))
 
     def _rank(self, key: BatchKey, calls: list[Pending], small: set[int], coming: list[BatchKey | None], now: float) -> _Rank:
         """Smaller goes first: overdue, inference, small, nobody just behind, furthest behind, first come.

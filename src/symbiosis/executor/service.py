@@ -76,6 +76,7 @@ class Service:
         devices = {layer.device for layer in layers}
         on_gpu = len(devices) == 1 and layers[0].device.type == "cuda"
         self._lanes = Lanes(layers[0].device) if on_gpu else None
+        self._change_s = 0.0 if self._lanes is None else self._lanes.change_s
         self._sessions = Sessions(limits.max_sessions)
         self._queue: dict[int, Call] = {}
         self._cut: Cut | None = None
@@ -452,10 +453,9 @@ class Service:
         """What a policy knows of this session from now on."""
         session = call.session
         if enters:
-            session.pass_s = call.pending.arrived - session.entered if session.entered else 0.0
-            session.entered, session.waited_s = call.pending.arrived, 0.0
-            session.pass_cost_s, session.spent_s = session.spent_s, 0.0
-        session.spent_s += self._costs.estimate(call.pending.key.shape, call.pending.rows)
+            session.enter(call.pending.arrived)
+        session.calls += 1
+        session.spent_s += self._costs.estimate(call.pending.key.shape, call.pending.rows) + self._change_s
         session.waited_s += started - call.pending.arrived
         away = call.pending.arrived - session.answered
         own = away if 0.0 <= away <= _OWN_WORK_S and session.peer.port.same_host else 0.0

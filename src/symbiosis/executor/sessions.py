@@ -64,10 +64,25 @@ class Session:
     """how long after the one before; 0.0 if there was none."""
     waited_s: float = 0.0
     """How long its calls of that pass have waited."""
+    calls: int = 0
+    """Its calls of that pass, so far,"""
     spent_s: float = 0.0
-    """What its calls of that pass take alone, so far, and"""
+    """what they take, each alone, and"""
+    pass_calls: int = 0
+    """how many the pass before had;"""
     pass_cost_s: float = 0.0
-    """what those of the one before took."""
+    """what those took."""
+    own_s: float = 0.0
+    """Its pace: how long its passes take, lately, without waiting in the queue."""
+
+    def enter(self, arrived: float) -> None:
+        """A pass through the model begins."""
+        self.pass_s = arrived - self.entered if self.entered else 0.0
+        own = max(0.0, self.pass_s - self.waited_s)
+        # a pause is no slow pass
+        self.own_s = 0.75 * self.own_s + 0.25 * min(own, 2.0 * self.own_s) if self.own_s else own
+        self.pass_calls, self.pass_cost_s = self.calls, self.spent_s
+        self.entered, self.waited_s, self.calls, self.spent_s = arrived, 0.0, 0, 0.0
 
 
 @dataclass(slots=True)

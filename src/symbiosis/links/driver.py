@@ -24,6 +24,7 @@ HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _PORTABLE_MAPPED = 3
 _OWN_BLOCK = 2 << 20
+_MPS_ENABLED = 133
 
 
 class _Handle(ctypes.Structure):
@@ -72,6 +73,16 @@ def current_stream(device: torch.device) -> int:
 def gpu_name(device: torch.device) -> str:
     """What two processes recognise one GPU by."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def is_shared(device: torch.device) -> bool:
+    """Whether kernels of several processes run side by side on this GPU (CUDA MPS), instead of in turns."""
+    value = ctypes.c_int(0)
+    try:
+        _call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(_MPS_ENABLED), ctypes.c_int(device.index or 0))
+    except DriverError:  # older drivers do not know the question
+        return False
+    return bool(value.value)
 
 
 def find_gpu(name: str | None) -> torch.device | None:
