@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from symbiosis import kernels
+from symbiosis.client.fused import fuse
+from symbiosis.client.gates import gate
 from symbiosis.errors import CannotTrain
 from symbiosis.models.source import frozen_copy
 from symbiosis.training.adapter import NOTHING
 from symbiosis.training.attention import use_packed_attention
 from symbiosis.training.examples import Example
+from symbiosis.training.flat import FlatGradients
 from symbiosis.training.layers import adapt
 from symbiosis.training.loss import piece_losses, token_losses
 from symbiosis.training.pack import Pack, Piece, Share
@@ -58,6 +62,9 @@ class PackedModel:
         model, name = self._model, type(self._model).__name__
         ids = torch.arange(12, device=model.device).remainder(model.config.get_text_config().vocab_size)
         expected = model(input_ids=ids[None], use_cache=False).logits[0]
+        if kernels.run_on(model.device):
+            fuse(model)
+            gate(model)
         use_packed_attention(model, self._stage)
         adapt(model, self._stage)
         room = _TOLERANCE.get(model.dtype, _COARSE) * float(expected.abs().max())
@@ -79,27 +86,29 @@ class PackedModel:
             width = self._model.get_input_embeddings().embedding_dim
             rows = torch.full((5, width), beside, device=self._model.device)
             pack.embeds += [(0, rows), (5 + len(ids) + 1, rows)]
-        before, here, _ = pack.labels_by_piece()[0]
+        before, here, _ = pack.head_rows
         return self._logits(pack)[before : before + here]
 
     def compute(self, shares: Sequence[Share]) -> list[Outcome]:
         """Losses and gradients of each session. Nothing of the sessions is changed, so it may be repeated."""
         with torch.enable_grad():
-            pack = Pack(shares, self._model.device)
+            pack = Pack(shares, self._model.device, dense=kernels.run_on(self._model.device))
             losses_N = token_losses(self._logits(pack), pack.labels_N)
-            counts = [count for of_share in pack.labels_by_piece() for count in of_share]
-            items = [piece.items for share in shares for piece in share.pieces]
-            losses = iter(piece_losses(losses_N, counts, items))
-            by_share = [torch.stack([next(losses) for _ in share.pieces]) for share in shares]
-        named = [(number, name, p) for number, s in enumerate(shares) for name, p in s.adapter.parameters.items()]
-        # a share without labels has no gradient; neither has one without parameters
-        heads = [loss.sum() for loss in by_share if loss.requires_grad]
-        found = torch.autograd.grad(heads, [p for *_, p in named], allow_unused=True) if heads else [None] * len(named)
-        gradients: list[dict[str, Tensor]] = [{} for _ in shares]
-        for (number, name, _), gradient in zip(named, found, strict=True):
+        named = [(n, name, p) for n, s in enumerate(shares) if s.adapter.flat is None for name, p in s.adapter.parameters.items()]
+        wanted = [p for *_, p in named] + ([pack.grouped.anchor] if pack.grouped is not None else [])
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if losses_N.requires_grad and wanted:
+            found = torch.autograd.grad(losses_N, wanted, pack.upstream_N, allow_unused=True)
+        gradients: list[Mapping[str, Tensor]] = [{} for _ in shares]
+        for (number, name, _), gradient in zip(named, found, strict=False):
             if gradient is not None:
                 gradients[number][name] = gradient
-        return self._outcomes(by_share, gradients)
+        if pack.grouped is not None:
+            together = iter(pack.grouped.gradients)
+            for number, share in enumerate(shares):
+                if share.adapter.flat is not None:
+                    gradients[number] = FlatGradients(share.adapter.flat, next(together))
+        return self._outcomes(pack, losses_N.detach(), gradients)
 
     def is_sound(self) -> bool:
         """Whether the device still computes: some of a GPU's errors are for ever."""
@@ -108,19 +117,16 @@ class PackedModel:
         except Exception:  # noqa: BLE001 - whatever it says, it is not sound
             return False
 
-    def _outcomes(self, losses: list[Tensor], gradients: list[dict[str, Tensor]]) -> list[Outcome]:
+    def _outcomes(self, pack: Pack, losses_N: Tensor, gradients: Sequence[Mapping[str, Tensor]]) -> list[Outcome]:
         """One wait for the device, however many there are."""
-        norms = [
-            torch.stack([norm.float() for norm in torch._foreach_norm(list(g.values()))]).sum() if g else loss.new_zeros(())
-            for loss, g in zip(losses, gradients, strict=True)
-        ]
-        numbers = torch.cat([torch.cat([loss.detach(), norm[None]]) for loss, norm in zip(losses, norms, strict=True)]).tolist()
+        norms = torch.stack([_size(each, losses_N) for each in gradients])
+        numbers = torch.cat([losses_N, norms]).cpu()
+        items = [piece.items for share in pack.shares for piece in share.pieces]
+        losses = iter(piece_losses(numbers[: len(losses_N)], pack.head_rows, items))
         outcomes: list[Outcome] = []
-        at = 0
-        for loss, of_share in zip(losses, gradients, strict=True):
-            mine = numbers[at : at + len(loss) + 1]
-            at += len(mine)
-            outcomes.append(Outcome(tuple(mine[:-1]), of_share, all(map(math.isfinite, mine))))
+        for share, of_share, norm in zip(pack.shares, gradients, numbers[len(losses_N) :].tolist(), strict=True):
+            mine = tuple(next(losses) for _ in share.pieces)
+            outcomes.append(Outcome(mine, of_share, all(map(math.isfinite, (*mine, norm)))))
         return outcomes
 
     def _logits(self, pack: Pack) -> Tensor:
@@ -130,9 +136,18 @@ class PackedModel:
             if pack.embeds:
                 rows = self._model.get_input_embeddings()(inputs.pop("input_ids"))[0]
                 inputs["inputs_embeds"] = _with_given(rows, pack.embeds)[None]
-            output = self._model(**inputs, position_ids=pack.places_R[None], use_cache=False, logits_to_keep=pack.wanted_N)
+            keep = 0 if pack.wanted_N is None else pack.wanted_N
+            output = self._model(**inputs, position_ids=pack.places_R[None], use_cache=False, logits_to_keep=keep)
         logits: Tensor = output.logits[0]
         return logits
+
+
+def _size(gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """A number that is none if a gradient has one that is none."""
+    if isinstance(gradients, FlatGradients):
+        return gradients.gradients_N.norm()
+    norms = torch._foreach_norm(list(gradients.values())) if gradients else []
+    return torch.stack([norm.float() for norm in norms]).sum() if norms else like.new_zeros(())
 
 
 def _with_given(rows_RD: Tensor, given: list[tuple[int, Tensor]]) -> Tensor:
