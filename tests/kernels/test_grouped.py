@@ -65,7 +65,12 @@ def both(counts, ranks, width, out, dtype, poison=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("counts", "ranks", "width", "out"),
-    [((70, 1, 33), (8, 3, 16), 96, 300), ((40,), (1,), 130, 17), ((5, 6), (0, 100), 64, 64), ((64, 0, 32), (8, 8, 24), 256, 32)],
+    [
+        ((70, 1, 33), (8, 3, 16), 96, 300),
+        ((40,), (1,), 130, 17),
+        ((5, 6), (0, 100), 64, 64),
+        ((64, 0, 32), (8, 8, 24), 256, 32),
+    ],
 )
 def test_forward_and_backward(counts, ranks, width, out, dtype):
     for found, expected in zip(*both(counts, ranks, width, out, dtype), strict=True):

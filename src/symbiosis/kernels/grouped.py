@@ -42,14 +42,24 @@ class Rows:
     """The largest rank, as a power of 2 from 16 on."""
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], rank: int, device: torch.device) -> Rows:
-        """One segment for each adapter, in the order of the tables."""
+    def of(cls, segments: Sequence[Segment], rank: int, device: torch.device, most: int = 0) -> Rows:
+        """One segment for each adapter, in the order of the tables; with room for others of up to `most` rows together."""
         assert [segment.slot for segment in segments] == list(range(len(segments)))
-        places = torch.tensor([[s.start for s in segments], [s.count for s in segments]], dtype=torch.int64)
-        return cls(Tiles.of(segments, TILE, device), places.to(device), max(16, triton.next_power_of_2(rank)))
+        on_gpu = torch.device(device).type == "cuda"
+        places = torch.tensor([[s.start for s in segments], [s.count for s in segments]], dtype=torch.int64, pin_memory=on_gpu)
+        tiles = Tiles(max(most, sum(s.count for s in segments)) // TILE + len(segments), TILE, device)
+        tiles.fill(segments)
+        return cls(tiles, places.to(device, non_blocking=True), max(16, triton.next_power_of_2(rank)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that changes from pass to pass."""
+        return [self.tiles.device_3T, self.segments_2J]
 
 
-def reference(x_RI: Tensor, y_RO: Tensor, segments: Sequence[Segment], changes: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
+def reference(
+    x_RI: Tensor, y_RO: Tensor, segments: Sequence[Segment], changes: Sequence[tuple[Tensor, Tensor, float]]
+) -> Tensor:
     """y with each adapter's (a, b, scale) in its rows, under autograd."""
     parts = list(torch.split(y_RO, [segment.count for segment in segments]))
     for segment, (a_rI, b_Or, scale) in zip(segments, changes, strict=True):
@@ -80,10 +90,7 @@ def _shrink(  # type: ignore[no-untyped-def]
     here, there = m < count, r < rank
     x_rows = x + (start + m.to(tl.int64))[:, None] * x_stride
     sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-    if BACK:
-        weight = tl.multiple_of(tl.load(entry + 1).to(low.dtype), 16)
-    else:
-        weight = tl.multiple_of(tl.load(entry).to(low.dtype), 16)
+    weight = tl.multiple_of(tl.load(entry + (1 if BACK else 0)).to(low.dtype), 16)
     for step in range(0, width, BLOCK_K):
         k = step + tl.arange(0, BLOCK_K)
         inside = k < width
@@ -117,10 +124,7 @@ def _expand(  # type: ignore[no-untyped-def]
     here, inside = m < count, n < width
     rows = start + m.to(tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if BACK:
-        weight = tl.multiple_of(tl.load(entry).to(low.dtype), 16)
-    else:
-        weight = tl.multiple_of(tl.load(entry + 1).to(low.dtype), 16)
+    weight = tl.multiple_of(tl.load(entry + (0 if BACK else 1)).to(low.dtype), 16)
     for first in range(0, ranks, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         there = r < rank
@@ -207,7 +211,14 @@ def outer(low_Rr: Tensor, v: Tensor, table: Tensor, rows: Rows, *, of_b: bool) -
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_RI: Tensor, anchor: Tensor, weight_OI: Tensor, bias_O: Tensor | None, table: Tensor, scales_J: Tensor, rows: Rows
+        ctx: Any,
+        x_RI: Tensor,
+        anchor: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        table: Tensor,
+        scales_J: Tensor,
+        rows: Rows,
     ) -> Tensor:
         y_RO = F.linear(x_RI, weight_OI, bias_O)
         low_Rr = shrink(x_RI, table, scales_J, rows, back=False)

@@ -57,7 +57,7 @@ def fits(x: Tensor, weight_W: Tensor) -> bool:
 
 
 def _warps(width: int) -> int:
-    return min(16, max(1, triton.next_power_of_2(width) // 512))
+    return min(16, max(1, int(triton.next_power_of_2(width)) // 512))
 
 
 def _launch(x: Tensor, weight_W: Tensor, epsilon: float, twice: bool) -> Tensor:

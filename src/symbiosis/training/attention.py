@@ -79,7 +79,7 @@ def attend(
 
 def batched(q_HRD: Tensor, k_KRD: Tensor, v_KRD: Tensor, sequences: int, scale: float) -> Tensor:
     """Sequences of one length, plainly causal."""
-    q, k, v = (x.unflatten(1, (sequences, -1)).transpose(0, 1) for x in (q_HRD, k_KRD, v_KRD))
+    q, k, v = (x.view(x.shape[0], sequences, -1, x.shape[2]).transpose(0, 1) for x in (q_HRD, k_KRD, v_KRD))
     return _one(q, k, v, None, scale=scale, cap=None).transpose(0, 1).flatten(1, 2)
 
 

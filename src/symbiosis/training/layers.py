@@ -39,7 +39,7 @@ class AdaptedLinear(nn.Module):
         if together is None:
             result: Tensor = super().forward(rows)
         else:
-            result = together.changed(self.symbiosis_path, self, rows, of_head=self.symbiosis_head)  # type: ignore[arg-type]
+            result = together.changed(self.symbiosis_path, self, rows, of_head=self.symbiosis_head)
         if acts is not None and any(
             isinstance(part, LowRank) or (isinstance(part, Scale) and not part.of_input) for part in acts.parts
         ):

@@ -5,6 +5,7 @@ R = rows of the pass, N = rows with a label.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ if TYPE_CHECKING:  # it needs Triton
 
 Array: TypeAlias = npt.NDArray[np.int64]
 
+_STEP = 128  # rows: longest sequences are counted in these
+_SEQUENCES = 8  # so are sequences
 _DENSE = 0.9  # of all rows have a label: choosing them would cost more than it saves
 
 
@@ -71,8 +74,11 @@ class Acts:
 class Pack:
     """A pass before it is computed. Rows of one session lie together."""
 
-    def __init__(self, shares: Sequence[Share], device: torch.device, *, dense: bool = False) -> None:
-        """`dense`: where nearly all rows have a label, the head sees all of them, and those without are ignored."""
+    def __init__(self, shares: Sequence[Share], device: torch.device, *, dense: bool = False, even: bool = False) -> None:
+        """`dense`: where nearly all rows have a label, the head sees all of them, and those without are ignored.
+
+        `even`: with rows of nobody at the end, so that passes of about the same size are of the same.
+        """
         self.shares = shares
         self.device = device
         self.spans: list[Span] = []
@@ -109,23 +115,37 @@ class Pack:
                 self._rows[-1].append(rows)
                 self._head_rows[-1].append(len(due))
                 start += rows
-        self.rows = start
         self.longest = max(span.rows for span in self.spans)
+        spare = 0
+        if even and any(span.rows != self.longest for span in self.spans):
+            self.longest = -(-self.longest // _STEP) * _STEP
+            spare = -start % _step(start)
+            self.spans += [Span(min(self.longest, spare - at)) for at in range(0, spare, self.longest)]
+            self.spans += [Span(0)] * (-len(self.spans) % _SEQUENCES)
+        start += spare
+        ids.append(np.zeros(spare, np.int64))
+        places.append(np.arange(spare) % self.longest)
+        self.rows = start
         self.edges_S = _to(device, np.cumsum([0, *(span.rows for span in self.spans)], dtype=np.int32))
         """Where sequences begin, and the end of the last."""
         chosen, known = np.concatenate(wanted), np.concatenate(labels)
-        self.dense = dense and len(chosen) >= _DENSE * start
-        if self.dense:
+        dense = dense and len(chosen) >= _DENSE * (start - spare)
+        spare_head = -len(chosen) % _step(len(chosen)) if even and not dense else 0
+        if dense:
             every = np.full(start, IGNORED)
             every[chosen] = known
-            chosen, known = np.arange(0), every
+            chosen, known, spare_head = np.arange(0), every, spare
             self._head_rows = self._rows
-        divisors = [piece.items for share in shares for piece in share.pieces]
-        upstream = np.repeat(np.array([1 / items for items in divisors], np.float32), self.head_rows)
+        elif spare_head:
+            chosen = np.concatenate([chosen, np.zeros(spare_head, np.int64)])
+            known = np.concatenate([known, np.full(spare_head, IGNORED)])
+        counted = [1 / piece.items for share in shares for piece in share.pieces]
+        upstream = np.repeat(np.array([*counted, 0.0], np.float32), [*self.head_rows, spare_head])
         parts = [np.concatenate(ids), np.concatenate(places), known, chosen]
         sizes = [len(part) for part in parts]
-        self.ids_R, self.places_R, self.labels_N, rows_N = _to(device, np.concatenate(parts)).split(sizes)
-        self.wanted_N: Tensor | None = None if self.dense else rows_N
+        self._numbers = _to(device, np.concatenate(parts))
+        self.ids_R, self.places_R, self.labels_N, rows_N = torch.split(self._numbers, sizes)
+        self.wanted_N: Tensor | None = None if dense else rows_N
         """Rows that the head sees; None for all."""
         self.upstream_N = _to(device, upstream)
         """What each label's loss counts."""
@@ -146,7 +166,30 @@ class Pack:
             return None
         from symbiosis.training.grouped import Grouped
 
-        return Grouped(flats, self._segments(self._rows), self._segments(self._head_rows), self.device)
+        return Grouped(flats, self._segments(self._rows), self._segments(self._head_rows), self.rows, self.device)
+
+    @property
+    def key(self) -> tuple[object, ...] | None:
+        """Passes of the same key differ in `tensors` only; None if more than plain LoRA is in this one."""
+        if self.grouped is None or any(share.adapter.flat is None for share in self.shares):
+            return None
+        alike = all(span.rows == self.longest for span in self.spans)
+        return self.rows, len(self.labels_N), self.wanted_N is None, len(self.spans), self.longest, alike, *self.grouped.key
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that changes from pass to pass, if it has a key."""
+        assert self.grouped is not None
+        return [self._numbers, self.upstream_N, self.edges_S, *self.grouped.tensors]
+
+    def frame(self) -> Pack:
+        """One that knows nobody, over the same tensors: others of the key may be copied into it."""
+        frame = copy.copy(self)
+        frame.shares = ()
+        assert self.grouped is not None
+        frame.grouped = copy.copy(self.grouped)
+        frame.grouped.gradients = []
+        return frame
 
     def _segments(self, by_piece: list[list[int]]) -> list[tuple[int, int]]:
         """First row and number of rows of each of these sessions."""
@@ -182,6 +225,11 @@ def _to(device: torch.device, numbers: npt.NDArray[np.generic]) -> Tensor:
     """There, without waiting for what is computed there."""
     found = torch.from_numpy(numbers)
     return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+def _step(rows: int) -> int:
+    """What passes of about so many rows are rounded up to: a sixteenth at most is thrown away."""
+    return max(16, 1 << max(0, rows.bit_length() - 5))
 
 
 def predicted(adapter: Trained, example: Example) -> int:
