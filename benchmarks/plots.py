@@ -117,12 +117,34 @@ def gpu_serving(record: dict[str, Any], axes: Sequence[Any]) -> None:
         bars(each, cases, {"engine": [record[name][case]["median"] for case in cases]}, unit)
 
 
+def gpu_training(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    if "scale" in record:
+        jobs = [int(count) for count in record["scale"]]
+        for name, scale, unit, each in zip(
+            ("per_job_s", "tokens_per_s"), (1e3, 1.0), ("step for each job, ms", "tokens/s, all jobs"), axes, strict=True
+        ):
+            each.plot(jobs, [scale * found[name] for found in record["scale"].values()], "o-", color=COLORS["auto"])
+            each.set_xscale("log", base=2)
+            each.set_xlabel("jobs")
+            each.set_ylabel(unit)
+            each.set_ylim(bottom=0)
+        return
+    counts = record["jobs"]
+    modes = dict.fromkeys(mode for found in counts.values() for mode in found["tokens_per_s"])
+    for (name, scale, unit), each in zip(
+        [("tokens_per_s", 1.0, "tokens/s, all jobs"), ("memory_bytes", GIB, "memory in all, GiB")], axes, strict=True
+    ):
+        bars(each, list(counts), {m: [found[name][m]["median"] / scale for found in counts.values()] for m in modes}, unit)
+        each.set_xlabel("jobs")
+
+
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
     "sharing": (sharing, 3),
     "lora": (lora, 1),
     "gpu_memory": (memory, 2),
     "mixed": (mixed, 2),
     "gpu_serving": (gpu_serving, 2),
+    "gpu_training": (gpu_training, 2),
     "small_and_large": (small_and_large, 1),
 }
 

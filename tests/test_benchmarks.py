@@ -15,6 +15,7 @@ from benchmarks import (
     gpu_memory,
     gpu_policies,
     gpu_serving,
+    gpu_training,
     independence,
     lora,
     memory,
@@ -57,8 +58,21 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         (gpu_policies, ["--seconds", "0.2", "--remote"]),
         (mixed, ["--seconds", "0.2"]),
         (gpu_serving, ["--repetitions", "1"]),
+        (gpu_training, ["--seconds", "0.1"]),
+        (gpu_training, ["--seconds", "0.1", "--scale"]),
     ],
-    ids=["sharing", "lora", "gpu_memory", "gpu_policies", "small_and_large", "remote", "mixed", "gpu_serving"],
+    ids=[
+        "sharing",
+        "lora",
+        "gpu_memory",
+        "gpu_policies",
+        "small_and_large",
+        "remote",
+        "mixed",
+        "gpu_serving",
+        "gpu_training",
+        "scale",
+    ],
 )
 def test_a_benchmark_of_the_gpu_runs_without_one_and_can_be_drawn(benchmark, options, tmp_path):
     benchmark.main(["tiny", "--cpu", "--out", str(tmp_path), *options])

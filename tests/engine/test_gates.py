@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from symbiosis.engine.gates import _is_silu
+from symbiosis.client.gates import _is_silu
 
 
 @pytest.mark.parametrize("name", ["silu", "swish"])

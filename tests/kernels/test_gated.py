@@ -35,3 +35,16 @@ def test_side_by_side_and_apart(rows, width, dtype):
 def test_large_numbers_and_no_numbers():
     gate = torch.tensor([[-200.0, 200.0, float("nan"), float("-inf"), 0.0]], device=DEVICE)
     torch.testing.assert_close(gated(gate, torch.ones_like(gate)), reference(gate, torch.ones_like(gate)), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 1100), (33, 96), (0, 64)])
+def test_gradients_are_the_references(rows, width, dtype):
+    torch.manual_seed(0)
+    both, upstream = (3 * torch.randn(rows, n * width, device=DEVICE).to(dtype) for n in (2, 1))
+    found = []
+    for function in (gated, reference):
+        mine = both.clone().requires_grad_()
+        function(*mine.split(width, dim=1)).backward(upstream)
+        found.append(mine.grad)
+    torch.testing.assert_close(*found, rtol=APART[dtype], atol=10 * APART[dtype])

@@ -47,3 +47,17 @@ def test_what_is_no_number_stays_in_its_row():
     found = rms_norm(x, weight, 1e-5, twice=True)
     assert found[2].isnan().all()
     assert found[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("twice", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (7, 100), (1, 3, 4096)])
+def test_gradients_are_the_references(shape, dtype, twice):
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, device=DEVICE).to(dtype), torch.rand(shape[-1], device=DEVICE).to(dtype)
+    upstream, found = torch.randn(shape, device=DEVICE).to(dtype), []
+    for norm in (rms_norm, plain_norm):
+        mine = x.clone().requires_grad_()
+        norm(mine, weight, 1e-6, twice=twice).backward(upstream)
+        found.append(mine.grad)
+    torch.testing.assert_close(*found, rtol=APART[dtype], atol=3 * APART[dtype])

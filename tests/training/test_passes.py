@@ -11,6 +11,7 @@ from peft import LoraConfig
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig, LlamaForCausalLM
 
 from symbiosis.errors import CannotTrain
+from symbiosis.training.attention import batched
 from symbiosis.training.making import Maker
 from symbiosis.training.packed import PackedModel
 from tests.conftest import tiny_config
@@ -170,3 +171,11 @@ def test_the_model_itself_is_not_touched(plain):
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.config._attn_implementation != "symbiosis_packed"
+
+
+def test_sequences_of_one_length_attend_as_a_batch():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(heads, 15, 8) for heads in (4, 2, 2))
+    found = batched(q, k, v, 3, 0.3)
+    parts = [batched(*(x[:, start : start + 5] for x in (q, k, v)), 1, 0.3) for start in (0, 5, 10)]
+    assert torch.allclose(found, torch.cat(parts, dim=1), atol=1e-6)

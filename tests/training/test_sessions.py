@@ -49,7 +49,7 @@ def host():
 
 def gathered(session):
     """The gradients so far, once everything asked for is done."""
-    return {name: p.grad for name, p in session.adapter.parameters.items() if p.grad is not None}
+    return dict(session.optimizer.gradients)
 
 
 def test_gradients_gather_until_a_step(host):
@@ -242,14 +242,14 @@ def test_everybody_gets_an_answer_when_a_session_or_the_host_is_closed(host):
 
 def test_when_a_pass_fails_only_who_is_at_fault_fails(host, monkeypatch):
     good, bad = host.open("ann", lora(), seed=7), host.open("bob", lora(), seed=7)
-    compute = PackedModel.compute
+    launch = PackedModel.launch
 
     def fail_with_bad(self, shares):
         if any(share.adapter is bad.adapter for share in shares):
             raise RuntimeError("out of memory")
-        return compute(self, shares)
+        return launch(self, shares)
 
-    monkeypatch.setattr(PackedModel, "compute", fail_with_bad)
+    monkeypatch.setattr(PackedModel, "launch", fail_with_bad)
     with host._changed:  # both are there before the next pass
         mine, theirs = good.forward_backward(examples(5)), bad.forward_backward(examples(5))
     assert mine.result(60).tokens == 4
@@ -265,7 +265,7 @@ def test_when_the_device_is_lost_the_host_stops_with_one_error(host, monkeypatch
     def fail(*_):
         raise RuntimeError("illegal memory access")
 
-    monkeypatch.setattr(PackedModel, "compute", fail)
+    monkeypatch.setattr(PackedModel, "launch", fail)
     monkeypatch.setattr(PackedModel, "is_sound", lambda _: False)
     asked = [sessions[2].optim_step(STEP, number=2)]
     with host._changed:

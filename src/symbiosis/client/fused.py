@@ -61,7 +61,7 @@ class FusedNormAtOnce(FusedNorm):
 
 
 def _normalised(x: Tensor, weight: Tensor, epsilon: float, *, twice: bool) -> Tensor:
-    if _TRITON and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+    if _TRITON and not (torch.is_grad_enabled() and weight.requires_grad):
         from symbiosis.kernels.rms_norm import fits, rms_norm
 
         if fits(x, weight):

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from symbiosis import kernels
 from symbiosis.client.fused import fuse
+from symbiosis.client.gates import gate
 from symbiosis.engine.attention import Given, KeyValues, use_pages
 from symbiosis.engine.bank import Bank, Table
 from symbiosis.engine.changes import Loaded, Segment, Virtual
 from symbiosis.engine.decoding import Decoder
-from symbiosis.engine.gates import gate
 from symbiosis.engine.layers import adapt, adapt_together
 from symbiosis.engine.passes import Chunk, Pass
 from symbiosis.errors import CannotServe

@@ -1,14 +1,17 @@
-"""The middle of a gated MLP, silu(gate) * up, in one launch; forward only.
+"""The middle of a gated MLP, silu(gate) * up, in one launch forward and one back; only gate and up are kept.
 
 R = rows, W = width; gate and up may lie side by side. Plain reference: `reference`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
@@ -33,11 +36,23 @@ def _gated(gate, up, out, width, gate_stride, up_stride, EARLY: tl.constexpr, BL
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=mask)
 
 
-def gated(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
-    """Rows may lie at any distance, the numbers of a row next to each other."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _back(gate, up, upstream, gate_grad, up_grad, width, gate_stride, up_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(upstream + row * width + column, mask=mask, other=0.0).to(tl.float32)
+    kind: tl.constexpr = gate_grad.dtype.element_ty
+    share = 1.0 / (1.0 + tl.exp(-g))
+    tl.store(up_grad + row * width + column, (grad * rounded(g * share, kind)).to(kind), mask=mask)
+    # the slope of silu; where the share is 0 it is 0, also of -inf
+    slope = tl.where(share == 0.0, 0.0, share * (1.0 + g * (1.0 - share)))
+    tl.store(gate_grad + row * width + column, (rounded(grad * u, kind) * slope).to(kind), mask=mask)
+
+
+def _launch(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
     rows, width = gate_RW.shape
-    assert gate_RW.shape == up_RW.shape, (gate_RW.shape, up_RW.shape)
-    assert gate_RW.stride(1) == up_RW.stride(1) == 1, (gate_RW.stride(), up_RW.stride())
     out = torch.empty(rows, width, dtype=gate_RW.dtype, device=gate_RW.device)
     if rows:
         with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
@@ -45,3 +60,32 @@ def gated(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
                 gate_RW, up_RW, out, width, gate_RW.stride(0), up_RW.stride(0), BLOCK=_BLOCK, **early(out.device)
             )
     return out
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_RW: Tensor, up_RW: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_RW, up_RW)
+        return _launch(gate_RW, up_RW)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_RW: Tensor) -> tuple[Tensor, Tensor]:
+        gate_RW, up_RW = ctx.saved_tensors
+        (rows, width), upstream_RW = gate_RW.shape, upstream_RW.contiguous()
+        gate_grad, up_grad = (torch.empty(rows, width, dtype=gate_RW.dtype, device=gate_RW.device) for _ in range(2))
+        if rows:
+            with torch.cuda.device_of(gate_RW):  # type: ignore[no-untyped-call]
+                _back[(rows, triton.cdiv(width, _BLOCK))](
+                    gate_RW, up_RW, upstream_RW, gate_grad, up_grad, width, gate_RW.stride(0), up_RW.stride(0), BLOCK=_BLOCK
+                )
+        return gate_grad, up_grad
+
+
+def gated(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
+    """Rows may lie at any distance, the numbers of a row next to each other."""
+    assert gate_RW.shape == up_RW.shape, (gate_RW.shape, up_RW.shape)
+    assert gate_RW.stride(1) == up_RW.stride(1) == 1, (gate_RW.stride(), up_RW.stride())
+    if torch.is_grad_enabled() and (gate_RW.requires_grad or up_RW.requires_grad):
+        return _Gated.apply(gate_RW, up_RW)  # type: ignore[no-untyped-call,no-any-return]
+    return _launch(gate_RW, up_RW)

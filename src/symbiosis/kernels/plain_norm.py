@@ -1,4 +1,4 @@
-"""RMS norm by torch's own kernels: the reference of `rms_norm`, and what runs with gradients or without Triton."""
+"""RMS norm by torch's own kernels: the reference of `rms_norm`, and what runs without Triton or where a weight is trained."""
 
 from __future__ import annotations
 

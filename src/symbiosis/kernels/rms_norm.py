@@ -1,4 +1,4 @@
-"""RMS norm of rows with its weight, in one launch; forward only.
+"""RMS norm of rows with its weight, in one launch forward and one back. The weight is frozen: it gets no gradient.
 
 R = rows, W = width. Models differ in where they round: most round the
 normalised row before it is multiplied with the weight. Plain reference: `plain_norm`.
@@ -6,10 +6,13 @@ normalised row before it is multiplied with the weight. Plain reference: `plain_
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
@@ -33,20 +36,64 @@ def _norm(  # type: ignore[no-untyped-def]
     tl.store(out + row * width + column, (value * scale).to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _back(x, weight, upstream, out, width, stride, epsilon, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    mask = column < width
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(upstream + row * width + column, mask=mask, other=0.0).to(tl.float32) * scale
+    inverse = tl.rsqrt(tl.sum(value * value, 0) / width + epsilon)
+    value *= inverse
+    grad = inverse * (grad - value * (tl.sum(grad * value, 0) / width))
+    tl.store(out + row * width + column, grad.to(out.dtype.element_ty), mask=mask)
+
+
 def fits(x: Tensor, weight_W: Tensor) -> bool:
-    """Whether the kernel takes these; nobody may ask for gradients."""
+    """Whether the kernel takes these; nobody may ask for the weight's gradient."""
     wide = x.shape[-1]
     even = x.dim() >= 2 and x.stride(-1) == 1 and x.numel() > 0 and wide == weight_W.numel() <= _WIDEST
     return even and all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
 
 
-def rms_norm(x: Tensor, weight_W: Tensor, epsilon: float, *, twice: bool) -> Tensor:
-    """What `plain_norm` computes, of [..., W] in rows at even distances."""
+def _warps(width: int) -> int:
+    return min(16, max(1, int(triton.next_power_of_2(width)) // 512))
+
+
+def _launch(x: Tensor, weight_W: Tensor, epsilon: float, twice: bool) -> Tensor:
     width = weight_W.numel()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _norm[(x.numel() // width,)](
             x, weight_W, out, width, x.stride(-2), epsilon, TWICE=twice, WIDTH=triton.next_power_of_2(width),
-            num_warps=min(16, max(1, triton.next_power_of_2(width) // 512)), **early(x.device),
+            num_warps=_warps(width), **early(x.device),
         )  # fmt: skip
     return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_W: Tensor, epsilon: float, twice: bool) -> Tensor:
+        ctx.save_for_backward(x, weight_W)
+        ctx.epsilon = epsilon
+        return _launch(x, weight_W, epsilon, twice)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight_W = ctx.saved_tensors
+        width, upstream = weight_W.numel(), upstream.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            _back[(x.numel() // width,)](
+                x, weight_W, upstream, out, width, x.stride(-2), ctx.epsilon, WIDTH=triton.next_power_of_2(width),
+                num_warps=_warps(width),
+            )  # fmt: skip
+        return out, None, None, None
+
+
+def rms_norm(x: Tensor, weight_W: Tensor, epsilon: float, *, twice: bool) -> Tensor:
+    """What `plain_norm` computes, of [..., W] in rows at even distances."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _RmsNorm.apply(x, weight_W, epsilon, twice)  # type: ignore[no-untyped-call,no-any-return]
+    return _launch(x, weight_W, epsilon, twice)

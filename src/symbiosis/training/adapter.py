@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.training.changes import Part
+from symbiosis.training.flat import Flat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +59,8 @@ class Trained:
     config: str
     """`adapter_config.json` as PEFT writes it."""
     method: str
+    flat: Flat | None = None
+    """All parameters as one tensor, if kernels are to take this adapter together with others."""
 
     @property
     def size(self) -> int:

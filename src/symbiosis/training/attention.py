@@ -3,7 +3,9 @@
 R = rows of the pass, S = rows of a sequence, T = virtual tokens, H = query heads, K = key heads, D = width of a head.
 
 One call for each sequence: nothing is computed that is thrown away, and no sequence sees a number of another's.
-(A mask over all rows would let an overflow of one through: 0 · NaN is NaN.) `attend` is the one place for a kernel.
+(A mask over all rows would let an overflow of one through: 0 · NaN is NaN.) On a GPU one call for all plainly causal
+sequences, which keeps them apart by itself: as a batch if they are of one length, by `flash` if not. The calls one by
+one are their reference.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from symbiosis.errors import CannotTrain
 from symbiosis.models.attention import no_mask, refused
+from symbiosis.training import flash
 from symbiosis.training.pack import Pack
 from symbiosis.training.stage import Stage
 
@@ -48,6 +51,12 @@ def attend(
 ) -> Tensor:
     """What each row reads from its sequence, [H, R, D], under autograd."""
     spans = pack.spans
+    plain = cap is None and (window is None or window >= pack.longest) and all(s.prefix_L2HTD is None for s in spans)
+    if plain and q_HRD.is_cuda:
+        if all(span.rows == pack.longest for span in spans):
+            return batched(q_HRD, k_KRD, v_KRD, len(spans), scale)
+        if flash.takes(q_HRD):
+            return flash.attention(q_HRD, k_KRD, v_KRD, pack.edges_S, pack.longest, scale)
     sizes = [span.rows for span in spans]
     found: list[Tensor] = []
     for span, q, k, v in zip(spans, *(torch.split(x, sizes, 1) for x in (q_HRD, k_KRD, v_KRD)), strict=True):
@@ -68,8 +77,14 @@ def attend(
     return torch.cat(found, dim=1)
 
 
+def batched(q_HRD: Tensor, k_KRD: Tensor, v_KRD: Tensor, sequences: int, scale: float) -> Tensor:
+    """Sequences of one length, plainly causal."""
+    q, k, v = (x.view(x.shape[0], sequences, -1, x.shape[2]).transpose(0, 1) for x in (q_HRD, k_KRD, v_KRD))
+    return _one(q, k, v, None, scale=scale, cap=None).transpose(0, 1).flatten(1, 2)
+
+
 def _one(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *, scale: float, cap: float | None) -> Tensor:
-    """One sequence, [1, H, S, D]; without a mask, it is plainly causal."""
+    """One sequence, [1, H, S, D], or several alike; without a mask, plainly causal."""
     if allowed is None or cap is None:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from peft import PeftConfig
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
@@ -26,11 +29,12 @@ from symbiosis.models.positions import most_tokens
 from symbiosis.training import saving
 from symbiosis.training.adapter import Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
+from symbiosis.training.coming import Coming
 from symbiosis.training.fairness import Candidate, Fairness
 from symbiosis.training.line import Line
 from symbiosis.training.loss import takes_items
 from symbiosis.training.making import Maker
-from symbiosis.training.optimizer import Optimizer
+from symbiosis.training.optimizer import AnyOptimizer
 from symbiosis.training.pack import Share
 from symbiosis.training.packed import Outcome, PackedModel
 from symbiosis.training.saving import Progress
@@ -63,12 +67,14 @@ class HostConfig:
     max_waiting_tokens: int = 1 << 20
     """Most tokens of one session that wait at once; a batch has half of it at most."""
     tenant_waiting_tokens: int = 1 << 22
+    graphs: int = 4
+    """Most CUDA graphs of passes that are kept; 0 for none. Each is of one size of a pass, on a GPU."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= 1 << 31:
-                raise OutOfRange(f"{name} is {value!r}", field=name, expected="a whole number from 1 on")
+            value, least = getattr(self, name), 0 if name == "graphs" else 1
+            if type(value) is not int or not least <= value <= 1 << 31:
+                raise OutOfRange(f"{name} is {value!r}", field=name, expected=f"a whole number from {least} on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +85,25 @@ class HostStats:
     """Of which the passes were made: 8 sessions in one pass count 8."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stepped:
+    """Steps that were launched and not answered yet."""
+
+    calls: list[tuple[Session, OptimStep, int]]
+    """With the number of the step."""
+    norms: Coming | None
+
+
+_NO_STEPS = _Stepped([], None)
+
+
 class Host:
     """Owns a thread and modules of its own over the model's weights; the model itself is not touched."""
 
     def __init__(self, model: PreTrainedModel, config: HostConfig = HostConfig()) -> None:  # noqa: B008 - frozen
         """Raises `CannotTrain`."""
         self.config = config
-        self._packed = PackedModel(model)
+        self._packed = PackedModel(model, graphs=config.graphs)
         self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
         self._takes_items = takes_items(model)
@@ -104,6 +122,7 @@ class Host:
         """Closed, but the thread may still be computing for them."""
         self._fairness = Fairness()
         self._ids = itertools.count(1)
+        self._stepped = _NO_STEPS
         self._closing = False
         self.stats = HostStats()
         self._files = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-training-files")
@@ -219,6 +238,8 @@ class Host:
             why = error
         finally:  # whatever happened: nobody waits for an answer that will not come
             self._closing = True
+            for _, call, _ in self._stepped.calls:
+                call.answer.set_exception(copy.copy(why))
             for session in list(self._sessions.values()):
                 self._end(session, why)
 
@@ -231,8 +252,9 @@ class Host:
             self._release()
             heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if s.ready]
         for session, call in heads:
-            if not isinstance(call, ForwardBackward):
-                self._do(session, call)
+            if isinstance(call, Save | Load):
+                self._carry(session, call)
+        self._step([(session, call) for session, call in heads if isinstance(call, OptimStep)])
         self._pass()  # whoever has just stepped may have a batch for it
         return True
 
@@ -242,12 +264,12 @@ class Host:
             for session in gone:
                 session.release()
 
-    def _do(self, session: Session, call: Call) -> None:
-        if isinstance(call, OptimStep):
+    def _step(self, asked: list[tuple[Session, OptimStep]]) -> None:
+        """Launch steps. Their calls leave their lines now and are answered in `_tell`, when the norms are known."""
+        launched: list[tuple[Session, OptimStep, Tensor]] = []
+        for session, call in asked:
             try:
                 norm = session.optimizer.step(call.settings)
-            except Diverged as error:
-                self._end(session, error)
             except BadCall as error:
                 self._answer(session, call, error)
             except Exception as error:  # noqa: BLE001 - nobody knows what has been changed: this session is over, not the thread
@@ -256,16 +278,40 @@ class Host:
             else:
                 session.adapter.changed()
                 with self._changed:
+                    if session.line.ended is not None:
+                        continue  # it was answered when the session ended
+                    session.line.done(call)
                     self._fairness.charge(session.tenant, session.adapter.size * self._step_rows / session.weight)
                 session.progress = Progress(session.progress.steps + 1, session.progress.batches)
-                self._answer(session, call, Step(session.progress.steps, norm))
-        else:
-            assert isinstance(call, Save | Load)
-            with self._changed:
-                session.busy = True
-            self._files.submit(self._file, session, call, session.adapter, session.optimizer)
+                launched.append((session, call, norm))
+        if launched:
+            norms = Coming(torch.stack([norm.float() for *_, norm in launched]))
+            self._stepped = _Stepped([(session, call, session.progress.steps) for session, call, _ in launched], norms)
 
-    def _file(self, session: Session, call: Save | Load, adapter: Trained, optimizer: Optimizer) -> None:
+    def _tell(self) -> None:
+        """Answer the steps that were launched."""
+        if self._stepped.norms is None:
+            return
+        try:
+            norms = self._stepped.norms.read().tolist()
+        except Exception as error:  # noqa: BLE001 - a device says so here if something before has failed
+            self._check_device(error)
+            norms = [math.nan] * len(self._stepped.calls)
+        stepped, self._stepped = self._stepped, _NO_STEPS
+        for (session, call, number), norm in zip(stepped.calls, norms, strict=True):
+            if math.isfinite(norm):
+                call.answer.set_result(Step(number, norm))
+            else:
+                why = Diverged(f"the gradient's norm is {norm}; a smaller learning rate or clipping may help")
+                call.answer.set_exception(copy.copy(why))
+                self._end(session, why)
+
+    def _carry(self, session: Session, call: Save | Load) -> None:
+        with self._changed:
+            session.busy = True
+        self._files.submit(self._file, session, call, session.adapter, session.optimizer)
+
+    def _file(self, session: Session, call: Save | Load, adapter: Trained, optimizer: AnyOptimizer) -> None:
         """On the other thread: read or write what a session asks for; one that is closed meanwhile has no adapter any more."""
         result: Exception | None = None
         try:
@@ -289,6 +335,7 @@ class Host:
             picked = self._fairness.pick([each for each in candidates if each.costs], self.config.max_rows)
             chosen = [(waiting[id], waiting[id].pieces(count)) for id, count in picked.items()]
         if not chosen:
+            self._tell()
             return
         shares = [Share(session.adapter, tuple(piece for _, piece in pieces)) for session, pieces in chosen]
         outcomes = self._computed(shares)
@@ -299,13 +346,21 @@ class Host:
             self._settle(session, [call for call, _ in pieces], outcome)
 
     def _computed(self, shares: list[Share]) -> list[Outcome | Exception]:
-        """A pass; if it fails, each share alone, so that only who is at fault fails."""
+        """A pass; if it fails, each share alone, so that only who is at fault fails. Steps are answered while it runs."""
+        failed: Exception | None = None
         try:
-            return [*self._packed.compute(shares)]
+            launched = self._packed.launch(shares)
         except Exception as error:  # noqa: BLE001 - a model's code may raise anything; it is the call's answer
-            self._check_device(error)
-            if len(shares) == 1:
-                return [error]
+            failed = error
+        self._tell()
+        if failed is None:
+            try:
+                return [*launched.outcomes()]
+            except Exception as error:  # noqa: BLE001 - as above
+                failed = error
+        self._check_device(failed)
+        if len(shares) == 1:
+            return [failed]
         return [self._computed([share])[0] for share in shares]
 
     def _check_device(self, error: Exception) -> None:

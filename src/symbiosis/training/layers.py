@@ -26,16 +26,23 @@ class AdaptedLinear(nn.Module):
     symbiosis_head: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        acts = self.symbiosis_stage.pack.acts(self.symbiosis_path, of_head=self.symbiosis_head)
-        if acts is None:
+        pack = self.symbiosis_stage.pack
+        acts = pack.acts(self.symbiosis_path, of_head=self.symbiosis_head)
+        together = pack.grouped if pack.grouped is not None and self.symbiosis_path in pack.grouped else None
+        if acts is None and together is None:
             plain: Tensor = super().forward(x)
             return plain
         rows = x.reshape(-1, x.shape[-1])
-        if any(isinstance(part, Scale) and part.of_input for part in acts.parts):
+        if acts is not None and any(isinstance(part, Scale) and part.of_input for part in acts.parts):
             pieces = zip(acts.parts, torch.split(rows, acts.sizes), strict=True)
             rows = torch.cat([p.scaled(x) if isinstance(p, Scale) and p.of_input else x for p, x in pieces])
-        result: Tensor = super().forward(rows)
-        if any(isinstance(part, LowRank) or (isinstance(part, Scale) and not part.of_input) for part in acts.parts):
+        if together is None:
+            result: Tensor = super().forward(rows)
+        else:
+            result = together.changed(self.symbiosis_path, self, rows, of_head=self.symbiosis_head)
+        if acts is not None and any(
+            isinstance(part, LowRank) or (isinstance(part, Scale) and not part.of_input) for part in acts.parts
+        ):
             changed: list[Tensor] = []
             seen, given = torch.split(rows, acts.sizes), torch.split(result, acts.sizes)
             for part, drop, x_RI, y_RO in zip(acts.parts, acts.drops, seen, given, strict=True):

@@ -31,7 +31,7 @@ def token_losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
 
 
-def piece_losses(losses_N: Tensor, counts: list[int], items: list[float]) -> list[Tensor]:
+def piece_losses(losses_N: Tensor, counts: list[int], items: list[float]) -> list[float]:
     """By piece: the sum of its losses, divided. 0 where nothing is to be learned."""
     sums = [part.sum() for part in torch.split(losses_N, counts)]
-    return [total / divisor for total, divisor in zip(sums, items, strict=True)]
+    return [float(total / divisor) for total, divisor in zip(sums, items, strict=True)]

@@ -28,6 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis import kernels
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, Method, PromptSettings, Settings, parse
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.files import CONFIG, Limits, shown
@@ -35,6 +36,7 @@ from symbiosis.errors import BadAdapter, SymbiosisError, TooLarge, UnsupportedAd
 from symbiosis.models.source import frozen_copy
 from symbiosis.training.adapter import Trained, Virtual
 from symbiosis.training.changes import LowRank, Part, Scale
+from symbiosis.training.flat import Flat, fits
 
 _NAME = "default"
 _ROOT = "base_model.model."
@@ -98,7 +100,16 @@ class Maker:
         stored = get_peft_model_state_dict(made, save_embedding_layers=False)
         files = {file: by_memory[tensor.data_ptr()] for file, tensor in stored.items()}
         method = "ia3" if isinstance(settings, Ia3Settings) else "dora" if settings.dora else "lora"
-        return Trained(parts=parts, virtual=None, parameters=parameters, files=files, config=written, method=method)
+        by_kernels = kernels.run_on(self._model.device) and fits(parameters, parts)
+        return Trained(
+            parts=parts,
+            virtual=None,
+            parameters=parameters,
+            files=files,
+            config=written,
+            method=method,
+            flat=Flat(parameters, parts) if by_kernels else None,
+        )
 
     def _completed(self, raw: dict[str, Any]) -> dict[str, Any]:
         """With what PEFT would fill in for this architecture."""

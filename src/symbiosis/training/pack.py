@@ -5,10 +5,14 @@ R = rows of the pass, N = rows with a label.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +20,15 @@ from symbiosis.training.adapter import Trained
 from symbiosis.training.changes import Drop, Part
 from symbiosis.training.dropout import drop
 from symbiosis.training.examples import IGNORED, Example
+
+if TYPE_CHECKING:  # it needs Triton
+    from symbiosis.training.grouped import Grouped
+
+Array: TypeAlias = npt.NDArray[np.int64]
+
+_STEP = 128  # rows: longest sequences are counted in these
+_SEQUENCES = 8  # so are sequences
+_DENSE = 0.9  # of all rows have a label: choosing them would cost more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +74,23 @@ class Acts:
 class Pack:
     """A pass before it is computed. Rows of one session lie together."""
 
-    def __init__(self, shares: Sequence[Share], device: torch.device) -> None:
+    def __init__(self, shares: Sequence[Share], device: torch.device, *, dense: bool = False, even: bool = False) -> None:
+        """`dense`: where nearly all rows have a label, the head sees all of them, and those without are ignored.
+
+        `even`: with rows of nobody at the end, so that passes of about the same size are of the same.
+        """
         self.shares = shares
         self.device = device
         self.spans: list[Span] = []
         self.embeds: list[tuple[int, Tensor]] = []
         """Rows (by the first) whose embeddings an adapter gives."""
-        ids: list[int] = []
-        places: list[int] = []
-        wanted: list[int] = []
-        labels: list[int] = []
+        ids: list[Array] = []
+        places: list[Array] = []
+        wanted: list[Array] = []
+        labels: list[Array] = []
         self._rows: list[list[int]] = []
-        self._labels: list[list[int]] = []
+        self._head_rows: list[list[int]] = []
+        start = 0
         for share in shares:
             virtual = share.adapter.virtual
             front = virtual.rows if virtual else 0
@@ -80,46 +98,120 @@ class Pack:
             prefix = virtual.keys_values_L2HTD() if virtual and not front else None
             before = virtual.count if virtual else 0
             self._rows.append([])
-            self._labels.append([])
+            self._head_rows.append([])
             for piece in share.pieces:
-                example, start = piece.example, len(ids)
+                tokens, learned = np.array(piece.example.ids), np.array(piece.example.labels)
                 if given is not None:
                     self.embeds.append((start, given))
-                ids += [0] * front
-                ids += example.ids
-                places += range(before - front, before + len(example.ids))
-                self.spans.append(Span(len(ids) - start, prefix))
+                ids += [np.zeros(front, np.int64), tokens]
+                places.append(np.arange(before - front, before + len(tokens)))
+                rows = front + len(tokens)
+                self.spans.append(Span(rows, prefix))
                 # a row predicts the token after it; the last virtual token predicts the first
-                due = [(start + front + at - 1, label) for at, label in enumerate(example.labels) if label != IGNORED]
-                due = [(row, label) for row, label in due if row >= start]
-                wanted += [row for row, _ in due]
-                labels += [label for _, label in due]
-                self._rows[-1].append(len(ids) - start)
-                self._labels[-1].append(len(due))
-        self.ids_R = torch.tensor(ids, device=device)
-        self.places_R = torch.tensor(places, device=device)
-        self.wanted_N = torch.tensor(wanted, dtype=torch.int64, device=device)
-        self.labels_N = torch.tensor(labels, dtype=torch.int64, device=device)
+                due = np.flatnonzero(learned != IGNORED)
+                due = due[due > 0] if not front else due
+                wanted.append(start + front + due - 1)
+                labels.append(learned[due])
+                self._rows[-1].append(rows)
+                self._head_rows[-1].append(len(due))
+                start += rows
+        self.longest = max(span.rows for span in self.spans)
+        spare = 0
+        if even and any(span.rows != self.longest for span in self.spans):
+            self.longest = -(-self.longest // _STEP) * _STEP
+            spare = -start % _step(start)
+            self.spans += [Span(min(self.longest, spare - at)) for at in range(0, spare, self.longest)]
+            self.spans += [Span(0)] * (-len(self.spans) % _SEQUENCES)
+        start += spare
+        ids.append(np.zeros(spare, np.int64))
+        places.append(np.arange(spare) % self.longest)
+        self.rows = start
+        self.edges_S = _to(device, np.cumsum([0, *(span.rows for span in self.spans)], dtype=np.int32))
+        """Where sequences begin, and the end of the last."""
+        chosen, known = np.concatenate(wanted), np.concatenate(labels)
+        dense = dense and len(chosen) >= _DENSE * (start - spare)
+        spare_head = -len(chosen) % _step(len(chosen)) if even and not dense else 0
+        if dense:
+            every = np.full(start, IGNORED)
+            every[chosen] = known
+            chosen, known, spare_head = np.arange(0), every, spare
+            self._head_rows = self._rows
+        elif spare_head:
+            chosen = np.concatenate([chosen, np.zeros(spare_head, np.int64)])
+            known = np.concatenate([known, np.full(spare_head, IGNORED)])
+        counted = [1 / piece.items for share in shares for piece in share.pieces]
+        upstream = np.repeat(np.array([*counted, 0.0], np.float32), [*self.head_rows, spare_head])
+        parts = [np.concatenate(ids), np.concatenate(places), known, chosen]
+        sizes = [len(part) for part in parts]
+        self._numbers = _to(device, np.concatenate(parts))
+        self.ids_R, self.places_R, self.labels_N, rows_N = torch.split(self._numbers, sizes)
+        self.wanted_N: Tensor | None = None if dense else rows_N
+        """Rows that the head sees; None for all."""
+        self.upstream_N = _to(device, upstream)
+        """What each label's loss counts."""
         self.masks: dict[tuple[int, int, int | None], Tensor] = {}
         """What attention has worked out for this pass."""
         self._acts: dict[tuple[str, bool], Acts | None] = {}
+        self.grouped = self._grouped()
 
-    def labels_by_piece(self) -> list[list[int]]:
-        """How many labels each piece of each share has."""
-        return self._labels
+    @property
+    def head_rows(self) -> list[int]:
+        """How many rows of each piece the head sees."""
+        return [rows for of_share in self._head_rows for rows in of_share]
+
+    def _grouped(self) -> Grouped | None:
+        """Of the sessions whose adapters the kernels take together."""
+        flats = [share.adapter.flat for share in self.shares if share.adapter.flat is not None]
+        if not flats:
+            return None
+        from symbiosis.training.grouped import Grouped
+
+        return Grouped(flats, self._segments(self._rows), self._segments(self._head_rows), self.rows, self.device)
+
+    @property
+    def key(self) -> tuple[object, ...] | None:
+        """Passes of the same key differ in `tensors` only; None if more than plain LoRA is in this one."""
+        if self.grouped is None or any(share.adapter.flat is None for share in self.shares):
+            return None
+        alike = all(span.rows == self.longest for span in self.spans)
+        return self.rows, len(self.labels_N), self.wanted_N is None, len(self.spans), self.longest, alike, *self.grouped.key
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that changes from pass to pass, if it has a key."""
+        assert self.grouped is not None
+        return [self._numbers, self.upstream_N, self.edges_S, *self.grouped.tensors]
+
+    def frame(self) -> Pack:
+        """One that knows nobody, over the same tensors: others of the key may be copied into it."""
+        frame = copy.copy(self)
+        frame.shares = ()
+        assert self.grouped is not None
+        frame.grouped = copy.copy(self.grouped)
+        frame.grouped.gradients = []
+        return frame
+
+    def _segments(self, by_piece: list[list[int]]) -> list[tuple[int, int]]:
+        """First row and number of rows of each of these sessions."""
+        found, start = [], 0
+        for share, rows in zip(self.shares, by_piece, strict=True):
+            if share.adapter.flat is not None:
+                found.append((start, sum(rows)))
+            start += sum(rows)
+        return found
 
     def acts(self, path: str, *, of_head: bool) -> Acts | None:
-        """What is done at a layer; None if nothing. The head sees the rows with a label only."""
+        """What is done at a layer by those that are not `grouped`; None if nothing. The head does not see all rows."""
         if (path, of_head) not in self._acts:
-            self._acts[path, of_head] = self._find(path, self._labels if of_head else self._rows)
+            self._acts[path, of_head] = self._find(path, self._head_rows if of_head else self._rows)
         return self._acts[path, of_head]
 
     def _find(self, path: str, by_piece: list[list[int]]) -> Acts | None:
-        if not any(path in share.adapter.parts for share in self.shares):
+        parts = [None if share.adapter.flat is not None else share.adapter.parts.get(path) for share in self.shares]
+        if not any(parts):
             return None
         acts = Acts([], [], [])
-        for share, sizes in zip(self.shares, by_piece, strict=True):
-            part = share.adapter.parts.get(path)
+        for share, sizes, part in zip(self.shares, by_piece, parts, strict=True):
             if part is None and acts.parts and acts.parts[-1] is None:
                 acts.sizes[-1] += sum(sizes)
                 continue
@@ -127,6 +219,17 @@ class Pack:
             acts.parts.append(part)
             acts.drops.append(partial(drop, layer=path, keys=[piece.key for piece in share.pieces], sizes=sizes))
         return acts
+
+
+def _to(device: torch.device, numbers: npt.NDArray[np.generic]) -> Tensor:
+    """There, without waiting for what is computed there."""
+    found = torch.from_numpy(numbers)
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+def _step(rows: int) -> int:
+    """What passes of about so many rows are rounded up to: a sixteenth at most is thrown away."""
+    return max(16, 1 << max(0, rows.bit_length() - 5))
 
 
 def predicted(adapter: Trained, example: Example) -> int:

@@ -10,17 +10,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from symbiosis import kernels
+from symbiosis.client.fused import fuse
+from symbiosis.client.gates import gate
 from symbiosis.errors import CannotTrain
 from symbiosis.models.source import frozen_copy
 from symbiosis.training.adapter import NOTHING
 from symbiosis.training.attention import use_packed_attention
+from symbiosis.training.coming import Coming
 from symbiosis.training.examples import Example
+from symbiosis.training.flat import FlatGradients
 from symbiosis.training.layers import adapt
 from symbiosis.training.loss import piece_losses, token_losses
 from symbiosis.training.pack import Pack, Piece, Share
+from symbiosis.training.replays import Replays
 from symbiosis.training.stage import Stage
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -39,13 +45,40 @@ class Outcome:
     """Whether all losses and gradients are numbers."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    """A pass under way."""
+
+    pack: Pack
+    gradients: Sequence[Mapping[str, Tensor]]
+    numbers: Coming
+    """The loss of each row that the head sees, and of each share a number that is none if a gradient has one."""
+
+    def outcomes(self) -> list[Outcome]:
+        """Waits for the device, once for all of them."""
+        shares, rows = self.pack.shares, self.pack.head_rows
+        numbers = self.numbers.read()
+        losses_N, norms = numbers[: sum(rows)], numbers[-len(shares) :]
+        items = [piece.items for share in shares for piece in share.pieces]
+        losses = iter(piece_losses(losses_N, rows, items))
+        found: list[Outcome] = []
+        for share, gradients, norm in zip(shares, self.gradients, norms.tolist(), strict=True):
+            mine = tuple(next(losses) for _ in share.pieces)
+            found.append(Outcome(mine, gradients, all(map(math.isfinite, (*mine, norm)))))
+        return found
+
+
 class PackedModel:
     """A copy of a model's modules over the very same weights. One thread computes."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Raises `CannotTrain` if the model computes something else when its sequences lie behind each other."""
+    def __init__(self, model: PreTrainedModel, *, graphs: int = 0) -> None:
+        """At most so many CUDA graphs are kept at a time.
+
+        Raises `CannotTrain` if the model computes something else when its sequences lie behind each other.
+        """
         self._model = frozen_copy(model).eval()
         self._stage = Stage()
+        self._replays = Replays(graphs, self._model.device) if graphs and self._model.device.type == "cuda" else None
         try:
             self._prepare()
         except CannotTrain:
@@ -58,6 +91,9 @@ class PackedModel:
         model, name = self._model, type(self._model).__name__
         ids = torch.arange(12, device=model.device).remainder(model.config.get_text_config().vocab_size)
         expected = model(input_ids=ids[None], use_cache=False).logits[0]
+        if kernels.run_on(model.device):
+            fuse(model)
+            gate(model)
         use_packed_attention(model, self._stage)
         adapt(model, self._stage)
         room = _TOLERANCE.get(model.dtype, _COARSE) * float(expected.abs().max())
@@ -79,27 +115,48 @@ class PackedModel:
             width = self._model.get_input_embeddings().embedding_dim
             rows = torch.full((5, width), beside, device=self._model.device)
             pack.embeds += [(0, rows), (5 + len(ids) + 1, rows)]
-        before, here, _ = pack.labels_by_piece()[0]
+        before, here, _ = pack.head_rows
         return self._logits(pack)[before : before + here]
 
     def compute(self, shares: Sequence[Share]) -> list[Outcome]:
         """Losses and gradients of each session. Nothing of the sessions is changed, so it may be repeated."""
-        with torch.enable_grad():
-            pack = Pack(shares, self._model.device)
-            losses_N = token_losses(self._logits(pack), pack.labels_N)
-            counts = [count for of_share in pack.labels_by_piece() for count in of_share]
-            items = [piece.items for share in shares for piece in share.pieces]
-            losses = iter(piece_losses(losses_N, counts, items))
-            by_share = [torch.stack([next(losses) for _ in share.pieces]) for share in shares]
-        named = [(number, name, p) for number, s in enumerate(shares) for name, p in s.adapter.parameters.items()]
-        # a share without labels has no gradient; neither has one without parameters
-        heads = [loss.sum() for loss in by_share if loss.requires_grad]
-        found = torch.autograd.grad(heads, [p for *_, p in named], allow_unused=True) if heads else [None] * len(named)
-        gradients: list[dict[str, Tensor]] = [{} for _ in shares]
+        return self.launch(shares).outcomes()
+
+    def launch(self, shares: Sequence[Share]) -> Launched:
+        """The same without waiting for a GPU to have computed it."""
+        device = self._model.device
+        by_kernels = kernels.run_on(device)
+        even = self._replays is not None and all(share.adapter.flat is not None for share in shares)
+        pack = Pack(shares, device, dense=by_kernels, even=even)
+        named = [
+            (n, name, p) for n, s in enumerate(shares) if s.adapter.flat is None for name, p in s.adapter.parameters.items()
+        ]
+        if self._replays is not None and pack.key is not None:
+            losses_N = self._replays.run(pack, lambda given: self._backward(given, [])[0])
+            found: Sequence[Tensor | None] = []
+        else:
+            losses_N, found = self._backward(pack, [p for *_, p in named])
+        by_name: list[dict[str, Tensor]] = [{} for _ in shares]
         for (number, name, _), gradient in zip(named, found, strict=True):
             if gradient is not None:
-                gradients[number][name] = gradient
-        return self._outcomes(by_share, gradients)
+                by_name[number][name] = gradient
+        together = iter(pack.grouped.gradients if pack.grouped is not None else ())
+        gradients = [
+            each if share.adapter.flat is None else FlatGradients(share.adapter.flat, next(together))
+            for share, each in zip(shares, by_name, strict=True)
+        ]
+        norms = torch.stack([_size(each, losses_N) for each in gradients])
+        return Launched(pack, gradients, Coming(torch.cat([losses_N, norms])))
+
+    def _backward(self, pack: Pack, parameters: list[nn.Parameter]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """The loss of every row that the head sees, and gradients of these parameters; `grouped` ones go to their places."""
+        wanted: list[Tensor] = [*parameters, *([pack.grouped.anchor] if pack.grouped is not None else [])]
+        with torch.enable_grad():
+            losses_N = token_losses(self._logits(pack), pack.labels_N)
+        if not wanted or not losses_N.requires_grad:
+            return losses_N.detach(), [None] * len(parameters)
+        found = torch.autograd.grad(losses_N, wanted, pack.upstream_N, allow_unused=True)
+        return losses_N.detach(), found[: len(parameters)]
 
     def is_sound(self) -> bool:
         """Whether the device still computes: some of a GPU's errors are for ever."""
@@ -108,21 +165,6 @@ class PackedModel:
         except Exception:  # noqa: BLE001 - whatever it says, it is not sound
             return False
 
-    def _outcomes(self, losses: list[Tensor], gradients: list[dict[str, Tensor]]) -> list[Outcome]:
-        """One wait for the device, however many there are."""
-        norms = [
-            torch.stack([norm.float() for norm in torch._foreach_norm(list(g.values()))]).sum() if g else loss.new_zeros(())
-            for loss, g in zip(losses, gradients, strict=True)
-        ]
-        numbers = torch.cat([torch.cat([loss.detach(), norm[None]]) for loss, norm in zip(losses, norms, strict=True)]).tolist()
-        outcomes: list[Outcome] = []
-        at = 0
-        for loss, of_share in zip(losses, gradients, strict=True):
-            mine = numbers[at : at + len(loss) + 1]
-            at += len(mine)
-            outcomes.append(Outcome(tuple(mine[:-1]), of_share, all(map(math.isfinite, mine))))
-        return outcomes
-
     def _logits(self, pack: Pack) -> Tensor:
         """Of the rows with a label, [N, V]."""
         with self._stage.running(pack):
@@ -130,9 +172,19 @@ class PackedModel:
             if pack.embeds:
                 rows = self._model.get_input_embeddings()(inputs.pop("input_ids"))[0]
                 inputs["inputs_embeds"] = _with_given(rows, pack.embeds)[None]
-            output = self._model(**inputs, position_ids=pack.places_R[None], use_cache=False, logits_to_keep=pack.wanted_N)
+            keep = 0 if pack.wanted_N is None else pack.wanted_N
+            output = self._model(**inputs, position_ids=pack.places_R[None], use_cache=False, logits_to_keep=keep)
         logits: Tensor = output.logits[0]
         return logits
+
+
+def _size(gradients: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """A number that is none if a gradient has one that is none."""
+    if isinstance(gradients, FlatGradients):
+        norm: Tensor = torch.linalg.vector_norm(gradients.gradients_N)
+        return norm
+    norms = torch._foreach_norm(list(gradients.values())) if gradients else []
+    return torch.stack([norm.float() for norm in norms]).sum() if norms else like.new_zeros(())
 
 
 def _with_given(rows_RD: Tensor, given: list[tuple[int, Tensor]]) -> Tensor:

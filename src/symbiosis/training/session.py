@@ -14,7 +14,7 @@ from symbiosis.training.adapter import NOTHING, Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
 from symbiosis.training.examples import Example, check, digest
 from symbiosis.training.line import Line
-from symbiosis.training.optimizer import Optimizer, StepSettings
+from symbiosis.training.optimizer import Optimizer, StepSettings, optimizer_of
 from symbiosis.training.pack import Piece, predicted
 from symbiosis.training.saving import Progress
 
@@ -61,7 +61,7 @@ class Session:
         close: Callable[[Session], None],
     ) -> None:
         self.id, self.tenant, self.weight, self.seed = id, tenant, weight, seed
-        self.adapter, self.optimizer = adapter, Optimizer(adapter.parameters)
+        self.adapter, self.optimizer = adapter, optimizer_of(adapter.parameters, adapter.flat)
         self.takes_items = takes_items
         """Whether Trainer would divide the losses of all batches before a step by the labels of all."""
         self.progress = Progress()

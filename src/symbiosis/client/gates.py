@@ -38,7 +38,7 @@ def _is_silu(function: Any) -> bool:
 
 @torch.inference_mode()
 def gate(model: PreTrainedModel) -> None:
-    """Let the MLPs of this model, which runs forward only, use the kernel."""
+    """Let the MLPs of this model use the kernel."""
     for module in list(model.modules()):
         if {name for name, _ in module.named_children()} != _NAMES or not isinstance(module.gate_proj, nn.Linear):
             continue

@@ -1,0 +1,368 @@
+"""How many tokens a second do N jobs train in shared passes, against N plain processes?
+
+Each job fine-tunes a LoRA (rank 8 on q, k, v, o; batch 2 × 512; AdamW; bf16; random weights at the true shapes):
+as a process of its own with transformers and PEFT ("plain"), or as a session of one `training.Host` in this process,
+in the ways that it has: "graphs" (kernels, passes as CUDA graphs: what a host does by itself), "kernels" (the same
+without graphs) and "loop" (plain torch, session by session: their reference). Plain and shared take turns, window by
+window; ratios are medians of the ratio within one round of turns. Memory is what the GPU has less than before the
+jobs came, beyond empty contexts, with all they have trained on.
+
+    python -m benchmarks.gpu_training 1b                          # 4 and 8 jobs, about 2.5 minutes on one H200
+    python -m benchmarks.gpu_training 7b --jobs 4                 # about 2 minutes
+    python -m benchmarks.gpu_training 7b --jobs 8 --no-plain      # eight copies do not fit
+    python -m benchmarks.gpu_training 1b --mps                    # plain processes under CUDA MPS
+    python -m benchmarks.gpu_training 1b --scale                  # 1 to 64 jobs of 256 tokens, no processes
+    python -m benchmarks.gpu_training 1b --jobs 4 --profile       # where the time of a pass goes, no processes
+    python -m benchmarks.gpu_training tiny --cpu                  # seconds, for the tests
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.gpu import mps_daemon, options, used_bytes
+from benchmarks.results import FOLDER, compared, rotated, save
+from benchmarks.shapes import SHAPES, random_model
+from benchmarks.tenants import Workers, window_of
+
+JOBS = {"tiny": (1, 2), "1b": (4, 8), "7b": (4,)}
+SCALE = {"tiny": (1, 2), "1b": (1, 2, 4, 8, 16, 32, 64), "7b": (1, 2, 4, 8, 16, 32)}
+SCALE_TOKENS = 256
+WAYS = ("graphs", "kernels", "loop")
+REPETITIONS = 5
+LIMIT = 790e12
+"""FLOP/s that products reach on an H200."""
+
+
+class Shared:
+    """Jobs of one host, each on a thread of its own."""
+
+    def __init__(self, model: Any, shape: str, jobs: int, way: str, *, batch: int, tokens: int) -> None:
+        from peft import LoraConfig
+
+        from symbiosis.training.host import Host, HostConfig
+
+        self.tokens = batch * tokens
+        rank, layers = SHAPES[shape].lora[3]
+        room = max(1 << 16, 2 * jobs * self.tokens)
+        with _way(way):
+            self.host = Host(
+                model,
+                HostConfig(max_rows=jobs * self.tokens, graphs=4 if way == "graphs" else 0, max_waiting_tokens=room),
+            )
+            self.sessions = [
+                self.host.open(f"tenant {n}", LoraConfig(r=rank, target_modules=layers, task_type="CAUSAL_LM"), seed=n)
+                for n in range(jobs)
+            ]
+        self.data = [_batch(model.config.vocab_size, batch, tokens, n) for n in range(jobs)]
+
+    def steps(self, count: int) -> None:
+        """So many steps of every job."""
+        self._run([[None] * count for _ in self.sessions])
+
+    def window(self, seconds: float) -> list[list[float]]:
+        """Seconds of each step of each job, as `tenants.window`."""
+        begin, end = window_of(seconds)
+        return self._run([(begin, end)] * len(self.sessions))
+
+    def _run(self, tasks: Sequence[Any]) -> list[list[float]]:
+        found: list[list[float]] = [[] for _ in tasks]
+        errors: list[BaseException] = []
+
+        def work(number: int) -> None:
+            try:
+                found[number] = _train(self.sessions[number], self.data[number], tasks[number])
+            except BaseException as error:  # noqa: BLE001 - raised below, by the thread that asked
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(tasks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return found
+
+    def close(self) -> None:
+        self.host.close()
+        self.sessions = []
+        gc.collect()
+
+
+def _train(session: Any, batch: Any, task: Any) -> list[float]:
+    """Step after step, the next asked for before the last is answered, as `training.job` does it."""
+    from symbiosis.training.optimizer import StepSettings
+
+    settings, seconds, under_way = StepSettings(learning_rate=1e-4), [], []
+    by_clock = isinstance(task, tuple)
+    last = time.monotonic()
+    left = None if by_clock else len(task)
+    while left is None or left > 0 or under_way:
+        if left is None or left > 0:
+            under_way.append((session.forward_backward(batch), session.optim_step(settings)))
+            left = None if left is None else left - 1
+            if len(under_way) < 2 and (left is None or left > 0):
+                continue
+        loss, step = under_way.pop(0)
+        loss.result()
+        step.result()
+        now = time.monotonic()
+        if by_clock and left is None:
+            if task[0] < now <= task[1]:
+                seconds.append(now - last)
+            if now > task[1]:
+                left = 0
+                seconds = seconds or [now - last]
+        last = now
+    return seconds
+
+
+def _batch(vocabulary: int, batch: int, tokens: int, seed: int) -> Any:
+    import torch
+
+    from symbiosis.training.examples import Example
+
+    random = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, vocabulary, (batch, tokens), generator=random).tolist()
+    return [Example(tuple(row), tuple(row)) for row in rows]
+
+
+@contextlib.contextmanager
+def _way(way: str) -> Iterator[None]:
+    """ "loop" is what runs where there are no kernels."""
+    from symbiosis import kernels
+
+    plain = kernels.run_on
+    if way == "loop":
+        kernels.run_on = lambda device: False
+    try:
+        yield
+    finally:
+        kernels.run_on = plain
+
+
+def _wait(device: str) -> None:
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def profile(shared: Shared, device: str, console: Console) -> dict[str, Any]:
+    """Kernels of one step of all jobs: how many, how long, and the host's time beside."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device != "cpu" else [])]
+    steps = 3
+    _wait(device)
+    started = time.monotonic()
+    shared.steps(steps)
+    _wait(device)
+    wall = (time.monotonic() - started) / steps
+    with torch.profiler.profile(activities=kinds) as trace:
+        shared.steps(steps)
+        _wait(device)
+    averages = trace.key_averages()
+    on_device = [each for each in averages if device == "cpu" or each.device_type == torch.autograd.DeviceType.CUDA]
+    name = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+    busy = sum(getattr(each, name) for each in on_device) / steps / 1e6
+    count = sum(each.count for each in on_device) / steps
+    console.print(
+        f"a step of all jobs: {1e3 * wall:.1f} ms, of which the device is busy {1e3 * busy:.1f} ms with {count:.0f} kernels"
+    )
+    top = sorted(on_device, key=lambda each: -getattr(each, name))[:40]
+    rows = [{"kernel": e.key[:100], "ms": getattr(e, name) / steps / 1e3, "count": e.count / steps} for e in top]
+    for row in rows:
+        console.print(f"{row['ms']:9.3f} ms {row['count']:7.1f} × {row['kernel']}", highlight=False)
+    return {"wall_s": wall, "busy_s": busy, "kernels": count, "top": rows}
+
+
+def flops_share(model: Any, tokens_per_s: float) -> float:
+    """Of the limit: LoRA training takes about 4 operations with every parameter for each token."""
+    return 4 * sum(p.numel() for p in model.parameters()) * tokens_per_s / LIMIT
+
+
+def _started(model: Any, shape: str, jobs: int, way: str, device: str, **size: int) -> tuple[Shared, float]:
+    """A host with jobs that have trained a few steps, and the seconds that took: compiling and capturing."""
+    with _way(way):
+        started = time.monotonic()
+        shared = Shared(model, shape, jobs, way, **size)
+        shared.steps(5)
+        _wait(device)
+    return shared, time.monotonic() - started
+
+
+def measure(
+    workers: Workers | None, model: Any, shape: str, jobs: int, ways: Sequence[str], device: str, seconds: float, empty: int
+) -> dict[str, Any]:
+    """As many jobs in each way; the model is there once for all shared ways, `empty` is the GPU's memory without it."""
+    size = {"batch": SHAPES[shape].batch, "tokens": SHAPES[shape].tokens}
+    tokens = size["batch"] * size["tokens"]
+    memory: dict[str, list[float]] = {}
+    startup: dict[str, float] = {}
+    modes = [*(["plain"] if workers else []), *ways]
+    shared: dict[str, Shared] = {}
+    base = used_bytes(device) - empty
+    if workers:
+        before = used_bytes(device)
+        workers.all(range(jobs), "load", "plain", shape)
+        workers.all(range(jobs), "train", 4)
+        memory["plain"] = [used_bytes(device) - before]
+    for way in ways:
+        before = used_bytes(device)
+        shared[way], startup[way] = _started(model, shape, jobs, way, device, **size)
+        memory[way] = [used_bytes(device) - before + base]
+        _trim(device)
+    rates: dict[str, list[float]] = {mode: [] for mode in modes}
+    for repetition in range(REPETITIONS):
+        for mode in rotated(modes, repetition):
+            if mode == "plain":
+                found = workers.window(range(jobs), "train_until", seconds)  # type: ignore[union-attr]
+            else:
+                with _way(mode):
+                    found = shared[mode].window(seconds)
+            rates[mode].append(sum(tokens / statistics.mean(each) for each in found))
+    passes = {way: each.host.stats for way, each in shared.items()}
+    for each in shared.values():
+        each.close()
+    if workers:
+        workers.all(range(jobs), "drop")
+    _trim(device)
+    first = modes[0]
+    return {
+        "tokens_per_s": compared(rates, first),
+        "memory_bytes": compared(memory, first),
+        "startup_s": startup,
+        "sessions_per_pass": {way: stats.sessions / max(1, stats.passes) for way, stats in passes.items()},
+        "share_of_limit": {mode: flops_share(model, statistics.median(rates[mode])) for mode in modes},
+    }
+
+
+def scaled(model: Any, shape: str, way: str, device: str, seconds: float, console: Console) -> dict[int, Any]:
+    """Seconds of a step of 1 to 64 jobs of one short sequence each."""
+    found: dict[int, Any] = {}
+    tokens = min(SCALE_TOKENS, SHAPES[shape].tokens)
+    for jobs in SCALE[shape]:
+        shared, startup = _started(model, shape, jobs, way, device, batch=1, tokens=tokens)
+        runs = []
+        for _ in range(REPETITIONS):
+            runs.append(statistics.mean(statistics.mean(each) for each in shared.window(seconds)))
+        shared.close()
+        _trim(device)
+        step = statistics.median(runs)
+        found[jobs] = {
+            "step_s": step,
+            "per_job_s": step / jobs,
+            "tokens_per_s": jobs * tokens / step,
+            "startup_s": startup,
+            "runs": runs,
+        }
+        console.print(
+            f"{shape} {jobs:3d} jobs of {tokens} tokens: step {1e3 * step:7.1f} ms, {1e3 * step / jobs:6.2f} ms a job, "
+            f"{jobs * tokens / step:9.0f} tok/s"
+        )
+    return found
+
+
+def _trim(device: str) -> None:
+    gc.collect()
+    if device != "cpu":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def line(figures: dict[str, Any], mode: str) -> str:
+    rate, memory = figures["tokens_per_s"][mode], figures["memory_bytes"][mode]
+    more = f", first steps {figures['startup_s'][mode]:.1f} s" if mode in figures["startup_s"] else ""
+    return (
+        f"{rate['median']:9.0f} tok/s ({rate['ratio']:.2f}), {100 * figures['share_of_limit'][mode]:4.1f} % of the limit, "
+        f"{memory['median'] / 2**30:6.1f} GiB ({memory['ratio']:.2f}){more}"
+    )
+
+
+def run(
+    shape: str,
+    device: str,
+    seconds: float,
+    counts: Sequence[int],
+    ways: Sequence[str],
+    *,
+    plain: bool,
+    mps: bool,
+    scale: bool,
+    profiled: bool,
+    folder: Path = FOLDER,
+) -> None:
+    console = Console(width=160)
+    figures: dict[str, Any] = {"script": "gpu_training", "shape": shape, "mps": mps}
+    compare = not scale and not profiled
+    name = f"gpu-training-{shape}{'-mps' if mps else ''}{'-scale' if scale else ''}{'-profile' if profiled else ''}"
+    with contextlib.ExitStack() as stack:
+        workers = stack.enter_context(Workers(max(counts), device)) if plain and compare else None
+        if workers:
+            workers.all(range(max(counts)), "context")
+        _wait(device)
+        empty = used_bytes(device)
+        model = random_model(shape, device)
+        console.print(f"{shape}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f}e9 parameters")
+        if scale:
+            figures["scale"] = scaled(model, shape, ways[0], device, seconds, console)
+        elif profiled:
+            size = {"batch": SHAPES[shape].batch, "tokens": SHAPES[shape].tokens}
+            figures["profile"] = {}
+            for way in ways:
+                shared, startup = _started(model, shape, counts[0], way, device, **size)
+                console.print(f"{shape} {way}, {counts[0]} jobs, first steps {startup:.1f} s")
+                with _way(way):
+                    figures["profile"][way] = profile(shared, device, console)
+                shared.close()
+                _trim(device)
+        else:
+            results: dict[int, Any] = {}
+            figures["jobs"] = results
+            for count in counts:
+                results[count] = measure(workers, model, shape, count, ways, device, seconds, empty)
+                for mode in results[count]["tokens_per_s"]:
+                    console.print(f"{shape} {mode:8s}× {count} {line(results[count], mode)}", highlight=False)
+                console.print(f"  sessions in a pass: {results[count]['sessions_per_pass']}")
+                save(name, str(__doc__).splitlines()[0], figures, folder)
+        save(name, str(__doc__).splitlines()[0], figures, folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = options(str(__doc__), shapes=list(JOBS), shape="1b", seconds=1.5)
+    parser.add_argument("--jobs", type=int, nargs="+", help="how many at a time")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["graphs"], help="of sharing, beside plain processes")
+    parser.add_argument("--no-plain", dest="plain", action="store_false", help="without the processes")
+    parser.add_argument("--scale", action="store_true", help="the time of a step against the number of jobs")
+    parser.add_argument("--profile", dest="profiled", action="store_true", help="kernels of a pass")
+    chosen = parser.parse_args(arguments)
+    with mps_daemon(chosen.mps):
+        run(
+            chosen.shape,
+            chosen.device,
+            chosen.seconds,
+            chosen.jobs or JOBS[chosen.shape],
+            chosen.ways,
+            plain=chosen.plain,
+            mps=chosen.mps,
+            scale=chosen.scale,
+            profiled=chosen.profiled,
+            folder=chosen.out,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Passes as CUDA graphs: one launch instead of some thousands, for passes that differ in numbers only.
+
+A pass of a key that came a few times is captured; its pack becomes the frame into which later packs of that key are
+copied. Gradients go to where each pack's tables say, which is memory of its own. Capturing takes about as long as
+a pass; what cannot be captured runs as it always did.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from symbiosis.executor.capture import captured
+from symbiosis.training.pack import Pack
+
+_log = logging.getLogger("symbiosis")
+_OFTEN = 2  # passes of a key, before one is captured
+_KNOWN = 256  # keys that are counted
+
+Run: TypeAlias = Callable[[Pack], Tensor]
+"""Computes a pass: returns its losses, and its backward has written the gradients."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    frame: Pack
+    losses_N: Tensor
+
+
+class Replays:
+    """One thread. All graphs share memory: the next replay writes over what the last one gave."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._most, self._device = most, device
+        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
+        self._seen: Counter[Any] = Counter()
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def run(self, pack: Pack, run: Run) -> Tensor:
+        key = pack.key
+        found = self._graphs.get(key)
+        if found is None:
+            self._seen[key] += 1
+            if len(self._seen) > _KNOWN:
+                self._seen.clear()
+            if self._seen[key] <= _OFTEN:
+                return run(pack)
+            found = self._captured(pack, run)
+            if found is None:
+                self._seen[key] = -(1 << 62)  # never again
+                return run(pack)
+            self._graphs[key] = found
+            while len(self._graphs) > self._most:
+                self._graphs.popitem(last=False)
+        else:
+            for old, new in zip(found.frame.tensors, pack.tensors, strict=True):
+                old.copy_(new)
+        self._graphs.move_to_end(key)
+        found.graph.replay()
+        return found.losses_N
+
+    def _captured(self, pack: Pack, run: Run) -> _Graph | None:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what passes had is not needed beside the graph's own
+        frame = pack.frame()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph, losses_N = captured(lambda: run(frame), self._pool)
+        except RuntimeError as error:
+            _log.warning("a training pass cannot be a CUDA graph: %s", error)
+            return None
+        finally:
+            torch.cuda.synchronize(self._device)
+        return _Graph(graph, frame, losses_N)

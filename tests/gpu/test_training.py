@@ -1,0 +1,121 @@
+"""Packed training passes on a GPU: kernels and graphs against plain torch, session by session."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import LlamaForCausalLM
+
+from symbiosis import kernels
+from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.making import Maker
+from symbiosis.training.optimizer import StepSettings
+from symbiosis.training.packed import PackedModel
+from tests.conftest import tiny_config
+from tests.training.passes import examples, share, worst
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CONFIGS = [
+    LoraConfig(r=8, target_modules=ALL[:4], init_lora_weights=False, task_type="CAUSAL_LM"),
+    LoraConfig(r=3, target_modules=ALL, init_lora_weights=False, task_type="CAUSAL_LM"),
+    LoraConfig(r=24, lora_alpha=48, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"),
+    LoraConfig(r=4, target_modules=ALL, use_dora=True, init_lora_weights=False, task_type="CAUSAL_LM"),
+]
+LENGTHS = {"alike": [(64, 64)] * 4, "different": [(40, 70), (9,), (130, 33, 5), (20,)]}
+
+
+def model_in(dtype):
+    torch.manual_seed(3)
+    config = tiny_config(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaForCausalLM(config).to("cuda", dtype).eval()
+
+
+def shares_of(model, lengths, configs=CONFIGS, hidden=1):
+    maker = Maker(model)
+    return [
+        share(maker.make(config, seed=7 + at), examples(*some, hidden=hidden), items=9.0)
+        for at, (config, some) in enumerate(zip(configs, lengths, strict=False))
+    ]
+
+
+def assert_alike(found, expected, close):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.finite
+        assert mine.losses == pytest.approx(theirs.losses, rel=close)
+        assert worst(dict(mine.gradients), dict(theirs.gradients)) < 5 * close
+
+
+def by_loop(model, lengths, monkeypatch, configs=CONFIGS, hidden=1):
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "run_on", lambda device: False)
+        return PackedModel(model).compute(shares_of(model, lengths, configs, hidden))
+
+
+@pytest.mark.parametrize("hidden", [1, 20])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_kernels_give_what_the_loop_gives(lengths, dtype, close, hidden, monkeypatch):
+    model = model_in(dtype)
+    found = PackedModel(model).compute(shares_of(model, LENGTHS[lengths], hidden=hidden))
+    assert_alike(found, by_loop(model, LENGTHS[lengths], monkeypatch, hidden=hidden), close)
+
+
+@pytest.mark.parametrize("hidden", [1, 20])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_graphs_give_what_the_kernels_give(lengths, hidden, monkeypatch):
+    model = model_in(torch.bfloat16)
+    packed = PackedModel(model, graphs=2)
+    for turn in range(5):
+        shares = shares_of(model, LENGTHS[lengths], CONFIGS[:3], hidden)  # other tensors every time
+        found = packed.compute(shares)
+        assert bool(packed._replays._graphs) == (turn >= 2)
+    assert_alike(found, by_loop(model, LENGTHS[lengths], monkeypatch, CONFIGS[:3], hidden), 2e-2)
+    other = shares_of(
+        model, [(41, 69), (8,), (129, 34, 5)] if lengths == "different" else LENGTHS["alike"], CONFIGS[:3], hidden
+    )
+    again = packed.compute(other)
+    assert len(packed._replays._graphs) == 1
+    plain = PackedModel(model).compute(other)
+    assert_alike(again, plain, 2e-2)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_numbers_that_are_none_reach_nobody_else(lengths):
+    model = model_in(torch.bfloat16)
+    packed = PackedModel(model, graphs=2)
+    shares = shares_of(model, LENGTHS[lengths], CONFIGS[:3])
+    for _ in range(4):
+        clean = packed.compute(shares)
+    with torch.no_grad():
+        for parameter in shares[1].adapter.parameters.values():
+            parameter.fill_(float("nan"))
+    found = packed.compute(shares)
+    assert [each.finite for each in found] == [True, False, True]
+    for at in (0, 2):
+        assert found[at].losses == clean[at].losses
+        assert all(torch.equal(found[at].gradients[name], g) for name, g in clean[at].gradients.items())
+
+
+def test_a_host_learns_and_steps_are_those_of_plain_adamw(monkeypatch):
+    model, data = model_in(torch.float32), examples(40, 40)
+    ends = []
+    for by_kernels in (True, False):
+        with monkeypatch.context() as patch:
+            if not by_kernels:
+                patch.setattr(kernels, "run_on", lambda device: False)
+            with Host(model, HostConfig(graphs=2 if by_kernels else 0)) as host:
+                sessions = [host.open("ann", CONFIGS[0], seed=1), host.open("bob", CONFIGS[1], seed=2)]
+                for _ in range(12):
+                    asked = [s.forward_backward(data) for s in sessions]
+                    steps = [s.optim_step(StepSettings(learning_rate=1e-3, weight_decay=0.1)) for s in sessions]
+                    losses = [each.result(60).loss for each in asked]
+                    assert all(each.result(60).gradient_norm > 0 for each in steps)
+                ends.append((losses, [p.detach().clone() for s in sessions for p in s.adapter.parameters.values()]))
+    assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-3)
+    for mine, theirs in zip(ends[0][1], ends[1][1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-4)

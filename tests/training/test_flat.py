@@ -1,0 +1,85 @@
+"""An adapter in one tensor is stepped, saved and loaded as one parameter by parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from symbiosis.errors import BadCall
+from symbiosis.training.changes import LowRank, Scale
+from symbiosis.training.flat import Flat, FlatGradients, fits
+from symbiosis.training.optimizer import FlatOptimizer, Optimizer, StepSettings
+
+
+def adapter(seed=0):
+    random = torch.Generator().manual_seed(seed)
+    shapes = {
+        "a.lora_A.weight": (3, 7),
+        "a.lora_B.weight": (5, 3),
+        "q_norm.lora_A.weight": (2, 5),
+        "q_norm.lora_B.weight": (9, 2),
+    }
+    parameters = {name: nn.Parameter(torch.randn(shape, generator=random)) for name, shape in shapes.items()}
+    a, b, c, d = parameters.values()
+    return parameters, {"a": LowRank(a, b, 2.0), "q_norm": LowRank(c, d, 0.5)}
+
+
+def test_parameters_stay_what_they_were():
+    parameters, parts = adapter()
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    flat = Flat(parameters, parts)
+    assert all(torch.equal(parameters[name], before[name]) for name in before)
+    flat.values_N.zero_()
+    assert all(not p.any() and p.data_ptr() % 16 == flat.values_N.data_ptr() % 16 for p in parameters.values())
+    assert flat.weights_P3[:, 2].tolist() == [3, 2]
+    assert [parts["q_norm"].a_rI.data_ptr(), parts["q_norm"].b_Or.data_ptr()] == flat.weights_P3[1, :2].tolist()
+
+
+@pytest.mark.parametrize("longest", [0.0, 0.7, 1e6])
+def test_steps_are_those_of_the_reference(longest):
+    (plain, _), (mine, parts) = adapter(), adapter()
+    flat = Flat(mine, parts)
+    theirs, ours = Optimizer(plain), FlatOptimizer(flat)
+    random = torch.Generator().manual_seed(1)
+    for step in range(5):
+        settings = StepSettings(learning_rate=0.1 / (step + 1), max_grad_norm=longest, weight_decay=0.3)
+        for _ in range(2):
+            gradients_N = torch.zeros_like(flat.values_N)
+            together = FlatGradients(flat, gradients_N)
+            for name in plain:
+                together[name].copy_(torch.randn(plain[name].shape, generator=random))
+            theirs.accumulate({name: g.clone() for name, g in together.items()})
+            ours.accumulate(together)
+        assert float(ours.step(settings)) == pytest.approx(float(theirs.step(settings)), rel=1e-6)
+        if step == 2:  # and what was kept can be given to another
+            kept = ours.state()
+            assert {name: each.shape for name, each in kept.items()} == {n: each.shape for n, each in theirs.state().items()}
+            ours = FlatOptimizer(flat)
+            ours.restore(kept)
+    for name in plain:
+        torch.testing.assert_close(mine[name], plain[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_is_no_number_changes_nothing():
+    parameters, parts = adapter()
+    flat = Flat(parameters, parts)
+    optimizer, before = FlatOptimizer(flat), flat.values_N.clone()
+    with pytest.raises(BadCall):
+        optimizer.step(StepSettings())
+    gradients_N = torch.ones_like(before)
+    gradients_N[3] = float("nan")
+    optimizer.accumulate(FlatGradients(flat, gradients_N))
+    assert optimizer.step(StepSettings()).isnan()
+    assert torch.equal(flat.values_N, before)
+    assert not any(float(value) for name, value in optimizer.state().items() if name.endswith("/step"))
+
+
+def test_what_does_not_fit():
+    parameters, parts = adapter()
+    assert fits(parameters, parts)
+    assert not fits(parameters, {})
+    assert not fits({**parameters, "more": nn.Parameter(torch.zeros(1))}, parts)
+    a, b, *_ = parameters.values()
+    for part in (LowRank(a, b, 1.0, dropout=0.1), LowRank(a, b, 1.0, magnitude_O=b), Scale(a, of_input=True)):
+        assert not fits(parameters, {**parts, "a": part})
