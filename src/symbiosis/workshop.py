@@ -38,7 +38,11 @@ class Workshop:
         if body.get("op") == "stop_training":
             self.jobs.stop(ticket)
         else:
-            self.jobs.train(_order(ticket, body))
+            try:
+                order = _order(ticket, body)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise BadMessage(f"train: {type(error).__name__}: {error!s:.200}") from None
+            self.jobs.train(order)
 
     def leave(self, peer: str) -> None:
         for id in self.jobs.ids():

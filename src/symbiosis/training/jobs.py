@@ -188,21 +188,21 @@ class _Job:
         for older in self._older:
             older.wait()
         self._older = []
+        end = self._to_its_end()
+        if self._session is not None:
+            self._session.close()  # first: who hears of the end may want its place
+        self._say(end)
+
+    def _to_its_end(self) -> events.Event:
         try:
-            try:
-                examples, validation = self._begin()
-            except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
-                self._say(events.Refused(_typed(error)))
-                return
+            examples, validation = self._begin()
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
+            return events.Refused(_typed(error))
+        try:
             self._say(events.Begun(self.order.recipe.total(len(examples))))
-            try:
-                end = self._train(examples, validation)
-            except Exception as error:  # noqa: BLE001 - as above
-                end = self._failed(_typed(error))
-            self._say(end)
-        finally:
-            if self._session is not None:
-                self._session.close()
+            return self._train(examples, validation)
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._failed(_typed(error))
 
     def _begin(self) -> tuple[data.Data, Validation | None]:
         """All that can be wrong with an order is found here."""
