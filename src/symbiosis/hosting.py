@@ -227,6 +227,9 @@ def _training(model: PreTrainedModel, config: HostConfig | None, turns: Turns) -
     except CannotTrain as error:
         _log.warning("nothing can be trained here: %s", error)
         return error
+    except Exception as error:  # noqa: BLE001 - a model's code may raise anything, and it is served all the same
+        _log.warning("nothing can be trained here", exc_info=error)
+        return CannotTrain(f"{type(model).__name__} cannot be trained here: {type(error).__name__}")
 
 
 def _workshop(window: Window, core: Core, trains: Host | SymbiosisError) -> dict[str, Any]:

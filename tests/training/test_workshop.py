@@ -43,7 +43,7 @@ def ends(peer: Peer, id: str) -> list[str]:
 
 
 def test_eight_jobs_of_all_methods_and_a_wild_one_beside_serving(tmp_path):
-    with site() as here:
+    with site(share=0.6) as here:
         peer = here.peer
         for name, task in TASKS.items():
             peer.send(**order(task, tmp_path, name))
