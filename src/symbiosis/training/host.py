@@ -48,12 +48,17 @@ operations in the time they move a byte.
 """
 
 
+_CPU_ROWS = 256
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostConfig:
     """Limits of one host. All are checked."""
 
     max_rows: int = 4096
-    """Most rows, over all sessions, of one pass; also the longest example."""
+    """The longest example, and the most rows, over all sessions, that a pass may have."""
+    pass_rows: int | None = None
+    """Rows of a pass, but for one example that is longer; None: 256 on a CPU, which gains nothing by more, else `max_rows`."""
     max_examples: int = 1024
     """Most examples of one forward_backward; they may be computed in several passes."""
     max_sessions: int = 256
@@ -76,6 +81,8 @@ class HostConfig:
             raise OutOfRange(f"short_pass_s is {seconds!r}", field="short_pass_s", expected="0.001 to 3600")
         for name in set(self.__slots__) - {"short_pass_s"}:
             value = getattr(self, name)
+            if name == "pass_rows" and value is None:
+                continue
             if type(value) is not int or not 1 <= value <= 1 << 31:
                 raise OutOfRange(f"{name} is {value!r}", field=name, expected="a whole number from 1 on")
 
@@ -107,6 +114,8 @@ class Host:
     ) -> None:
         """`turns` are taken with others who compute on the same cores. Raises `CannotTrain`."""
         self.config = config
+        few = min(config.max_rows, _CPU_ROWS if model.device.type == "cpu" else config.max_rows)
+        self._rows = few if config.pass_rows is None else min(config.pass_rows, config.max_rows)
         self._turns, self._pace = turns or Turns(share=1.0), Pace(config.short_pass_s)
         self._packed = PackedModel(model)
         self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
@@ -339,7 +348,7 @@ class Host:
     def _pass(self, short: bool) -> None:
         began = time.monotonic()
         with self._changed:
-            room = self._pace.room(self.config.max_rows, short=short)
+            room = self._pace.room(self._rows, short=short)
             waiting = {s.id: s for s in self._sessions.values() if s.ready}
             candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(room)) for s in waiting.values()]
             picked = self._fairness.pick([each for each in candidates if each.costs], room)
