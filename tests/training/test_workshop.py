@@ -75,16 +75,22 @@ def test_eight_jobs_of_all_methods_and_a_wild_one_beside_serving(tmp_path):
         assert 0 < figures["passes"]["short_passes"] <= figures["passes"]["passes"]
 
 
-def test_a_job_that_was_stopped_goes_on_to_the_very_same_adapter(tmp_path):
+@pytest.mark.parametrize(
+    "adapter",
+    [PLAIN.adapter, lora(use_dora=True, lora_dropout=0.2), *(TASKS[name].adapter for name in ("IA3", "prefix", "prompt"))],
+    ids=["LoRA", "DoRA", "IA3", "prefix", "prompt"],
+)
+def test_a_job_that_was_stopped_goes_on_to_the_very_same_adapter(adapter, tmp_path):
+    task = Task("goes on", adapter, PLAIN.recipe)
     with site() as here:
-        here.peer.send(**order(PLAIN, tmp_path, "whole", serve_as=None))
+        here.peer.send(**order(task, tmp_path, "whole", serve_as=None))
         here.peer.wait("whole")
     done, tries = 0, 0
     resume: dict[str, object] = {}
     while True:
         tries += 1
         with site() as here:
-            here.peer.send(**order(PLAIN, tmp_path, "cut", serve_as=None, checkpoint_every=5, **resume))
+            here.peer.send(**order(task, tmp_path, "cut", serve_as=None, checkpoint_every=5, **resume))
             if tries < 4:
                 here.peer.wait_for(lambda: len(here.peer.said("cut", "step")) >= 2)
                 here.peer.send(op="stop_training", id="cut")
