@@ -184,3 +184,98 @@ def test_a_policy_of_the_gpu_hears_until_when_a_pass_goes_on(turns, clock):
     assert turns.busy_until() == clock.now
     clock.now += 5
     assert turns.busy_until() is None
+
+
+class Training(threading.Thread):
+    """Wants to compute a pass of hosted training."""
+
+    def __init__(self, turns):
+        super().__init__(daemon=True)
+        self.turns, self.over = turns, False
+        self.begun: list[bool | None] = []
+        self.start()
+
+    def run(self):
+        self.begun.append(self.turns.begin_pass(PASS_S, lambda: self.over))
+
+    def end(self):
+        self.join(30)
+        assert self.begun[0] is not None
+        self.turns.end_pass()
+        return self.begun[0]
+
+
+def asking(turns):
+    with turns._changed:
+        assert turns._changed.wait_for(lambda: turns._asking, 30)
+
+
+def test_hosted_training_takes_full_passes_while_nobody_is_served(clock):
+    turns = Turns(SHARE, clock)
+    for _ in range(3):
+        assert turns.begin_pass(PASS_S, lambda: False) is False
+        clock.now += 100
+        turns.end_pass()
+
+
+def test_hosted_training_waits_for_the_pass_and_then_the_engine_for_it(turns, clock):
+    engine = Engine(turns)
+    assert engine.inside.wait(30)
+    training = Training(turns)
+    asking(turns)
+    engine.end()
+    training.join(30)
+    assert training.begun == [True]
+    second = Engine(turns)
+    wanted(turns)
+    assert not second.inside.wait(0.05)
+    clock.now += PASS_S / 2
+    turns.end_pass()
+    second.end()
+
+
+def test_hosted_training_rests_until_it_has_had_its_share(turns, clock):
+    assert turns.begin_pass(PASS_S, lambda: False) is True
+    clock.now += PASS_S
+    turns.end_pass()
+    for _ in range(3):  # a fifth of the time is training's: it rests four times as long as it has computed
+        compute(turns, clock)
+        training = Training(turns)
+        asking(turns)
+        training.over = True
+        training.join(30)
+        assert training.begun == [None]
+    compute(turns, clock, PASS_S * 1.01)
+    assert Training(turns).end() is True
+
+
+def test_the_engine_lets_hosted_training_begin_though_it_has_no_pause(turns, clock):
+    engine = Engine(turns)
+    assert engine.inside.wait(30)
+    training = Training(turns)
+    asking(turns)
+    after = Engine(turns)  # wants to begin before the first has ended
+    engine.end()
+    training.join(30)
+    assert training.begun == [True] or after.inside.wait(30)
+    if training.begun == [True]:
+        turns.end_pass()
+    after.end()
+
+
+def test_a_long_pass_that_began_when_nobody_was_served_is_not_waited_for(clock):
+    turns = Turns(SHARE, clock)
+    assert turns.begin_pass(PASS_S, lambda: False) is False
+    clock.now += 3 * PASS_S
+    Engine(turns).end()
+    turns.end_pass()
+
+
+def test_no_piece_begins_within_a_pass_of_hosted_training(turns):
+    called = []
+    turns.on_free = lambda: called.append(True)
+    assert turns.begin_pass(PASS_S, lambda: False) is True
+    assert turns.begin() is None
+    turns.end_pass()
+    assert called == [True]
+    assert turns.begin() is not None

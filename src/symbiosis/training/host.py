@@ -12,9 +12,10 @@ import copy
 import itertools
 import math
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +25,9 @@ from peft import PeftConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from symbiosis.adapters.facts import ModelFacts
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
+from symbiosis.executor.turns import Turns
 from symbiosis.models.positions import most_tokens
 from symbiosis.training import saving
 from symbiosis.training.adapter import Trained
@@ -35,6 +38,7 @@ from symbiosis.training.line import Line
 from symbiosis.training.loss import takes_items
 from symbiosis.training.making import Maker
 from symbiosis.training.optimizer import AnyOptimizer
+from symbiosis.training.pace import Pace
 from symbiosis.training.pack import Share
 from symbiosis.training.packed import Outcome, PackedModel
 from symbiosis.training.saving import Progress
@@ -48,12 +52,17 @@ operations in the time they move a byte.
 """
 
 
+_CPU_ROWS = 256
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostConfig:
     """Limits of one host. All are checked."""
 
     max_rows: int = 4096
-    """Most rows, over all sessions, of one pass; also the longest example."""
+    """The longest example, and the most rows, over all sessions, that a pass may have."""
+    pass_rows: int | None = None
+    """Rows of a pass, but for one example that is longer; None: 256 on a CPU, which gains nothing by more, else `max_rows`."""
     max_examples: int = 1024
     """Most examples of one forward_backward; they may be computed in several passes."""
     max_sessions: int = 256
@@ -69,10 +78,17 @@ class HostConfig:
     tenant_waiting_tokens: int = 1 << 22
     graphs: int = 4
     """Most CUDA graphs of passes that are kept; 0 for none. Each is of one size of a pass, on a GPU."""
+    short_pass_s: float = 0.1
+    """How long a pass should take while answers are served on the same cores; a single example may take longer."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        seconds: object = self.short_pass_s
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds <= 3600:
+            raise OutOfRange(f"short_pass_s is {seconds!r}", field="short_pass_s", expected="0.001 to 3600")
+        for name in set(self.__slots__) - {"short_pass_s"}:
             value, least = getattr(self, name), 0 if name == "graphs" else 1
+            if name == "pass_rows" and value is None:
+                continue
             if type(value) is not int or not least <= value <= 1 << 31:
                 raise OutOfRange(f"{name} is {value!r}", field=name, expected=f"a whole number from {least} on")
 
@@ -83,6 +99,14 @@ class HostStats:
     rows: int = 0
     sessions: int = 0
     """Of which the passes were made: 8 sessions in one pass count 8."""
+    seconds: float = 0.0
+    """That passes took."""
+    short_passes: int = 0
+    """Those that were kept short since answers were served beside; all of the above has them too."""
+    short_rows: int = 0
+    short_seconds: float = 0.0
+    steps: int = 0
+    """Of optimizers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,9 +124,17 @@ _NO_STEPS = _Stepped([], None)
 class Host:
     """Owns a thread and modules of its own over the model's weights; the model itself is not touched."""
 
-    def __init__(self, model: PreTrainedModel, config: HostConfig = HostConfig()) -> None:  # noqa: B008 - frozen
-        """Raises `CannotTrain`."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: HostConfig = HostConfig(),  # noqa: B008 - frozen
+        turns: Turns | None = None,
+    ) -> None:
+        """`turns` are taken with others who compute on the same cores. Raises `CannotTrain`."""
         self.config = config
+        few = min(config.max_rows, _CPU_ROWS if model.device.type == "cpu" else config.max_rows)
+        self._rows = few if config.pass_rows is None else min(config.pass_rows, config.max_rows)
+        self._turns, self._pace = turns or Turns(share=1.0), Pace(config.short_pass_s)
         self._packed = PackedModel(model, graphs=config.graphs)
         self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
@@ -154,10 +186,21 @@ class Host:
                     bounds=self._bounds,
                     line=Line(limits.max_waiting, limits.max_waiting_tokens, limits.tenant_waiting_tokens),
                     submit=self._submit,
+                    hold=self._hold,
                     close=self._close_session,
                 )
                 self._sessions[session.id] = session
         return session
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What adapters of this model are checked against."""
+        return self._maker.facts
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of an example, virtual ones included."""
+        return min(self._bounds.rows, self._bounds.positions)
 
     def _admit(self, tenant: str, parameters: int = 0) -> None:
         """One session more, with about so many parameters."""
@@ -199,6 +242,11 @@ class Host:
             _, answer = session.line.put(call, number, taken=taken)
             self._changed.notify_all()
         return answer
+
+    def _hold(self, session: Session, held: bool) -> None:
+        with self._changed:
+            session.held = held
+            self._changed.notify_all()
 
     def _close_session(self, session: Session) -> None:
         with self._changed:
@@ -250,13 +298,25 @@ class Host:
             if self._closing:
                 return False
             self._release()
+            if not any(s.ready for s in self._sessions.values()):
+                return True
+        short = self._turns.begin_pass(self.config.short_pass_s, lambda: self._closing)
+        if short is None:
+            return False
+        try:
+            self._turn(short)
+        finally:
+            self._turns.end_pass()
+        return True
+
+    def _turn(self, short: bool) -> None:
+        with self._changed:
             heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if s.ready]
         for session, call in heads:
             if isinstance(call, Save | Load):
                 self._carry(session, call)
         self._step([(session, call) for session, call in heads if isinstance(call, OptimStep)])
-        self._pass()  # whoever has just stepped may have a batch for it
-        return True
+        self._pass(short)  # whoever has just stepped may have a batch for it
 
     def _release(self) -> None:
         with self._changed:
@@ -283,6 +343,7 @@ class Host:
                     session.line.done(call)
                     self._fairness.charge(session.tenant, session.adapter.size * self._step_rows / session.weight)
                 session.progress = Progress(session.progress.steps + 1, session.progress.batches)
+                self._count(steps=1)
                 launched.append((session, call, norm))
         if launched:
             norms = Coming(torch.stack([norm.float() for *_, norm in launched]))
@@ -319,7 +380,9 @@ class Host:
                 if call.optimizer and optimizer.has_gradients:
                     raise BadCall("gradients have gathered: call optim_step before saving the optimizer")
                 state = optimizer.state() if call.optimizer else None
-                saving.save(call.folder, adapter, state, session.progress)
+                made = saving.save(call.folder, adapter, state, session.progress, replace=call.replace)
+                if call.keep is not None:
+                    call.keep(made)
             else:
                 resumed = saving.load(call.folder, adapter, self._maker.facts)
                 optimizer.restore(resumed.optimizer)
@@ -328,22 +391,30 @@ class Host:
             result = error
         self._answer(session, call, result)
 
-    def _pass(self) -> None:
+    def _pass(self, short: bool) -> None:
+        began = time.monotonic()
         with self._changed:
+            room = self._pace.room(self._rows, short=short)
             waiting = {s.id: s for s in self._sessions.values() if s.ready}
-            candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(self.config.max_rows)) for s in waiting.values()]
-            picked = self._fairness.pick([each for each in candidates if each.costs], self.config.max_rows)
+            candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(room)) for s in waiting.values()]
+            picked = self._fairness.pick([each for each in candidates if each.costs], room)
             chosen = [(waiting[id], waiting[id].pieces(count)) for id, count in picked.items()]
+            cost = sum(sum(each.costs[: picked.get(each.session, 0)]) for each in candidates)
         if not chosen:
             self._tell()
             return
-        shares = [Share(session.adapter, tuple(piece for _, piece in pieces)) for session, pieces in chosen]
+        shares = [Share(s.adapter, tuple(piece for _, piece in pieces), pieces[0][0].learns) for s, pieces in chosen]
         outcomes = self._computed(shares)
-        self.stats = HostStats(
-            self.stats.passes + 1, self.stats.rows + sum(s.rows for s in shares), self.stats.sessions + len(shares)
-        )
+        seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
+        self._pace.note(cost, seconds, short=short)
+        self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds)
+        if short:
+            self._count(short_passes=1, short_rows=rows, short_seconds=seconds)
         for (session, pieces), outcome in zip(chosen, outcomes, strict=True):
             self._settle(session, [call for call, _ in pieces], outcome)
+
+    def _count(self, **more: float) -> None:
+        self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
 
     def _computed(self, shares: list[Share]) -> list[Outcome | Exception]:
         """A pass; if it fails, each share alone, so that only who is at fault fails. Steps are answered while it runs."""
@@ -373,11 +444,12 @@ class Host:
             session.optimizer.clear()
             self._end(session, _failure(outcome))
             return
-        session.optimizer.accumulate(outcome.gradients)
+        if outcome.gradients:
+            session.optimizer.accumulate(outcome.gradients)
         for call, loss in zip(calls, outcome.losses, strict=True):
             call.losses.append(loss)
             if len(call.losses) == len(call.examples):
-                session.progress = Progress(session.progress.steps, session.progress.batches + 1)
+                session.progress = Progress(session.progress.steps, session.progress.batches + call.learns)
                 self._answer(session, call, Loss(sum(call.losses), call.tokens))
 
 

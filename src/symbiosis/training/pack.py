@@ -39,7 +39,7 @@ class Piece:
     items: float
     """What the sum of its losses is divided by."""
     key: str
-    """Names it for dropout: the session's seed, the call's number, the example's."""
+    """Names it for dropout: the session's seed, the call's number, the example's. Empty: nothing is dropped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +48,8 @@ class Share:
 
     adapter: Trained
     pieces: tuple[Piece, ...]
+    learns: bool = True
+    """Whether gradients are wanted of it."""
 
     @property
     def rows(self) -> int:
@@ -139,7 +141,7 @@ class Pack:
         elif spare_head:
             chosen = np.concatenate([chosen, np.zeros(spare_head, np.int64)])
             known = np.concatenate([known, np.full(spare_head, IGNORED)])
-        counted = [1 / piece.items for share in shares for piece in share.pieces]
+        counted = [1 / piece.items if share.learns else 0.0 for share in shares for piece in share.pieces]
         upstream = np.repeat(np.array([*counted, 0.0], np.float32), [*self.head_rows, spare_head])
         parts = [np.concatenate(ids), np.concatenate(places), known, chosen]
         sizes = [len(part) for part in parts]

@@ -126,12 +126,15 @@ class PackedModel:
         """The same without waiting for a GPU to have computed it."""
         device = self._model.device
         by_kernels = kernels.run_on(device)
-        even = self._replays is not None and all(share.adapter.flat is not None for share in shares)
+        even = self._replays is not None and all(share.adapter.flat is not None and share.learns for share in shares)
         pack = Pack(shares, device, dense=by_kernels, even=even)
         named = [
-            (n, name, p) for n, s in enumerate(shares) if s.adapter.flat is None for name, p in s.adapter.parameters.items()
+            (number, name, p)
+            for number, share in enumerate(shares)
+            if share.learns and share.adapter.flat is None
+            for name, p in share.adapter.parameters.items()
         ]
-        if self._replays is not None and pack.key is not None:
+        if self._replays is not None and even and pack.key is not None:
             losses_N = self._replays.run(pack, lambda given: self._backward(given, [])[0])
             found: Sequence[Tensor | None] = []
         else:
@@ -145,13 +148,14 @@ class PackedModel:
             each if share.adapter.flat is None else FlatGradients(share.adapter.flat, next(together))
             for share, each in zip(shares, by_name, strict=True)
         ]
+        gradients = [each if share.learns else {} for share, each in zip(shares, gradients, strict=True)]
         norms = torch.stack([_size(each, losses_N) for each in gradients])
         return Launched(pack, gradients, Coming(torch.cat([losses_N, norms])))
 
     def _backward(self, pack: Pack, parameters: list[nn.Parameter]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The loss of every row that the head sees, and gradients of these parameters; `grouped` ones go to their places."""
         wanted: list[Tensor] = [*parameters, *([pack.grouped.anchor] if pack.grouped is not None else [])]
-        with torch.enable_grad():
+        with torch.set_grad_enabled(any(share.learns for share in pack.shares) or not pack.shares):
             losses_N = token_losses(self._logits(pack), pack.labels_N)
         if not wanted or not losses_N.requires_grad:
             return losses_N.detach(), [None] * len(parameters)

@@ -52,6 +52,9 @@ class Recipe:
             raise OutOfRange(
                 f"lr_scheduler_type is {self.lr_scheduler_type!r}", field="lr_scheduler_type", expected=", ".join(Schedule)
             )
+        rate: object = self.learning_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float):
+            raise OutOfRange(f"learning_rate is {rate!r}", field="learning_rate", expected="a number")
         self.settings(0, 1)
 
     def total(self, examples: int) -> int:

@@ -1,0 +1,52 @@
+"""A whole server: what is trained behind it is served over HTTP at once."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+
+import symbiosis
+from symbiosis.errors import CannotTrain
+from symbiosis.executor.turns import Turns
+from symbiosis.hosting import _training
+from symbiosis.training.host import Host, HostConfig
+from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
+from tests.training.tasks import Task, lora
+from tests.training.test_passes import BY_NAME, REFUSED
+from tests.training.workshop import Peer, order
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with symbiosis.Executor(make_tiny_chat(tmp_path_factory.mktemp("tiny")), hosting=True) as executor:
+        with executor.host("127.0.0.1:0", training=HostConfig(max_rows=256)) as hosting:
+            yield executor, hosting
+
+
+def test_a_job_behind_a_server_is_asked_over_http_as_soon_as_it_has_ended(server, tmp_path):
+    _, hosting = server
+    task = Task("ann", lora(r=8), {"max_steps": 8, "learning_rate": 0.05})
+    peer = Peer(hosting._window.path)
+    peer.send(**order(task, tmp_path, "job", serve_as="mine"))
+    peer.wait("job")
+    assert peer.said("job", "trained")
+    asked = {"model": "mine", "prompt": "hello", "max_tokens": 12, "temperature": 0}
+    answer = httpx2.post(f"{hosting.url}/v1/completions", json=asked, timeout=60, verify=False).json()
+    prompt = tiny_tokenizer()("hello")["input_ids"]
+    found = peer.ask("q", prompt, "mine", count=12)
+    assert tiny_tokenizer().decode(found, skip_special_tokens=True).startswith(answer["choices"][0]["text"])
+    peer.close()
+
+
+def test_training_has_no_second_copy_of_the_weights(server):
+    executor, hosting = server
+    own = {p.untyped_storage().data_ptr() for p in executor._model.parameters()}
+    packed = hosting._trains._packed._model
+    assert {p.untyped_storage().data_ptr() for p in packed.parameters()} == own
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_packed_has_a_reason_and_no_training(name):
+    found = _training(BY_NAME[name].model(), HostConfig(), Turns())
+    assert isinstance(found, CannotTrain)
+    assert not isinstance(found, Host)

@@ -1,0 +1,411 @@
+"""Jobs ordered over the line: trained as Trainer trains, served from memory, one end each."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from symbiosis.adapters.facts import ModelFacts
+from symbiosis.adapters.folder import read
+from symbiosis.errors import CannotTrain
+from symbiosis.training.examples import Example
+from symbiosis.workshop import NoWorkshop
+from tests.training.tasks import STEPS, TASKS, Task, base, lora, trained_alone
+from tests.training.together import assert_close
+from tests.training.workshop import ENDS, Peer, order, site, write
+
+PROMPT = [5, 9, 13, 17]
+WILD = Task("wild", lora(), {"learning_rate": 1e30, "weight_decay": 1e3, "lr_scheduler_type": "constant"})
+PLAIN = Task("plain", lora(lora_dropout=0.1), {"max_steps": 12, "gradient_accumulation_steps": 3})
+
+
+def greedy(folder: str, count: int = 8) -> list[int]:
+    """What plain PEFT says with the adapter in a folder."""
+    model, ids = PeftModel.from_pretrained(copy.deepcopy(base()), folder).eval(), list(PROMPT)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(PROMPT) :]
+
+
+def ends(peer: Peer, id: str) -> list[str]:
+    return [kind for event in peer.of(id) for kind in event.get("training", {}) if kind in ENDS]
+
+
+def test_eight_jobs_of_all_methods_and_a_wild_one_beside_serving(tmp_path):
+    with site(share=0.6) as here:
+        peer = here.peer
+        for name, task in TASKS.items():
+            peer.send(**order(task, tmp_path, name))
+        peer.send(**order(WILD, tmp_path, "wild", checkpoint_every=1))
+        asked = 0
+        while not all(ends(peer, name) for name in (*TASKS, "wild")):
+            asked += 1
+            expected = peer.ask(f"q{asked}", PROMPT, count=16)
+            assert expected == peer.tokens("q1")
+        (lost,) = peer.said("wild", "failed")
+        assert lost["code"] == "diverged"
+        assert lost["checkpoint"] is None or read(Path(lost["checkpoint"]), ModelFacts.of(base()))
+        facts = ModelFacts.of(base())
+        for name, task in TASKS.items():
+            assert ends(peer, name) == ["trained"]
+            (end,) = peer.said(name, "trained")
+            steps = peer.said(name, "step")
+            assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+            assert [step["learning_rate"] for step in steps] == trained_alone(name).rates
+            assert [step["loss"] for step in steps] == pytest.approx(trained_alone(name).losses, rel=1e-4)
+            assert read(Path(end["folder"]), facts).hash == end["hash"] == here.core.adapters[f"{task.name}:mine"]
+            assert peer.ask(f"after {name}", PROMPT, "mine", task.name) == greedy(end["folder"])
+            assert [each["step"] for each in peer.said(name, "checkpoint")] == [20, 40]
+        assert here.core.figures().reads == 0, "what is served was never read"
+        figures = peer.stats()["training"]
+        assert figures["jobs"]["trained"] == 8
+        assert figures["jobs"]["failed"] == 1
+        assert figures["jobs"]["running"] == 0
+        assert 0 < figures["passes"]["short_passes"] <= figures["passes"]["passes"]
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [PLAIN.adapter, lora(use_dora=True, lora_dropout=0.2), *(TASKS[name].adapter for name in ("IA3", "prefix", "prompt"))],
+    ids=["LoRA", "DoRA", "IA3", "prefix", "prompt"],
+)
+def test_a_job_that_was_stopped_goes_on_to_the_very_same_adapter(adapter, tmp_path):
+    task = Task("goes on", adapter, PLAIN.recipe)
+    with site() as here:
+        here.peer.send(**order(task, tmp_path, "whole", serve_as=None))
+        here.peer.wait("whole")
+    done, tries = 0, 0
+    resume: dict[str, object] = {}
+    while True:
+        tries += 1
+        with site() as here:
+            here.peer.send(**order(task, tmp_path, "cut", serve_as=None, checkpoint_every=5, **resume))
+            if tries < 4:
+                here.peer.wait_for(lambda: len(here.peer.said("cut", "step")) >= 2)
+                here.peer.send(op="stop_training", id="cut")
+            here.peer.wait("cut")
+            if ends(here.peer, "cut") == ["trained"]:
+                break
+            (stopped,) = here.peer.said("cut", "stopped")
+            assert stopped["step"] > done
+            done = stopped["step"]
+            resume = {"resume": stopped["folder"], "after": done}
+    assert tries > 1
+    found, expected = (load_file(tmp_path / id / "final" / "adapter_model.safetensors") for id in ("cut", "whole"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_validation_is_the_loss_of_the_adapter_as_it_is_then(tmp_path):
+    held_out = TASKS["rank 8"].data()[:9]
+    with site() as here:
+        file = write(tmp_path / "held_out.safetensors", held_out)
+        here.peer.send(**order(PLAIN, tmp_path, "job", validation=str(file), evaluate_every=5, checkpoint_every=5))
+        here.peer.wait("job")
+        found = here.peer.said("job", "validation")
+        (end,) = here.peer.said("job", "trained")
+        saved = [each["folder"] for each in here.peer.said("job", "checkpoint")] + [end["folder"]]
+    assert [each["step"] for each in found] == [5, 10, 12]
+    for each, folder in zip(found, saved, strict=True):
+        model = PeftModel.from_pretrained(copy.deepcopy(base()), folder).eval()
+        sums = labels = 0.0
+        with torch.no_grad():
+            for example in held_out:
+                ids, wanted = torch.tensor([example.ids]), torch.tensor([example.labels])
+                if example.labelled:
+                    sums += float(model(input_ids=ids, labels=wanted).loss) * example.labelled
+                    labels += example.labelled
+        assert each["loss"] == pytest.approx(sums / labels, rel=1e-4)
+
+
+def test_validation_changes_nothing_of_what_is_trained(tmp_path):
+    with site() as here:
+        for id in ("with", "without"):
+            file = str(write(tmp_path / "held_out.safetensors", TASKS["rank 8"].data())) if id == "with" else None
+            here.peer.send(**order(PLAIN, tmp_path, id, validation=file, evaluate_every=1 if file else None))
+            here.peer.wait(id)
+        (one,), (other,) = (here.peer.said(id, "trained") for id in ("with", "without"))
+        assert one["hash"] == other["hash"]
+
+
+def test_checkpoints_are_served_and_running_answers_keep_their_version(tmp_path):
+    task = Task("tenant", lora(r=8), {"max_steps": 12, "learning_rate": 0.05, "lr_scheduler_type": "constant"})
+    with site() as here:
+        peer = here.peer
+        peer.send(**order(task, tmp_path, "job", serve_checkpoints=True, checkpoint_every=4))
+        peer.wait_for(lambda: peer.said("job", "checkpoint"))
+        peer.submit("long", PROMPT, "mine", "tenant", 300)
+        peer.wait_for(lambda: any(event.get("accepted") for event in peer.of("long")))
+        version = here.core.adapters["tenant:mine"]
+        peer.wait("job", "long")
+        saved = peer.said("job", "checkpoint")
+        assert [each["serves"] for each in saved] == ["tenant:mine"] * 3
+        (end,) = peer.said("job", "trained")
+        assert end["hash"] == here.core.adapters["tenant:mine"]
+        folders = {each["hash"]: each["folder"] for each in saved}
+        assert peer.ask("new", PROMPT, "mine", "tenant", 30) == greedy(end["folder"], 30)
+        if version in folders:  # else it was replaced between the two looks
+            candidates = [greedy(folder, 30) for folder in folders.values()]
+            assert peer.tokens("long")[:30] in candidates
+
+
+def test_when_the_other_end_is_gone_its_jobs_end_and_their_memory_is_free(tmp_path):
+    endless = Task("endless", lora(), {"max_steps": 100000})
+    with site() as here:
+        gone = Peer(here.window.path)
+        gone.send(**order(endless, tmp_path, "a"))
+        gone.send(**order(endless, tmp_path, "b"))
+        here.peer.send(**order(PLAIN, tmp_path, "mine"))
+        gone.wait_for(lambda: gone.said("a", "step") and gone.said("b", "step"))
+        gone.close()
+        here.peer.wait("mine")
+        assert ends(here.peer, "mine") == ["trained"]
+        here.peer.wait_for(lambda: not here.workshop.jobs.ids())
+        assert not here.host._sessions
+        assert not (tmp_path / "a" / "final").exists()
+
+
+def test_who_comes_back_takes_over_from_its_former_self(tmp_path):
+    endless = Task("endless", lora(), {"max_steps": 100000})
+    with site() as here:
+        here.peer.send(**order(endless, tmp_path, "job"))
+        here.peer.wait_for(lambda: here.peer.said("job", "step"))
+        other = Peer(here.window.path)
+        other.send(**{**order(PLAIN, tmp_path, "job"), "id": "again"})
+        other.wait("again")
+        here.peer.wait("job")
+        assert ends(other, "again") == ["trained"]
+        assert here.peer.said("job", "failed")[0]["code"] == "closed"
+        other.close()
+
+
+def test_a_folder_that_is_there_already_is_replaced(tmp_path):
+    with site() as here:
+        for id in ("first", "second"):
+            here.peer.send(**{**order(PLAIN, tmp_path, "job", checkpoint_every=4), "id": id})
+            here.peer.wait(id)
+        (one,), (other,) = (here.peer.said(id, "trained") for id in ("first", "second"))
+        assert one["hash"] == other["hash"]
+        assert other["generation"] > one["generation"]
+        left = sorted(path.name for path in (tmp_path / "job" / "checkpoints").iterdir())
+        assert left == ["step-12", "step-4", "step-8"]
+
+
+def test_closing_stops_jobs_where_they_are(tmp_path):
+    endless = Task("endless", lora(), {"max_steps": 100000})
+    with site() as here:
+        here.peer.send(**order(endless, tmp_path, "job", checkpoint_every=1000))
+        here.peer.wait_for(lambda: len(here.peer.said("job", "step")) > 2)
+        here.workshop.close()
+        here.peer.wait("job")
+        (stopped,) = here.peer.said("job", "stopped")
+        assert Path(stopped["folder"]).name == f"step-{stopped['step']}"
+        assert read(Path(stopped["folder"]), ModelFacts.of(base()))
+
+
+def data_of(**tensors) -> dict[str, torch.Tensor]:
+    sound = {"ids": torch.tensor([1, 2, 3, 4]), "labels": torch.tensor([1, 2, 3, 4]), "ends": torch.tensor([2, 4])}
+    return {name: tensor for name, tensor in {**sound, **tensors}.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        data_of(ids=torch.tensor([1, 2, 3])),
+        data_of(ends=torch.tensor([2, 2, 4])),
+        data_of(ends=torch.tensor([3, 2, 4])),
+        data_of(ends=torch.tensor([-1, 4])),
+        data_of(ends=torch.tensor([2, 5])),
+        data_of(ends=torch.tensor([2])),
+        data_of(ends=torch.zeros(0, dtype=torch.int64)),
+        data_of(ids=torch.tensor([[1, 2], [3, 4]])),
+        data_of(ids=torch.tensor([1.0, 2, 3, 4])),
+        data_of(labels=None),
+        data_of(more=torch.tensor([1])),
+        data_of(ids=torch.tensor([1, 2, 3, 128])),
+        data_of(ids=torch.tensor([1, -2, 3, 4])),
+        data_of(labels=torch.tensor([1, 2, 3, -99])),
+        data_of(labels=torch.tensor([1, 2, 3, 1 << 40])),
+        data_of(ids=torch.ones(5000).long(), labels=torch.ones(5000).long(), ends=torch.tensor([5000])),
+    ],
+    ids=str,
+)
+def test_strange_data_is_refused_before_anything_begins(tensors, tmp_path, there):
+    save_file(tensors, tmp_path / "strange.safetensors")
+    id = f"strange {tmp_path.name}"
+    there.peer.send(**{**order(PLAIN, tmp_path, "job", data=str(tmp_path / "strange.safetensors")), "id": id[-60:]})
+    there.peer.wait(id[-60:])
+    (event,) = there.peer.of(id[-60:])
+    assert event["refused"]["code"] in ("bad_data", "out_of_range")
+    assert not there.host._sessions
+
+
+@pytest.fixture(scope="module")
+def there():
+    with site() as here:
+        yield here
+
+
+HOSTILE = [
+    {"adapter": "lora"},
+    {"adapter": {"peft_type": "LORA", "target_modules": ["nothing"]}},
+    {"adapter": {"peft_type": "EVIL"}},
+    {"adapter": {}},
+    {"recipe": {"learning_rate": "much"}},
+    {"recipe": {"output_dir": "/"}},
+    {"recipe": []},
+    {"seed": -1},
+    {"seed": True},
+    {"weight": "1"},
+    {"weight": 0},
+    {"tenant": ""},
+    {"tenant": 5},
+    {"data": "relative"},
+    {"data": "/nowhere/at/all"},
+    {"data": "/dev/zero"},
+    {"data": None},
+    {"final": "/tmp/../etc"},
+    {"checkpoint_every": 0},
+    {"checkpoint_every": 1.5},
+    {"evaluate_every": 0},
+    {"validation": 3},
+    {"validation": "/nowhere"},
+    {"resume": "/nowhere", "after": 3},
+    {"resume": None, "after": 3},
+    {"resume": "/nowhere", "after": 0},
+    {"after": -1},
+    {"serve_as": ""},
+    {"serve_checkpoints": 1},
+    {"surplus": 1},
+]
+
+
+@pytest.mark.parametrize("wrong", HOSTILE, ids=str)
+def test_a_hostile_order_is_refused_and_nothing_is_left(wrong, tmp_path, there):
+    id = f"hostile-{HOSTILE.index(wrong)}"
+    sent = order(PLAIN, tmp_path, "job")
+    sent = {**sent, **wrong, "id": id}
+    if isinstance(wrong.get("recipe"), dict):
+        sent["recipe"] = {**PLAIN.settings(), **wrong["recipe"]}
+    there.peer.send(**sent)
+    there.peer.wait(id)
+    (event,) = there.peer.of(id)
+    assert event["refused"]["code"] != "error", event
+    assert not there.host._sessions
+    assert there.window.is_alive()
+
+
+def test_a_missing_field_and_a_second_job_of_the_same_id(tmp_path, there):
+    sent = order(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "twice")
+    there.peer.send(**{key: value for key, value in sent.items() if key != "final"})
+    there.peer.wait("twice")
+    there.peer.heard.clear()
+    there.peer.send(**sent)
+    there.peer.wait_for(lambda: there.peer.said("twice", "step"))
+    there.peer.send(**sent)
+    there.peer.wait_for(lambda: any("refused" in event for event in there.peer.of("twice")))
+    there.peer.send(op="stop_training", id="twice")
+    there.peer.send(op="stop_training", id="nobody")
+    there.peer.wait_for(lambda: ends(there.peer, "twice"))
+    assert ends(there.peer, "twice") == ["stopped"]
+
+
+def test_a_checkpoint_of_another_step_is_refused(tmp_path, there):
+    there.peer.send(**order(PLAIN, tmp_path, "made", checkpoint_every=4))
+    there.peer.wait("made")
+    folder = there.peer.said("made", "checkpoint")[0]["folder"]
+    there.peer.send(**order(PLAIN, tmp_path, "wrong", resume=folder, after=5))
+    there.peer.wait("wrong")
+    assert there.peer.of("wrong")[0]["refused"]["code"] == "bad_adapter"
+
+
+def test_where_nothing_can_be_trained_the_reason_is_said(tmp_path):
+    with site() as here:
+        here.window._rooms.clear()
+        NoWorkshop(here.window, CannotTrain("this model cannot be packed"))
+        here.peer.send(**order(PLAIN, tmp_path, "job"))
+        here.peer.wait("job")
+        (event,) = here.peer.of("job")
+        assert event["refused"] == {"code": "cannot_train", "message": "this model cannot be packed", "field": ""}
+
+
+FULL = """
+import json, resource, sys
+from pathlib import Path
+from tests.training.tasks import TASKS, Task, lora
+from tests.training.workshop import order, site
+
+root = Path(sys.argv[1])
+large = Task("large", lora(r=64, target_modules="all-linear"), {"max_steps": 6})
+small = Task("small", lora(r=2), {"max_steps": 40})
+with site() as here:
+    orders = [order(large, root, "large", checkpoint_every=3), order(small, root, "small")]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    for each in orders:
+        here.peer.send(**each)
+    here.peer.wait("large", "small")
+    here.peer.ask("q", [1, 2, 3])
+    print(json.dumps([here.peer.of("large"), here.peer.of("small")]))
+"""
+
+
+def test_a_full_disk_fails_the_job_that_met_it_and_no_other(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[2])])}
+    ran = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    large, small = json.loads(ran.stdout.splitlines()[-1])
+    failed = large[-1]["training"]["failed"]
+    assert failed["code"] == "not_stored"
+    assert "File too large" in failed["message"]
+    assert failed["step"] == 3
+    assert failed["checkpoint"] is None
+    assert "trained" in small[-1]["training"]
+    assert not [path for path in (tmp_path / "large").rglob("*") if path.name.startswith(".")], "something was left behind"
+
+
+def test_while_answers_are_served_passes_are_short_and_chats_go_on(tmp_path):
+    """Full passes would take seconds; with somebody to serve, none is much longer than asked for."""
+    long = [Example(tuple(range(1, 65)), tuple(range(1, 65)))] * 64
+    task = Task("long", lora(r=8, target_modules="all-linear"), {"max_steps": 100000, "per_device_train_batch_size": 64})
+    with site(short_pass_s=0.02, share=0.5) as here:
+        peer = here.peer
+        peer.send(**order(task, tmp_path, "job", data=str(write(tmp_path / "long.safetensors", long))))
+        peer.wait_for(lambda: peer.said("job", "step"))
+        before = here.host.stats
+        assert before.short_passes == 0
+        full_s = before.seconds / before.passes
+        begun = time.monotonic()
+        number = 0
+        while time.monotonic() - begun < 3:
+            number += 1
+            peer.ask(f"q{number}", PROMPT, count=32)
+        after = here.host.stats
+        passes = after.short_passes
+        assert passes > 3, "training got no turn"
+        assert after.short_seconds / passes < max(0.06, full_s / 2)
+        assert after.short_rows / passes < before.rows / before.passes / 2
+        assert number > 3
+        here.peer.send(op="stop_training", id="job")
+        here.peer.wait("job")
+
+
+def test_what_was_trained_is_as_trainer_does_it(tmp_path):
+    with site() as here:
+        task = TASKS["rank 2"]
+        here.peer.send(**order(task, tmp_path, "job"))
+        here.peer.wait("job")
+        (end,) = here.peer.said("job", "trained")
+    stored = load_file(Path(end["folder"]) / "adapter_model.safetensors")
+    found = {name.replace(".weight", ".default.weight"): tensor for name, tensor in stored.items()}
+    reference = trained_alone("rank 2")
+    assert_close(found, reference.end, reference.start, 1e-5)

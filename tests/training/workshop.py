@@ -1,0 +1,151 @@
+"""A real window with a workshop behind it, and the other end of its line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from safetensors.torch import save_file
+
+from symbiosis.engine.engine import Core
+from symbiosis.engine.window import Window
+from symbiosis.executor.turns import Turns
+from symbiosis.links.shm import runtime_folder
+from symbiosis.models.source import shared_copy
+from symbiosis.training.examples import Example
+from symbiosis.training.host import Host, HostConfig
+from symbiosis.workshop import Workshop
+from tests.training.tasks import Task, base
+
+ENDS = {"trained", "stopped", "failed"}
+
+
+@dataclass
+class Peer:
+    """What an HTTP process has: a line to the window."""
+
+    path: Path
+    heard: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(f"ipc://{self.path}")
+
+    def send(self, **body: Any) -> None:
+        self._socket.send(json.dumps(body).encode())
+
+    def hear(self, seconds: float = 0.05) -> None:
+        while self._socket.poll(int(seconds * 1000)):
+            self.heard += json.loads(self._socket.recv()).get("events", [])
+            seconds = 0
+
+    def of(self, id: str) -> list[dict[str, Any]]:
+        return [event for event in self.heard if isinstance(event, dict) and event["id"] == id]
+
+    def said(self, id: str, kind: str) -> list[dict[str, Any]]:
+        """What a job said of one kind."""
+        return [event["training"][kind] for event in self.of(id) if kind in event.get("training", {})]
+
+    def tokens(self, id: str) -> list[int]:
+        return [event[2] for event in self.heard if isinstance(event, list) and event[0] == id]
+
+    def wait(self, *ids: str, seconds: float = 60) -> None:
+        """Until each has come to its end."""
+        self.wait_for(lambda: all(any(_is_end(event) for event in self.of(id)) for id in ids), seconds)
+
+    def wait_for(self, over: Any, seconds: float = 60) -> None:
+        until = time.monotonic() + seconds
+        while not over():
+            assert time.monotonic() < until, self.heard[-20:]
+            self.hear()
+
+    def ask(self, id: str, prompt: list[int], adapter: str | None = None, tenant: str = "", count: int = 8) -> list[int]:
+        """Greedy tokens."""
+        self.submit(id, prompt, adapter, tenant, count)
+        self.wait(id)
+        return self.tokens(id)
+
+    def submit(self, id: str, prompt: list[int], adapter: str | None = None, tenant: str = "", count: int = 8) -> None:
+        sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True}
+        self.send(op="submit", id=id, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant)
+
+    def stats(self) -> dict[str, Any]:
+        id = f"stats-{len(self.heard)}"
+        self.send(op="stats", id=id)
+        self.wait(id)
+        return self.of(id)[0]["settled"]
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def _is_end(event: dict[str, Any]) -> bool:
+    return bool({"refused", "end", "settled"} & event.keys() or ENDS & event.get("training", {}).keys())
+
+
+@dataclass
+class Site:
+    window: Window
+    workshop: Workshop
+    core: Core
+    host: Host
+    peer: Peer
+
+
+@contextmanager
+def site(**settings: Any) -> Iterator[Site]:
+    """The engine and training over the very same weights."""
+    model, turns = shared_copy(base()), Turns(settings.pop("share", 0.1))
+    host = Host(shared_copy(model), HostConfig(**settings), turns)
+    core = Core(model, turns=turns)
+    window = Window(core, runtime_folder())
+    workshop = Workshop(window, core, host)
+    peer = Peer(window.path)
+    try:
+        yield Site(window, workshop, core, host, peer)
+    finally:
+        peer.close()
+        window.close()
+
+
+def write(path: Path, examples: list[Example]) -> Path:
+    ids, labels = ([token for example in examples for token in getattr(example, name)] for name in ("ids", "labels"))
+    ends = torch.tensor([len(example.ids) for example in examples]).cumsum(0)
+    save_file({"ids": torch.tensor(ids, dtype=torch.int32), "labels": torch.tensor(labels), "ends": ends}, path)
+    return path
+
+
+def order(task: Task, root: Path, id: str, **changes: Any) -> dict[str, Any]:
+    """As an HTTP process writes it."""
+    place = root / id
+    place.mkdir(parents=True, exist_ok=True)
+    adapter = {key: sorted(v) if isinstance(v, set) else v for key, v in task.adapter.to_dict().items()}
+    return {
+        "op": "train",
+        "id": id,
+        "tenant": task.name,
+        "adapter": adapter,
+        "recipe": {**task.settings(), **changes.pop("recipe", {})},
+        "seed": task.settings()["seed"],
+        "weight": 1.0,
+        "data": str(write(place / "data.safetensors", task.data())),
+        "validation": None,
+        "evaluate_every": None,
+        "checkpoints": str(place / "checkpoints"),
+        "checkpoint_every": 20,
+        "resume": None,
+        "after": 0,
+        "final": str(place / "final"),
+        "serve_as": f"{task.name}:mine",
+        "serve_checkpoints": False,
+        **changes,
+    }
