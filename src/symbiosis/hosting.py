@@ -27,6 +27,7 @@ from symbiosis.engine.names import owned
 from symbiosis.engine.residency import ResidencyConfig
 from symbiosis.engine.window import Window
 from symbiosis.errors import AddressInUse, BadAddress, EngineLost, InsecureListen, SymbiosisError
+from symbiosis.jobs.queue import JobLimits
 from symbiosis.links.shm import runtime_folder
 from symbiosis.server import store
 from symbiosis.server.limits import RequestLimits
@@ -47,7 +48,8 @@ class Hosting:
     `adapters` are folders by name, loaded before anybody is served;
     `adapter_root` is where the admin may load more from. Adapters that tenants
     upload are kept in `uploads` and served again by the next server with that
-    folder; without one they are gone when this is closed. Clients have
+    folder; without one they are gone when this is closed. Fine-tuning jobs are kept in
+    `jobs`, by default in a folder beside `uploads`. Clients have
     `patience_s` to send a request's head. `engine` are other settings of `Core`.
     """
 
@@ -63,6 +65,8 @@ class Hosting:
         adapters: Mapping[str, str | Path] | None = None,
         adapter_root: str | Path | None = None,
         uploads: str | Path | None = None,
+        jobs: str | Path | None = None,
+        job_limits: JobLimits | None = None,
         store_limits: store.StoreLimits | None = None,
         requests: RequestLimits | None = None,
         residency: ResidencyConfig | None = None,
@@ -74,6 +78,8 @@ class Hosting:
         with ExitStack() as undo:
             self._socket = undo.enter_context(closing(_listen(address, keys or {})))
             self._uploads = undo.enter_context(closing(_Uploads(uploads)))
+            beside = None if uploads is None else Path(uploads).with_name(f"{Path(uploads).resolve().name}-jobs")
+            self._jobs = undo.enter_context(closing(_Kept(jobs or beside)))
             host, port = self._socket.getsockname()[:2]
             settings = Settings(
                 base=base,
@@ -81,6 +87,8 @@ class Hosting:
                 admin_key=admin_key,
                 adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
                 uploads=str(self._uploads.folder),
+                jobs=str(self._jobs.folder),
+                job_limits=job_limits or JobLimits(),
                 store=store_limits or store.StoreLimits(),
                 requests=requests or RequestLimits(),
                 patience_s=patience_s,
@@ -134,6 +142,7 @@ class Hosting:
         if self._window is not None:
             self._window.close()
         self._uploads.close()
+        self._jobs.close()
         self._socket.close()
 
     def __enter__(self) -> Hosting:
@@ -143,8 +152,8 @@ class Hosting:
         self.close()
 
 
-class _Uploads:
-    """The folder that uploaded adapters are kept in: the provider's, or one of our own for as long as we serve."""
+class _Kept:
+    """A folder that things are kept in: the provider's, or one of our own for as long as we serve."""
 
     def __init__(self, folder: str | Path | None) -> None:
         self._is_ours = folder is None
@@ -152,6 +161,20 @@ class _Uploads:
             store.remove_deserted(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
         self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY) if folder is None else folder).resolve()
         self._lock = store.lock(self.folder)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        if self._is_ours:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Uploads(_Kept):
+    """Of adapters that tenants uploaded, or that were trained for them."""
+
+    def __init__(self, folder: str | Path | None) -> None:
+        super().__init__(folder)
         store.remove_left_over(self.folder)
 
     def serve(self, core: Core) -> None:
@@ -161,13 +184,6 @@ class _Uploads:
                 core.add_adapter(owned(each.owner, each.name), each.folder)
             except SymbiosisError as error:
                 _log.warning("the adapter %s in %s is not served: %s", each.name, each.folder, error)
-
-    def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-        if self._is_ours:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class _Process:
