@@ -132,8 +132,9 @@ def parse(number: int, raw: bytes) -> Sample:
         )
     if "messages" in row:
         return Sample(number, messages=_messages(row["messages"]))
-    texts = {name: _text(row[name], f"'{name}'") for name in row}
-    return Sample(number, **texts)
+    if "text" in row:
+        return Sample(number, text=_text(row["text"], "'text'"))
+    return Sample(number, prompt=_text(row["prompt"], "'prompt'"), completion=_text(row["completion"], "'completion'"))
 
 
 def _json(raw: bytes) -> Any:

@@ -107,10 +107,7 @@ class Checkpoint:
     created_at: int
 
 
-_JOB = "number, id, tenant, owner, state, epoch, name, created_at, began_at, finished_at, asked, plan, step, steps, tokens, figures, hash, error"
-_FILE = "number, id, tenant, filename, bytes, created_at"
-_EVENT = "number, created_at, level, kind, message, step, data"
-_CHECKPOINT = "number, step, folder, hash, serves, metrics, created_at"
+_JOB, _FILE, _EVENT, _CHECKPOINT = (", ".join(kind.__slots__) for kind in (Job, File, Event, Checkpoint))
 
 
 def _job(row: Sequence[Any]) -> Job:
@@ -122,11 +119,13 @@ def _job(row: Sequence[Any]) -> Job:
 
 
 def _event(row: Sequence[Any]) -> Event:
-    return Event(*row[:-1], json.loads(row[-1]))
+    *columns, data = row
+    return Event(**dict(zip(Event.__slots__, (*columns, json.loads(data)), strict=True)))
 
 
 def _checkpoint(row: Sequence[Any]) -> Checkpoint:
-    return Checkpoint(*row[:5], json.loads(row[5]), row[6])
+    made = dict(zip(Checkpoint.__slots__, row, strict=True))
+    return Checkpoint(**{**made, "metrics": json.loads(made["metrics"])})
 
 
 class Records:
@@ -281,12 +280,8 @@ class Records:
 
     def waiting(self) -> list[Waiting]:
         """Oldest first."""
-        return [
-            Waiting(*row) for row in self._all("SELECT id, tenant FROM jobs WHERE state=? ORDER BY number", State.QUEUED.value)
-        ]
-
-    def job_ids(self, *states: State) -> set[str]:
-        return {job.id for job in self.jobs_in(*states)}
+        sql = "SELECT id, tenant FROM jobs WHERE state=? ORDER BY number"
+        return [Waiting(*row) for row in self._all(sql, State.QUEUED.value)]
 
     def count(self, tenant: str | None = None) -> dict[State, int]:
         """Jobs by state."""

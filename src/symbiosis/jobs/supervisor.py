@@ -232,7 +232,7 @@ class Supervisor:
             looks = any(event is _WAKE for event in batch)
             for id, events in by_try.items():
                 looks |= await self._take(id, events)
-            if None in batch:
+            if any(event is None for event in batch):
                 return  # the engine is lost, and so is this process
             if looks and not self._closing:
                 await self._start_some()
@@ -310,7 +310,7 @@ class Supervisor:
             except StorageFull as error:
                 _log.warning("what %s says waits: %s", trial.job, error)
                 await asyncio.sleep(_RETRY_S)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - this job fails with it, and no other
                 _log.exception("what the engine said of %s could not be recorded", trial.job)
                 await asyncio.to_thread(self._fail, trial.job, _told(error))
                 await self._tell_stop(id)
@@ -398,7 +398,8 @@ class Supervisor:
         )
 
     def _note_checkpoint(self, job: Job, step: int, folder: str, hash: str | None, serves: str | None) -> None:
-        metrics = {"step": step, **{key: job.figures[key] for key in ("train_loss", "valid_loss") if key in job.figures}}
+        metrics: dict[str, Any] = {"step": step}
+        metrics |= {key: job.figures[key] for key in ("train_loss", "valid_loss") if key in job.figures}
         name = None if serves is None else owner_and_name(serves)[1]
         self._records.add_checkpoint(job, step, folder, hash, name, metrics)
         self._records.add_event(job.id, "message", f"Checkpoint created at step {step}", step=step, data={"step": step})

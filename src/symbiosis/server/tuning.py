@@ -199,8 +199,8 @@ class Tuning:
         kept = len(self._store.of(caller.owner))
         if kept + open_jobs >= self._settings.store.adapters:
             raise QuotaExceeded(
-                f"{kept} adapters are kept for you and {open_jobs} jobs will bring one, at most {self._settings.store.adapters} "
-                "may be: remove one"
+                f"{kept} adapters are kept for you and {open_jobs} jobs will bring one each: at most "
+                f"{self._settings.store.adapters} may be, so remove one"
             )
 
     async def jobs(self, request: Request) -> Response:
