@@ -96,7 +96,7 @@ def read(path: Path, *, field: str, max_examples: int) -> list[Sample]:
             continue
         kind = kind or sample.kind
         if sample.kind is not kind:
-            faults.add(number, f"has {sample.kind!r}, lines before it have {kind!r}: all lines of a file are of one kind")
+            faults.add(number, f"has '{sample.kind}', lines before it have '{kind}': all lines of a file are of one kind")
             continue
         samples.append(sample)
         if len(samples) > max_examples:

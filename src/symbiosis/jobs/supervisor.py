@@ -35,6 +35,8 @@ _REST_S = 5.0
 """A job that the engine had no room for tries again after so long."""
 _STOP_S = 15.0
 _BATCH = 2000
+_NOBODY = "everybody"
+"""Where there are no keys, all who ask are one tenant without a name."""
 _FULL = ("too_many_requests", "closed", "engine_lost")
 _log = logging.getLogger("symbiosis")
 
@@ -260,7 +262,7 @@ class Supervisor:
         validation = self._folder.data(id, "validation_file")
         body = {
             "op": "train",
-            "tenant": job.tenant,
+            "tenant": job.tenant or _NOBODY,
             "adapter": job.plan["adapter"],
             "recipe": job.plan["recipe"],
             "seed": job.plan["recipe"]["seed"],

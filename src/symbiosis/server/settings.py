@@ -32,6 +32,8 @@ class Settings:
     store: StoreLimits = field(default_factory=StoreLimits)
     jobs: str | None = None
     """Where fine-tuning jobs are kept; None: none are taken."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """What the engine says of its training: `longest` example, or `why` it trains nothing."""
     job_limits: JobLimits = field(default_factory=JobLimits)
     requests: RequestLimits = field(default_factory=RequestLimits)
     patience_s: float = 20.0

@@ -47,6 +47,10 @@ class Tuning:
         self._remote, self._tokens, self._settings, self._store, self._metrics = remote, tokens, settings, store, metrics
         self._records: Records | None = None
 
+    @property
+    def _longest(self) -> int:
+        return int(self._settings.training.get("longest", self._settings.longest))
+
     async def open(self) -> None:
         """Jobs go on from where they were."""
         if self._settings.jobs is None or self._store is None:
@@ -55,7 +59,7 @@ class Tuning:
         folder = Folder(Path(self._settings.jobs))
         records = Records(folder.database)
         self._folder, self._files = folder, Files(folder, records, limits)
-        self._preparer = Preparer(self._tokens.tokenizer, self._settings.longest, folder, limits)
+        self._preparer = Preparer(self._tokens.tokenizer, self._longest, folder, limits)
         self._supervisor = Supervisor(
             records, folder, self._remote, self._store, self._preparer, limits, self._metrics.count_steps
         )
@@ -72,6 +76,8 @@ class Tuning:
         return {} if self._records is None else {state.value: count for state, count in self._records.count().items()}
 
     def _known(self) -> Records:
+        if "why" in self._settings.training:
+            raise Forbidden(f"this server does no fine-tuning: {self._settings.training['why']}")
         if self._records is None:
             raise Forbidden("this server does no fine-tuning: it was started without a place for it (--jobs FOLDER)")
         return self._records
@@ -153,7 +159,7 @@ class Tuning:
             )
         wishes = wish.wishes()
         plan.check(wishes)
-        plan.length(wishes, self._settings.longest)
+        plan.length(wishes, self._longest)
         await asyncio.to_thread(self._check_room, caller)
         sources = {field: self._source(field, getattr(wish, field), caller.tenant) for field in FIELDS if getattr(wish, field)}
         id = f"ftjob-{secrets.token_hex(12)}"
