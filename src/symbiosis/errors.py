@@ -46,6 +46,18 @@ class Diverged(SymbiosisError):
     code = "diverged"
 
 
+class BadData(SymbiosisError):
+    """A file of examples that cannot be trained on."""
+
+    code = "bad_data"
+
+
+class NotStored(SymbiosisError):
+    """The provider's disk did not take what was to be written, or does not give what was."""
+
+    code = "not_stored"
+
+
 class OutOfOrder(SymbiosisError):
     """A call of a training session whose number was used for another call, or is no longer known."""
 

@@ -26,12 +26,16 @@ from symbiosis.engine.engine import Core
 from symbiosis.engine.names import owned
 from symbiosis.engine.residency import ResidencyConfig
 from symbiosis.engine.window import Window
-from symbiosis.errors import AddressInUse, BadAddress, EngineLost, InsecureListen, SymbiosisError
+from symbiosis.errors import AddressInUse, BadAddress, CannotTrain, EngineLost, InsecureListen, SymbiosisError
+from symbiosis.executor.turns import Turns
 from symbiosis.jobs.queue import JobLimits
 from symbiosis.links.shm import runtime_folder
+from symbiosis.models.source import shared_copy
 from symbiosis.server import store
 from symbiosis.server.limits import RequestLimits
 from symbiosis.server.settings import Settings
+from symbiosis.training.host import Host, HostConfig
+from symbiosis.workshop import NoWorkshop, Workshop
 
 _START_S = 120.0
 _FINISH_S = 40.0
@@ -50,7 +54,10 @@ class Hosting:
     upload are kept in `uploads` and served again by the next server with that
     folder; without one they are gone when this is closed. Fine-tuning jobs are kept in
     `jobs`, by default in a folder beside `uploads`. Clients have
-    `patience_s` to send a request's head. `engine` are other settings of `Core`.
+    `patience_s` to send a request's head. `training` are the limits of hosted
+    fine-tuning over the same weights; None: nothing is trained. A model that
+    cannot be trained in shared passes is served all the same. `turns` are taken
+    by all who compute on these cores. `engine` are other settings of `Core`.
     """
 
     def __init__(
@@ -71,6 +78,8 @@ class Hosting:
         requests: RequestLimits | None = None,
         residency: ResidencyConfig | None = None,
         patience_s: float = 20.0,
+        training: HostConfig | None = HostConfig(),  # noqa: B008 - frozen
+        turns: Turns | None = None,
         **engine: Any,
     ) -> None:
         base = Path(name).name if Path(name).is_dir() else name
@@ -99,16 +108,20 @@ class Hosting:
         self._process = _Process(self._socket)  # it takes seconds to import what it needs: begin now
         self._deaths = 0
         self._window: Window | None = None
+        self._trains: Host | SymbiosisError | None = None
+        turns = turns or Turns()
         try:
-            core = Core(model, residency=residency or ResidencyConfig(), **engine)
+            self._trains = _training(model, training, turns)
+            core = Core(model, residency=residency or ResidencyConfig(), turns=turns, **engine)
             for adapter, folder in (adapters or {}).items():
                 core.add_adapter(adapter, folder)
             self._uploads.serve(core)
             self._window = Window(core, runtime_folder())
+            trained = _workshop(self._window, core, self._trains)
             self._told = {
                 "line": str(self._window.path),
                 "tokenizer": None if tokenizer is None else str(tokenizer),
-                "settings": {**asdict(settings), "longest": core.scheduler.longest},
+                "settings": {**asdict(settings), "longest": core.scheduler.longest, **trained},
             }
             self._process.tell(self._told)
             self._wait()
@@ -141,6 +154,8 @@ class Hosting:
         self._process.stop()
         if self._window is not None:
             self._window.close()
+        if isinstance(self._trains, Host):
+            self._trains.close()
         self._uploads.close()
         self._jobs.close()
         self._socket.close()
@@ -217,6 +232,27 @@ class _Process:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _training(model: PreTrainedModel, config: HostConfig | None, turns: Turns) -> Host | SymbiosisError:
+    """Hosted training over the model's weights, in modules of its own; or why there is none."""
+    if config is None:
+        return CannotTrain("this server does not train")
+    try:
+        return Host(shared_copy(model), config, turns)
+    except CannotTrain as error:
+        _log.warning("nothing can be trained here: %s", error)
+        return error
+
+
+def _workshop(window: Window, core: Core, trains: Host | SymbiosisError) -> dict[str, Any]:
+    """Put the room of jobs behind the window; what the HTTP process is told of it."""
+    if isinstance(trains, Host):
+        told = {"training": True, **Workshop(window, core, trains).limits()}
+    else:
+        NoWorkshop(window, trains)
+        told = {"training": False, "why": str(trains)}
+    return {"training": told} if "training" in Settings.__slots__ else {}
 
 
 def _check_names(base: str, adapters: Mapping[str, Any]) -> None:

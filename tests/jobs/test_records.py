@@ -91,10 +91,15 @@ def test_a_job_changes_by_compare_and_set(records):
 
 def test_a_transaction_is_all_or_nothing(records):
     add(records)
-    with pytest.raises(ZeroDivisionError), records.transaction():
-        records.set("ftjob-1", step=5)
-        records.add_event("ftjob-1", "message", "never")
-        raise ZeroDivisionError
+
+    def fails() -> None:
+        with records.transaction():
+            records.set("ftjob-1", step=5)
+            records.add_event("ftjob-1", "message", "never")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
     job = records.job("ftjob-1")
     assert job.step == 0
     assert [event.kind for event in records.events(job, after=None, limit=9)] == ["created"]
@@ -151,9 +156,14 @@ def test_a_full_disk_changes_nothing_and_is_said(records):
     records._db.execute("PRAGMA max_page_count=1")  # SQLite's own way to be full
     size = records._all("PRAGMA page_count")[0][0]
     records._db.execute(f"PRAGMA max_page_count={size}")
-    with pytest.raises(StorageFull), records.transaction():
-        for _ in range(1000):
-            records.add_event("ftjob-1", "message", "x" * 1000)
+
+    def fills() -> None:
+        with records.transaction():
+            for _ in range(1000):
+                records.add_event("ftjob-1", "message", "x" * 1000)
+
+    with pytest.raises(StorageFull):
+        fills()
     records._db.execute("PRAGMA max_page_count=100000")
     assert len(records.events(records.job("ftjob-1"), after=None, limit=99)) == 1
     records.set("ftjob-1", step=1)

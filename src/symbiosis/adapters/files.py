@@ -12,7 +12,7 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -78,6 +78,24 @@ class TensorFile:
             raise BadAdapter(f"{TENSORS} ended within {name}; it was changed while it was read")
         if not bool(torch.isfinite(tensor).all()):
             raise BadAdapter(f"{TENSORS}: {name} has numbers that are not finite (NaN or infinite); was the training stable?")
+        return tensor
+
+
+class HeldTensors:
+    """Tensors in memory, as if they had been read from a file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises `BadAdapter` or `UnsupportedAdapter`."""
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _DTYPES.values():
+                raise UnsupportedAdapter(f"{name} has dtype {tensor.dtype}; served are {', '.join(_DTYPES)}")
+        self._tensors = tensors
+        self.entries = {name: Entry(name, tensor.dtype, tuple(tensor.shape), 0) for name, tensor in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if not bool(torch.isfinite(tensor).all()):
+            raise BadAdapter(f"{name} has numbers that are not finite (NaN or infinite); was the training stable?")
         return tensor
 
 

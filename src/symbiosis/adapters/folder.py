@@ -6,13 +6,16 @@ config speaks of is there. So what is served is what PEFT would compute, or noth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, Method, PromptSettings, parse
 from symbiosis.adapters.facts import ModelFacts, ModuleFacts
-from symbiosis.adapters.files import CONFIG, TENSORS, Limits, listed, opened, shown
+from symbiosis.adapters.files import CONFIG, TENSORS, HeldTensors, Limits, TensorFile, listed, opened, shown, strict_json
 from symbiosis.adapters.parts import Adapter, LowRank, Part, Prefix, Prompt, Scaling, Tokens, Whole, assemble
 from symbiosis.adapters.stored import Role, Stored, described
 from symbiosis.adapters.targets import Targets, saved_paths
@@ -45,14 +48,27 @@ def read(folder: Path, model: ModelFacts, limits: Limits = Limits()) -> Adapter:
     a tenant must never become one.
     """
     with opened(folder, limits) as (raw, file):
-        settings = parse(raw, limits)
-        notes = _base_notes(settings.base_model, model)
-        if isinstance(settings, PromptSettings):
-            stored = Stored(file, settings.method, model)
-            return _read_prompt(settings, stored, model, notes)
-        if isinstance(settings, Ia3Settings):
-            return _read_ia3(settings, Stored(file, Method.IA3, model), model, notes)
-        return _read_lora(settings, Stored(file, Method.LORA, model), model, notes)
+        return _read(raw, file, model, limits)
+
+
+def from_memory(
+    config: str,
+    tensors: Mapping[str, Tensor],
+    model: ModelFacts,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+) -> Adapter:
+    """The adapter that `read` would give, hash and all, if this lay in a folder's two files. The tensors are not copied."""
+    return _read(strict_json(config.encode(), CONFIG), HeldTensors(tensors), model, limits)
+
+
+def _read(raw: dict[str, Any], file: TensorFile | HeldTensors, model: ModelFacts, limits: Limits) -> Adapter:
+    settings = parse(raw, limits)
+    notes = _base_notes(settings.base_model, model)
+    if isinstance(settings, PromptSettings):
+        return _read_prompt(settings, Stored(file, settings.method, model), model, notes)
+    if isinstance(settings, Ia3Settings):
+        return _read_ia3(settings, Stored(file, Method.IA3, model), model, notes)
+    return _read_lora(settings, Stored(file, Method.LORA, model), model, notes)
 
 
 def _base_notes(said: str | None, model: ModelFacts) -> list[str]:

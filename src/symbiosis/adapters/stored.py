@@ -9,7 +9,7 @@ from torch import Tensor
 
 from symbiosis.adapters.config import Method
 from symbiosis.adapters.facts import ModelFacts, ModuleFacts
-from symbiosis.adapters.files import CONFIG, TENSORS, TensorFile, listed, shown
+from symbiosis.adapters.files import CONFIG, TENSORS, HeldTensors, TensorFile, listed, shown
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
 PROMPT = "prompt_embeddings"
@@ -46,7 +46,7 @@ _PREFIX = {Method.LORA: "base_model.model.", Method.IA3: "base_model.model."}
 class Stored:
     """The tensors of an adapter by path and role. Each is taken once; `finish` refuses if one was not."""
 
-    def __init__(self, file: TensorFile, method: Method, model: ModelFacts) -> None:
+    def __init__(self, file: TensorFile | HeldTensors, method: Method, model: ModelFacts) -> None:
         """Raises `BadAdapter` or `UnsupportedAdapter` for a name that says nothing here, before anything is read."""
         self._file = file
         self._model = model

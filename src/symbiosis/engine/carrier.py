@@ -19,6 +19,7 @@ from torch import Tensor
 
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.folder import read
+from symbiosis.adapters.parts import Adapter
 from symbiosis.engine.device import CpuDevice
 from symbiosis.engine.flat import Flat
 from symbiosis.engine.host import NoHost
@@ -68,8 +69,12 @@ class Carrier:
 
     def read(self, folder: Path) -> Flat:
         """Read and check an adapter, in the thread of whoever calls. Raises what is wrong with it."""
+        return self.convert(read(folder, self._facts))
+
+    def convert(self, adapter: Adapter) -> Flat:
+        """A checked adapter as it is computed with. Raises `UnsupportedAdapter`."""
         with self._device.working(), torch.no_grad():
-            return self._converter.convert(read(folder, self._facts))
+            return self._converter.convert(adapter)
 
     def keep(self, hash: str, flat: Flat) -> None:
         """Have it in host memory before long."""

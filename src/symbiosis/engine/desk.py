@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -19,6 +19,7 @@ from typing import Any
 
 from symbiosis.engine.engine import Core
 from symbiosis.engine.names import found
+from symbiosis.engine.registry import Version
 from symbiosis.engine.residency import Prepared
 from symbiosis.engine.sampler import Logprobs
 from symbiosis.engine.sequences import Reason, Sampling
@@ -105,6 +106,9 @@ class Desk:
         self._places: dict[str, tuple[str, int]] = {}  # sequence -> order, number
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-adapters")
         self._loads: set[str] = set()  # tickets
+        self._serving: list[Future[Version]] = []
+        self.more_figures: Callable[[], dict[str, Any]] = dict
+        """What others of this process want to be known by `stats`; quick, and called by the stepping thread."""
         self._loaded = 0
         self._load_s = 0.0
         self._closed = False
@@ -125,6 +129,17 @@ class Desk:
     def load(self, ticket: str, name: str, folder: str | Path, *, replace: bool = False) -> None:
         """Serve the adapter of a folder: `Settled` with its hash and seconds, or `Refused`."""
         self._put(ticket, lambda: self._begin_load(ticket, name, Path(folder), replace))
+
+    def serve(self, name: str, prepared: Prepared) -> Future[Version]:
+        """Serve what was prepared under this name, before the next pass. Ends in `Closed` if the engine was closed."""
+        served: Future[Version] = Future()
+        with self._lock:
+            if not self._closed:
+                self._serving.append(served)
+                self._inbox.put(("", lambda: self._serve(name, prepared, served)))
+                return served
+        served.set_exception(Closed("the engine was closed"))
+        return served
 
     def unload(self, ticket: str, name: str) -> None:
         """Who runs with it ends with it; nobody new gets it. `Settled` or `Refused`."""
@@ -290,6 +305,15 @@ class Desk:
         self._load_s += seconds
         self._events.append(Settled(ticket, {"hash": version.hash, "generation": version.generation, "seconds": seconds}))
 
+    def _serve(self, name: str, prepared: Prepared, served: Future[Version]) -> None:
+        self._serving.remove(served)
+        try:
+            version = self._core.put_adapter(name, prepared)
+        except SymbiosisError as error:
+            served.set_exception(error)
+        else:
+            served.set_result(version)
+
     def _settle(self, ticket: str, action: Callable[[], None]) -> None:
         try:
             action()
@@ -317,6 +341,7 @@ class Desk:
             "page_size": pool.page_size,
             "longest": scheduler.longest,
             "passes": self._core.passes,
+            **self.more_figures(),
         }
 
     def _end_all(self) -> None:
@@ -332,6 +357,8 @@ class Desk:
             if arrived is not None and arrived[0]:
                 self._events.append(Refused(arrived[0], closed))
         self._events += [Refused(ticket, closed) for ticket in self._loads]
+        for served in self._serving:
+            served.set_exception(closed)
         self._send()
 
 

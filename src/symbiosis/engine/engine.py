@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from symbiosis import kernels
 from symbiosis.adapters.facts import ModelFacts
+from symbiosis.adapters.parts import Adapter
 from symbiosis.engine.attention import KeyValues
 from symbiosis.engine.forerunner import Forerunner
 from symbiosis.engine.pages import PagePool
@@ -118,6 +119,10 @@ class Core:
     def prepare(self, folder: str | Path) -> Prepared:
         """Read and check an adapter. Any thread may, while another steps. Raises what is wrong with it."""
         return self._residency.prepare(Path(folder))
+
+    def prepare_held(self, adapter: Adapter, folder: Path) -> Prepared:
+        """The same for an adapter in memory that also lies in a folder: nothing is read. Any thread may."""
+        return self._residency.take(adapter, folder)
 
     def put_adapter(self, name: str, prepared: Prepared) -> Version:
         """Serve what `prepare` gave under `name` from now on. Who was accepted with an older version keeps that."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.facts import ModelFacts
+from symbiosis.adapters.parts import Adapter
 from symbiosis.engine.arena import Arena, Cost
 from symbiosis.engine.carrier import Carrier, Job
 from symbiosis.engine.changes import Loaded
@@ -105,7 +106,7 @@ def places(device: torch.device, config: ResidencyConfig) -> tuple[NoHost, CpuDe
 
 
 class Residency:
-    """The adapters of one model. Used by the stepping thread, but for `prepare` and `wait`.
+    """The adapters of one model. Used by the stepping thread, but for `prepare`, `take` and `wait`.
 
     `running` says how many sequences of each adapter are at work; these adapters stay.
     `on_leave` is told before an adapter's memory on the device becomes another's.
@@ -142,7 +143,13 @@ class Residency:
 
     def prepare(self, folder: Path) -> Prepared:
         """Read and check an adapter. Any thread may, while another steps. Raises what is wrong with it."""
-        flat = self._carrier.read(folder)
+        return self._prepared(self._carrier.read(folder), folder)
+
+    def take(self, adapter: Adapter, folder: Path) -> Prepared:
+        """The same of an adapter that is in memory; should it have to leave, `folder` has it. Any thread may."""
+        return self._prepared(self._carrier.convert(adapter), folder)
+
+    def _prepared(self, flat: Flat, folder: Path) -> Prepared:
         for what, limit in (("on the device", self._device.size), ("in host memory", self._host.size)):
             if limit is not None and flat.size > limit:
                 raise UnsupportedAdapter(

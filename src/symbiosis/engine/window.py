@@ -10,9 +10,10 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from symbiosis.engine.desk import Accepted, Desk, Ended, Event, Order, Refused, Token
 from symbiosis.engine.engine import Core
@@ -34,13 +35,40 @@ class _Peer:
     """Answers of each order that have not ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class News:
+    """What another room says."""
+
+    id: str
+    """The ticket it was asked with."""
+    body: Body
+
+
+class Room(Protocol):
+    """What else this process does for those who ask, besides serving. Called by the window's thread: quick."""
+
+    @property
+    def operations(self) -> Collection[str]:
+        """What it takes."""
+
+    def do(self, ticket: str, body: Body) -> None:
+        """Raises what is wrong with it."""
+
+    def leave(self, peer: str) -> None:
+        """Who asked is gone: tickets that begin with this and a colon are nobody's any more."""
+
+    def close(self) -> None:
+        """End everything, and say so."""
+
+
 class Window:
     """Owns a desk and a line's end. `path` is what the other process connects to."""
 
     def __init__(self, core: Core, folder: Path) -> None:
         self._port = LinePort(folder)
         self.path = self._port.path
-        self._said: deque[list[Event]] = deque()
+        self._said: deque[Sequence[Event | News]] = deque()
+        self._rooms: list[Room] = []
         self._peers: dict[bytes, _Peer] = {}
         self._numbers = 0
         self._stopping = False
@@ -53,8 +81,19 @@ class Window:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self.desk.is_alive()
 
+    def add(self, room: Room) -> None:
+        """Before anybody asks for it."""
+        self._rooms.append(room)
+
+    def say(self, news: Event | News) -> None:
+        """Any thread may."""
+        self._said.append([news])
+        self._port.ring()
+
     def close(self) -> None:
         """End everything; peers hear of it."""
+        for room in self._rooms:
+            room.close()
         self.desk.close()
         self._stopping = True
         self._port.ring()
@@ -93,7 +132,7 @@ class Window:
         for peer in [peer for peer in self._peers.values() if peer.number in by_peer]:
             self._send(peer, {"events": by_peer[peer.number]})
 
-    def _note(self, number: int, event: Event, id: str) -> None:
+    def _note(self, number: int, event: Event | News, id: str) -> None:
         if isinstance(event, Ended | Refused):
             for peer in self._peers.values():
                 if peer.number == number and id in peer.orders:
@@ -108,6 +147,8 @@ class Window:
                 _log.warning("a process that asked is gone: its %d requests are cancelled", len(peer.orders))
             for id in peer.orders:
                 self.desk.cancel(f"{peer.number}:{id}")
+            for room in self._rooms:
+                room.leave(str(peer.number))
 
     def _hear(self, key: bytes, body: Body | BadMessage) -> None:
         peer = self._peers.get(key)
@@ -137,19 +178,22 @@ class Window:
             self.desk.submit(order)
         elif op == "cancel":
             number = body.get("number")
-            self.desk.cancel(ticket, None if number is None else _whole(number, "number"))
+            self.desk.cancel(ticket, None if number is None else whole(number, "number"))
         elif op == "load":
-            self.desk.load(ticket, _text(body, "name"), _text(body, "folder", 4096), replace=body.get("replace") is True)
+            self.desk.load(ticket, text(body, "name"), text(body, "folder", 4096), replace=body.get("replace") is True)
         elif op == "unload":
-            self.desk.unload(ticket, _text(body, "name"))
+            self.desk.unload(ticket, text(body, "name"))
         elif op == "pin":
-            self.desk.pin(ticket, _text(body, "name"), body.get("pinned") is True)
+            self.desk.pin(ticket, text(body, "name"), body.get("pinned") is True)
         elif op == "stats":
             self.desk.stats(ticket)
         elif op == "hello":
             self._send(peer, {"beat": self.desk.is_alive()})
         else:
-            raise BadMessage(f"op is {op!r:.40}: expected hello, submit, cancel, load, unload, pin or stats")
+            room = next((room for room in self._rooms if isinstance(op, str) and op in room.operations), None)
+            if room is None:
+                raise BadMessage(f"op is {op!r:.40}: expected hello, submit, cancel, load, unload, pin or stats")
+            room.do(ticket, body)
 
 
 def _order(ticket: str, body: Body) -> Order:
@@ -166,28 +210,32 @@ def _order(ticket: str, body: Body) -> Order:
         sampling = Sampling(**wishes)
     except (TypeError, ValueError, AttributeError) as error:
         raise BadMessage(f"sampling: {error}") from None
-    n = _whole(body.get("n", 1), "n")
+    n = whole(body.get("n", 1), "n")
     within("n", n, 1, 128, whole=True)
-    adapter = None if body.get("adapter") is None else _text(body, "adapter")
-    tenant = _text(body, "tenant") if body.get("tenant") else ""
+    adapter = None if body.get("adapter") is None else text(body, "adapter")
+    tenant = text(body, "tenant") if body.get("tenant") else ""
     return Order(id=ticket, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant, n=n)
 
 
-def _text(body: Body, name: str, longest: int = _MAX_NAME) -> str:
+def text(body: Body, name: str, longest: int = _MAX_NAME) -> str:
+    """A field of a message. Raises `BadMessage`."""
     value = body.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= longest:
         raise BadMessage(f"{name}: expected a text of 1 to {longest} characters")
     return value
 
 
-def _whole(value: object, name: str) -> int:
+def whole(value: object, name: str) -> int:
+    """The same."""
     if type(value) is not int:
         raise BadMessage(f"{name}: expected an integer")
     return value
 
 
-def _written(event: Event, id: str) -> Any:
+def _written(event: Event | News, id: str) -> Any:
     """As it crosses the line. Tokens are most of the traffic: a list each; anything else is an object."""
+    if isinstance(event, News):
+        return {"id": id, **event.body}
     if isinstance(event, Token):
         if event.logprobs is None:
             return [id, event.number, event.token]

@@ -1,10 +1,15 @@
-"""Whose turn it is on cores that the hosted engine and split tenants' training share.
+"""Whose turn it is on cores that the hosted engine, split tenants' training and hosted training share.
 
 The engine computes pass after pass (`with turns:`); the executor computes
 training in small pieces (`begin`, `end`); never both at once, since two that
 compute on the same cores take more than twice as long. The engine has the
 word: once it wants to begin it waits for what training has earned by its last
 pass, at most, and after that for no more than the piece that runs.
+
+Hosted training computes passes that cannot be cut (`begin_pass`, `end_pass`):
+short ones while the engine serves, and after each it rests until it has had no
+more than its share of the time. One that is long, since nobody was served when
+it began, is not waited for: who comes then computes beside it.
 """
 
 from __future__ import annotations
@@ -18,11 +23,12 @@ from types import TracebackType
 _IDLE_S = 1.0  # the engine has computed nothing for so long: it serves nobody
 _PIECE_S = 0.05  # where nobody is served: who comes waits for no more than that
 _LEAST_S = 1e-4
+_WAKE_S = 0.05  # a thread that was told of its turn has begun by then
 _RISE = 1.1  # a pass longer than others (a long prompt) hardly counts, until they all are
 
 
 class Turns:
-    """Used by two threads: the engine's enters and leaves, the executor's begins and ends."""
+    """Used by three threads: the engine's enters and leaves, the executor's and hosted training's begin and end."""
 
     def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.monotonic) -> None:
         """`share` of the time is training's while the engine serves; 1.0: neither heeds the other."""
@@ -33,6 +39,9 @@ class Turns:
         self._began = self._ended = -math.inf  # of the last pass
         self._pace_s = math.inf
         self._credit_s = 0.0
+        self._training = self._asking = self._yielding = False
+        self._pass_began = self._late = self._rested = -math.inf
+        self._short = False
         self.on_free: Callable[[], object] = lambda: None
         """Called by the engine's thread when the executor was refused a turn and may ask again."""
 
@@ -43,6 +52,8 @@ class Turns:
             self._wanted = True
             if math.isfinite(self._earns):
                 self._changed.wait_for(lambda: not (self._waiting and self._is_owed()), timeout=max(0.0, self._credit_s))
+                self._yield()
+                self._changed.wait_for(lambda: not self._training, timeout=max(0.0, self._late - self._clock()))
                 self._changed.wait_for(lambda: not self._piece)
             self._passing, self._began = True, self._clock()
 
@@ -54,8 +65,17 @@ class Turns:
             self._credit_s = self._earns * self._pace_s
             self._wanted = self._passing = False
             waiting = self._waiting
+            self._changed.notify_all()
         if waiting:
             self.on_free()
+
+    def _yield(self) -> None:
+        """Let hosted training begin if it is its turn."""
+        if self._asking and self._clock() >= self._rested:
+            self._yielding = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._training or not self._asking, timeout=_WAKE_S)
+            self._yielding = False
 
     def _is_owed(self) -> bool:
         """Whether training may go first although the engine waits: half a turn is not worth one."""
@@ -77,7 +97,7 @@ class Turns:
         """Seconds that a piece may take, from now to `end`; None: not now, `on_free` tells when to ask again."""
         with self._changed:
             taken = self.are_taken()
-            may = not taken or (not self._passing and (not self._wanted or self._is_owed()))
+            may = not taken or (not self._passing and not self._training and (not self._wanted or self._is_owed()))
             self._piece, self._waiting = may, not may
             self._piece_began = self._clock()
             return None if not may else self._earns * self._pace_s if taken else _PIECE_S
@@ -94,3 +114,34 @@ class Turns:
         with self._changed:
             self._waiting = False
             self._changed.notify_all()
+
+    # -- hosted training's ------------------------------------------------------------------
+
+    def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> bool | None:
+        """Wait for a turn, from now to `end_pass`. True: it should take `short_s` at most; None: `is_over` came first."""
+        with self._changed:
+            self._asking = True
+            while not is_over():
+                now, short = self._clock(), self.are_taken()
+                free = not self._piece and not self._passing and (not self._wanted or self._yielding)
+                if not short or (free and now >= self._rested):
+                    self._asking, self._training, self._short = False, True, short
+                    self._pass_began, self._late = now, now + 2 * short_s
+                    self._changed.notify_all()
+                    return short
+                self._changed.wait(_WAKE_S)
+            self._asking = False
+            self._changed.notify_all()
+        return None
+
+    def end_pass(self) -> None:
+        """The pass is computed."""
+        with self._changed:
+            self._training = False
+            now = self._clock()
+            if self._short:
+                self._rested = now + (now - self._pass_began) / self._earns
+            waiting = self._waiting
+            self._changed.notify_all()
+        if waiting:
+            self.on_free()

@@ -44,6 +44,15 @@ class Virtual:
         return self.stored().view(self.count, layers, 2, heads, width).permute(1, 2, 3, 0, 4)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """An adapter as it was at a moment: what PEFT's two files have."""
+
+    config: str
+    tensors: Mapping[str, Tensor]
+    """On the CPU; nobody changes them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trained:
     """What a session trains. The parameters are changed in place; everything else stays."""
@@ -77,13 +86,13 @@ class Trained:
         """As `rows_of`, with all virtual tokens: keys and values are no rows, but every sequence has its own in memory."""
         return tokens + (self.virtual.count if self.virtual else 0)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What PEFT would store, as it is now: copies on the CPU."""
+    def snapshot(self) -> Snapshot:
+        """What PEFT would store, as it is now."""
         found = {file: self.parameters[name].detach().to("cpu", copy=True).contiguous() for file, name in self.files.items()}
         if self.virtual is not None:
             with torch.no_grad():
                 found["prompt_embeddings"] = self.virtual.stored().to("cpu", copy=True).contiguous()
-        return found
+        return Snapshot(self.config, found)
 
 
 NOTHING = Trained(parts={}, virtual=None, parameters={}, files={}, config="", method="")

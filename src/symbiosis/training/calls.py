@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from symbiosis.training.adapter import Snapshot
 from symbiosis.training.examples import Example
 from symbiosis.training.optimizer import StepSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The answer to forward_backward."""
+    """The answer to forward_backward and forward."""
 
     loss: float
     """Over all its examples: the mean over the labels, or their sum over what the caller said."""
@@ -60,12 +62,14 @@ class ForwardBackward(_Small):
     tokens: int
     digest: bytes
     """Of all that was asked for: it is remembered longer than the examples."""
+    learns: bool = True
+    """Whether gradients are wanted; else it is `forward`: nothing is learned, and nothing dropped."""
     losses: list[float] = field(default_factory=list)
     """Of the examples that were computed."""
     answer: Future[Any] = field(default_factory=_future)
 
     def same(self, other: object) -> bool:
-        return isinstance(other, ForwardBackward) and self.digest == other.digest
+        return isinstance(other, ForwardBackward) and (self.digest, self.learns) == (other.digest, other.learns)
 
     @property
     def size(self) -> int:
@@ -88,10 +92,16 @@ class OptimStep(_Small):
 class Save(_Small):
     folder: Path
     optimizer: bool
+    replace: bool = False
+    keep: Callable[[Snapshot], None] | None = None
+    """Told what was written, once it is on disk."""
     answer: Future[Any] = field(default_factory=_future)
 
     def same(self, other: object) -> bool:
         return isinstance(other, Save) and (self.folder, self.optimizer) == (other.folder, other.optimizer)
+
+    def forget(self) -> None:
+        self.keep = None
 
 
 @dataclass(slots=True, eq=False)

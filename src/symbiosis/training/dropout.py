@@ -14,7 +14,12 @@ from torch import Tensor
 
 
 def drop(x_RI: Tensor, rate: float, *, layer: str, keys: Sequence[str], sizes: Sequence[int]) -> Tensor:
-    """Some numbers become 0, the others larger. `keys` name the examples whose rows these are, `sizes` says how many."""
+    """Some numbers become 0, the others larger. `keys` name the examples whose rows these are, `sizes` says how many.
+
+    Of an example without a key nothing is dropped.
+    """
+    if not any(keys):
+        return x_RI
     masks = [_mask(f"{key}/{layer}", (size, x_RI.shape[1]), rate, x_RI) for key, size in zip(keys, sizes, strict=True)]
     return x_RI * torch.cat(masks)
 

@@ -51,7 +51,7 @@ class Fairness:
         self._counters[tenant] = self.counter(tenant) + cost
 
     def pick(self, waiting: Sequence[Candidate], max_rows: int) -> dict[str, int]:
-        """How many examples of which sessions, in the order they were chosen, of at most so much in all."""
+        """How many examples of which sessions, in the order they were chosen, of at most so much; one in any case."""
         queues: dict[str, deque[tuple[Candidate, int]]] = {}
         for candidate in sorted(waiting, key=lambda c: self._turns.get(c.session, 0)):
             queues.setdefault(candidate.tenant, deque()).append((candidate, 0))
@@ -64,7 +64,7 @@ class Fairness:
         while heap and left > 0:
             counter, tenant = heapq.heappop(heap)
             queue = queues[tenant]
-            fitting = next((entry for entry in queue if entry[0].costs[entry[1]] <= left), None)
+            fitting = next((entry for entry in queue if entry[0].costs[entry[1]] <= left or not picked), None)
             if fitting is None:
                 continue
             queue.remove(fitting)

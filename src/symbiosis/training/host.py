@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +22,9 @@ from typing import Any, Self
 from peft import PeftConfig
 from transformers import PreTrainedModel
 
+from symbiosis.adapters.facts import ModelFacts
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
+from symbiosis.executor.turns import Turns
 from symbiosis.models.positions import most_tokens
 from symbiosis.training import saving
 from symbiosis.training.adapter import Trained
@@ -31,6 +34,7 @@ from symbiosis.training.line import Line
 from symbiosis.training.loss import takes_items
 from symbiosis.training.making import Maker
 from symbiosis.training.optimizer import Optimizer
+from symbiosis.training.pace import Pace
 from symbiosis.training.pack import Share
 from symbiosis.training.packed import Outcome, PackedModel
 from symbiosis.training.saving import Progress
@@ -63,9 +67,14 @@ class HostConfig:
     max_waiting_tokens: int = 1 << 20
     """Most tokens of one session that wait at once; a batch has half of it at most."""
     tenant_waiting_tokens: int = 1 << 22
+    short_pass_s: float = 0.1
+    """How long a pass should take while answers are served on the same cores; a single example may take longer."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        seconds: object = self.short_pass_s
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds <= 3600:
+            raise OutOfRange(f"short_pass_s is {seconds!r}", field="short_pass_s", expected="0.001 to 3600")
+        for name in set(self.__slots__) - {"short_pass_s"}:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= 1 << 31:
                 raise OutOfRange(f"{name} is {value!r}", field=name, expected="a whole number from 1 on")
@@ -77,14 +86,28 @@ class HostStats:
     rows: int = 0
     sessions: int = 0
     """Of which the passes were made: 8 sessions in one pass count 8."""
+    seconds: float = 0.0
+    """That passes took."""
+    short_passes: int = 0
+    """Those that were kept short since answers were served beside; all of the above has them too."""
+    short_rows: int = 0
+    short_seconds: float = 0.0
+    steps: int = 0
+    """Of optimizers."""
 
 
 class Host:
     """Owns a thread and modules of its own over the model's weights; the model itself is not touched."""
 
-    def __init__(self, model: PreTrainedModel, config: HostConfig = HostConfig()) -> None:  # noqa: B008 - frozen
-        """Raises `CannotTrain`."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: HostConfig = HostConfig(),  # noqa: B008 - frozen
+        turns: Turns | None = None,
+    ) -> None:
+        """`turns` are taken with others who compute on the same cores. Raises `CannotTrain`."""
         self.config = config
+        self._turns, self._pace = turns or Turns(share=1.0), Pace(config.short_pass_s)
         self._packed = PackedModel(model)
         self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
@@ -135,10 +158,21 @@ class Host:
                     bounds=self._bounds,
                     line=Line(limits.max_waiting, limits.max_waiting_tokens, limits.tenant_waiting_tokens),
                     submit=self._submit,
+                    hold=self._hold,
                     close=self._close_session,
                 )
                 self._sessions[session.id] = session
         return session
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What adapters of this model are checked against."""
+        return self._maker.facts
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of an example, virtual ones included."""
+        return min(self._bounds.rows, self._bounds.positions)
 
     def _admit(self, tenant: str, parameters: int = 0) -> None:
         """One session more, with about so many parameters."""
@@ -180,6 +214,11 @@ class Host:
             _, answer = session.line.put(call, number, taken=taken)
             self._changed.notify_all()
         return answer
+
+    def _hold(self, session: Session, held: bool) -> None:
+        with self._changed:
+            session.held = held
+            self._changed.notify_all()
 
     def _close_session(self, session: Session) -> None:
         with self._changed:
@@ -229,12 +268,24 @@ class Host:
             if self._closing:
                 return False
             self._release()
+            if not any(s.ready for s in self._sessions.values()):
+                return True
+        short = self._turns.begin_pass(self.config.short_pass_s, lambda: self._closing)
+        if short is None:
+            return False
+        try:
+            self._turn(short)
+        finally:
+            self._turns.end_pass()
+        return True
+
+    def _turn(self, short: bool) -> None:
+        with self._changed:
             heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if s.ready]
         for session, call in heads:
             if not isinstance(call, ForwardBackward):
                 self._do(session, call)
-        self._pass()  # whoever has just stepped may have a batch for it
-        return True
+        self._pass(short)  # whoever has just stepped may have a batch for it
 
     def _release(self) -> None:
         with self._changed:
@@ -258,6 +309,7 @@ class Host:
                 with self._changed:
                     self._fairness.charge(session.tenant, session.adapter.size * self._step_rows / session.weight)
                 session.progress = Progress(session.progress.steps + 1, session.progress.batches)
+                self._count(steps=1)
                 self._answer(session, call, Step(session.progress.steps, norm))
         else:
             assert isinstance(call, Save | Load)
@@ -273,7 +325,9 @@ class Host:
                 if call.optimizer and optimizer.has_gradients:
                     raise BadCall("gradients have gathered: call optim_step before saving the optimizer")
                 state = optimizer.state() if call.optimizer else None
-                saving.save(call.folder, adapter, state, session.progress)
+                made = saving.save(call.folder, adapter, state, session.progress, replace=call.replace)
+                if call.keep is not None:
+                    call.keep(made)
             else:
                 resumed = saving.load(call.folder, adapter, self._maker.facts)
                 optimizer.restore(resumed.optimizer)
@@ -282,21 +336,29 @@ class Host:
             result = error
         self._answer(session, call, result)
 
-    def _pass(self) -> None:
+    def _pass(self, short: bool) -> None:
+        began = time.monotonic()
         with self._changed:
+            room = self._pace.room(self.config.max_rows, short=short)
             waiting = {s.id: s for s in self._sessions.values() if s.ready}
-            candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(self.config.max_rows)) for s in waiting.values()]
-            picked = self._fairness.pick([each for each in candidates if each.costs], self.config.max_rows)
+            candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(room)) for s in waiting.values()]
+            picked = self._fairness.pick([each for each in candidates if each.costs], room)
             chosen = [(waiting[id], waiting[id].pieces(count)) for id, count in picked.items()]
+            cost = sum(sum(each.costs[: picked.get(each.session, 0)]) for each in candidates)
         if not chosen:
             return
-        shares = [Share(session.adapter, tuple(piece for _, piece in pieces)) for session, pieces in chosen]
+        shares = [Share(s.adapter, tuple(piece for _, piece in pieces), pieces[0][0].learns) for s, pieces in chosen]
         outcomes = self._computed(shares)
-        self.stats = HostStats(
-            self.stats.passes + 1, self.stats.rows + sum(s.rows for s in shares), self.stats.sessions + len(shares)
-        )
+        seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
+        self._pace.note(cost, seconds, short=short)
+        self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds)
+        if short:
+            self._count(short_passes=1, short_rows=rows, short_seconds=seconds)
         for (session, pieces), outcome in zip(chosen, outcomes, strict=True):
             self._settle(session, [call for call, _ in pieces], outcome)
+
+    def _count(self, **more: float) -> None:
+        self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
 
     def _computed(self, shares: list[Share]) -> list[Outcome | Exception]:
         """A pass; if it fails, each share alone, so that only who is at fault fails."""
@@ -322,7 +384,7 @@ class Host:
         for call, loss in zip(calls, outcome.losses, strict=True):
             call.losses.append(loss)
             if len(call.losses) == len(call.examples):
-                session.progress = Progress(session.progress.steps, session.progress.batches + 1)
+                session.progress = Progress(session.progress.steps, session.progress.batches + call.learns)
                 self._answer(session, call, Loss(sum(call.losses), call.tokens))
 
 

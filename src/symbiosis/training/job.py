@@ -7,12 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from symbiosis.errors import OutOfRange, TooManyRequests
+from symbiosis.errors import OutOfRange, SymbiosisError, TooManyRequests
+from symbiosis.training.adapter import Snapshot
 from symbiosis.training.calls import Loss, Step
 from symbiosis.training.examples import Example
 from symbiosis.training.pack import predicted
@@ -39,19 +41,37 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Validation:
+    """Examples that are not learned from: how well does the adapter do with them?"""
+
+    data: Sequence[Example]
+    every: int | None
+    """After every so many steps, and after the last; None: after the last."""
+    on_loss: Callable[[int, float], None]
+    """Told the step and the mean over all labels."""
+
+    def is_due(self, step: int, total: int) -> bool:
+        return step == total or (self.every is not None and step % self.every == 0)
+
+    def ask(self, session: Session, asked: _Asked) -> list[Future[Loss]]:
+        items = sum(predicted(session.adapter, example) for example in self.data)
+        return [asked.ask(session, partial(session.forward, batch, items=items)) for batch in session.batches(self.data)]
+
+
+@dataclass(frozen=True, slots=True)
 class _UnderWay:
     """A step that was asked for."""
 
     losses: list[Future[Loss]]
     stepped: Future[Step]
-    saved: Future[None] | None
     learning_rate: float
+    evaluated: list[Future[Loss]] = field(default_factory=list)
+    saved: Future[None] | None = None
+    kept: list[Snapshot] = field(default_factory=list)
 
     def done(self, total: int) -> Done:
         """Waits for its answers."""
         losses, step = [future.result() for future in self.losses], self.stepped.result()
-        if self.saved is not None:
-            self.saved.result()
         loss, tokens = sum(each.loss for each in losses), sum(each.tokens for each in losses)
         return Done(step.number, total, loss, self.learning_rate, step.gradient_norm, tokens)
 
@@ -62,7 +82,7 @@ class _Asked:
     def __init__(self) -> None:
         self._open: deque[Future[Any]] = deque()
 
-    def ask(self, call: Callable[[], Future[_T]]) -> Future[_T]:
+    def ask(self, session: Session, call: Callable[[], Future[_T]]) -> Future[_T]:
         while self._open and self._open[0].done():
             self._open.popleft()
         patience = _PATIENCE
@@ -70,6 +90,7 @@ class _Asked:
             try:
                 self._open.append(future := call())
             except TooManyRequests as error:
+                session.begin()
                 if self._open:
                     wait([self._open.popleft()])
                 elif patience > 0:
@@ -96,11 +117,14 @@ def run(
     after: int = 0,
     on_step: Callable[[Done], None] | None = None,
     checkpoint: Callable[[int], Path | None] | None = None,
+    on_saved: Callable[[int, Snapshot], None] | None = None,
+    validation: Validation | None = None,
     stop: threading.Event | None = None,
 ) -> Done | None:
     """Train until the recipe's end, or until `stop` is set; returns the last step, None if there was none.
 
-    `checkpoint` is asked after which steps to save the session, and where. `after` steps have been done before, and
+    `checkpoint` is asked after which steps to save the session, and where (what is there is replaced); `on_saved` is told
+    when that is on disk. All that is told is told in order, by this thread. `after` steps have been done before, and
     the session was loaded from where they ended. Raises what ends the session; `OutOfRange` before the first step if
     an example cannot be trained on.
     """
@@ -111,30 +135,48 @@ def run(
     under_way: deque[_UnderWay] = deque()
     asked = _Asked()
     last: Done | None = None
-    step = after
 
     def finish() -> Done:
-        done = under_way.popleft().done(total)
+        first = under_way.popleft()
+        done = first.done(total)
         if on_step is not None:
             on_step(done)
+        if validation is not None and first.evaluated:
+            validation.on_loss(done.step, sum(each.result().loss for each in first.evaluated))
+        if first.saved is not None:
+            first.saved.result()
+            if on_saved is not None:
+                on_saved(done.step, first.kept.pop())
         return done
 
-    for batches in recipe.batches(len(data), after=after):
-        if stop is not None and stop.is_set():
-            break
-        chosen = [[data[number] for number in batch] for batch in batches]
-        settings = recipe.settings(step, total)
-        losses = [
-            asked.ask(partial(session.forward_backward, batch, items=items))
-            for batch, items in zip(chosen, _items(session, chosen), strict=True)
-        ]
-        stepped = asked.ask(partial(session.optim_step, settings))
-        step += 1
-        folder = checkpoint(step) if checkpoint is not None else None
-        saved = asked.ask(partial(session.save, folder, optimizer=True)) if folder is not None else None
-        under_way.append(_UnderWay(losses, stepped, saved, settings.learning_rate))
-        if len(under_way) >= _AHEAD:
+    try:
+        for step, batches in enumerate(recipe.batches(len(data), after=after), after + 1):
+            if stop is not None and stop.is_set():
+                break
+            chosen = [[data[number] for number in batch] for batch in batches]
+            settings = recipe.settings(step - 1, total)
+            with session.gathering():
+                losses = [
+                    asked.ask(session, partial(session.forward_backward, batch, items=items))
+                    for batch, items in zip(chosen, _items(session, chosen), strict=True)
+                ]
+                stepped = asked.ask(session, partial(session.optim_step, settings))
+            due = validation is not None and validation.is_due(step, total)
+            evaluated = validation.ask(session, asked) if validation is not None and due else []
+            kept: list[Snapshot] = []
+            folder = checkpoint(step) if checkpoint is not None else None
+            saved = None
+            if folder is not None:
+                save = partial(session.save, folder, optimizer=True, replace=True, keep=kept.append)
+                saved = asked.ask(session, save)
+            under_way.append(_UnderWay(losses, stepped, settings.learning_rate, evaluated, saved, kept))
+            if len(under_way) >= _AHEAD:
+                last = finish()
+        while under_way:
             last = finish()
-    while under_way:
-        last = finish()
+    except SymbiosisError:
+        with suppress(SymbiosisError):
+            while under_way and under_way[0].stepped.done():
+                finish()  # it was done before that happened: whoever listens is to know of it
+        raise
     return last

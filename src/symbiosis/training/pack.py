@@ -26,7 +26,7 @@ class Piece:
     items: float
     """What the sum of its losses is divided by."""
     key: str
-    """Names it for dropout: the session's seed, the call's number, the example's."""
+    """Names it for dropout: the session's seed, the call's number, the example's. Empty: nothing is dropped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +35,8 @@ class Share:
 
     adapter: Trained
     pieces: tuple[Piece, ...]
+    learns: bool = True
+    """Whether gradients are wanted of it."""
 
     @property
     def rows(self) -> int:

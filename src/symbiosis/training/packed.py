@@ -84,16 +84,16 @@ class PackedModel:
 
     def compute(self, shares: Sequence[Share]) -> list[Outcome]:
         """Losses and gradients of each session. Nothing of the sessions is changed, so it may be repeated."""
-        with torch.enable_grad():
+        with torch.set_grad_enabled(any(share.learns for share in shares)):
             pack = Pack(shares, self._model.device)
             losses_N = token_losses(self._logits(pack), pack.labels_N)
             counts = [count for of_share in pack.labels_by_piece() for count in of_share]
             items = [piece.items for share in shares for piece in share.pieces]
             losses = iter(piece_losses(losses_N, counts, items))
             by_share = [torch.stack([next(losses) for _ in share.pieces]) for share in shares]
-        named = [(number, name, p) for number, s in enumerate(shares) for name, p in s.adapter.parameters.items()]
+        named = [(number, name, p) for number, s in enumerate(shares) if s.learns for name, p in s.adapter.parameters.items()]
         # a share without labels has no gradient; neither has one without parameters
-        heads = [loss.sum() for loss in by_share if loss.requires_grad]
+        heads = [loss.sum() for loss, share in zip(by_share, shares, strict=True) if share.learns and loss.requires_grad]
         found = torch.autograd.grad(heads, [p for *_, p in named], allow_unused=True) if heads else [None] * len(named)
         gradients: list[dict[str, Tensor]] = [{} for _ in shares]
         for (number, name, _), gradient in zip(named, found, strict=True):

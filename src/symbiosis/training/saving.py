@@ -23,8 +23,8 @@ from symbiosis.adapters.files import CONFIG, TENSORS, shown
 from symbiosis.adapters.folder import read
 from symbiosis.adapters.parts import Adapter, Scaling
 from symbiosis.adapters.parts import LowRank as StoredLowRank
-from symbiosis.errors import BadAdapter, Diverged
-from symbiosis.training.adapter import Trained
+from symbiosis.errors import BadAdapter, Diverged, NotStored
+from symbiosis.training.adapter import Snapshot, Trained
 from symbiosis.training.changes import LowRank, Scale
 from symbiosis.training.optimizer import KEPT
 
@@ -52,21 +52,24 @@ class Resumed:
     optimizer: Mapping[str, Tensor]
 
 
-def save(folder: Path, adapter: Trained, optimizer: Mapping[str, Tensor] | None, progress: Progress) -> None:
-    """Write the adapter as PEFT does; with the optimizer's state also what `load` needs to go on.
+def save(
+    folder: Path, adapter: Trained, optimizer: Mapping[str, Tensor] | None, progress: Progress, *, replace: bool = False
+) -> Snapshot:
+    """Write the adapter as PEFT does; with the optimizer's state also what `load` needs to go on. Returns what was written.
 
-    Raises `FileExistsError` if there is something already, `Diverged` if a number is none.
+    Raises `FileExistsError` if there is something already that is not to be replaced, `Diverged` if a number is none,
+    `NotStored` if the disk takes no more.
     """
-    if folder.exists() and any(folder.iterdir()):
+    if not replace and folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty")
-    tensors = adapter.tensors()
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
-        raise Diverged("the adapter has numbers that are none (NaN or infinite): the last step has spoilt it")
-    beside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.part")
-    beside.mkdir(parents=True)
+    made = adapter.snapshot()
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in (*made.tensors.values(), *(optimizer or {}).values())):
+        raise Diverged("the adapter or its optimizer has numbers that are none (NaN or infinite): the last step has spoilt it")
+    beside, older = (folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.{kind}") for kind in ("part", "old"))
     try:
+        beside.mkdir(parents=True)
         (beside / CONFIG).write_text(adapter.config)
-        save_file(tensors, beside / TENSORS, metadata={"format": "pt"})
+        save_file(dict(made.tensors), beside / TENSORS, metadata={"format": "pt"})
         if optimizer is not None:
             encoder = {f"{name}/value": adapter.parameters[name].detach().cpu() for name in _of_encoder(adapter)}
             said = {"steps": str(progress.steps), "batches": str(progress.batches)}
@@ -74,11 +77,19 @@ def save(folder: Path, adapter: Trained, optimizer: Mapping[str, Tensor] | None,
         for file in beside.iterdir():
             _to_disk(file)
         _to_disk(beside)
+        if replace and folder.exists():
+            folder.replace(older)
         beside.replace(folder)
         _to_disk(folder.parent)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
+    except (OSError, SafetensorError) as error:
+        if older.exists() and not folder.exists():
+            older.replace(folder)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise NotStored(f"the adapter could not be written: {reason}") from error
+    finally:
+        for left in (beside, older):
+            shutil.rmtree(left, ignore_errors=True)
+    return made
 
 
 def load(folder: Path, adapter: Trained, model: ModelFacts) -> Resumed:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from symbiosis.errors import OutOfRange
-from symbiosis.training.adapter import NOTHING, Trained
+from symbiosis.training.adapter import NOTHING, Snapshot, Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
+from symbiosis.training.data import Data
 from symbiosis.training.examples import Example, check, digest
 from symbiosis.training.line import Line
 from symbiosis.training.optimizer import Optimizer, StepSettings
@@ -58,6 +60,7 @@ class Session:
         bounds: Bounds,
         line: Line,
         submit: Submit,
+        hold: Callable[[Session, bool], None],
         close: Callable[[Session], None],
     ) -> None:
         self.id, self.tenant, self.weight, self.seed = id, tenant, weight, seed
@@ -68,8 +71,10 @@ class Session:
         self.line = line
         self.busy = False
         """Whether a file of it is read or written: no pass touches it meanwhile."""
+        self.held = False
+        """Whether more is to come that belongs to what waits."""
         self._bounds = bounds
-        self._submit, self._close = submit, close
+        self._submit, self._hold, self._close = submit, hold, close
 
     def forward_backward(
         self, batch: Sequence[Example], *, items: float | None = None, number: int | None = None
@@ -79,6 +84,13 @@ class Session:
         The loss is the mean over the batch's labels, as `model(**batch).loss`. With `items`, it is their sum over
         that: of several batches before one step, Trainer gives each the labels of all (`num_items_in_batch`).
         """
+        return self._submit(self, self._batch(batch, items, learns=True), number)
+
+    def forward(self, batch: Sequence[Example], *, items: float | None = None, number: int | None = None) -> Future[Loss]:
+        """A batch's loss as the adapter is now, without dropout; nothing is learned from it."""
+        return self._submit(self, self._batch(batch, items, learns=False), number)
+
+    def _batch(self, batch: Sequence[Example], items: float | None, *, learns: bool) -> ForwardBackward:
         examples, adapter = tuple(batch), self.adapter
         if not 1 <= len(examples) <= self._bounds.examples:
             raise OutOfRange(f"{len(examples)} examples in a batch", field="batch", expected=f"1 to {self._bounds.examples}")
@@ -94,23 +106,64 @@ class Session:
                 f"items is {items!r}", field="items", expected="a label to learn in the batch, or a number above 0"
             )
         costs = tuple(min(max(adapter.cost_of(len(example.ids)), _LEAST), self._bounds.rows) for example in examples)
-        return self._submit(self, ForwardBackward(examples, costs, items, tokens, digest(examples, items)), number)
+        return ForwardBackward(examples, costs, items, tokens, digest(examples, items), learns)
 
-    def check(self, examples: Sequence[Example]) -> None:
+    def check(self, examples: Sequence[Example] | Data) -> None:
         """Raises `OutOfRange` if one of them could not be trained on."""
         longest = min(self._bounds.rows, self._bounds.positions) - self.adapter.cost_of(0)
-        check(examples, vocabulary=self._bounds.vocabulary, longest=longest)
+        if isinstance(examples, Data):
+            examples.check(vocabulary=self._bounds.vocabulary, longest=longest)
+        else:
+            check(examples, vocabulary=self._bounds.vocabulary, longest=longest)
+
+    def batches(self, examples: Sequence[Example]) -> Iterator[list[Example]]:
+        """Examples that were checked, in their order, in batches that may be asked for."""
+        batch: list[Example] = []
+        tokens = 0
+        for example in examples:
+            tokens += len(example.ids)
+            if batch and (len(batch) == self._bounds.examples or tokens > self._bounds.tokens):
+                yield batch
+                batch, tokens = [], len(example.ids)
+            batch.append(example)
+        if batch:
+            yield batch
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """What is asked for within is begun when all of it is here, or `begin` says so.
+
+        So which batches meet in a pass does not depend on how fast the caller is.
+        """
+        self._hold(self, True)
+        try:
+            yield
+        finally:
+            self._hold(self, False)
+
+    def begin(self) -> None:
+        """No more comes before some of what waits is done."""
+        self._hold(self, False)
 
     def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
         """Change the adapter by the gradients that have gathered, and forget them."""
         return self._submit(self, OptimStep(settings), number)
 
-    def save(self, folder: Path, *, optimizer: bool = False, number: int | None = None) -> Future[None]:
+    def save(
+        self,
+        folder: Path,
+        *,
+        optimizer: bool = False,
+        replace: bool = False,
+        keep: Callable[[Snapshot], None] | None = None,
+        number: int | None = None,
+    ) -> Future[None]:
         """Write the adapter as PEFT's `save_pretrained` does; with `optimizer`, `load` can go on from there exactly.
 
-        The folder is the host's own and must not exist: a name from a tenant must never become one.
+        The folder is the host's own and must not exist, unless it is to be replaced: a name from a tenant must never become
+        one. `keep` is called, by another thread, with what was written once it is on disk.
         """
-        return self._submit(self, Save(folder, optimizer), number)
+        return self._submit(self, Save(folder, optimizer, replace, keep), number)
 
     def load(self, folder: Path, *, number: int | None = None) -> Future[None]:
         """Take the adapter's numbers from a folder, and the optimizer's if they are there. Gradients are forgotten."""
@@ -125,7 +178,7 @@ class Session:
     @property
     def ready(self) -> bool:
         """Whether something waits that may be done now."""
-        return bool(self.line.waiting) and not self.busy
+        return bool(self.line.waiting) and not self.busy and not self.held
 
     def costs(self, room: int) -> list[int]:
         """Of the examples that wait, in their order, as many as may fit."""
@@ -146,13 +199,18 @@ class Session:
             for index in range(len(call.losses), len(call.examples)):
                 if len(found) == count:
                     return found
-                found.append((call, Piece(call.examples[index], call.items, f"{self.seed}/{batch}/{index}")))
+                key = f"{self.seed}/{batch}/{index}" if call.learns else ""
+                found.append((call, Piece(call.examples[index], call.items, key)))
         return found
 
     def _batches(self) -> list[ForwardBackward]:
         """The calls at the head of its line that may be computed together: up to the next that is something else."""
-        calls = itertools.takewhile(lambda call: isinstance(call, ForwardBackward), self.line.waiting)
-        return [call for call in calls if isinstance(call, ForwardBackward)]
+        found: list[ForwardBackward] = []
+        for call in self.line.waiting:
+            if not isinstance(call, ForwardBackward) or (found and call.learns != found[0].learns):
+                break
+            found.append(call)
+        return found
 
     def release(self) -> None:
         """Once nothing of it is computed any more: whoever keeps a closed session keeps no tensor by it."""

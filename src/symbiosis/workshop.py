@@ -1,0 +1,154 @@
+"""Where training and serving meet: jobs are ordered over the engine's line, and what they train is served from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from symbiosis.adapters.parts import Adapter
+from symbiosis.engine.desk import Refused
+from symbiosis.engine.engine import Core
+from symbiosis.engine.window import News, Window, text, whole
+from symbiosis.errors import BadMessage, SymbiosisError
+from symbiosis.training import events
+from symbiosis.training.host import Host
+from symbiosis.training.jobs import JobOrder, Jobs
+from symbiosis.training.recipe import Recipe
+
+_MAX_PATH = 4096
+_MAX_COUNT = (1 << 31) - 1
+_RECIPE = {each.name for each in fields(Recipe)}
+_ORDER = {each.name for each in fields(JobOrder)} | {"op"}
+
+
+class Workshop:
+    """A room of the window. Jobs of a peer that is gone are ended; nothing of them is remembered here."""
+
+    operations = ("train", "stop_training")
+
+    def __init__(self, window: Window, core: Core, host: Host) -> None:
+        self._window, self._core, self._host = window, core, host
+        self.jobs = Jobs(host, self._say, self._serve)
+        window.desk.more_figures = self._figures
+        window.add(self)
+
+    def do(self, ticket: str, body: Mapping[str, Any]) -> None:
+        if body.get("op") == "stop_training":
+            self.jobs.stop(ticket)
+        else:
+            self.jobs.train(_order(ticket, body))
+
+    def leave(self, peer: str) -> None:
+        for id in self.jobs.ids():
+            if id.startswith(f"{peer}:"):
+                self.jobs.abandon(id)
+
+    def close(self) -> None:
+        self.jobs.close()
+        self._host.close()
+
+    def limits(self) -> dict[str, Any]:
+        """What the other process needs to know before it orders a job."""
+        config = self._host.config
+        return {
+            "longest": self._host.longest,
+            "vocabulary": self._host.facts.vocab,
+            "max_examples": config.max_examples,
+            "tenant_sessions": config.tenant_sessions,
+            "max_sessions": config.max_sessions,
+            "tenant_parameters": config.tenant_parameters,
+        }
+
+    def _serve(self, name: str, adapter: Adapter, folder: Path) -> int:
+        """On a job's thread; only the name is changed by the stepping one."""
+        prepared = self._core.prepare_held(adapter, folder)
+        return self._window.desk.serve(name, prepared).result().generation
+
+    def _say(self, id: str, event: events.Event) -> None:
+        if isinstance(event, events.Refused):
+            self._window.say(Refused(id, event.error))
+        else:
+            self._window.say(News(id, {"training": events.written(event)}))
+
+    def _figures(self) -> dict[str, Any]:
+        return {"training": {"passes": asdict(self._host.stats), "jobs": asdict(self.jobs.stats)}}
+
+
+class NoWorkshop:
+    """The room where nothing is trained: says why."""
+
+    operations = Workshop.operations
+
+    def __init__(self, window: Window, why: SymbiosisError) -> None:
+        self._why = why
+        window.add(self)
+
+    def do(self, ticket: str, body: Mapping[str, Any]) -> None:
+        if body.get("op") == "train":
+            raise self._why
+
+    def leave(self, peer: str) -> None:
+        """Nothing of anybody's is here."""
+
+    def close(self) -> None:
+        """As above."""
+
+
+def _order(ticket: str, raw: Mapping[str, Any]) -> JobOrder:
+    """Raises `BadMessage` or `OutOfRange`."""
+    body = dict(raw)
+    if body.keys() != _ORDER:
+        wrong = sorted(str(key) for key in body.keys() ^ _ORDER)
+        raise BadMessage(f"train: {wrong[0]!r:.60} is missing, or not known")
+    adapter, recipe = body["adapter"], body["recipe"]
+    if not isinstance(adapter, dict):
+        raise BadMessage("adapter: expected an object, a PEFT config")
+    if not isinstance(recipe, dict) or not recipe.keys() <= _RECIPE:
+        raise BadMessage(f"recipe: expected an object with some of {', '.join(sorted(_RECIPE))}")
+    weight = body["weight"]
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise BadMessage("weight: expected a number")
+    resume, after = _path_or_none(body, "resume"), _count(body, "after", 0)
+    if (resume is None) != (after == 0):
+        raise BadMessage("after: expected the steps of the checkpoint to resume, 0 without one")
+    every = None if body["evaluate_every"] is None else _count(body, "evaluate_every", 1)
+    if type(body["serve_checkpoints"]) is not bool:
+        raise BadMessage("serve_checkpoints: expected true or false")
+    return JobOrder(
+        id=ticket,
+        tenant=text(body, "tenant"),
+        adapter=adapter,
+        recipe=Recipe(**recipe),
+        seed=whole(body["seed"], "seed"),
+        weight=weight,
+        data=_path(body, "data"),
+        validation=_path_or_none(body, "validation"),
+        evaluate_every=every,
+        checkpoints=_path(body, "checkpoints"),
+        checkpoint_every=_count(body, "checkpoint_every", 1),
+        resume=resume,
+        after=after,
+        final=_path(body, "final"),
+        serve_as=None if body["serve_as"] is None else text(body, "serve_as"),
+        serve_checkpoints=body["serve_checkpoints"],
+    )
+
+
+def _count(body: dict[str, Any], name: str, least: int) -> int:
+    value = whole(body[name], name)
+    if not least <= value <= _MAX_COUNT:
+        raise BadMessage(f"{name}: expected {least} to {_MAX_COUNT}")
+    return value
+
+
+def _path(body: dict[str, Any], name: str) -> Path:
+    path = Path(text(body, name, _MAX_PATH))
+    if not path.is_absolute() or ".." in path.parts or "\0" in str(path):
+        raise BadMessage(f"{name}: expected a whole path without ..")
+    return path
+
+
+def _path_or_none(body: dict[str, Any], name: str) -> Path | None:
+    return None if body[name] is None else _path(body, name)
