@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from symbiosis.engine.names import owned, owner_and_name
-from symbiosis.errors import EngineLost, SymbiosisError
+from symbiosis.errors import EngineLost, SymbiosisError, UnknownAdapter
 from symbiosis.jobs.errors import StorageFull, WrongState
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.plan import Wishes
@@ -325,7 +325,7 @@ class Supervisor:
         if not self._live:
             self._idle.set()
         try:
-            await self._after(job, trial, end)
+            await self._after(job, trial)
         except (SymbiosisError, OSError):
             _log.exception("%s has ended, but something of it could not be put away", job.id)
         return True
@@ -417,12 +417,12 @@ class Supervisor:
             self._records.change(job.id, Change.FAIL, error=error)
             self._records.add_event(job.id, "message", body["message"], level="error", data={"code": body["code"]})
 
-    async def _after(self, job: Job, trial: Try, end: dict[str, Any]) -> None:
+    async def _after(self, job: Job, trial: Try) -> None:
         """What an end leaves to do outside of the records."""
         if job.id in self._resting:
             asyncio.get_running_loop().call_later(_REST_S, self._rested, job.id)
-        if job.state is State.CANCELLED and "trained" in end:
-            with suppress(SymbiosisError):
+        if job.state in (State.CANCELLED, State.FAILED):
+            with suppress(UnknownAdapter):  # unless a checkpoint, or the end that came too late, is served
                 await self._engine.ask("unload", name=owned(job.owner, job.name))
         if job.state is State.FAILED and (last := self._records.last_checkpoint(job)) is not None:
             await self._serve_last(job, last)
