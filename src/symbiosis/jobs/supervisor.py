@@ -235,6 +235,7 @@ class Supervisor:
             for id, events in by_try.items():
                 looks |= await self._take(id, events)
             if any(event is None for event in batch):
+                self._idle.set()
                 return  # the engine is lost, and so is this process
             if looks and not self._closing:
                 await self._start_some()

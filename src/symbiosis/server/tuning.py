@@ -37,7 +37,7 @@ from symbiosis.server.tokens import Tokens
 
 _FORM_EXTRA = 64 << 10
 _WRITE_AT_ONCE = 1 << 20
-_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+_KEY = re.compile(r"[\x20-\x7e]{1,255}")
 
 
 class Tuning:
@@ -263,7 +263,7 @@ def _scope(caller: Caller) -> str | None:
 def _key(request: Request) -> str | None:
     key = request.headers.get("idempotency-key")
     if key is not None and not _KEY.fullmatch(key):
-        raise BadRequest("Idempotency-Key: expected 1 to 255 visible ASCII characters", field="Idempotency-Key")
+        raise BadRequest("Idempotency-Key: expected 1 to 255 plain ASCII characters", field="Idempotency-Key")
     return key
 
 
