@@ -75,9 +75,12 @@ class Preparer:
         decided = plan.make(
             wishes, examples=count, validates="validation_file" in found, seed=seed, max_steps=self._limits.steps
         )
-        for field in found:
-            self._source(job, field).unlink()
         return Found(decided, found)
+
+    def release(self, job: str) -> None:
+        """The plan is recorded: the text is not needed any more."""
+        for field in FIELDS:
+            self._source(job, field).unlink(missing_ok=True)
 
     def _source(self, job: str, field: str) -> Path:
         return self._folder.work(job) / f"{field}.jsonl"

@@ -171,8 +171,10 @@ class Supervisor:
                 except StorageFull as error:
                     _log.warning("%s waits: %s", job.id, error)
                     await asyncio.sleep(_RETRY_S)
-        except WrongState:  # cancelled meanwhile
-            self._folder.remove_work(job.id)
+            self._preparer.release(job.id)
+        except WrongState:
+            if self._records.job(job.id).state.is_end:  # cancelled meanwhile
+                self._folder.remove_work(job.id)
         except Exception as error:  # noqa: BLE001 - the job ends with it, whatever it is
             await asyncio.to_thread(self._fail, job.id, _told(error))
             self._folder.remove_work(job.id)
@@ -236,6 +238,8 @@ class Supervisor:
                 looks |= await self._take(id, events)
             if any(event is None for event in batch):
                 self._idle.set()
+                for task in self._validating.values():
+                    task.cancel()
                 return  # the engine is lost, and so is this process
             if looks and not self._closing:
                 await self._start_some()

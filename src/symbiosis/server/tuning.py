@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from symbiosis.errors import Forbidden, QuotaExceeded, TooManyRequests
+from symbiosis.errors import EngineLost, Forbidden, QuotaExceeded, TooManyRequests
 from symbiosis.jobs import plan
 from symbiosis.jobs.errors import UnknownFile
 from symbiosis.jobs.files import Files
@@ -80,6 +80,8 @@ class Tuning:
             raise Forbidden(f"this server does no fine-tuning: {self._settings.training['why']}")
         if self._records is None:
             raise Forbidden("this server does no fine-tuning: it was started without a place for it (--jobs FOLDER)")
+        if not self._remote.is_alive():  # another process may have taken over what is kept
+            raise EngineLost("the serving engine is gone; it may be started again")
         return self._records
 
     # Files
@@ -181,6 +183,8 @@ class Tuning:
         except BaseException:
             self._folder.remove_work(id)
             raise
+        if decided is not None:
+            self._preparer.release(id)
         if job.id != id:  # the same request came a moment before
             self._folder.remove_work(id)
         elif state is State.VALIDATING:
