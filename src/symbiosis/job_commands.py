@@ -76,7 +76,8 @@ def show(id: Id, connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
     rows |= {"seed": job["seed"], "time left": _left(job), "error": (job["error"] or {}).get("message")}
     rows |= {"created": _time(job["created_at"]), "finished": _time(job["finished_at"])}
     rows |= {name.replace("_", " "): value for name, value in job["progress"].items() if name != "began_at"}
-    rows |= {name.replace("_", " "): value for name, value in job["method"]["supervised"]["hyperparameters"].items()}
+    for name, value in job["method"]["supervised"]["hyperparameters"].items():
+        rows.setdefault("PEFT config" if name == "adapter" else name.replace("_", " "), value)
     for name, value in rows.items():
         if value not in (None, ""):
             table.add_row(name, escape(str(value)))
