@@ -253,7 +253,7 @@ def test_checkpoints_are_served_if_asked(ann):
     assert time.monotonic() < end
 
 
-def test_a_job_that_diverges_ends_alone_with_its_last_good_checkpoint(school, ann):
+def test_a_job_with_wild_settings_harms_no_other(school, ann):
     bob = school.client(BOB)
     other = created(bob, {**FAST, "n_steps": 60})
     wild = {
