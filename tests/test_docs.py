@@ -19,6 +19,7 @@ from tests.tiny_chat import make_tiny_chat
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+FINE_TUNING = (ROOT / "docs/fine-tuning.md").read_text()
 USUAL = {"tcp": "tcp://127.0.0.1:7777", "http": "http://127.0.0.1:8000"}
 
 
@@ -109,6 +110,37 @@ def test_the_openai_client_against_make_serve(served):
         client.chat.completions.create(**{**ask, "model": "nobody"})
     with pytest.raises(openai.BadRequestError, match="8192"):
         client.chat.completions.create(**{**ask, "max_tokens": 100_000})
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """The data of the page about fine-tuning: everything is answered as a pirate would."""
+    data = (ROOT / "src/symbiosis/demo_data/pirate.jsonl").read_text()
+    (tmp_path / "chats.jsonl").write_text("".join(data.splitlines(keepends=True)[:12]))
+    return tmp_path
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+def test_the_fine_tuning_pages_client_teaches_and_gets_its_answer(served, chats):
+    (code,) = blocks("python", FINE_TUNING)
+    *events, answer = run(here(code, served), cwd=chats).strip().splitlines()
+    assert events[0] == "The job has successfully completed"
+    assert re.search("(?i)arr|matey|yo ho", answer), answer
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+def test_the_fine_tuning_pages_commands(served, chats):
+    (commands,) = blocks("bash", FINE_TUNING)
+    commands = commands.replace("symbiosis ", f"{sys.executable} -m symbiosis.cli ").replace("--epochs 10", "--steps 2")
+    commands = re.sub("(?m)$", f" --connect {served['http']}", commands.strip())
+    done = subprocess.run(["bash", "-ec", commands], cwd=chats, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert "is served: symbiosis chat --adapter ft-pirate-" in done.stdout
+    assert "succeeded" in done.stdout
+    assert (chats / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (chats / "my-adapter" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.real

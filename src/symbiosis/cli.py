@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from symbiosis import __version__, adapter_commands
+from symbiosis import __version__, adapter_commands, job_commands
 from symbiosis.adapter_commands import DEFAULT_SITE, Key
 from symbiosis.errors import SymbiosisError
 
@@ -74,6 +74,7 @@ app = typer.Typer(
 )
 
 app.add_typer(adapter_commands.app)
+app.add_typer(job_commands.app)
 
 Connect = Annotated[str, typer.Option("--connect", metavar="ADDRESS", help="Where the executor listens.")]
 Token = Annotated[
@@ -155,6 +156,7 @@ class _Stop:
 _FOR_HTTP = (
     *("key", "admin_key", "adapter", "adapter_root", "uploads", "tenant_adapters", "tenant_adapter_gb", "tenant_requests"),
     *("tenant_rate", "cache_gb", "adapter_gb", "adapter_host_gb", "max_rows", "max_running", "max_queued", "tenant_queued"),
+    *("jobs", "running_jobs", "tenant_running_jobs"),
 )
 
 
@@ -256,6 +258,17 @@ def serve(
             help="Keeps the adapters that tenants upload, also for the next server; none: they go when this one does.",
         ),
     ] = None,
+    jobs: Annotated[
+        Path | None,
+        typer.Option(
+            "--jobs",
+            metavar="FOLDER",
+            show_default=False,
+            help="Keeps fine-tuning jobs, which go on after a restart. (default: UPLOADS-jobs, beside --uploads)",
+        ),
+    ] = None,
+    running_jobs: Annotated[int, _limit("--running-jobs", "Most fine-tuning jobs at once; others wait.")] = 8,
+    tenant_running_jobs: Annotated[int, _limit("--tenant-running-jobs", "Most of one tenant at once.")] = 4,
     tenant_adapters: Annotated[int, _limit("--tenant-adapters", "Most adapters that one tenant may upload.")] = 64,
     tenant_adapter_gb: Annotated[float, _limit("--tenant-adapter-gb", "Most gigabytes that they may have together.")] = 4.0,
     tenant_requests: Annotated[
@@ -290,6 +303,7 @@ def serve(
     with err.status("Starting"):
         from symbiosis.engine.residency import ResidencyConfig
         from symbiosis.hosting import check_http
+        from symbiosis.jobs.queue import JobLimits
         from symbiosis.launch import Executor, check_address
         from symbiosis.server.limits import RequestLimits
         from symbiosis.server.store import StoreLimits
@@ -329,6 +343,8 @@ def serve(
                     adapters=adapters,
                     adapter_root=adapter_root,
                     uploads=uploads,
+                    jobs=jobs,
+                    job_limits=JobLimits(running=running_jobs, tenant_running=tenant_running_jobs),
                     store_limits=StoreLimits(adapters=tenant_adapters, bytes=int(tenant_adapter_gb * 1e9)),
                     requests=RequestLimits(at_once=tenant_requests, per_minute=tenant_rate),
                     cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
@@ -471,14 +487,43 @@ def generate(
 
 @app.command(epilog="Example: symbiosis finetune chats.jsonl --out my-adapter --method lora --rank 8 --epochs 3")
 def finetune(
+    ctx: typer.Context,
     data: Annotated[
         Path,
         typer.Argument(metavar="DATA.jsonl", help='A line per example: {"messages": [{"role", "content"} …]} or {"text": …}.'),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the adapter is written.")],
-    connect: Connect = DEFAULT_ADDRESS,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FOLDER",
+            show_default=False,
+            help="Where the adapter is written; a hosted one is copied there, if asked.",
+        ),
+    ] = None,
+    connect: Annotated[
+        str | None,
+        typer.Option(
+            "--connect",
+            "--url",
+            metavar="ADDRESS",
+            show_default=False,
+            help=f"Where the executor listens. (default: {DEFAULT_ADDRESS}; with --hosted {DEFAULT_SITE})",
+        ),
+    ] = None,
     token: Token = None,
+    key: Key = None,
     name: Name = "finetune",
+    hosted: Annotated[
+        bool, typer.Option("--hosted", help="Let a server train it (`symbiosis serve --http`): nothing is computed here.")
+    ] = False,
+    validation: Annotated[
+        Path | None, typer.Option("--validation", metavar="FILE", show_default=False, help="Data to test with. Hosted only.")
+    ] = None,
+    suffix: Annotated[str | None, typer.Option(show_default=False, help="Part of the adapter's name. Hosted only.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="PNG", show_default=False, help="A picture of the loss. Hosted only.")
+    ] = None,
     method: Annotated[
         str, typer.Option(help="lora, rslora, dora, loha, lokr, vera, oft, ia3, prefix, prompt or ptuning.")
     ] = "lora",
@@ -499,6 +544,36 @@ def finetune(
     seed: Annotated[int, typer.Option(help="Of the adapter's start and the order of examples.")] = 0,
 ) -> None:
     """Train an adapter on your chats or texts; the result is a plain PEFT folder."""
+    if hosted:
+        hyperparameters = {
+            "peft_method": method,
+            "rank": rank,
+            "alpha": alpha,
+            "targets": None if targets is None else "all-linear" if targets == "all-linear" else targets.split(","),
+            "virtual_tokens": virtual_tokens,
+            "learning_rate": lr,
+            "n_epochs": epochs,
+            "n_steps": steps,
+            "batch_size": batch_size if _given(ctx, "batch_size") else None,
+            "max_length": max_length if _given(ctx, "max_length") else None,
+        }
+        job_commands.finetune(
+            connect or DEFAULT_SITE,
+            key,
+            data,
+            validation,
+            suffix=suffix,
+            seed=seed,
+            hyperparameters={each: value for each, value in hyperparameters.items() if value is not None},
+            out=out,
+            plot=plot,
+        )
+        return
+    for option in ("validation", "suffix", "plot", "key"):
+        if _given(ctx, option):
+            raise SymbiosisError(f"--{option} is for a server's training: give --hosted too")
+    if out is None:
+        raise SymbiosisError("say where the adapter is written: --out FOLDER")
     from symbiosis.finetuning import FinetuneConfig, read_samples
     from symbiosis.finetuning import finetune as train
     from symbiosis.launch import connect as connect_to
@@ -517,7 +592,7 @@ def finetune(
         seed=seed,
     )
     samples = read_samples(data)  # before connecting: bad data shows at once
-    model = connect_to(connect, token=token, name=name)
+    model = connect_to(connect or DEFAULT_ADDRESS, token=token, name=name)
     session: Any = model.symbiosis
     try:
         with _training_bar() as on_step:

@@ -28,6 +28,7 @@ from symbiosis.engine.residency import ResidencyConfig
 from symbiosis.engine.window import Window
 from symbiosis.errors import AddressInUse, BadAddress, CannotTrain, EngineLost, InsecureListen, SymbiosisError
 from symbiosis.executor.turns import Turns
+from symbiosis.jobs.queue import JobLimits
 from symbiosis.links.shm import runtime_folder
 from symbiosis.models.source import shared_copy
 from symbiosis.server import store
@@ -51,7 +52,8 @@ class Hosting:
     `adapters` are folders by name, loaded before anybody is served;
     `adapter_root` is where the admin may load more from. Adapters that tenants
     upload are kept in `uploads` and served again by the next server with that
-    folder; without one they are gone when this is closed. Clients have
+    folder; without one they are gone when this is closed. Fine-tuning jobs are kept in
+    `jobs`, by default in a folder beside `uploads`. Clients have
     `patience_s` to send a request's head. `training` are the limits of hosted
     fine-tuning over the same weights; None: nothing is trained. A model that
     cannot be trained in shared passes is served all the same. `turns` are taken
@@ -70,6 +72,8 @@ class Hosting:
         adapters: Mapping[str, str | Path] | None = None,
         adapter_root: str | Path | None = None,
         uploads: str | Path | None = None,
+        jobs: str | Path | None = None,
+        job_limits: JobLimits | None = None,
         store_limits: store.StoreLimits | None = None,
         requests: RequestLimits | None = None,
         residency: ResidencyConfig | None = None,
@@ -83,6 +87,8 @@ class Hosting:
         with ExitStack() as undo:
             self._socket = undo.enter_context(closing(_listen(address, keys or {})))
             self._uploads = undo.enter_context(closing(_Uploads(uploads)))
+            beside = None if uploads is None else Path(uploads).with_name(f"{Path(uploads).resolve().name}-jobs")
+            self._jobs = undo.enter_context(closing(_Kept(jobs or beside)))
             host, port = self._socket.getsockname()[:2]
             settings = Settings(
                 base=base,
@@ -90,6 +96,8 @@ class Hosting:
                 admin_key=admin_key,
                 adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
                 uploads=str(self._uploads.folder),
+                jobs=str(self._jobs.folder),
+                job_limits=job_limits or JobLimits(),
                 store=store_limits or store.StoreLimits(),
                 requests=requests or RequestLimits(),
                 patience_s=patience_s,
@@ -149,6 +157,7 @@ class Hosting:
         if isinstance(self._trains, Host):
             self._trains.close()
         self._uploads.close()
+        self._jobs.close()
         self._socket.close()
 
     def __enter__(self) -> Hosting:
@@ -158,8 +167,8 @@ class Hosting:
         self.close()
 
 
-class _Uploads:
-    """The folder that uploaded adapters are kept in: the provider's, or one of our own for as long as we serve."""
+class _Kept:
+    """A folder that things are kept in: the provider's, or one of our own for as long as we serve."""
 
     def __init__(self, folder: str | Path | None) -> None:
         self._is_ours = folder is None
@@ -167,6 +176,20 @@ class _Uploads:
             store.remove_deserted(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
         self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY) if folder is None else folder).resolve()
         self._lock = store.lock(self.folder)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        if self._is_ours:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Uploads(_Kept):
+    """Of adapters that tenants uploaded, or that were trained for them."""
+
+    def __init__(self, folder: str | Path | None) -> None:
+        super().__init__(folder)
         store.remove_left_over(self.folder)
 
     def serve(self, core: Core) -> None:
@@ -176,13 +199,6 @@ class _Uploads:
                 core.add_adapter(owned(each.owner, each.name), each.folder)
             except SymbiosisError as error:
                 _log.warning("the adapter %s in %s is not served: %s", each.name, each.folder, error)
-
-    def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-        if self._is_ours:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class _Process:
@@ -239,7 +255,7 @@ def _workshop(window: Window, core: Core, trains: Host | SymbiosisError) -> dict
     else:
         NoWorkshop(window, trains)
         told = {"training": False, "why": str(trains)}
-    return {"training": told} if "training" in Settings.__slots__ else {}
+    return {"training": told}
 
 
 def _check_names(base: str, adapters: Mapping[str, Any]) -> None:

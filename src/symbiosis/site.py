@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from symbiosis.errors import BadAdapter, BadAddress, SymbiosisError, Unreachable
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
 _TIMEOUT_S = 300.0
 _PIECE = 1 << 20
+_JOBS = "/v1/fine_tuning/jobs"
 
 
 class Refusal(SymbiosisError):
@@ -92,8 +93,78 @@ class Site:
         body = {"lora_name": name, "pinned": pinned, **({} if owner is None else {"owner": owner})}
         self._json("POST", "/v1/pin_lora_adapter", json.dumps(body).encode(), "application/json")
 
-    def _json(self, method: str, path: str, body: Any = None, kind: str = "", length: int | None = None) -> dict[str, Any]:
-        with self._ask(method, path, body, kind, length) as response:
+    def download_adapter(self, name: str, folder: Path) -> None:
+        """The two files of an adapter of one's own, as PEFT reads them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in FILES.values():
+            with self._ask("GET", f"/v1/adapters/{quote(name, safe='')}/{file}") as response, (folder / file).open("wb") as out:
+                while piece := response.read(_PIECE):
+                    out.write(piece)
+
+    def upload(self, path: Path) -> dict[str, Any]:
+        """A file to train on. Raises `SymbiosisError` if it cannot be read."""
+        boundary = secrets.token_hex(16)
+        head = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{quote(path.name, safe=" ")}"\r\n\r\n'
+        ).encode()
+        end = f"\r\n--{boundary}--\r\n".encode()
+        try:
+            size = path.stat().st_size
+            opened = path.open("rb")
+        except OSError as error:
+            raise SymbiosisError(f"cannot read {path}: {error.strerror}") from None
+
+        def pieces() -> Iterator[bytes]:
+            yield head
+            while piece := opened.read(_PIECE):
+                yield piece
+            yield end
+
+        with opened:
+            kind = f"multipart/form-data; boundary={boundary}"
+            return self._json("POST", "/v1/files", pieces(), kind, len(head) + size + len(end))
+
+    def create_job(self, body: dict[str, Any], key: str | None = None) -> dict[str, Any]:
+        """`key`: the same twice makes one job."""
+        more = {} if key is None else {"Idempotency-Key": key}
+        return self._json("POST", _JOBS, json.dumps(body).encode(), "application/json", more=more)
+
+    def jobs(self, limit: int = 20) -> list[dict[str, Any]]:
+        """Newest first."""
+        return self._pages(_JOBS, limit)
+
+    def job(self, id: str) -> dict[str, Any]:
+        return self._json("GET", f"{_JOBS}/{quote(id, safe='')}")
+
+    def change_job(self, id: str, how: str) -> dict[str, Any]:
+        """cancel, pause or resume."""
+        return self._json("POST", f"{_JOBS}/{quote(id, safe='')}/{how}")
+
+    def events(self, id: str, limit: int = 1 << 62) -> list[dict[str, Any]]:
+        """Oldest first."""
+        return self._pages(f"{_JOBS}/{quote(id, safe='')}/events", limit)[::-1]
+
+    def _pages(self, path: str, limit: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        more = True
+        while more and len(found) < limit:
+            query = {"limit": min(100, limit - len(found))} | ({"after": found[-1]["id"]} if found else {})
+            page = self._json("GET", f"{path}?{urlencode(query)}")
+            found += page["data"]
+            more = page["has_more"]
+        return found
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        kind: str = "",
+        length: int | None = None,
+        more: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        with self._ask(method, path, body, kind, length, more) as response:
             try:
                 found = json.loads(response.read())
             except (ValueError, HTTPException, OSError) as error:
@@ -101,9 +172,18 @@ class Site:
         assert isinstance(found, dict)
         return found
 
-    def _ask(self, method: str, path: str, body: Any = None, kind: str = "", length: int | None = None) -> HTTPResponse:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        kind: str = "",
+        length: int | None = None,
+        more: Mapping[str, str] | None = None,
+    ) -> HTTPResponse:
         headers = {"Connection": "close"} | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"})
         headers |= {"Content-Type": kind} if kind else {}
+        headers |= more or {}
         headers |= {} if length is None else {"Content-Length": str(length)}
         connection = self._kind(self._host, self._port, timeout=_TIMEOUT_S)
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
 from symbiosis.adapters.files import CONFIG
 from symbiosis.engine.names import owned, owner_and_name
@@ -31,7 +31,7 @@ class Adapters:
 
     def __init__(self, remote: Remote, settings: Settings) -> None:
         self._remote, self._settings = remote, settings
-        self._store = None if settings.uploads is None else Store(Path(settings.uploads), settings.store)
+        self.store = None if settings.uploads is None else Store(Path(settings.uploads), settings.store)
         self._ending: set[asyncio.Task[Any]] = set()
 
     def visible(self, caller: Caller, served: dict[str, Any]) -> dict[str, tuple[str | None, Any]]:
@@ -53,7 +53,7 @@ class Adapters:
         return JSONResponse({"object": "list", "data": [self._about(*each, stats["adapters_pinned"]) for each in found]})
 
     def _about(self, owner: str | None, name: str, hash: str, pinned: Collection[str]) -> dict[str, Any]:
-        kept = None if self._store is None else self._store.get(owner, name)
+        kept = None if self.store is None else self.store.get(owner, name)
         size = None if kept is None else kept.bytes
         about = {"id": name, "object": "adapter", "owner": owner, "parent": self._settings.base, "root": hash, "bytes": size}
         return {**about, "pinned": owned(owner, name) in pinned}
@@ -61,9 +61,9 @@ class Adapters:
     async def upload(self, request: Request) -> Response:
         """Take the two files of an adapter, and serve it if it can be; one of that name is replaced."""
         name, owner = self._name(request), request.state.caller.owner
-        if self._store is None:
+        if self.store is None:
             raise Forbidden("this server takes no adapters: it was started without a place for them (--uploads FOLDER)")
-        upload = self._store.begin(owner, name)
+        upload = self.store.begin(owner, name)
         try:
             await self._receive(request, upload)
         except BaseException:
@@ -103,6 +103,14 @@ class Adapters:
         hash: str = found["hash"]
         return hash
 
+    async def download(self, request: Request) -> Response:
+        """One of the two files of an adapter of one's own, as PEFT reads them."""
+        name, file = self._name(request), request.path_params["file"]
+        kept = None if self.store is None else self.store.get(request.state.caller.owner, name)
+        if kept is None or file not in FIELDS.values():
+            raise UnknownAdapter(f"there is no adapter {name!r} of yours that is kept here with a file {file!r:.60}")
+        return FileResponse(kept.folder / file, media_type="application/octet-stream")
+
     async def remove(self, request: Request) -> Response:
         """One's own; the admin's `?owner=` names a tenant whose it is."""
         caller: Caller = request.state.caller
@@ -118,8 +126,8 @@ class Adapters:
         self._check(wish.lora_name, "lora_name")
         folder = _confined(self._settings.adapter_root, wish.lora_path)
         await self._remote.ask("load", name=wish.lora_name, folder=str(folder), replace=wish.load_inplace)
-        if self._store is not None:
-            self._store.remove(None, wish.lora_name)  # it was replaced
+        if self.store is not None:
+            self.store.remove(None, wish.lora_name)  # it was replaced
         return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -133,7 +141,7 @@ class Adapters:
         return JSONResponse({"id": wish.lora_name, "object": "adapter", "owner": wish.owner, "pinned": wish.pinned})
 
     async def _forget(self, owner: str | None, name: str) -> None:
-        was_kept = self._store is not None and self._store.remove(owner, name)
+        was_kept = self.store is not None and self.store.remove(owner, name)
         try:
             await self._remote.ask("unload", name=owned(owner, name))
         except UnknownAdapter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -28,6 +29,7 @@ from symbiosis.server.remote import Order, Remote
 from symbiosis.server.schemas import Chat, Completion, Detokenize, Tokenize, Wishes, adapter_of, check_n
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokens import Tokens
+from symbiosis.server.tuning import Tuning
 
 _DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat goes on until it ends
 _CLIENT_LEFT = 499
@@ -41,6 +43,7 @@ class Server:
         self._adapters = Adapters(remote, settings)
         self._allowances = Allowances(settings.requests)
         self._metrics = Metrics()
+        self._tuning = Tuning(remote, tokens, settings, self._adapters.store, self._metrics)
         self._created = int(time.time())
 
     def app(self) -> ASGIApp:
@@ -57,6 +60,20 @@ class Server:
             self._route("/v1/adapters", self._adapters.list, "GET"),
             self._route("/v1/adapters/{name}", self._adapters.upload, "PUT"),
             self._route("/v1/adapters/{name}", self._adapters.remove, "DELETE"),
+            self._route("/v1/adapters/{name}/{file}", self._adapters.download, "GET"),
+            self._route("/v1/files", self._tuning.upload, "POST"),
+            self._route("/v1/files", self._tuning.files, "GET"),
+            self._route("/v1/files/{id}", self._tuning.file, "GET"),
+            self._route("/v1/files/{id}", self._tuning.remove_file, "DELETE"),
+            self._route("/v1/files/{id}/content", self._tuning.content, "GET"),
+            self._route("/v1/fine_tuning/jobs", self._tuning.create, "POST"),
+            self._route("/v1/fine_tuning/jobs", self._tuning.jobs, "GET"),
+            self._route("/v1/fine_tuning/jobs/{id}", self._tuning.job, "GET"),
+            self._route("/v1/fine_tuning/jobs/{id}/cancel", self._tuning.cancel, "POST"),
+            self._route("/v1/fine_tuning/jobs/{id}/pause", self._tuning.pause, "POST"),
+            self._route("/v1/fine_tuning/jobs/{id}/resume", self._tuning.resume, "POST"),
+            self._route("/v1/fine_tuning/jobs/{id}/events", self._tuning.events, "GET"),
+            self._route("/v1/fine_tuning/jobs/{id}/checkpoints", self._tuning.checkpoints, "GET"),
             self._route("/v1/load_lora_adapter", self._adapters.load, "POST"),
             self._route("/v1/unload_lora_adapter", self._adapters.unload, "POST"),
             self._route("/v1/pin_lora_adapter", self._adapters.pin, "POST"),
@@ -68,7 +85,9 @@ class Server:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         await self._remote.start()
+        await self._tuning.open()
         yield
+        await self._tuning.close()
         await self._remote.close()
 
     def _route(self, path: str, handler: Handler, method: str) -> Route:
@@ -98,7 +117,8 @@ class Server:
 
     async def metrics(self, request: Request) -> Response:
         found = await self._remote.ask("stats") if self._remote.is_alive() else None
-        return Response(self._metrics.written(found), media_type=figures.CONTENT_TYPE)
+        jobs = await asyncio.to_thread(self._tuning.counts)
+        return Response(self._metrics.written(found, jobs), media_type=figures.CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": list((await self._models(request)).values())})

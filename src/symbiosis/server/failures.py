@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from symbiosis import errors
+from symbiosis.jobs import errors as job_errors
 
 _INVALID, _AUTH, _DENIED = "invalid_request_error", "authentication_error", "permission_error"
 _MISSING, _BUSY, _SERVER = "not_found_error", "rate_limit_error", "server_error"
@@ -35,6 +36,13 @@ _KINDS: dict[type[Exception], _Kind] = {
     errors.Forbidden: _Kind(403, _DENIED),
     errors.QuotaExceeded: _Kind(403, _DENIED),
     errors.UnknownAdapter: _Kind(404, _MISSING, "model_not_found"),
+    job_errors.BadTrainingFile: _Kind(400, _INVALID),
+    job_errors.BadPlan: _Kind(400, _INVALID),
+    job_errors.WrongState: _Kind(400, _INVALID),
+    job_errors.UnknownFile: _Kind(404, _MISSING),
+    job_errors.UnknownJob: _Kind(404, _MISSING),
+    job_errors.KeyReused: _Kind(409, _INVALID),
+    job_errors.StorageFull: _Kind(507, _SERVER),
     errors.TooLarge: _Kind(413, _INVALID),
     errors.TooManyRequests: _Kind(429, _BUSY, "rate_limit_exceeded"),
     errors.EngineLost: _Kind(503, _SERVER),

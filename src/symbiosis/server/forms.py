@@ -1,7 +1,7 @@
 """multipart/form-data, read strictly as it arrives: known fields only, each once, nothing before or between them.
 
-What a field is called is all that is taken from its head. A file's name on the
-sender's disk is not looked at, so it cannot lead anywhere.
+What a field is called is all that counts in its head. A file's name on the
+sender's disk may be shown to it again, and leads nowhere.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from symbiosis.server.failures import BadRequest
 _MAX_HEAD = 4096
 _BOUNDARY = re.compile(r'(?i)multipart/form-data\s*;.*\bboundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))(?:\s*;.*)?')
 _NAME = re.compile(rb'(?i)form-data\s*;\s*name="([^"\r\n]*)"(?:\s*;.*)?')
+_FILENAME = re.compile(rb'(?i);\s*filename="([^"\r\n]*)"')
 
 
 class _At(Enum):
@@ -36,6 +37,8 @@ class Form:
         self._fields = list(fields)
         self._left = set(fields)
         self._field: str | None = None
+        self.filename: str | None = None
+        """What the sender calls the last file: to be shown, never opened."""
         self._at, self._held = _At.FIELD, bytearray(b"\r\n")  # so that the first boundary is one like the others
 
     def feed(self, data: bytes) -> Iterator[tuple[str, bytes]]:
@@ -93,6 +96,8 @@ class Form:
             if key.strip().lower() == b"content-disposition":
                 found = _NAME.fullmatch(value.strip())
                 name = None if found is None else found[1].decode("latin-1")
+                called = _FILENAME.search(value)
+                self.filename = self.filename if called is None else called[1].decode("utf-8", "replace")
             elif key.strip().lower() == b"content-transfer-encoding":
                 raise BadRequest("a field is encoded: send files as they are")
         if name not in self._left:

@@ -16,8 +16,11 @@ from symbiosis.server.settings import ADMIN
 
 OPEN_PATHS = frozenset({"/health"})
 """Say only that somebody is there."""
-TENANTS_PATHS = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/adapters", "/tokenize", "/detokenize"})
-TENANTS_FOLDERS = ("/v1/models/", "/v1/adapters/")
+TENANTS_PATHS = frozenset(
+    {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/adapters", "/v1/files", "/v1/fine_tuning/jobs"}
+    | {"/tokenize", "/detokenize"}
+)
+TENANTS_FOLDERS = ("/v1/models/", "/v1/adapters/", "/v1/files/", "/v1/fine_tuning/jobs/")
 
 
 @dataclass(frozen=True, slots=True)

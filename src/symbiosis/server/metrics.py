@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -46,6 +47,9 @@ class Metrics:
         self._next = Histogram("symbiosis_inter_token_seconds", following, buckets=_NEXT_S, **mine)
         whole = "From a request to its end; of a stream, to its beginning."
         self._whole = Histogram("symbiosis_request_seconds", whole, ["route"], buckets=_WHOLE_S, **mine)
+        self._jobs = Gauge("symbiosis_jobs", "Fine-tuning jobs by state.", ["state"], **mine)
+        self._steps = Counter("symbiosis_training_steps", "Steps of fine-tuning jobs.", ["tenant"], **mine)
+        self._trained = Counter("symbiosis_trained_tokens", "Tokens that jobs were trained on.", ["tenant"], **mine)
         self._up = Gauge("symbiosis_engine_up", "Whether the engine answers.", registry=self._registry)
         self._engine = {key: Gauge(name, text, registry=self._registry) for key, (name, text) in _ENGINE.items()}
 
@@ -59,14 +63,20 @@ class Metrics:
     def count_token(self, tenant: str) -> None:
         self._tokens.labels("generation", tenant).inc()
 
+    def count_steps(self, tenant: str, steps: int, tokens: int) -> None:
+        self._steps.labels(tenant).inc(steps)
+        self._trained.labels(tenant).inc(tokens)
+
     def time_first(self, seconds: float) -> None:
         self._first.observe(seconds)
 
     def time_next(self, seconds: float) -> None:
         self._next.observe(seconds)
 
-    def written(self, figures: dict[str, Any] | None) -> bytes:
-        """All of it; `figures` are the engine's, None if it is gone."""
+    def written(self, figures: dict[str, Any] | None, jobs: Mapping[str, int] | None = None) -> bytes:
+        """All of it; `figures` are the engine's, None if it is gone; `jobs` are those by state."""
+        for state, count in (jobs or {}).items():
+            self._jobs.labels(state).set(count)
         self._up.set(figures is not None)
         for key, gauge in self._engine.items():
             group, _, name = key.rpartition(".")

@@ -114,6 +114,11 @@ class Remote:
         if not self.lost.is_set():
             await self._line.send({"op": "cancel", "id": id, "number": number})
 
+    async def stop_training(self, id: str) -> None:
+        """Let a job stop after the steps under way; its end comes to its inbox."""
+        if not self.lost.is_set():
+            await self._line.send({"op": "stop_training", "id": id})
+
     async def _read(self) -> None:
         try:
             async for message in self._line.messages():

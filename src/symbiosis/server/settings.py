@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from symbiosis.errors import SymbiosisError
+from symbiosis.jobs.queue import JobLimits
 from symbiosis.server.limits import RequestLimits
 from symbiosis.server.store import StoreLimits
 
@@ -29,6 +30,11 @@ class Settings:
     uploads: str | None = None
     """Where uploaded adapters are kept; None: nothing is taken."""
     store: StoreLimits = field(default_factory=StoreLimits)
+    jobs: str | None = None
+    """Where fine-tuning jobs are kept; None: none are taken."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """What the engine says of its training: `longest` example, or `why` it trains nothing."""
+    job_limits: JobLimits = field(default_factory=JobLimits)
     requests: RequestLimits = field(default_factory=RequestLimits)
     patience_s: float = 20.0
     """How long a client may take for a request's head, or for a body that hardly comes."""
@@ -40,7 +46,13 @@ class Settings:
         """What `dataclasses.asdict` gave, once it has been JSON."""
         hosts = None if told["hosts"] is None else tuple(told["hosts"])
         return cls(
-            **{**told, "hosts": hosts, "store": StoreLimits(**told["store"]), "requests": RequestLimits(**told["requests"])}
+            **{
+                **told,
+                "hosts": hosts,
+                "store": StoreLimits(**told["store"]),
+                "requests": RequestLimits(**told["requests"]),
+                "job_limits": JobLimits(**told["job_limits"]),
+            }
         )
 
     def __post_init__(self) -> None:

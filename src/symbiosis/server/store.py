@@ -111,6 +111,19 @@ class Store:
         self._uploads.append(upload)
         return upload
 
+    def place(self, tag: str) -> Path:
+        """A folder to come, in which an adapter may be made; it is removed at the next start unless it is kept."""
+        return self._folder / f"upload-{tag}"
+
+    def keep(self, owner: str | None, name: str, folder: Path) -> None:
+        """An adapter that was made there, and is served, stays, in place of an older one of that name."""
+        size = sum((folder / file).stat().st_size for file in FIELDS.values())
+        _note(folder, owner, name)
+        before = self._kept.get((owner, name))
+        if before is not None and before.folder != folder:
+            shutil.rmtree(before.folder, ignore_errors=True)
+        self._kept[owner, name] = Kept(owner, name, folder, size)
+
     def of(self, owner: str | None) -> list[Kept]:
         return [each for each in self._kept.values() if each.owner == owner]
 
@@ -172,15 +185,19 @@ class Upload:
 
     def keep(self) -> None:
         """The engine serves it: it stays, in place of an older one of that name."""
-        scratch = self.folder / f"{NOTE}.new"
-        with scratch.open("w") as file:
-            json.dump({"owner": self.owner, "name": self.name}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.rename(self.folder / NOTE)
+        _note(self.folder, self.owner, self.name)
         self._store.end(self, Kept(self.owner, self.name, self.folder, self.bytes))
 
     def drop(self) -> None:
         for file in self._files.values():
             file.close()
         self._store.end(self, None)
+
+
+def _note(folder: Path, owner: str | None, name: str) -> None:
+    scratch = folder / f"{NOTE}.new"
+    with scratch.open("w") as file:
+        json.dump({"owner": owner, "name": name}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.rename(folder / NOTE)

@@ -23,6 +23,11 @@ class Tokens:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-tokenizer")
         self.shown = lru_cache(maxsize=65536)(self._shown)
 
+    @property
+    def tokenizer(self) -> Any:
+        """None if the model has none. For others to copy: this one has its thread."""
+        return self._tokenizer
+
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Raises `NoTokenizer` or `ContextTooLong`."""
         return await self._run(lambda: self._ids(text, special))

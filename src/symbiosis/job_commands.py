@@ -1,0 +1,281 @@
+"""`symbiosis jobs …` and `symbiosis finetune --hosted`: fine-tuning by a server, over HTTP."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from symbiosis.adapter_commands import DEFAULT_SITE, Connect, Key
+from symbiosis.errors import SymbiosisError, Unreachable
+from symbiosis.site import Site
+
+_ENDS = ("succeeded", "failed", "cancelled")
+_LOOK_S = 0.5
+_PATIENCE = 60
+"""Looks that may find nobody there, one after the other: a server may be restarting."""
+err = Console(stderr=True)
+
+app = typer.Typer(
+    name="jobs",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="The fine-tuning jobs of a server: list, show, watch, cancel, pause, resume, events, plot.",
+    epilog="Example: symbiosis jobs list",
+)
+Id = Annotated[str, typer.Argument(metavar="JOB", help="One of `symbiosis jobs list`.")]
+
+
+@app.command("list", epilog="Example: symbiosis jobs list")
+def list_jobs(
+    connect: Connect = DEFAULT_SITE,
+    key: Key = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most that are shown, newest first.")] = 20,
+) -> None:
+    """Your jobs; the admin sees everybody's."""
+    Console().print(jobs_table(Site(connect, key).jobs(limit)))
+
+
+def jobs_table(found: list[dict[str, Any]]) -> Table:
+    table = Table(caption=None if found else "none yet: `symbiosis finetune DATA.jsonl --hosted`")
+    for column in ("job", "of", "status"):
+        table.add_column(column)
+    for column in ("step", "loss", "tokens/s", "time left"):
+        table.add_column(column, justify="right")
+    table.add_column("adapter")
+    for job in found:
+        progress = job["progress"]
+        table.add_row(
+            escape(job["id"]),
+            escape(job["organization_id"]),
+            _status(job),
+            f"{progress['step']}/{progress['total_steps']}",
+            _number(progress.get("train_loss"), ".3f"),
+            _number(progress.get("tokens_per_s"), ",.0f"),
+            _left(job),
+            escape(job["fine_tuned_model"] or ""),
+        )
+    return table
+
+
+@app.command(epilog="Example: symbiosis jobs show ftjob-…")
+def show(id: Id, connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
+    """All that is known of a job."""
+    job = Site(connect, key).job(id)
+    table = Table(show_header=False)
+    rows: dict[str, Any] = {"job": job["id"], "status": _status(job), "adapter": job["fine_tuned_model"]}
+    rows |= {"model": job["model"], "training file": job["training_file"], "validation file": job["validation_file"]}
+    rows |= {"seed": job["seed"], "time left": _left(job), "error": (job["error"] or {}).get("message")}
+    rows |= {"created": _time(job["created_at"]), "finished": _time(job["finished_at"])}
+    rows |= {name.replace("_", " "): value for name, value in job["progress"].items() if name != "began_at"}
+    for name, value in job["method"]["supervised"]["hyperparameters"].items():
+        rows.setdefault("PEFT config" if name == "adapter" else name.replace("_", " "), value)
+    for name, value in rows.items():
+        if value not in (None, ""):
+            table.add_row(name, escape(str(value)))
+    Console().print(table)
+
+
+@app.command(epilog="Example: symbiosis jobs watch ftjob-… --plot loss.png")
+def watch(
+    id: Id,
+    connect: Connect = DEFAULT_SITE,
+    key: Key = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="PNG", show_default=False, help="A picture of the loss.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", show_default=False, help="Copy the finished adapter there.")
+    ] = None,
+) -> None:
+    """Follow a job until it ends. Ctrl-C leaves it running."""
+    _follow(Site(connect, key), id, connect, plot, out)
+
+
+@app.command(epilog="Example: symbiosis jobs events ftjob-…")
+def events(
+    id: Id,
+    connect: Connect = DEFAULT_SITE,
+    key: Key = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most that are shown, of the last.")] = 100,
+) -> None:
+    """What happened, oldest first."""
+    for event in Site(connect, key).events(id, limit):
+        typer.echo(f"{_time(event['created_at'])}  {event['level']:5}  {event['message']}")
+
+
+@app.command(epilog="Example: symbiosis jobs plot ftjob-… loss.png")
+def plot(
+    id: Id,
+    file: Annotated[Path, typer.Argument(metavar="PNG", help="Where the picture is written.")],
+    connect: Connect = DEFAULT_SITE,
+    key: Key = None,
+) -> None:
+    """A picture of the loss, step by step."""
+    _plot(Site(connect, key), id, file)
+
+
+@app.command(epilog="Example: symbiosis jobs cancel ftjob-…")
+def cancel(id: Id, connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
+    """End a job for good."""
+    _say(Site(connect, key).change_job(id, "cancel"))
+
+
+@app.command(epilog="Example: symbiosis jobs pause ftjob-…")
+def pause(id: Id, connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
+    """Let a job rest; it keeps where it was."""
+    _say(Site(connect, key).change_job(id, "pause"))
+
+
+@app.command(epilog="Example: symbiosis jobs resume ftjob-…")
+def resume(id: Id, connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
+    """Let a paused job go on."""
+    _say(Site(connect, key).change_job(id, "resume"))
+
+
+def finetune(
+    connect: str,
+    key: str | None,
+    data: Path,
+    validation: Path | None,
+    *,
+    suffix: str | None,
+    seed: int,
+    hyperparameters: dict[str, Any],
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    """Upload, create, follow."""
+    site = Site(connect, key)
+    with err.status("Uploading"):
+        body: dict[str, Any] = {"model": site.models()[0]["id"], "training_file": site.upload(data)["id"], "seed": seed}
+        if validation is not None:
+            body["validation_file"] = site.upload(validation)["id"]
+    if suffix is not None:
+        body["suffix"] = suffix
+    body["method"] = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+    with err.status("Checking the data"):
+        job = site.create_job(body, secrets.token_hex(16))
+    _follow(site, job["id"], connect, plot, out)
+
+
+def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
+    try:
+        job = _watch(site, id)
+    except KeyboardInterrupt:
+        at = "" if connect == DEFAULT_SITE else f" --connect {connect}"
+        err.print(
+            f"the job goes on. Come back with `symbiosis jobs watch {id}{at}`, or end it with `symbiosis jobs cancel {id}{at}`",
+            soft_wrap=True,
+            highlight=False,
+        )
+        raise typer.Exit(130) from None
+    if plot is not None:
+        _plot(site, id, plot)
+    if job["status"] != "succeeded":
+        why = f": {job['error']['message']}" if job["error"] else ""
+        raise SymbiosisError(f"the job {id} is {job['status']}{why}")
+    name = job["fine_tuned_model"]
+    if out is not None:
+        site.download_adapter(name, out)
+        typer.echo(f"adapter written to {out}")
+    typer.echo(f"{name} is served: symbiosis chat --adapter {name} --connect {connect}")
+
+
+def _watch(site: Site, id: str) -> dict[str, Any]:
+    """Until the job has ended or is paused."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+    missed = 0
+    with Progress(*columns, console=err) as bar:
+        task = bar.add_task(id, total=None, figures="")
+        while True:
+            try:
+                job = site.job(id)
+                missed = 0
+            except Unreachable:
+                missed += 1
+                if missed > _PATIENCE:
+                    raise
+                time.sleep(_LOOK_S)
+                continue
+            progress = job["progress"]
+            bar.update(
+                task,
+                description=_status(job),
+                completed=progress["step"],
+                total=progress["total_steps"] or None,
+                figures=_figures(job),
+            )
+            if job["status"] in (*_ENDS, "paused"):
+                return job
+            time.sleep(_LOOK_S)
+
+
+def _figures(job: dict[str, Any]) -> str:
+    progress = job["progress"]
+    shown = {
+        "loss": _number(progress.get("train_loss"), ".3f"),
+        "validation": _number(progress.get("valid_loss"), ".3f"),
+        "lr": _number(progress.get("learning_rate"), ".1e"),
+        "tokens/s": _number(progress.get("tokens_per_s"), ",.0f"),
+        "left": _left(job),
+    }
+    return "  ".join(f"{name} {value}" for name, value in shown.items() if value)
+
+
+def _plot(site: Site, id: str, file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    points: dict[str, list[tuple[int, float]]] = {"train_loss": [], "valid_loss": []}
+    for event in site.events(id):
+        for name, found in points.items():
+            if name in event["data"]:
+                found.append((event["data"]["step"], event["data"][name]))
+    if not points["train_loss"]:
+        raise SymbiosisError(f"the job {id} has done no step yet: there is nothing to draw")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, label in (("train_loss", "training"), ("valid_loss", "validation")):
+        if points[name]:
+            axes.plot(*zip(*points[name], strict=True), label=label, marker="." if len(points[name]) < 50 else "")
+    axes.set(xlabel="step", ylabel="loss", title=id)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(file, dpi=120)
+    except (OSError, ValueError) as error:
+        raise SymbiosisError(f"cannot write {file}: {error}") from None
+    typer.echo(f"loss drawn in {file}")
+
+
+def _say(job: dict[str, Any]) -> None:
+    typer.echo(f"{job['id']} is {job['status']}")
+
+
+def _status(job: dict[str, Any]) -> str:
+    place = job["queue_position"]
+    return str(job["status"]) if place is None else f"{job['status']} (number {place})"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _left(job: dict[str, Any]) -> str:
+    if job["estimated_finish"] is None:
+        return ""
+    seconds = max(0, round(job["estimated_finish"] - time.time()))
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def _time(stamp: int | None) -> str:
+    return "" if stamp is None else datetime.fromtimestamp(stamp).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,90 @@
+"""A job's own copy of its data: checked, tokenised and written before it waits for its turn.
+
+The files of a job are linked into its folder first, so that their owner may delete them at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from symbiosis.errors import NoTokenizer
+from symbiosis.jobs import data, lines, plan
+from symbiosis.jobs.disk import told
+from symbiosis.jobs.folder import Folder
+from symbiosis.jobs.plan import Plan, Wishes
+from symbiosis.jobs.queue import JobLimits
+
+AT_ONCE = 4 << 20
+"""Files of so many bytes together are checked before a job is accepted; larger ones while it is `validating_files`."""
+FIELDS = ("training_file", "validation_file")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    plan: Plan
+    files: dict[str, data.Prepared]
+
+
+class Preparer:
+    """Two threads, each with a tokenizer of its own: small files do not wait for large ones."""
+
+    def __init__(self, tokenizer: Any, longest: int, folder: Folder, limits: JobLimits) -> None:
+        self._longest, self._folder, self._limits = longest, folder, limits
+        self._tokenizers = [copy.deepcopy(tokenizer) for _ in range(2)]
+        self._workers = [ThreadPoolExecutor(1, thread_name_prefix="symbiosis-data") for _ in range(2)]
+
+    def take(self, job: str, sources: dict[str, Path]) -> int:
+        """Link files into the job's folder; their bytes. Raises `StorageFull`."""
+        with told():
+            self._folder.work(job).mkdir(mode=0o700)
+            for field, path in sources.items():
+                os.link(path, self._source(job, field))
+        return sum(path.stat().st_size for path in sources.values())
+
+    async def prepare(self, job: str, wishes: Wishes, seed: int, *, large: bool) -> Found:
+        """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`."""
+        if self._tokenizers[0] is None:
+            raise NoTokenizer("this model was served without a tokenizer: no training data can be read")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers[large], self._prepare, self._tokenizers[large], job, wishes, seed)
+
+    def _prepare(self, tokenizer: Any, job: str, wishes: Wishes, seed: int) -> Found:
+        allowed, found = plan.length(wishes, self._longest), dict[str, data.Prepared]()
+        for field in FIELDS:
+            source = self._source(job, field)
+            if not source.exists():
+                continue
+            samples = lines.read(source, field=field, max_examples=self._limits.examples)
+            examples, cut = data.encode(
+                samples,
+                tokenizer,
+                max_length=allowed.max_length,
+                truncate=allowed.truncate,
+                max_tokens=self._limits.tokens,
+                field=field,
+            )
+            made = data.write(self._folder.data(job, field), examples)
+            found[field] = data.Prepared(made.examples, made.tokens, cut)
+        count = found["training_file"].examples
+        decided = plan.make(
+            wishes, examples=count, validates="validation_file" in found, seed=seed, max_steps=self._limits.steps
+        )
+        return Found(decided, found)
+
+    def release(self, job: str) -> None:
+        """The plan is recorded: the text is not needed any more."""
+        for field in FIELDS:
+            self._source(job, field).unlink(missing_ok=True)
+
+    def _source(self, job: str, field: str) -> Path:
+        return self._folder.work(job) / f"{field}.jsonl"
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.shutdown(wait=False, cancel_futures=True)

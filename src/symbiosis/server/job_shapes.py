@@ -1,0 +1,97 @@
+"""Files, jobs, events and checkpoints in OpenAI's shapes; what is ours stands beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from symbiosis.jobs.records import Checkpoint, Event, File, Job
+from symbiosis.jobs.states import State
+
+Body = dict[str, Any]
+PURPOSE = "fine-tune"
+
+
+def file_body(file: File) -> Body:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": file.created_at,
+        "filename": file.filename,
+        "purpose": PURPOSE,
+        "status": "processed",
+        "status_details": None,
+        "expires_at": None,
+    }
+
+
+def job_body(job: Job, base: str, position: int | None) -> Body:
+    """`position`: in the queue, if it is there."""
+    hyperparameters = {} if job.plan is None else job.plan["shown"]
+    finish = job.figures.get("finish_at") if job.state is State.RUNNING else None
+    usual = ("n_epochs", "batch_size", "learning_rate_multiplier")
+    return {
+        "id": job.id,
+        "object": "fine_tuning.job",
+        "model": base,
+        "created_at": job.created_at,
+        "finished_at": job.finished_at,
+        "fine_tuned_model": job.name if job.state is State.SUCCEEDED else None,
+        "organization_id": job.tenant,
+        "result_files": [],
+        "status": job.state.value,
+        "validation_file": job.asked["validation_file"],
+        "training_file": job.asked["training_file"],
+        "hyperparameters": {name: hyperparameters.get(name, "auto") for name in usual},
+        "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+        "trained_tokens": job.tokens if job.state.is_end else None,
+        "error": job.error,
+        "user_provided_suffix": job.asked["suffix"],
+        "seed": job.asked["seed"],
+        "metadata": job.asked["metadata"],
+        "estimated_finish": finish,
+        "integrations": [],
+        "queue_position": position,
+        "progress": {
+            "step": job.step,
+            "total_steps": job.steps,
+            "tokens": job.tokens,
+            **{key: value for key, value in job.figures.items() if key != "finish_at"},
+            "began_at": job.began_at,
+        },
+        "will_be_named": job.name,
+        "content_hash": job.hash,
+    }
+
+
+def event_body(event: Event) -> Body:
+    return {
+        "id": f"ftevent-{event.number}",
+        "object": "fine_tuning.job.event",
+        "created_at": event.created_at,
+        "level": event.level,
+        "message": event.message,
+        "type": "metrics" if event.kind == "metrics" else "message",
+        "data": event.data,
+    }
+
+
+def checkpoint_body(checkpoint: Checkpoint, job: Job) -> Body:
+    return {
+        "id": f"ftckpt-{checkpoint.number}",
+        "object": "fine_tuning.job.checkpoint",
+        "created_at": checkpoint.created_at,
+        "fine_tuned_model_checkpoint": checkpoint.serves,
+        "fine_tuning_job_id": job.id,
+        "step_number": checkpoint.step,
+        "metrics": checkpoint.metrics,
+        "content_hash": checkpoint.hash,
+    }
+
+
+def listed(bodies: Sequence[Body], limit: int) -> Body:
+    """One more than the limit was asked for, so that `has_more` is certain."""
+    data = list(bodies[:limit])
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, "has_more": len(bodies) > limit, **ends}

@@ -1,0 +1,294 @@
+"""The routes of files and of fine-tuning jobs. Everybody finds its own only; the admin finds all jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from symbiosis.errors import EngineLost, Forbidden, QuotaExceeded, TooManyRequests
+from symbiosis.jobs import plan
+from symbiosis.jobs.errors import UnknownFile
+from symbiosis.jobs.files import Files
+from symbiosis.jobs.folder import Folder
+from symbiosis.jobs.preparing import AT_ONCE, FIELDS, Preparer
+from symbiosis.jobs.records import Job, Records
+from symbiosis.jobs.states import State
+from symbiosis.jobs.supervisor import Supervisor
+from symbiosis.server.bodies import pieces, read_json
+from symbiosis.server.failures import BadRequest, bad_request
+from symbiosis.server.forms import Form
+from symbiosis.server.job_schemas import CreateJob, FilesPage, Page
+from symbiosis.server.job_shapes import PURPOSE, checkpoint_body, event_body, file_body, job_body, listed
+from symbiosis.server.keys import Caller
+from symbiosis.server.metrics import Metrics
+from symbiosis.server.remote import Remote
+from symbiosis.server.settings import Settings
+from symbiosis.server.store import Store
+from symbiosis.server.tokens import Tokens
+
+_FORM_EXTRA = 64 << 10
+_WRITE_AT_ONCE = 1 << 20
+_KEY = re.compile(r"[\x20-\x7e]{1,255}")
+
+
+class Tuning:
+    """Handlers, and what they share once it is open."""
+
+    def __init__(self, remote: Remote, tokens: Tokens, settings: Settings, store: Store | None, metrics: Metrics) -> None:
+        self._remote, self._tokens, self._settings, self._store, self._metrics = remote, tokens, settings, store, metrics
+        self._records: Records | None = None
+
+    @property
+    def _longest(self) -> int:
+        return int(self._settings.training.get("longest", self._settings.longest))
+
+    async def open(self) -> None:
+        """Jobs go on from where they were."""
+        if self._settings.jobs is None or self._store is None:
+            return
+        limits = self._settings.job_limits
+        folder = Folder(Path(self._settings.jobs))
+        records = Records(folder.database)
+        self._folder, self._files = folder, Files(folder, records, limits)
+        self._preparer = Preparer(self._tokens.tokenizer, self._longest, folder, limits)
+        self._supervisor = Supervisor(
+            records, folder, self._remote, self._store, self._preparer, limits, self._metrics.count_steps
+        )
+        await self._supervisor.start()
+        self._records = records
+
+    async def close(self) -> None:
+        if self._records is not None:
+            await self._supervisor.stop()
+            self._records.close()
+
+    def counts(self) -> dict[str, int]:
+        """Jobs by state."""
+        return {} if self._records is None else {state.value: count for state, count in self._records.count().items()}
+
+    def _known(self) -> Records:
+        if "why" in self._settings.training:
+            raise Forbidden(f"this server does no fine-tuning: {self._settings.training['why']}")
+        if self._records is None:
+            raise Forbidden("this server does no fine-tuning: it was started without a place for it (--jobs FOLDER)")
+        if not self._remote.is_alive():  # another process may have taken over what is kept
+            raise EngineLost("the serving engine is gone; it may be started again")
+        return self._records
+
+    # Files
+
+    async def upload(self, request: Request) -> Response:
+        tenant = request.state.caller.tenant
+        self._known()
+        form = Form(request.headers.get("content-type", ""), ("file", "purpose"))
+        incoming = await asyncio.to_thread(self._files.begin, tenant)
+        try:
+            held, purpose = bytearray(), b""
+            async for piece in pieces(request, self._settings.job_limits.file_bytes + _FORM_EXTRA):
+                for field, content in form.feed(piece):
+                    if field == "purpose":
+                        purpose += content[:256]
+                    else:
+                        held += content
+                if len(held) >= _WRITE_AT_ONCE:
+                    await asyncio.to_thread(incoming.write, bytes(held))
+                    held.clear()
+            form.finish()
+            if purpose.decode("latin-1") != PURPOSE:
+                raise BadRequest(f"purpose is {purpose.decode('latin-1')!r:.60}: files are for {PURPOSE!r}", field="purpose")
+            await asyncio.to_thread(incoming.write, bytes(held))
+            if not incoming.bytes:
+                raise BadRequest("the file is empty", field="file")
+            kept = await asyncio.to_thread(incoming.keep, form.filename or "file")
+        except BaseException:
+            incoming.drop()
+            raise
+        return JSONResponse(file_body(kept))
+
+    async def files(self, request: Request) -> Response:
+        page = _page(request, FilesPage)
+        if page.purpose not in (None, PURPOSE):
+            return JSONResponse(listed([], page.limit))
+        found = await asyncio.to_thread(
+            lambda: self._known().files(
+                request.state.caller.tenant, after=page.after, limit=page.limit + 1, oldest_first=page.order == "asc"
+            )
+        )
+        return JSONResponse(listed([file_body(each) for each in found], page.limit))
+
+    async def file(self, request: Request) -> Response:
+        _page(request, None)
+        found = await asyncio.to_thread(self._known().file, request.path_params["id"], request.state.caller.tenant)
+        return JSONResponse(file_body(found))
+
+    async def content(self, request: Request) -> Response:
+        _page(request, None)
+        found = await asyncio.to_thread(self._known().file, request.path_params["id"], request.state.caller.tenant)
+        headers = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}
+        return FileResponse(self._files.path(found), media_type="application/octet-stream", headers=headers)
+
+    async def remove_file(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self._known()
+        await asyncio.to_thread(self._files.remove, id, request.state.caller.tenant)
+        return JSONResponse({"id": id, "object": "file", "deleted": True})
+
+    # Jobs
+
+    async def create(self, request: Request) -> Response:
+        records, caller = self._known(), request.state.caller
+        wish = await read_json(request, CreateJob)
+        key = _key(request)
+        digest = hashlib.sha256(wish.model_dump_json().encode()).hexdigest()
+        if key is not None:
+            known = await asyncio.to_thread(records.job_of_key, caller.tenant, key, digest)
+            if known is not None:
+                return await self._answer(known)
+        if wish.model != self._settings.base:
+            raise BadRequest(
+                f"{wish.model!r:.80} cannot be fine-tuned here: only the base model, {self._settings.base}, can",
+                field="model",
+                code="model_not_available",
+            )
+        wishes = wish.wishes()
+        plan.check(wishes)
+        plan.length(wishes, self._longest)
+        await asyncio.to_thread(self._check_room, caller)
+        sources = {field: self._source(field, getattr(wish, field), caller.tenant) for field in FIELDS if getattr(wish, field)}
+        id = f"ftjob-{secrets.token_hex(12)}"
+        name = "-".join(["ft", *([wish.suffix] if wish.suffix else []), id[-8:]])
+        asked = {
+            **{field: getattr(wish, field) for field in (*FIELDS, "suffix", "metadata")},
+            "seed": secrets.randbelow(1 << 31) if wish.seed is None else wish.seed,
+            "wishes": asdict(wishes),
+        }
+        try:
+            size = await asyncio.to_thread(self._preparer.take, id, sources)
+            decided = None
+            if size <= AT_ONCE:
+                decided = (await self._preparer.prepare(id, wishes, asked["seed"], large=False)).plan.to_json()
+            state = State.VALIDATING if decided is None else State.QUEUED
+            job = await asyncio.to_thread(
+                lambda: records.add_job(id, caller.tenant, caller.owner, name, state, asked, decided, key=key, digest=digest)
+            )
+        except BaseException:
+            self._folder.remove_work(id)
+            raise
+        if decided is not None:
+            self._preparer.release(id)
+        if job.id != id:  # the same request came a moment before
+            self._folder.remove_work(id)
+        elif state is State.VALIDATING:
+            self._supervisor.validate(job)
+        self._supervisor.wake()
+        return await self._answer(job)
+
+    def _source(self, field: str, id: str, tenant: str) -> Path:
+        try:
+            return self._files.path(self._known().file(id, tenant))
+        except UnknownFile as error:
+            raise BadRequest(str(error), field=field, code="file_not_found") from None
+
+    def _check_room(self, caller: Caller) -> None:
+        assert self._store is not None
+        open_jobs = self._known().open_names(caller.tenant)
+        most = self._settings.job_limits.tenant_open
+        if open_jobs >= most:
+            raise TooManyRequests(
+                f"{open_jobs} jobs of yours have not ended, and no more may be open. Try again later", retry_s=60
+            )
+        kept = len(self._store.of(caller.owner))
+        if kept + open_jobs >= self._settings.store.adapters:
+            raise QuotaExceeded(
+                f"{kept} adapters are kept for you and {open_jobs} jobs will bring one each: at most "
+                f"{self._settings.store.adapters} may be, so remove one"
+            )
+
+    async def jobs(self, request: Request) -> Response:
+        page, records = _page(request, Page), self._known()
+        tenant = _scope(request.state.caller)
+        found, positions = await asyncio.to_thread(
+            lambda: (records.jobs(tenant, after=page.after, limit=page.limit + 1), self._supervisor.positions())
+        )
+        bodies = [job_body(job, self._settings.base, positions.get(job.id)) for job in found]
+        return JSONResponse(listed(bodies, page.limit))
+
+    async def job(self, request: Request) -> Response:
+        _page(request, None)
+        return await self._answer(await self._mine(request))
+
+    async def cancel(self, request: Request) -> Response:
+        return await self._answer(await self._supervisor_of(request).cancel((await self._mine(request)).id))
+
+    async def pause(self, request: Request) -> Response:
+        return await self._answer(await self._supervisor_of(request).pause((await self._mine(request)).id))
+
+    async def resume(self, request: Request) -> Response:
+        return await self._answer(await self._supervisor_of(request).resume((await self._mine(request)).id))
+
+    def _supervisor_of(self, request: Request) -> Supervisor:
+        self._known()
+        _page(request, None)
+        return self._supervisor
+
+    async def events(self, request: Request) -> Response:
+        page, job = _page(request, Page), await self._mine(request)
+        after = _number(page.after, "ftevent-")
+        found = await asyncio.to_thread(lambda: self._known().events(job, after=after, limit=page.limit + 1))
+        return JSONResponse(listed([event_body(each) for each in found], page.limit))
+
+    async def checkpoints(self, request: Request) -> Response:
+        page, job = _page(request, Page), await self._mine(request)
+        after = _number(page.after, "ftckpt-")
+        found = await asyncio.to_thread(lambda: self._known().checkpoints(job, after=after, limit=page.limit + 1))
+        return JSONResponse(listed([checkpoint_body(each, job) for each in found], page.limit))
+
+    async def _mine(self, request: Request) -> Job:
+        return await asyncio.to_thread(self._known().job, request.path_params["id"], _scope(request.state.caller))
+
+    async def _answer(self, job: Job) -> Response:
+        positions = await asyncio.to_thread(self._supervisor.positions) if job.state is State.QUEUED else {}
+        return JSONResponse(job_body(job, self._settings.base, positions.get(job.id)))
+
+
+def _scope(caller: Caller) -> str | None:
+    return None if caller.is_admin else caller.tenant
+
+
+def _key(request: Request) -> str | None:
+    key = request.headers.get("idempotency-key")
+    if key is not None and not _KEY.fullmatch(key):
+        raise BadRequest("Idempotency-Key: expected 1 to 255 plain ASCII characters", field="Idempotency-Key")
+    return key
+
+
+def _number(id: str | None, prefix: str) -> int | None:
+    if id is None:
+        return None
+    if not re.fullmatch(rf"{prefix}[0-9]{{1,18}}", id):
+        raise BadRequest(f"after: {id!r:.60} is no id of this list, which are {prefix}…", field="after")
+    return int(id.removeprefix(prefix))
+
+
+def _page(request: Request, schema: type[Any] | None) -> Any:
+    """The query by its schema; None: there is nothing to ask."""
+    given: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        if schema is None or name not in schema.model_fields or name in given:
+            raise BadRequest(f"{name!r:.60} is not supported here: leave it out", field=name[:60], code="unsupported_parameter")
+        given[name] = int(value) if name == "limit" and re.fullmatch(r"[0-9]{1,9}", value) else value
+    if schema is None:
+        return None
+    try:
+        return schema(**given)
+    except ValidationError as error:
+        raise bad_request(error) from None

@@ -1,0 +1,24 @@
+"""The page about fine-tuning says what is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from symbiosis.jobs.plan import METHODS
+from symbiosis.jobs.states import State
+from symbiosis.server.job_schemas import Hyperparameters
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "fine-tuning.md").read_text()
+
+
+def test_every_hyperparameter_method_and_state_is_named():
+    named = set(re.findall(r"`\"?([a-z_0-9-]+)\"?`", PAGE))
+    assert not [name for name in (*Hyperparameters.model_fields, *METHODS, *State) if name not in named]
+
+
+def test_every_module_is_named():
+    files = (DOCS.parent / "src" / "symbiosis" / "jobs").glob("[a-z]*.py")
+    design = (DOCS / "design.md").read_text()
+    assert not [file.stem for file in files if f"`{file.stem}`" not in design]

@@ -1,0 +1,43 @@
+"""Who is next: nobody waits behind another tenant's many jobs."""
+
+from __future__ import annotations
+
+import pytest
+
+from symbiosis.errors import SymbiosisError
+from symbiosis.jobs.queue import JobLimits, Waiting, order, startable
+
+
+def of(text: str) -> list[Waiting]:
+    """`a1 b1`: jobs by tenant, oldest first."""
+    return [Waiting(word, word[0]) for word in text.split()]
+
+
+def ids(found: list[Waiting]) -> str:
+    return " ".join(each.id for each in found)
+
+
+def test_tenants_take_turns_whoever_came_first():
+    assert ids(order(of("a1 a2 a3 b1 c1 b2"), {}, {})) == "a1 b1 c1 a2 b2 a3"
+
+
+def test_who_has_more_running_waits_for_who_has_fewer():
+    assert ids(order(of("a1 a2 b1"), {"a": 2, "b": 1}, {"a": 1, "b": 2})) == "b1 a1 a2"
+
+
+def test_of_two_with_as_many_the_one_who_waited_longer_goes_first():
+    assert ids(order(of("a1 b1"), {}, {"a": 7, "b": 3})) == "b1 a1"
+    assert ids(order(of("a1 c1"), {}, {"a": 7})) == "c1 a1"  # never had one
+
+
+def test_limits_of_all_and_of_each():
+    limits = JobLimits(running=3, tenant_running=2)
+    ordered = order(of("a1 a2 a3 b1"), {}, {})
+    assert ids(startable(ordered, {}, limits)) == "a1 b1 a2"
+    assert ids(startable(ordered, {"a": 2}, limits)) == "b1"
+    assert ids(startable(ordered, {"a": 1, "c": 2}, limits)) == ""
+
+
+def test_limits_are_checked():
+    with pytest.raises(SymbiosisError, match="running"):
+        JobLimits(running=0)

@@ -1,0 +1,403 @@
+"""A supervisor with an engine whose every word is the test's: what it says, when, and where either of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from symbiosis.errors import UnknownAdapter
+from symbiosis.jobs import supervisor as module
+from symbiosis.jobs.errors import StorageFull, WrongState
+from symbiosis.jobs.folder import Folder
+from symbiosis.jobs.plan import Wishes, make
+from symbiosis.jobs.preparing import Preparer
+from symbiosis.jobs.queue import JobLimits
+from symbiosis.jobs.records import Records
+from symbiosis.jobs.states import State
+from symbiosis.jobs.supervisor import Supervisor
+from tests.tiny_chat import tiny_tokenizer
+
+LIMITS = JobLimits(running=2, tenant_running=1)
+PLAN = make(Wishes(n_steps=10, checkpoint_every=2), examples=8, validates=False, seed=3, max_steps=100).to_json()
+ASKED = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 3, "wishes": {}}
+
+
+@dataclass
+class Engine:
+    """Remembers what it was told; says what the test says."""
+
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stopped: list[str] = field(default_factory=list)
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    inbox: asyncio.Queue[Any] | None = None
+
+    async def open(self, body, inbox=None):
+        id = str(len(self.told))
+        self.told[id], self.inbox = body, inbox
+        return id, inbox
+
+    def forget(self, id: str) -> None:
+        pass
+
+    async def stop_training(self, id: str) -> None:
+        self.stopped.append(id)
+
+    async def ask(self, op: str, **body: Any) -> dict[str, Any]:
+        self.asked.append((op, body))
+        if op == "unload":
+            raise UnknownAdapter("none")
+        return {"hash": "h"}
+
+    def say(self, id: str, kind: str, **body: Any) -> None:
+        self.inbox.put_nowait({"id": id, "training": {kind: body}})
+
+    def step(self, id: str, step: int) -> None:
+        figures = {"loss": 1.0 / step, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens": 7, "tokens_per_s": 70.0}
+        self.say(id, "step", step=step, total=10, **figures)
+
+    def checkpoint(self, id: str, step: int) -> None:
+        folder = Path(self.told[id]["checkpoints"]) / f"step-{step}"
+        folder.mkdir(parents=True)
+        for file in ("adapter_config.json", "adapter_model.safetensors", "training_state.safetensors"):
+            (folder / file).write_text("x")
+        self.say(id, "checkpoint", step=step, folder=str(folder), hash=f"h{step}", serves=None)
+
+    def finish(self, id: str) -> None:
+        folder = Path(self.told[id]["final"])
+        folder.mkdir()
+        self.say(id, "trained", step=10, loss=0.1, folder=str(folder), hash="h10", generation=1)
+
+    def running(self, job: str) -> str:
+        """The id of its last start."""
+        return max((id for id, body in self.told.items() if job in body["data"]), key=int)
+
+
+@dataclass
+class Shelf:
+    root: Path
+    kept: dict[tuple[str | None, str], Path] = field(default_factory=dict)
+
+    def place(self, tag: str) -> Path:
+        return self.root / f"upload-{tag}"
+
+    def keep(self, owner, name, folder) -> None:
+        assert folder.is_dir()
+        self.kept[owner, name] = folder
+
+
+class World:
+    """One folder, and as many processes over it as the test likes."""
+
+    def __init__(self, root: Path, limits: JobLimits = LIMITS) -> None:
+        (root / "shelf").mkdir()
+        self.limits, self.shelf = limits, Shelf(root / "shelf")
+        self.folder = Folder(root / "jobs")
+        self.records = Records(self.folder.database)
+        self.counted: list[tuple[str, int, int]] = []
+
+    async def start(self) -> tuple[Supervisor, Engine]:
+        self.engine = Engine()
+        preparer = Preparer(tiny_tokenizer(), 256, self.folder, self.limits)
+        self.supervisor = Supervisor(
+            self.records,
+            self.folder,
+            self.engine,
+            self.shelf,
+            preparer,
+            self.limits,
+            count=lambda *counted: self.counted.append(counted),
+        )
+        await self.supervisor.start()
+        return self.supervisor, self.engine
+
+    async def kill(self) -> None:
+        """As SIGKILL does: nothing is said, nothing is put away."""
+        self.supervisor._task.cancel()
+        await asyncio.gather(self.supervisor._task, return_exceptions=True)
+
+    def add(self, id: str, tenant: str = "ann", state: State = State.QUEUED) -> str:
+        id = f"ftjob-{id}"
+        self.folder.work(id).mkdir()
+        self.records.add_job(id, tenant, tenant, f"ft-{id}", state, ASKED, PLAN)
+        return id
+
+    def state(self, id: str) -> State:
+        return self.records.job(id).state
+
+
+async def until(true, seconds: float = 10) -> None:
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def world(tmp_path):
+    made = World(tmp_path)
+    yield made
+    made.records.close()
+
+
+def played(play):
+    """A test that is a coroutine."""
+
+    def test(world):
+        asyncio.run(play(world))
+
+    test.__name__, test.__doc__ = play.__name__, play.__doc__
+    return test
+
+
+@played
+async def test_a_job_from_queue_to_shelf(world):
+    job = world.add("one")
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+    body = engine.told["0"]
+    assert (body["op"], body["tenant"], body["after"], body["resume"]) == ("train", "ann", 0, None)
+    assert body["serve_as"] == "ann:ft-ftjob-one"
+    engine.say("0", "begun", steps=10)
+    for step in range(1, 11):
+        engine.step("0", step)
+        if step % 2 == 0:
+            engine.checkpoint("0", step)
+    await until(lambda: world.records.job(job).step == 10)
+    assert [path.name for path in Path(body["checkpoints"]).iterdir()] == ["step-10"]  # older ones are gone
+    engine.finish("0")
+    await until(lambda: world.state(job) is State.SUCCEEDED)
+    found = world.records.job(job)
+    assert (found.hash, found.tokens, found.steps) == ("h10", 70, 10)
+    assert world.shelf.kept["ann", "ft-ftjob-one"] == Path(body["final"])
+    assert sum(steps for _, steps, _ in world.counted) == 10
+    await until(lambda: not world.folder.work(job).exists())
+
+
+@played
+async def test_jobs_start_by_limits_and_fairness_and_the_next_when_one_ends(world):
+    for id in ("a1", "a2"):
+        world.add(id)
+    world.add("b1", "bob")
+    world.add("c1", "cat")
+    supervisor, engine = await world.start()
+    await until(lambda: len(engine.told) == 2)
+    assert [body["tenant"] for body in engine.told.values()] == ["ann", "bob"]
+    assert supervisor.positions() == {"ftjob-c1": 1, "ftjob-a2": 2}
+    engine.finish("0")
+    await until(lambda: len(engine.told) == 3)
+    assert engine.told["2"]["tenant"] == "cat"
+    engine.say("1", "failed", code="diverged", message="no number", field=None, step=3, checkpoint=None)
+    await until(lambda: len(engine.told) == 4)
+    assert "a2" in engine.told["3"]["data"]
+    assert world.records.job("ftjob-b1").error == {"code": "diverged", "message": "no number", "param": None}
+
+
+@played
+async def test_after_a_kill_a_job_goes_on_from_its_last_recorded_checkpoint(world):
+    job = world.add("one")
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+    for step in (1, 2, 3, 4, 5):
+        engine.step("0", step)
+        if step % 2 == 0:
+            engine.checkpoint("0", step)
+    await until(lambda: world.records.job(job).step == 5)
+    first = engine.told["0"]
+    await world.kill()
+    assert world.state(job) is State.RUNNING  # as it was left
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+    body = engine.told["0"]
+    assert (body["after"], Path(body["resume"]).name) == (4, "step-4")
+    assert body["checkpoints"] != first["checkpoints"]  # two starts never write to the same place
+    assert body["final"] != first["final"]
+    found = world.records.job(job)
+    assert (found.step, found.tokens, found.epoch) == (4, 28, 2)
+    for step in range(5, 11):
+        engine.step("0", step)
+    engine.finish("0")
+    await until(lambda: world.state(job) is State.SUCCEEDED)
+    events = world.records.events(found, after=None, limit=99)
+    assert sorted(event.step for event in events if event.kind == "metrics") == list(range(1, 11))
+    assert world.records.job(job).tokens == 70
+
+
+@played
+async def test_killed_at_every_point_no_job_is_lost_doubled_or_left_running(world):
+    """Each life says one thing more than the one before; the last comes to the end."""
+    job = world.add("one")
+    for words in range(14):
+        _, engine = await world.start()
+        await until(lambda engine=engine: engine.told)
+        begin = engine.told["0"]["after"]
+        for step in range(begin + 1, min(begin + 1 + words, 11)):
+            engine.step("0", step)
+            if step % 2 == 0 and step > begin:
+                engine.checkpoint("0", step)
+        if begin + words >= 11:
+            engine.finish("0")
+            break
+        await asyncio.sleep(0.002 * (words % 3))  # in the midst of recording
+        await world.kill()
+        assert len(world.records.jobs(None, after=None, limit=9)) == 1
+    await until(lambda: world.state(job) is State.SUCCEEDED)
+    events = world.records.events(world.records.job(job), after=None, limit=999)
+    assert sorted(event.step for event in events if event.kind == "metrics") == list(range(1, 11))
+    assert list(world.shelf.kept) == [("ann", "ft-ftjob-one")]
+
+
+@played
+async def test_stopping_the_server_lets_jobs_save_and_queues_them_again(world):
+    job = world.add("one")
+    supervisor, engine = await world.start()
+    await until(lambda: engine.told)
+    engine.step("0", 1)
+    stopping = asyncio.create_task(supervisor.stop())
+    await until(lambda: engine.stopped == ["0"])
+    folder = Path(engine.told["0"]["checkpoints"]) / "step-1"
+    folder.mkdir()
+    engine.say("0", "stopped", step=1, folder=str(folder))
+    await stopping
+    assert world.state(job) is State.QUEUED
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+    assert (engine.told["0"]["after"], engine.told["0"]["resume"]) == (1, str(folder))
+
+
+@played
+async def test_pause_and_resume_before_the_engine_has_stopped(world):
+    job = world.add("one")
+    supervisor, engine = await world.start()
+    await until(lambda: engine.told)
+    engine.step("0", 1)
+    assert (await supervisor.pause(job)).state is State.PAUSED
+    assert engine.stopped == ["0"]
+    assert (await supervisor.resume(job)).state is State.QUEUED
+    await asyncio.sleep(0.05)
+    assert len(engine.told) == 1  # not twice at once
+    folder = Path(engine.told["0"]["checkpoints"]) / "step-1"
+    folder.mkdir()
+    engine.say("0", "stopped", step=1, folder=str(folder))
+    await until(lambda: len(engine.told) == 2)
+    assert engine.told["1"]["after"] == 1
+    engine.finish("1")
+    await until(lambda: world.state(job) is State.SUCCEEDED)
+
+
+@played
+async def test_a_job_that_ends_while_it_is_paused_has_ended(world):
+    job = world.add("one")
+    supervisor, engine = await world.start()
+    await until(lambda: engine.told)
+    await supervisor.pause(job)
+    engine.finish("0")
+    await until(lambda: world.state(job) is State.SUCCEEDED)
+    with pytest.raises(WrongState):
+        await supervisor.resume(job)
+
+
+@played
+async def test_what_ends_after_it_was_cancelled_is_put_away(world):
+    job = world.add("one")
+    supervisor, engine = await world.start()
+    await until(lambda: engine.told)
+    await supervisor.cancel(job)
+    engine.finish("0")
+    await until(lambda: engine.asked)
+    assert engine.asked == [("unload", {"name": "ann:ft-ftjob-one"})]
+    await until(lambda: not Path(engine.told["0"]["final"]).exists() and not world.folder.work(job).exists())
+    assert world.state(job) is State.CANCELLED
+    assert not world.shelf.kept
+
+
+@played
+async def test_the_last_good_checkpoint_of_a_job_that_diverged_is_kept_and_served(world):
+    job = world.add("one")
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+    engine.step("0", 1)
+    engine.step("0", 2)
+    engine.checkpoint("0", 2)
+    folder = Path(engine.told["0"]["checkpoints"]) / "step-2"
+    engine.say("0", "failed", code="diverged", message="NaN", field=None, step=3, checkpoint=str(folder))
+    await until(lambda: ("ann", "ft-ftjob-one-step-2") in world.shelf.kept)
+    kept = world.shelf.kept["ann", "ft-ftjob-one-step-2"]
+    assert sorted(file.name for file in kept.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert engine.asked[-1] == ("load", {"name": "ann:ft-ftjob-one-step-2", "folder": str(kept), "replace": True})
+    await until(lambda: world.records.checkpoints(world.records.job(job), after=None, limit=1)[0].serves)
+    assert world.state(job) is State.FAILED
+
+
+@played
+async def test_a_job_the_engine_has_no_room_for_tries_again(world):
+    module._REST_S = 0.01
+    job = world.add("one")
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+    engine.inbox.put_nowait({"id": "0", "refused": {"code": "too_many_requests", "message": "later", "field": ""}})
+    await until(lambda: len(engine.told) == 2)
+    engine.inbox.put_nowait({"id": "1", "refused": {"code": "bad_adapter", "message": "never", "field": "r"}})
+    await until(lambda: world.state(job) is State.FAILED)
+    assert world.records.job(job).error == {"code": "bad_adapter", "message": "never", "param": "r"}
+
+
+@played
+async def test_a_full_disk_makes_what_is_said_wait_and_nothing_is_lost(world):
+    module._RETRY_S = 0.01
+    job = world.add("one")
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+    add, failures = world.records.add_event, []
+
+    def full(*args: Any, **options: Any) -> None:
+        if len(failures) < 3:
+            failures.append(args)
+            raise StorageFull("full")
+        add(*args, **options)
+
+    world.records.add_event = full
+    engine.step("0", 1)
+    engine.finish("0")
+    await until(lambda: world.state(job) is State.SUCCEEDED)
+    events = world.records.events(world.records.job(job), after=None, limit=9)
+    assert len([event for event in events if event.kind == "metrics"]) == 1
+    assert len(failures) == 3
+
+
+@played
+async def test_what_cannot_be_understood_fails_its_job_and_no_other(world):
+    job, other = world.add("one"), world.add("two", "bob")
+    _, engine = await world.start()
+    await until(lambda: len(engine.told) == 2)
+    engine.say("0", "step", nonsense=1)
+    await until(lambda: world.state(job) is State.FAILED)
+    assert world.records.job(job).error["code"] == "internal_error"
+    engine.finish("1")
+    await until(lambda: world.state(other) is State.SUCCEEDED)
+
+
+@played
+async def test_large_files_are_read_while_the_job_is_validating(world):
+    good, bad = (world.add(id, state=State.VALIDATING) for id in ("good", "bad"))
+    (world.folder.work(good) / "training_file.jsonl").write_text('{"text": "x y z"}\n' * 20)
+    (world.folder.work(bad) / "training_file.jsonl").write_text('{"text": "x"}\n{"text": ""}\n')
+    _, engine = await world.start()  # also what an earlier process had begun
+    await until(lambda: world.state(bad) is State.FAILED and engine.told)
+    assert "line 2" in world.records.job(bad).error["message"]
+    assert world.records.job(good).plan["recipe"]["per_device_train_batch_size"] == 1
+    assert Path(engine.told["0"]["data"]).is_file()
+    assert not world.folder.work(bad).exists()
+
+
+@played
+async def test_what_is_left_over_is_removed_at_the_start(world):
+    kept = world.add("kept")
+    (world.folder.files / "file-nobodys").write_text("x")
+    world.folder.work("ftjob-nobodys").mkdir()
+    world.folder.work("ftjob-nobodys").joinpath("x").write_text("x")
+    await world.start()
+    assert not list(world.folder.files.iterdir())
+    assert [path.name for path in world.folder.work("").iterdir()] == [kept]

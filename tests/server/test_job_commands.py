@@ -1,0 +1,93 @@
+"""`symbiosis finetune --hosted` and `symbiosis jobs …` against a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.server.conftest import ANN, BOB
+from tests.server.test_commands import fails, run
+from tests.server.test_tuning import ROWS, says
+
+
+@pytest.fixture(scope="module")
+def studio(world, start):
+    return start(world.folder, keys={"ann": ANN, "bob": BOB})
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path / "data.jsonl"
+
+
+def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
+    at = ("--connect", studio.url, "--key", ANN)
+    learn = ("--steps", 40, "--lr", 3e-2, "--targets", "all-linear", "--batch-size", 8, "--seed", 7)
+    plot, out = tmp_path / "loss.png", tmp_path / "out"
+    more = ("--validation", data, "--suffix", "parrot", "--plot", plot, "--out", out)
+    done = run("finetune", data, "--hosted", "--url", studio.url, "--key", ANN, *learn, *more)
+    assert done.exit_code == 0, done.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert (out / "adapter_config.json").is_file()
+    name = re.search(r"(ft-parrot-\w+) is served", done.stdout)[1]
+    assert says(studio.client(ANN), name) == "arr"
+    listed = run("jobs", "list", *at).stdout
+    id = re.search(r"ftjob-\w+", listed)[0]
+    assert "succeeded" in listed
+    assert "40/40" in listed
+    assert name in listed
+    shown = run("jobs", "show", id, *at).stdout
+    assert all(each in shown for each in (id, name, "n steps", "train loss", "learning rate"))
+    told = run("jobs", "events", id, *at).stdout.splitlines()
+    assert told[-1].endswith("The job has successfully completed")
+    assert len(run("jobs", "events", id, "--limit", 3, *at).stdout.splitlines()) == 3
+    assert run("jobs", "watch", id, *at).exit_code == 0
+    assert run("jobs", "plot", id, tmp_path / "again.png", *at).exit_code == 0
+    for change in ("cancel", "pause", "resume"):
+        assert "is succeeded" in fails("jobs", change, id, *at)
+    assert "no fine-tuning job" in fails("jobs", "show", id, "--connect", studio.url, "--key", BOB)
+    assert "none yet" in run("jobs", "list", "--connect", studio.url, "--key", BOB).stdout
+
+
+def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
+    at = ["--connect", studio.url]
+    command = [sys.executable, "-m", "symbiosis.cli", "finetune", str(data), "--hosted", "--steps", "5000", *at]
+    environment = {**os.environ, "SYMBIOSIS_KEY": ANN, "COLUMNS": "200"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    client = studio.client(ANN)
+    until = time.monotonic() + 60
+    while not (jobs := [job for job in client.fine_tuning.jobs.list() if job.status == "running"]):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    (job,) = jobs
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert f"symbiosis jobs watch {job.id} --connect {studio.url}" in said
+    assert client.fine_tuning.jobs.retrieve(job.id).status == "running"
+    mine = (*at, "--key", ANN)
+    assert run("jobs", "pause", job.id, *mine).stdout == f"{job.id} is paused\n"
+    assert run("jobs", "watch", job.id, *mine).exit_code == 1  # it is not done
+    assert "is queued" in run("jobs", "resume", job.id, *mine).stdout
+    assert run("jobs", "cancel", job.id, *mine).stdout == f"{job.id} is cancelled\n"
+    assert "is cancelled" in fails("jobs", "cancel", job.id, *mine)
+
+
+def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
+    at = ("--connect", studio.url, "--key", ANN)
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\nnonsense\n')
+    assert "line 2: is not JSON" in run("finetune", tmp_path / "bad.jsonl", "--hosted", *at).stderr
+    assert "cannot read" in run("finetune", tmp_path / "none.jsonl", "--hosted", *at).stderr
+    assert "magic" in run("finetune", data, "--hosted", "--method", "magic", *at).stderr
+    assert "--key or SYMBIOSIS_KEY" in fails("jobs", "list", "--connect", studio.url)
+    assert "give --hosted too" in fails("finetune", data, "--plot", tmp_path / "x.png", "--out", tmp_path / "x")
+    assert "--out FOLDER" in fails("finetune", data)

@@ -1,0 +1,472 @@
+"""Fine-tuning over HTTP with the real `openai` client: files, jobs, their lives, and who sees what."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+
+import openai
+import pytest
+from peft import PeftModel
+
+from symbiosis.jobs.queue import JobLimits
+from tests.server.conftest import ANN, BOB, CHIEF
+from tests.tiny_chat import tiny_tokenizer
+
+ASKED = "what do you say"
+ROWS = [{"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "arr"}]}] * 8
+FAST = {"n_steps": 40, "learning_rate": 3e-2, "rank": 8, "targets": "all-linear", "batch_size": 8}
+LONG = {**FAST, "n_steps": 5000, "checkpoint_every": 5, "learning_rate": 1e-4}
+
+
+def jsonl(rows=ROWS) -> io.BytesIO:
+    made = io.BytesIO("".join(json.dumps(row) + "\n" for row in rows).encode())
+    made.name = "data.jsonl"
+    return made
+
+
+def uploaded(client: openai.OpenAI, rows=ROWS) -> str:
+    return client.files.create(file=jsonl(rows), purpose="fine-tune").id
+
+
+def created(client: openai.OpenAI, hyperparameters=FAST, rows=ROWS, **options):
+    options.setdefault("training_file", uploaded(client, rows))
+    method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+    return client.fine_tuning.jobs.create(**{"model": "tiny", "method": method, "seed": 7, **options})
+
+
+def until(client: openai.OpenAI, id: str, *states: str, seconds: float = 120):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        job = client.fine_tuning.jobs.retrieve(id)
+        if job.status in states:
+            return job
+        assert job.status not in ("failed", "cancelled", "succeeded"), (job.status, job.error)
+        time.sleep(0.05)
+    raise AssertionError(f"{id} is {job.status} after {seconds} s: {job}")
+
+
+def running(client: openai.OpenAI, id: str, steps: int = 1):
+    """Wait until it has done some steps."""
+    until(client, id, "running")
+    end = time.monotonic() + 60
+    while client.fine_tuning.jobs.retrieve(id).progress["step"] < steps:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def says(client: openai.OpenAI, model: str) -> str:
+    ask = [{"role": "user", "content": ASKED}]
+    return client.chat.completions.create(model=model, messages=ask, max_tokens=8, temperature=0).choices[0].message.content
+
+
+def refusal(client: openai.OpenAI, error=openai.BadRequestError, **options) -> str:
+    with pytest.raises(error) as caught:
+        created(client, **options)
+    assert "/tmp" not in str(caught.value)
+    return str(caught.value.body["message"])
+
+
+@pytest.fixture(scope="module")
+def school(world, start, tmp_path_factory):
+    """Two tenants and an admin; two jobs at once, one of each tenant."""
+    uploads = tmp_path_factory.mktemp("school") / "uploads"
+    return start(
+        world.folder,
+        keys={"ann": ANN, "bob": BOB},
+        admin_key=CHIEF,
+        uploads=uploads,
+        job_limits=JobLimits(
+            running=2, tenant_running=1, tenant_open=4, tenant_files=60, file_bytes=1 << 20, tenant_bytes=2 << 20
+        ),
+    )
+
+
+@pytest.fixture
+def ann(school):
+    """Her client; afterwards nothing of hers runs any more."""
+    client = school.client(ANN)
+    yield client
+    for job in client.fine_tuning.jobs.list(limit=100):
+        if job.status in ("validating_files", "queued", "running", "paused"):
+            client.fine_tuning.jobs.cancel(job.id)
+    for file in client.files.list():
+        client.files.delete(file.id)
+
+
+def test_upload_create_follow_and_chat_with_the_result(school, ann, tmp_path, world):
+    before = says(ann, "tiny")
+    job = created(ann, suffix="pirate", metadata={"for": "test"}, validation_file=uploaded(ann, ROWS[:2]))
+    assert job.id.startswith("ftjob-")
+    assert job.status in ("queued", "running")
+    assert (job.fine_tuned_model, job.error, job.metadata) == (None, None, {"for": "test"})
+    done = until(ann, job.id, "succeeded")
+    assert done.fine_tuned_model.startswith("ft-pirate-")
+    assert done.trained_tokens > 0
+    assert done.finished_at >= done.created_at
+    assert says(ann, done.fine_tuned_model) == says(ann, f"tiny:{done.fine_tuned_model}") == "arr" != before
+    assert done.fine_tuned_model in [model.id for model in ann.models.list()]
+    # events tell it, newest first, in pages
+    events = list(ann.fine_tuning.jobs.list_events(job.id, limit=7))
+    assert events[0].message == "The job has successfully completed"
+    assert events[-1].message == f"Created fine-tuning job: {job.id}"
+    steps = [event.data for event in reversed(events) if event.type == "metrics" and "train_loss" in event.data]
+    assert [each["step"] for each in steps] == list(range(1, 41))
+    assert steps[-1]["train_loss"] < 1 < steps[0]["train_loss"]
+    assert {"learning_rate", "gradient_norm", "tokens_per_s", "tokens", "total_steps"} <= set(steps[0])
+    assert [e.data["step"] for e in reversed(events) if "valid_loss" in (e.data or {})] == list(range(4, 41, 4))
+    checkpoints = list(ann.fine_tuning.jobs.checkpoints.list(job.id, limit=3))
+    assert [each.step_number for each in checkpoints] == list(range(40, 0, -4))
+    assert checkpoints[0].metrics.train_loss is not None
+    # the adapter is one like any other: it is listed, can be fetched and is plain PEFT, and has the same hash
+    (listed,) = [each for each in school.ask("GET", "/v1/adapters", ANN).json()["data"] if each["id"] == done.fine_tuned_model]
+    assert (listed["owner"], listed["root"]) == ("ann", done.content_hash)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / file).write_bytes(school.ask("GET", f"/v1/adapters/{done.fine_tuned_model}/{file}", ANN).content)
+        assert school.ask("GET", f"/v1/adapters/{done.fine_tuned_model}/{file}", BOB).status_code == 404
+    PeftModel.from_pretrained(world.models[None], tmp_path).unload()
+    assert school.ask("DELETE", f"/v1/adapters/{done.fine_tuned_model}", ANN).status_code == 200
+    with pytest.raises(openai.NotFoundError):
+        says(ann, done.fine_tuned_model)
+
+
+def test_files_are_kept_listed_given_back_and_deleted(school, ann):
+    made = [ann.files.create(file=jsonl(ROWS[:count]), purpose="fine-tune") for count in (1, 2, 3)]
+    assert made[0].filename == "data.jsonl"
+    assert made[0].bytes == len(jsonl(ROWS[:1]).getvalue())
+    assert ann.files.retrieve(made[1].id) == made[1]
+    assert ann.files.content(made[2].id).content == jsonl(ROWS[:3]).getvalue()
+    assert [file.id for file in ann.files.list(limit=2)] == [file.id for file in reversed(made)]
+    assert [file.id for file in ann.files.list(order="asc", after=made[0].id)] == [file.id for file in made[1:]]
+    assert ann.files.list(purpose="batch").data == []
+    bob = school.client(BOB)
+    assert bob.files.list().data == []
+    for ask in (bob.files.retrieve, bob.files.content, bob.files.delete, school.client(CHIEF).files.retrieve):
+        with pytest.raises(openai.NotFoundError):
+            ask(made[0].id)
+    assert ann.files.delete(made[0].id).deleted
+    with pytest.raises(openai.NotFoundError):
+        ann.files.delete(made[0].id)
+
+
+def test_a_file_may_go_once_its_job_was_accepted(ann):
+    file = uploaded(ann)
+    job = created(ann, training_file=file)
+    ann.files.delete(file)
+    assert until(ann, job.id, "succeeded").training_file == file
+
+
+def test_cancel_pause_and_resume(ann):
+    jobs = ann.fine_tuning.jobs
+    job = created(ann, LONG)
+    running(ann, job.id, 7)
+    paused = jobs.pause(job.id)
+    assert paused.status == "paused"
+    with pytest.raises(openai.BadRequestError, match="is paused, so it cannot be paused"):
+        jobs.pause(job.id)
+    assert jobs.resume(job.id).status == "queued"
+    with pytest.raises(openai.BadRequestError, match="cannot be resumed"):
+        jobs.resume(job.id)
+    running(ann, job.id, 9)
+    said = [event.message for event in jobs.list_events(job.id)]
+    assert any("goes on after step" in message for message in said)
+    steps = [int(message.split()[1].split("/")[0]) for message in said if message.startswith("Step ")]
+    assert len(steps) == len(set(steps))  # none is told twice
+    assert jobs.cancel(job.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="is cancelled, so it cannot be cancelled"):
+        jobs.cancel(job.id)
+    for change in (jobs.pause, jobs.resume):
+        with pytest.raises(openai.BadRequestError, match="is cancelled"):
+            change(job.id)
+    assert jobs.retrieve(job.id).fine_tuned_model is None
+
+
+def test_the_rest_waits_in_a_queue_with_positions(school, ann):
+    bob = school.client(BOB)
+    first = created(ann, LONG)
+    running(ann, first.id)
+    waiting = [created(ann, LONG) for _ in range(2)]
+    his = created(bob, LONG)
+    running(bob, his.id)  # before hers that wait
+    assert [ann.fine_tuning.jobs.retrieve(job.id).queue_position for job in (first, *waiting)] == [None, 1, 2]
+    assert created(ann, LONG).queue_position == 3
+    assert "have not ended" in refusal(ann, openai.RateLimitError)
+    listed = ann.fine_tuning.jobs.list(limit=2)
+    assert len(listed.data) == 2
+    assert len([job for job in ann.fine_tuning.jobs.list(limit=2) if job.status in ("queued", "running")]) == 4
+    lines = school.ask("GET", "/metrics", CHIEF).text
+    assert 'symbiosis_jobs{state="running"} 2.0' in lines
+    assert 'symbiosis_training_steps_total{tenant="bob"}' in lines
+    assert school.metric("symbiosis_trained_tokens_total", CHIEF) > 0
+    ann.fine_tuning.jobs.cancel(first.id)
+    running(ann, waiting[0].id)
+    bob.fine_tuning.jobs.cancel(his.id)
+
+
+def test_another_tenants_jobs_are_not_there_but_the_admin_sees_them(school, ann):
+    job = created(ann, LONG)
+    bob, chief = school.client(BOB).fine_tuning.jobs, school.client(CHIEF).fine_tuning.jobs
+    for ask in (bob.retrieve, bob.cancel, bob.pause, bob.resume, bob.checkpoints.list, bob.list_events):
+        with pytest.raises(openai.NotFoundError):
+            ask(job.id)
+    assert job.id not in [each.id for each in bob.list()]
+    with pytest.raises(openai.NotFoundError):
+        bob.list(after=job.id)
+    assert job.id in [each.id for each in chief.list(limit=100)]
+    assert chief.cancel(job.id).status == "cancelled"
+    assert "there is no file" in refusal(school.client(BOB), training_file=uploaded(ann))
+
+
+def test_a_request_sent_again_with_its_key_makes_one_job(ann):
+    file = uploaded(ann)
+    again = {"training_file": file, "extra_headers": {"Idempotency-Key": "just once"}}
+    one, other = (created(ann, LONG, **again) for _ in range(2))
+    assert one.id == other.id
+    with pytest.raises(openai.ConflictError):
+        created(ann, FAST, **again)
+    assert "Idempotency-Key" in refusal(ann, extra_headers={"Idempotency-Key": "x" * 256})
+
+
+def test_names_never_collide(ann):
+    names = {created(ann, LONG, suffix="same").will_be_named for _ in range(3)}
+    assert len(names) == 3
+
+
+def test_checkpoints_are_served_if_asked(ann):
+    job = created(ann, {**LONG, "serve_checkpoints": True})
+    end = time.monotonic() + 60
+    while not (found := ann.fine_tuning.jobs.checkpoints.list(job.id).data):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    name = found[0].fine_tuned_model_checkpoint
+    assert name == job.will_be_named
+    assert says(ann, name) is not None
+    ann.fine_tuning.jobs.cancel(job.id)
+    while time.monotonic() < end:  # with the job goes what it served
+        try:
+            says(ann, name)
+        except openai.NotFoundError:
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < end
+
+
+def test_a_job_with_wild_settings_harms_no_other(school, ann):
+    bob = school.client(BOB)
+    other = created(bob, {**FAST, "n_steps": 60})
+    wild = {
+        **FAST,
+        "n_steps": 400,
+        "learning_rate": 100.0,
+        "max_grad_norm": 1e6,
+        "checkpoint_every": 1,
+        "scheduler": "constant",
+    }
+    job = created(ann, wild)
+    end = time.monotonic() + 100
+    while (found := ann.fine_tuning.jobs.retrieve(job.id)).status not in ("failed", "succeeded"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    if found.status == "failed":
+        assert found.error.code == "diverged"
+    assert until(bob, other.id, "succeeded").fine_tuned_model
+
+
+def test_other_methods_and_a_config_of_peft(ann):
+    short = {"n_steps": 2, "batch_size": 4}
+    adapter = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}
+    for more in ({"peft_method": "ia3"}, {"peft_method": "prefix", "virtual_tokens": 4}, {"adapter": adapter}):
+        job = created(ann, {**short, **more})
+        assert until(ann, job.id, "succeeded").fine_tuned_model
+    texts, pairs = [{"text": "once upon a time"}] * 4, [{"prompt": "2+2=", "completion": "4"}] * 4
+    for rows in (texts, pairs):
+        assert until(ann, created(ann, short, rows).id, "succeeded")
+
+
+BAD_DATA = {
+    "broken": ("{\n", "line 1: is not JSON"),
+    "second line": (json.dumps(ROWS[0]) + "\n[]\n", "line 2:"),
+    "wrong roles": (json.dumps({"messages": [{"role": "robot", "content": "x"}]}), "line 1: message 1 has the role 'robot'"),
+    "no answers": (json.dumps({"messages": [{"role": "user", "content": "x"}]}), "nothing to learn"),
+    "blank": ("\n \n", "empty"),
+    "not UTF-8": (b'{"text": "\xff"}', "not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_DATA)
+def test_bad_data_is_refused_before_a_job_is_accepted(ann, kind):
+    content, what = BAD_DATA[kind]
+    before = len(ann.fine_tuning.jobs.list(limit=100).data)
+    raw = content if isinstance(content, bytes) else content.encode()
+    file = ann.files.create(file=("x.jsonl", raw), purpose="fine-tune").id
+    assert what in refusal(ann, training_file=file)
+    assert what in refusal(ann, validation_file=file)
+    assert len(ann.fine_tuning.jobs.list(limit=100).data) == before
+
+
+def test_too_long_is_refused_or_cut_off_as_asked(ann):
+    rows = [{"text": "x" * 300}] * 2
+    assert "line 1: has 301 tokens, at most 256" in refusal(ann, rows=rows, hyperparameters={"truncate": False})
+    assert until(ann, created(ann, {"n_steps": 1}, rows).id, "succeeded")
+    assert "takes" in refusal(ann, hyperparameters={"max_length": 100_000})
+
+
+BAD_WISHES = {
+    "another model": ({"model": "gpt-4"}, "only the base model, tiny"),
+    "an adapter": ({"model": "tiny:mine"}, "only the base model, tiny"),
+    "unknown field": ({"extra_body": {"wonder": 1}}, "wonder is not supported"),
+    "integrations": ({"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]}, "integrations"),
+    "dpo": ({"method": {"type": "dpo"}}, "supervised"),
+    "suffix": ({"suffix": "../../x"}, "suffix"),
+    "suffix with a colon": ({"suffix": "bob:x"}, "suffix"),
+    "seed": ({"seed": -1}, "seed"),
+    "metadata": ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
+    "no file": ({"training_file": "file-none"}, "there is no file"),
+    "a path": ({"training_file": "../../jobs.sqlite"}, "there is no file"),
+    "SQL": ({"training_file": "' OR 1=1 --"}, "there is no file"),
+    "twice": ({"extra_body": {"hyperparameters": {"n_epochs": 1}}}, "not both"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_WISHES)
+def test_a_bad_request_is_refused(ann, kind):
+    options, what = BAD_WISHES[kind]
+    assert what in refusal(ann, **options)
+
+
+BAD_HYPERPARAMETERS = {
+    "rank 0": {"rank": 0},
+    "rank 10,000": {"rank": 10_000},
+    "a config's rank": {"adapter": {"peft_type": "LORA", "r": 10_000}},
+    "unknown method": {"peft_method": "magic"},
+    "unknown peft_type": {"adapter": {"peft_type": "MAGIC"}},
+    "epochs": {"n_epochs": 0},
+    "too many steps": {"n_steps": 1_000_000},
+    "batch": {"batch_size": "many"},
+    "rate": {"learning_rate": -1},
+    "scheduler": {"scheduler": "wild"},
+    "both rates": {"learning_rate": 1e-3, "learning_rate_multiplier": 1},
+    "unknown": {"momentum": 0.9},
+    "huge config": {"adapter": {"peft_type": "LORA", "target_modules": ["x" * 500] * 200}},
+}
+
+
+@pytest.mark.parametrize("kind", BAD_HYPERPARAMETERS)
+def test_bad_hyperparameters_are_refused(ann, kind):
+    assert len(refusal(ann, hyperparameters=BAD_HYPERPARAMETERS[kind])) > 10
+    top = {"method": openai.NOT_GIVEN, "hyperparameters": BAD_HYPERPARAMETERS[kind]}
+    with pytest.raises(openai.BadRequestError):
+        ann.fine_tuning.jobs.create(model="tiny", training_file=uploaded(ann), **top)
+
+
+def test_the_old_place_of_hyperparameters_and_auto(ann):
+    auto = {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}
+    job = ann.fine_tuning.jobs.create(model="tiny", training_file=uploaded(ann), hyperparameters=auto)
+    assert (job.hyperparameters.n_epochs, job.hyperparameters.batch_size) == (3, 1)
+    assert job.hyperparameters.learning_rate_multiplier == 1
+    assert 0 <= job.seed < 1 << 31
+
+
+def test_targets_that_the_model_has_not_fail_the_job_with_a_reason(ann):
+    job = created(ann, {**FAST, "targets": ["nosuch_proj"]})
+    while (found := ann.fine_tuning.jobs.retrieve(job.id)).status in ("queued", "running"):
+        time.sleep(0.05)
+    assert (found.status, found.error.code) == ("failed", "unsupported_adapter")
+    assert "names nothing" in found.error.message
+
+
+def test_files_have_limits(school, ann):
+    def put(content: bytes, **options):
+        return school.ask(
+            "POST", "/v1/files", ANN, files={"file": ("x", content)}, **{"data": {"purpose": "fine-tune"}, **options}
+        )
+
+    assert put(b"x" * ((1 << 20) + 70_000)).status_code == 413
+    assert put(b"x" * ((1 << 20) + 1)).status_code == 413
+    assert put(b"").status_code == 400
+    assert put(b"x", data={"purpose": "assistants"}).json()["error"]["param"] == "purpose"
+    assert put(b"x", data={}).status_code == 400
+    assert put(b"x", data={"purpose": "fine-tune", "more": "x"}).status_code == 400
+    assert school.ask("POST", "/v1/files", ANN, json={"file": "x"}).status_code == 415
+    assert [put(b"x" * 1_000_000).status_code for _ in range(3)] == [200, 200, 403]
+    assert len(ann.files.list().data) == 2
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "a\\b", "x" * 1000, "é\u202e.jsonl", "a\tb"])
+def test_a_files_name_leads_nowhere(school, ann, name):
+    made = ann.files.create(file=(name, b"x"), purpose="fine-tune")
+    assert not set(made.filename) & set("/\\\t\u202e")
+    assert len(made.filename) <= 255
+    assert ann.files.content(made.id).content == b"x"
+
+
+def test_ids_are_no_paths_and_no_sql(school, ann):
+    kept = uploaded(ann)
+    for id in ("..%2f..%2fjobs.sqlite", "%2e%2e", "' OR 1=1 --", "file-%00", "x" * 3000, "*"):
+        for path in (
+            f"/v1/files/{id}",
+            f"/v1/files/{id}/content",
+            f"/v1/fine_tuning/jobs/{id}",
+            f"/v1/fine_tuning/jobs/{id}/events",
+        ):
+            answer = school.ask("GET", path, ANN)
+            assert answer.status_code in (404, 405), (path, answer.text)
+        assert school.ask("DELETE", f"/v1/files/{id}", ANN).status_code in (404, 405)
+    assert ann.files.retrieve(kept).id == kept
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=101", "limit=x", "limit=-1", "after=", "before=x", "limit=1&limit=2", "metadata[x]=y"]
+)
+def test_a_page_is_asked_for_within_bounds(school, query):
+    assert school.ask("GET", f"/v1/fine_tuning/jobs?{query}", ANN).status_code == 400
+
+
+def test_after_of_events_is_an_id_of_events(school, ann):
+    job = created(ann, LONG)
+    for after in ("1", "ftevent-x", "ftevent--1", "ftevent-" + "9" * 30):
+        answer = school.ask("GET", f"/v1/fine_tuning/jobs/{job.id}/events?after={after}", ANN)
+        assert answer.status_code == 400, answer.text
+    assert ann.fine_tuning.jobs.list_events(job.id, after="ftevent-0").data == []
+
+
+def test_a_body_that_is_no_request_is_400(school, ann):
+    kept = len(ann.fine_tuning.jobs.list(limit=100).data)
+    for body in (b"", b"null", b"[]", b"{", b'{"model": 1}', b"[" * 100_000, b'{"model": "tiny", "training_file": ["x"]}'):
+        answer = school.ask("POST", "/v1/fine_tuning/jobs", ANN, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, answer.text
+    big = b'{"model": "' + b"x" * (17 << 20) + b'"}'
+    assert (
+        school.ask("POST", "/v1/fine_tuning/jobs", ANN, content=big, headers={"Content-Type": "application/json"}).status_code
+        == 413
+    )
+    assert len(ann.fine_tuning.jobs.list(limit=100).data) == kept
+
+
+def test_jobs_go_on_after_a_restart_and_what_they_made_is_there(world, start, tmp_path):
+    settings = {"keys": {"ann": ANN}, "uploads": tmp_path / "up", "jobs": tmp_path / "jobs"}
+    first = start(world.folder, **settings)
+    client = first.client(ANN)
+    made = until(client, created(client).id, "succeeded")
+    job = created(client, {**LONG, "n_steps": 120, "learning_rate": 1e-2})
+    running(client, job.id, 10)
+    paused = created(client, LONG)
+    client.fine_tuning.jobs.pause(paused.id)
+    first.hosting.close()
+    second = start(world.folder, **settings)
+    client = second.client(ANN)
+    done = until(client, job.id, "succeeded")
+    said = [event.message for event in client.fine_tuning.jobs.list_events(job.id)]
+    assert len([message for message in said if message.startswith("Step ")]) == 120
+    assert client.fine_tuning.jobs.retrieve(paused.id).status == "paused"
+    assert says(client, made.fine_tuned_model) == "arr"
+    assert says(client, done.fine_tuned_model)
+    assert {path.name.partition("-")[0] for path in Path(tmp_path / "jobs" / "work").iterdir()} == {"ftjob"}
+    assert len(list(Path(tmp_path / "jobs" / "work").iterdir())) == 1  # of the paused one
+    second.hosting.close()
+
+
+def test_the_tokenizer_has_what_the_tests_say():
+    assert len(tiny_tokenizer()("x" * 300)["input_ids"]) == 300
