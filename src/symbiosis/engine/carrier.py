@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,13 +31,17 @@ from symbiosis.errors import BadAdapter, SymbiosisError
 _log = logging.getLogger("symbiosis")
 
 
+Place: TypeAlias = Path | Flat
+"""A folder with an adapter, or the adapter itself where no folder has it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """An adapter that is wanted on the device."""
 
     hash: str
-    folders: tuple[Path, ...]
-    """Where it may be read, in this order."""
+    places: tuple[Place, ...]
+    """Where it may be had, in this order."""
     offset: int
     """Where it is to lie."""
     fence: torch.cuda.Event | None
@@ -141,11 +146,13 @@ class Carrier:
             self._end(job, error)
 
     def _read_again(self, job: Job) -> Flat:
-        self.reads += 1
         errors: list[SymbiosisError] = []
-        for folder in job.folders:
+        for place in job.places:
+            if isinstance(place, Flat):
+                return place
+            self.reads += 1
             try:
-                flat = self.read(folder)
+                flat = self.read(place)
             except SymbiosisError as error:
                 errors.append(error)
                 continue
@@ -153,7 +160,7 @@ class Carrier:
                 return flat
             errors.append(
                 BadAdapter(
-                    f"the files in {folder.name!r} are not those of the adapter that was loaded. Load it again; new versions "
+                    f"the files in {place.name!r} are not those of the adapter that was loaded. Load it again; new versions "
                     "belong into folders of their own, since what was accepted before may need the old one"
                 )
             )

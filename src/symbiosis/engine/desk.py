@@ -118,9 +118,9 @@ class Desk:
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, order: Order) -> None:
-        """`Accepted` and then an `Ended` for each answer, or `Refused`."""
-        self._put(order.id, lambda: self._add(order))
+    def submit(self, order: Order, unnamed: Prepared | None = None) -> None:
+        """`Accepted` and then an `Ended` for each answer, or `Refused`. `unnamed`: by this adapter, which has no name."""
+        self._put(order.id, lambda: self._add(order, unnamed))
 
     def cancel(self, id: str, number: int | None = None) -> None:
         """End an order, or one of its answers; nothing happens if it has ended."""
@@ -236,12 +236,11 @@ class Desk:
             events, self._events = self._events, []
             self._out(events)
 
-    def _add(self, order: Order) -> None:
+    def _add(self, order: Order, unnamed: Prepared | None) -> None:
         try:
             if order.id in self._orders:
                 raise SymbiosisError(f"there is an order {order.id!r} already: choose another id")
-            adapter = None if order.adapter is None else found(order.adapter, order.tenant, self._core.adapters)
-            answers = self._core.add_several(order.n, order.prompt, order.sampling, adapter=adapter, tenant=order.tenant)
+            answers = self._queued(order, unnamed)
         except SymbiosisError as error:
             self._events.append(Refused(order.id, error))
             return
@@ -249,6 +248,12 @@ class Desk:
         for answer in answers:
             self._places[answer.id] = (order.id, answer.number)
         self._events.append(Accepted(order.id))
+
+    def _queued(self, order: Order, unnamed: Prepared | None) -> list[Answer]:
+        if unnamed is not None:
+            return self._core.add_unnamed(order.n, order.prompt, order.sampling, unnamed, tenant=order.tenant)
+        adapter = None if order.adapter is None else found(order.adapter, order.tenant, self._core.adapters)
+        return self._core.add_several(order.n, order.prompt, order.sampling, adapter=adapter, tenant=order.tenant)
 
     def _cancel(self, id: str, number: int | None) -> None:
         for answer in list(self._orders.get(id, ())):

@@ -21,7 +21,7 @@ from symbiosis.engine.attention import KeyValues
 from symbiosis.engine.forerunner import Forerunner
 from symbiosis.engine.pages import PagePool
 from symbiosis.engine.passes import Chunk, Pass
-from symbiosis.engine.registry import Version
+from symbiosis.engine.registry import Record, Version
 from symbiosis.engine.residency import Figures, Prepared, Residency, ResidencyConfig
 from symbiosis.engine.runner import Runner
 from symbiosis.engine.sampler import Logprobs, Sampled, choose, is_reported, report, sample
@@ -37,6 +37,7 @@ _log = logging.getLogger("symbiosis")
 _WAIT_S = 1.0
 _MAX_ADAPTERS = 64  # in one pass
 _GRAPH_PAGES = 512  # of one sequence: with more it decodes without a CUDA graph, whose table of pages goes to the GPU whole
+_UNNAMED = ""  # for no longer than it takes to queue a request
 _VIRTUAL = 0  # the token that stands for a virtual one: its row, or its keys, are the adapter's
 
 
@@ -120,8 +121,8 @@ class Core:
         """Read and check an adapter. Any thread may, while another steps. Raises what is wrong with it."""
         return self._residency.prepare(Path(folder))
 
-    def prepare_held(self, adapter: Adapter, folder: Path) -> Prepared:
-        """The same for an adapter in memory that also lies in a folder: nothing is read. Any thread may."""
+    def prepare_held(self, adapter: Adapter, folder: Path | None = None) -> Prepared:
+        """The same for an adapter in memory, which may lie in a folder too: nothing is read. Any thread may."""
         return self._residency.take(adapter, folder)
 
     def put_adapter(self, name: str, prepared: Prepared) -> Version:
@@ -163,6 +164,17 @@ class Core:
     ) -> list[Request]:
         """Queue `n` answers to one prompt: all, or none and an error."""
         record = None if adapter is None else self._residency.find(adapter)
+        return self._queue(n, prompt, sampling, record, tenant)
+
+    def add_unnamed(self, n: int, prompt: Iterable[int], sampling: Sampling, prepared: Prepared, *, tenant: str) -> list[Request]:
+        """The same by an adapter without a name, which nobody else can ask for; it goes with the last of its requests."""
+        self._residency.put(_UNNAMED, prepared)
+        try:
+            return self._queue(n, prompt, sampling, self._residency.find(_UNNAMED), tenant)
+        finally:
+            self._residency.remove(_UNNAMED)
+
+    def _queue(self, n: int, prompt: Iterable[int], sampling: Sampling, record: Record | None, tenant: str) -> list[Request]:
         tokens = [_VIRTUAL] * (record.virtual if record else 0) + list(prompt)
         request = Request(
             id=str(next(self._numbers)),
@@ -315,6 +327,15 @@ def _failure(error: Exception) -> PassFailed:
     return PassFailed(f"the pass that computed this failed: {type(error).__name__}")
 
 
+def tokens_of(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
+    """Raises `CannotServe` for a text without a tokenizer."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if tokenizer is None:
+        raise CannotServe("there is no tokenizer here: give one, or give token ids instead of text")
+    return list(tokenizer(prompt)["input_ids"])
+
+
 class Engine:
     """Offline use: prompts in, answers out.
 
@@ -372,11 +393,7 @@ class Engine:
         return [self._answer(request, logprobs[request.id], errors.get(request.id)) for request in requests]
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self._tokenizer is None:
-            raise CannotServe("this engine has no tokenizer: give it one, or give token ids instead of text")
-        return list(self._tokenizer(prompt)["input_ids"])
+        return tokens_of(prompt, self._tokenizer)
 
     def _answer(self, request: Request, logprobs: list[Logprobs], error: SymbiosisError | None) -> Answer:
         assert request.reason is not None, "idle only when all have ended"

@@ -11,9 +11,10 @@ import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from symbiosis.engine.carrier import Place
 from symbiosis.errors import UnknownAdapter
 
-_MAX_FOLDERS = 8
+_MAX_PLACES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class Record:
     """Bytes it takes in memory."""
     virtual: int
     """Tokens it puts in front of every prompt."""
-    folders: list[Path] = field(default_factory=list)
-    """Where it was read from and may be read again, the latest first."""
+    places: list[Place] = field(default_factory=list)
+    """Where it was read from and may be read again, the latest first; itself only if there is no folder."""
     names: set[str] = field(default_factory=set)
     users: int = 0
     """Requests that have not ended."""
@@ -69,11 +70,15 @@ class Registry:
     def get(self, hash: str) -> Record | None:
         return self._records.get(hash)
 
-    def put(self, name: str, hash: str, size: int, virtual: int, folder: Path) -> tuple[Version, Record | None]:
+    def put(self, name: str, hash: str, size: int, virtual: int, place: Place) -> tuple[Version, Record | None]:
         """The name's new version; and the record that nobody needs any more because of it."""
         older = self._versions.get(name)
         record = self._records.setdefault(hash, Record(hash, size, virtual))
-        record.folders = [folder, *(each for each in record.folders if each != folder)][:_MAX_FOLDERS]
+        if isinstance(place, Path):
+            folders: list[Place] = [each for each in record.places if isinstance(each, Path) and each != place]
+            record.places = [place, *folders][:_MAX_PLACES]
+        elif not record.places:
+            record.places = [place]
         record.names.add(name)
         record.broken = None
         self._versions[name] = Version(hash, next(self._generations))

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
 from symbiosis.engine.arena import Arena, Cost
-from symbiosis.engine.carrier import Carrier, Job
+from symbiosis.engine.carrier import Carrier, Job, Place
 from symbiosis.engine.changes import Loaded
 from symbiosis.engine.device import CpuDevice, CudaDevice
 from symbiosis.engine.flat import Flat, aligned
@@ -90,7 +90,7 @@ class Prepared:
     """An adapter that was read and checked, and is not served under any name yet."""
 
     flat: Flat
-    folder: Path
+    place: Place
 
     @property
     def hash(self) -> str:
@@ -145,23 +145,27 @@ class Residency:
         """Read and check an adapter. Any thread may, while another steps. Raises what is wrong with it."""
         return self._prepared(self._carrier.read(folder), folder)
 
-    def take(self, adapter: Adapter, folder: Path) -> Prepared:
-        """The same of an adapter that is in memory; should it have to leave, `folder` has it. Any thread may."""
-        return self._prepared(self._carrier.convert(adapter), folder)
+    def take(self, adapter: Adapter, folder: Path | None) -> Prepared:
+        """The same of an adapter that is in memory; should it have to leave the device, `folder` has it. Any thread may.
 
-    def _prepared(self, flat: Flat, folder: Path) -> Prepared:
+        Without a folder it stays in memory for as long as a name or a request needs it.
+        """
+        flat = self._carrier.convert(adapter)
+        return self._prepared(flat, flat if folder is None else folder)
+
+    def _prepared(self, flat: Flat, place: Place) -> Prepared:
         for what, limit in (("on the device", self._device.size), ("in host memory", self._host.size)):
             if limit is not None and flat.size > limit:
                 raise UnsupportedAdapter(
                     f"the adapter takes {flat.size} bytes, and all adapters together may have {limit} {what}"
                 )
-        return Prepared(flat, folder)
+        return Prepared(flat, place)
 
     def put(self, name: str, prepared: Prepared) -> Version:
         """Serve it under this name from now on. Who has an older version keeps it."""
         flat = prepared.flat
         virtual = flat.loaded.virtual.count if flat.loaded.virtual else 0
-        version, gone = self._registry.put(name, prepared.hash, flat.size, virtual, prepared.folder)
+        version, gone = self._registry.put(name, prepared.hash, flat.size, virtual, prepared.place)
         self._let_go(gone)
         if prepared.hash not in self._arena:
             self._keep(prepared.hash, flat)
@@ -372,11 +376,11 @@ class Residency:
         offset = self._arena.take(record.hash, record.size)
         assert offset is not None, "room was made"
         self._coming[record.hash] = not self._host.has(record.hash)
-        self._carrier.send(Job(record.hash, tuple(record.folders), offset, self._device.fence(), time.monotonic()))
+        self._carrier.send(Job(record.hash, tuple(record.places), offset, self._device.fence(), time.monotonic()))
 
     def _failed(self, record: Record, job: Job, error: Exception) -> SymbiosisError | None:
         """What those who wait for it are told; None: there is another place to look for it now."""
-        if not set(record.folders) <= set(job.folders):
+        if not set(record.places) <= set(job.places):
             return None
         if not isinstance(error, SymbiosisError):
             return SymbiosisError(f"the adapter could not be brought to the device: {type(error).__name__}")

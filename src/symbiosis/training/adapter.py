@@ -53,6 +53,10 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
     """On the CPU; nobody changes them."""
 
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trained:

@@ -11,6 +11,7 @@ from typing import Any
 from symbiosis.training.adapter import Snapshot
 from symbiosis.training.examples import Example
 from symbiosis.training.optimizer import StepSettings
+from symbiosis.training.sampling import Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class _Small:
     @property
     def size(self) -> int:
         """Tokens that it holds."""
+        return 0
+
+    @property
+    def answers(self) -> int:
+        """That the engine computes for it."""
         return 0
 
     def forget(self) -> None:
@@ -113,4 +119,29 @@ class Load(_Small):
         return isinstance(other, Load) and self.folder == other.folder
 
 
-Call = ForwardBackward | OptimStep | Save | Load
+class Sample(_Small):
+    """It leaves its line when the adapter was copied; its answers come later."""
+
+    __slots__ = ("answer", "asked", "key")
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked: Asked | None = asked
+        """None: it is answered."""
+        self.key, self.answer = asked.key, _future()
+
+    def same(self, other: object) -> bool:
+        return isinstance(other, Sample) and self.key == other.key
+
+    @property
+    def size(self) -> int:
+        return 0 if self.asked is None else self.asked.tokens
+
+    @property
+    def answers(self) -> int:
+        return 0 if self.asked is None else self.asked.answers
+
+    def forget(self) -> None:
+        self.asked = None
+
+
+Call = ForwardBackward | OptimStep | Save | Load | Sample

@@ -3,7 +3,8 @@
 Before each pass, steps of optimizers are made; then waiting batches of all sessions are joined, as many as fit, by
 `fairness`. Nobody is waited for: a session that has nothing to compute is not in the pass, and one that comes
 while a pass runs is in the next. Files are read and written on one other thread, one after the
-other: their session waits, and whoever else has files, but no pass does.
+other: their session waits, and whoever else has files, but no pass does. Adapters that are sampled from are copied
+on a third.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from symbiosis.executor.turns import Turns
 from symbiosis.models.positions import most_tokens
 from symbiosis.training import saving
 from symbiosis.training.adapter import Trained
-from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
+from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
 from symbiosis.training.coming import Coming
 from symbiosis.training.fairness import Candidate, Fairness
 from symbiosis.training.line import Line
@@ -41,6 +42,7 @@ from symbiosis.training.optimizer import AnyOptimizer
 from symbiosis.training.pace import Pace
 from symbiosis.training.pack import Share
 from symbiosis.training.packed import Outcome, PackedModel
+from symbiosis.training.sampling import Sampler
 from symbiosis.training.saving import Progress
 from symbiosis.training.session import Bounds, Session
 
@@ -76,6 +78,9 @@ class HostConfig:
     max_waiting_tokens: int = 1 << 20
     """Most tokens of one session that wait at once; a batch has half of it at most."""
     tenant_waiting_tokens: int = 1 << 22
+    max_answers: int = 4096
+    """Most answers that are asked for by `sample` and have not come."""
+    tenant_answers: int = 1024
     graphs: int = 4
     """Most CUDA graphs of passes that are kept; 0 for none. Each is of one size of a pass, on a GPU."""
     short_pass_s: float = 0.1
@@ -129,9 +134,10 @@ class Host:
         model: PreTrainedModel,
         config: HostConfig = HostConfig(),  # noqa: B008 - frozen
         turns: Turns | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
-        """`turns` are taken with others who compute on the same cores. Raises `CannotTrain`."""
-        self.config = config
+        """`turns` are taken with others who compute on the same cores; `sampler` answers prompts. Raises `CannotTrain`."""
+        self.config, self._sampler = config, sampler
         few = min(config.max_rows, _CPU_ROWS if model.device.type == "cpu" else config.max_rows)
         self._rows = few if config.pass_rows is None else min(config.pass_rows, config.max_rows)
         self._turns, self._pace = turns or Turns(share=1.0), Pace(config.short_pass_s)
@@ -158,6 +164,7 @@ class Host:
         self._closing = False
         self.stats = HostStats()
         self._files = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-training-files")
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-training-copies")
         self._thread = threading.Thread(target=self._run, name="symbiosis-training", daemon=True)
         self._thread.start()
 
@@ -185,6 +192,7 @@ class Host:
                     takes_items=self._takes_items,
                     bounds=self._bounds,
                     line=Line(limits.max_waiting, limits.max_waiting_tokens, limits.tenant_waiting_tokens),
+                    sampler=self._sampler,
                     submit=self._submit,
                     hold=self._hold,
                     close=self._close_session,
@@ -222,6 +230,7 @@ class Host:
             self._changed.notify_all()
         self._thread.join()
         self._files.shutdown()
+        self._copies.shutdown()
         for session in list(self._sessions.values()):
             self._close_session(session)
         self._release()
@@ -238,8 +247,11 @@ class Host:
         with self._changed:
             if self._closing:
                 raise Closed("this host is closed")
-            taken = sum(each.line.tokens for each in self._sessions.values() if each.tenant == session.tenant)
-            _, answer = session.line.put(call, number, taken=taken)
+            everybody = self._sessions.values()
+            mine = [each.line for each in everybody if each.tenant == session.tenant]
+            all_room = self.config.max_answers - sum(each.line.answers for each in everybody)
+            answers = min(all_room, self.config.tenant_answers - sum(line.answers for line in mine))
+            _, answer = session.line.put(call, number, taken=sum(line.tokens for line in mine), answers=answers)
             self._changed.notify_all()
         return answer
 
@@ -254,7 +266,10 @@ class Host:
                 self._gone.append(session)
             self._fairness.forget(session.tenant, session.id)
             self._changed.notify_all()
-        self._end(session, Closed("this training session was closed"))
+        closed = Closed("this training session was closed")
+        self._end(session, closed)
+        for call in session.line.sampling:
+            self._sampled(session, call, closed)
 
     def _end(self, session: Session, error: SymbiosisError) -> None:
         with self._changed:
@@ -315,6 +330,8 @@ class Host:
         for session, call in heads:
             if isinstance(call, Save | Load):
                 self._carry(session, call)
+            elif isinstance(call, Sample):
+                self._copy(session, call)
         self._step([(session, call) for session, call in heads if isinstance(call, OptimStep)])
         self._pass(short)  # whoever has just stepped may have a batch for it
 
@@ -390,6 +407,42 @@ class Host:
         except Exception as error:  # noqa: BLE001 - whatever went wrong with a file is this call's answer
             result = error
         self._answer(session, call, result)
+
+    def _copy(self, session: Session, call: Sample) -> None:
+        with self._changed:
+            session.busy = True
+        self._copies.submit(self._sample, session, call, session.adapter)
+
+    def _sample(self, session: Session, call: Sample, adapter: Trained) -> None:
+        """On the third thread: have answers computed by the adapter as it is now. From then on its session goes on."""
+        asked = call.asked
+        try:
+            made = adapter.snapshot()
+            if not made.is_finite:
+                raise Diverged("the adapter has numbers that are none (NaN or infinite): the last step has spoilt it")
+        except Exception as error:  # noqa: BLE001 - it is this call's answer
+            self._answer(session, call, error)
+            return
+        with self._changed:
+            session.busy = False
+            self._changed.notify_all()
+            if session.line.ended is not None or asked is None:
+                return  # it was answered when the session ended
+            session.line.leave(call)
+        asked.begin(made).add_done_callback(lambda done: self._sampled(session, call, done.exception() or done.result()))
+
+    def _sampled(self, session: Session, call: Sample, result: Any) -> None:
+        """By any thread: what came of it, or why nothing will."""
+        with self._changed:
+            asked = call.asked
+            if not session.line.sampled(call):
+                return
+        if isinstance(result, Exception):
+            if asked is not None:
+                asked.cancel()
+            call.answer.set_exception(copy.copy(result))
+        else:
+            call.answer.set_result(result)
 
     def _pass(self, short: bool) -> None:
         began = time.monotonic()

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from symbiosis.errors import OutOfOrder, OutOfRange, SymbiosisError, TooManyRequests
-from symbiosis.training.calls import Call
+from symbiosis.training.calls import Call, Sample
 
 _REMEMBERED = 64
 
@@ -21,10 +21,13 @@ class Line:
     def __init__(self, most: int, most_tokens: int, tenant_tokens: int) -> None:
         self._most, self._most_tokens, self._tenant_tokens = most, most_tokens, tenant_tokens
         self.tokens = 0
-        """Of the calls that wait."""
+        """Of the calls that wait, or are sampled."""
+        self.answers = 0
+        """That were asked for and have not come."""
         self._next = 1
         self._waiting: deque[Call] = deque()
         self._early: dict[int, Call] = {}
+        self._sampled: list[Sample] = []
         self._known: OrderedDict[int, Call] = OrderedDict()
         self._ended: SymbiosisError | None = None
 
@@ -38,8 +41,10 @@ class Line:
         """First is next. A call stays until `done`."""
         return self._waiting
 
-    def put(self, call: Call, number: int | None, *, taken: int) -> tuple[int, Future[Any]]:
+    def put(self, call: Call, number: int | None, *, taken: int, answers: int = 0) -> tuple[int, Future[Any]]:
         """The number of a call and its answer to come; without a number, it is the next. Tokens of its tenant are `taken`.
+
+        There is room for so many `answers`.
 
         Raises `OutOfRange`, `OutOfOrder`, `TooManyRequests`, or what ended the session.
         """
@@ -56,12 +61,16 @@ class Line:
             raise copy.copy(self._ended)  # one that is raised again and again keeps every caller's frames
         if number < self._next:
             raise OutOfOrder(f"call {number} is too long ago: the next number is {self._next}")
-        if len(self._waiting) + len(self._early) >= self._most or number >= self._next + self._most:
+        under_way = len(self._waiting) + len(self._early) + len(self._sampled)
+        if under_way >= self._most or number >= self._next + self._most:
             raise TooManyRequests(f"{self._most} calls of this session are waiting already, or call {number} is too far ahead")
         share = 1 if number == self._next else 2  # calls that overtook others leave room for those
         if self.tokens + call.size > self._most_tokens // share or taken + call.size > self._tenant_tokens // share:
             raise TooManyRequests("too many tokens of this session, or of its tenant, are waiting already", retry_s=0.1)
+        if call.answers > answers:
+            raise TooManyRequests(f"{call.answers} answers are asked for, and there is room for {answers}: wait for others")
         self.tokens += call.size
+        self.answers += call.answers
         self._early[number] = call
         while self._next in self._early:
             arrived = self._early.pop(self._next)
@@ -75,18 +84,40 @@ class Line:
     def done(self, call: Call) -> None:
         assert self._waiting[0] is call, "calls end in their order"
         self._waiting.popleft()
+        self._let_go(call)
+
+    def leave(self, call: Sample) -> None:
+        """It holds up nobody behind it any more; until `sampled` it counts."""
+        assert self._waiting[0] is call, "calls end in their order"
+        self._waiting.popleft()
+        self._sampled.append(call)
+
+    def sampled(self, call: Sample) -> bool:
+        """Its answers have come, or nobody wants them any more; False if that was so before."""
+        if call not in self._sampled:
+            return False
+        self._sampled.remove(call)
+        self._let_go(call)
+        return True
+
+    @property
+    def sampling(self) -> list[Sample]:
+        """Those that have left."""
+        return list(self._sampled)
+
+    def _let_go(self, call: Call) -> None:
         self.tokens -= call.size
+        self.answers -= call.answers
         call.forget()
 
     def end(self, error: SymbiosisError) -> list[Call]:
-        """Nothing is taken any more. Returns the calls that are left without an answer."""
+        """Nothing is taken any more. Returns the calls that are left without an answer, but for those that have left."""
         left = [*self._waiting, *self._early.values()]
         self._ended = self._ended or copy.copy(error)
         self._waiting.clear()
         self._early.clear()
-        self.tokens = 0
         for call in left:
-            call.forget()
+            self._let_go(call)
         return left
 
     def forget(self) -> None:

@@ -63,7 +63,7 @@ def save(
     if not replace and folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty")
     made = adapter.snapshot()
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in (*made.tensors.values(), *(optimizer or {}).values())):
+    if not made.is_finite or not all(bool(torch.isfinite(tensor).all()) for tensor in (optimizer or {}).values()):
         raise Diverged("the adapter or its optimizer has numbers that are none (NaN or infinite): the last step has spoilt it")
     beside, older = (folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.{kind}") for kind in ("part", "old"))
     try:

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from symbiosis.errors import OutOfRange
+from symbiosis.errors import CannotServe, OutOfRange
 from symbiosis.training.adapter import NOTHING, Snapshot, Trained
-from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Save, Step
+from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
 from symbiosis.training.data import Data
 from symbiosis.training.examples import Example, check, digest
 from symbiosis.training.line import Line
 from symbiosis.training.optimizer import Optimizer, StepSettings, optimizer_of
 from symbiosis.training.pack import Piece, predicted
+from symbiosis.training.sampling import Answer, Sampler
 from symbiosis.training.saving import Progress
 
 Submit: TypeAlias = Callable[["Session", Call, int | None], Future[Any]]
@@ -59,6 +60,7 @@ class Session:
         takes_items: bool,
         bounds: Bounds,
         line: Line,
+        sampler: Sampler | None,
         submit: Submit,
         hold: Callable[[Session, bool], None],
         close: Callable[[Session], None],
@@ -73,7 +75,7 @@ class Session:
         """Whether a file of it is read or written: no pass touches it meanwhile."""
         self.held = False
         """Whether more is to come that belongs to what waits."""
-        self._bounds = bounds
+        self._bounds, self._sampler = bounds, sampler
         self._submit, self._hold, self._close = submit, hold, close
 
     def forward_backward(
@@ -148,6 +150,30 @@ class Session:
     def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
         """Change the adapter by the gradients that have gathered, and forget them."""
         return self._submit(self, OptimStep(settings), number)
+
+    def sample(
+        self, prompts: Sequence[str | Sequence[int]], *, n: int = 1, number: int | None = None, **settings: Any
+    ) -> Future[list[Answer]]:
+        """Answers to prompts (token ids, or text if there is a tokenizer) by the adapter as it is at this place of the order.
+
+        `n` for each prompt, those of the first before those of the second. `settings` are those of `engine.sequences.Sampling`
+        (`max_tokens`, `temperature`, `seed`, `logprobs`, …); by default 32 tokens, always the likeliest. Calls after this one are
+        computed meanwhile. If one answer fails, the call does. Raises `OutOfRange`, `ContextTooLong` or `TooManyRequests`; `CannotServe`
+        if nobody samples here, as where the host was made without an engine.
+        """
+        if self._sampler is None:
+            raise CannotServe("this session has no engine to sample with: open it with symbiosis.Studio")
+        most = self._bounds.examples
+        if type(n) is not int or not 1 <= n or not 1 <= len(prompts) * n <= most:
+            raise OutOfRange(f"{len(prompts)} prompts, {n!r} answers to each", field="prompts", expected=f"1 to {most} answers")
+        asked = self._sampler.ask(self.tenant, prompts, n, self.adapter.cost_of(0), settings)
+        if asked.tokens > self._bounds.tokens:
+            raise OutOfRange(
+                f"prompts and answers may have {asked.tokens} tokens",
+                field="max_tokens",
+                expected=f"at most {self._bounds.tokens}",
+            )
+        return self._submit(self, Sample(asked), number)
 
     def save(
         self,
