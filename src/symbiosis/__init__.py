@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Executor", "connect", "errors"]
+__all__ = ["Engine", "Executor", "Studio", "connect", "errors"]
 
 if TYPE_CHECKING:
     from symbiosis import errors
     from symbiosis.engine.engine import Engine
     from symbiosis.launch import Executor, connect
+    from symbiosis.studio import Studio
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from symbiosis.engine.engine import Engine
 
         return Engine
+    if name == "Studio":
+        from symbiosis.studio import Studio
+
+        return Studio
     if name == "errors":
         import importlib
 

@@ -166,7 +166,9 @@ class Core:
         record = None if adapter is None else self._residency.find(adapter)
         return self._queue(n, prompt, sampling, record, tenant)
 
-    def add_unnamed(self, n: int, prompt: Iterable[int], sampling: Sampling, prepared: Prepared, *, tenant: str) -> list[Request]:
+    def add_unnamed(
+        self, n: int, prompt: Iterable[int], sampling: Sampling, prepared: Prepared, *, tenant: str
+    ) -> list[Request]:
         """The same by an adapter without a name, which nobody else can ask for; it goes with the last of its requests."""
         self._residency.put(_UNNAMED, prepared)
         try:

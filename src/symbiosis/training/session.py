@@ -156,15 +156,15 @@ class Session:
     ) -> Future[list[Answer]]:
         """Answers to prompts (token ids, or text if there is a tokenizer) by the adapter as it is at this place of the order.
 
-        `n` for each prompt, those of the first before those of the second. `settings` are those of `engine.sequences.Sampling`
-        (`max_tokens`, `temperature`, `seed`, `logprobs`, …); by default 32 tokens, always the likeliest. Calls after this one are
-        computed meanwhile. If one answer fails, the call does. Raises `OutOfRange`, `ContextTooLong` or `TooManyRequests`; `CannotServe`
-        if nobody samples here, as where the host was made without an engine.
+        `n` for each prompt, those of the first before those of the second. `settings` are `Sampling`'s (`max_tokens`,
+        `temperature`, `seed`, `logprobs`, …); by default 32 tokens, always the likeliest. Calls after this one do not
+        wait for the answers. If one answer fails, the call does. Raises `OutOfRange`, `ContextTooLong`, `TooManyRequests`, or
+        `CannotServe` where there is no engine to sample with.
         """
         if self._sampler is None:
             raise CannotServe("this session has no engine to sample with: open it with symbiosis.Studio")
         most = self._bounds.examples
-        if type(n) is not int or not 1 <= n or not 1 <= len(prompts) * n <= most:
+        if type(n) is not int or n < 1 or not 1 <= len(prompts) * n <= most:
             raise OutOfRange(f"{len(prompts)} prompts, {n!r} answers to each", field="prompts", expected=f"1 to {most} answers")
         asked = self._sampler.ask(self.tenant, prompts, n, self.adapter.cost_of(0), settings)
         if asked.tokens > self._bounds.tokens:

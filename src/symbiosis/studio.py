@@ -1,0 +1,80 @@
+"""Fine-tuning and sampling in one process, over one copy of a model: for people who write their own loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from peft import PeftConfig
+from transformers import PreTrainedModel
+
+from symbiosis.engine.engine import Core
+from symbiosis.executor.turns import Turns
+from symbiosis.models.joining import join
+from symbiosis.models.source import ModelSource, load_both, shared_copy
+from symbiosis.sampling import Sampler
+from symbiosis.training.host import Host, HostConfig, HostStats
+from symbiosis.training.session import Session
+
+
+class Studio:
+    """Sessions that train adapters of one frozen model in shared passes, and sample from them. A context manager.
+
+    `model` is a transformers model, which is the studio's from now on, a folder, a hub id, or nothing: the
+    default model. Prompts may be text if there is a tokenizer. Raises `CannotTrain` or `CannotServe` with the reason if
+    this model cannot be trained in shared passes, or not be sampled from.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource = None,
+        tokenizer: Any = None,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        training: HostConfig = HostConfig(),  # noqa: B008 - frozen
+        training_share: float = 0.5,
+        **engine: Any,
+    ) -> None:
+        """`device` and `dtype` are for a model that is loaded here; `engine` are settings of `engine.engine.Core`.
+
+        While prompts are answered, training has `training_share` of the time.
+        """
+        if not isinstance(model, PreTrainedModel):
+            model, found = load_both(model, device=torch.device(device), dtype=dtype)
+            tokenizer = tokenizer or found
+        shared: PreTrainedModel = model
+        join(shared)
+        trained, turns = shared_copy(shared), Turns(training_share)
+        self._sampler = Sampler(Core(shared, turns=turns, **engine), tokenizer)
+        try:
+            self._host = Host(trained, training, turns, self._sampler)
+        except BaseException:
+            self._sampler.close()
+            raise
+
+    def open(self, tenant: str, adapter: PeftConfig | Mapping[str, Any], *, seed: int = 42, weight: float = 1.0) -> Session:
+        """A new session. Its adapter starts as PEFT's `get_peft_model` after `set_seed(seed)` would.
+
+        Passes are shared fairly by tenants, according to their sessions' `weight`. Raises `BadAdapter`, `UnsupportedAdapter`,
+        `TooLarge`, `OutOfRange`, `TooManyRequests` or `Closed`.
+        """
+        return self._host.open(tenant, adapter, seed=seed, weight=weight)
+
+    @property
+    def stats(self) -> HostStats:
+        """Of training."""
+        return self._host.stats
+
+    def close(self) -> None:
+        """End all sessions: what waits ends in `Closed`."""
+        self._host.close()
+        self._sampler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
