@@ -50,7 +50,7 @@ class Asked:
             request = Request(id="", tenant=tenant, prompt=[0] * virtual + prompt, sampling=sampling, arrival=0.0)
             request.check(vocabulary=sampler.vocabulary, longest=sampler.longest)
             most = sampler.longest - request.prompt_length if sampling.max_tokens is None else sampling.max_tokens
-            self.tokens += n * (request.prompt_length + most)
+            self.tokens += n * (request.prompt_length + most * (1 + (sampling.logprobs or 0)))
             found.update(array("q", (len(prompt), *prompt)))
         self.key = (found.digest(), n, sampling)
         self.ids: list[str] = []

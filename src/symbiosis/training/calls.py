@@ -55,6 +55,11 @@ class _Small:
         """That the engine computes for it."""
         return 0
 
+    @property
+    def kept(self) -> int:
+        """Tokens that it holds when it is answered."""
+        return 0
+
     def forget(self) -> None:
         """Once it is answered: keep nothing large."""
 
@@ -122,12 +127,12 @@ class Load(_Small):
 class Sample(_Small):
     """It leaves its line when the adapter was copied; its answers come later."""
 
-    __slots__ = ("answer", "asked", "key")
+    __slots__ = ("_kept", "answer", "asked", "key")
 
     def __init__(self, asked: Asked) -> None:
         self.asked: Asked | None = asked
         """None: it is answered."""
-        self.key, self.answer = asked.key, _future()
+        self.key, self._kept, self.answer = asked.key, asked.tokens, _future()
 
     def same(self, other: object) -> bool:
         return isinstance(other, Sample) and self.key == other.key
@@ -139,6 +144,10 @@ class Sample(_Small):
     @property
     def answers(self) -> int:
         return 0 if self.asked is None else self.asked.answers
+
+    @property
+    def kept(self) -> int:
+        return self._kept
 
     def forget(self) -> None:
         self.asked = None

@@ -77,9 +77,14 @@ class Line:
             self._waiting.append(arrived)
             self._known[self._next] = arrived
             self._next += 1
-        while len(self._known) > _REMEMBERED + self._most:
-            self._known.popitem(last=False)
+        self._remember()
         return number, call.answer
+
+    def _remember(self) -> None:
+        """Forget the oldest if there are too many, or too many answers."""
+        kept = sum(call.kept for call in self._known.values())
+        while len(self._known) > _REMEMBERED + self._most or kept > self._most_tokens:
+            kept -= self._known.popitem(last=False)[1].kept
 
     def done(self, call: Call) -> None:
         assert self._waiting[0] is call, "calls end in their order"

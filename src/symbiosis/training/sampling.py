@@ -33,7 +33,7 @@ class Asked(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Of all prompts, and the most that all answers can have."""
+        """Of all prompts, and the most that all answers can have; a logprob of another token counts like a token."""
 
     @property
     def answers(self) -> int: ...

@@ -1,0 +1,392 @@
+"""Sampling from a session: by the adapter as it is at that place of the order, once, and nothing of it stays."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from peft import PeftModel
+
+import symbiosis
+from symbiosis.engine.desk import Order
+from symbiosis.engine.engine import Core
+from symbiosis.engine.residency import ResidencyConfig
+from symbiosis.errors import (
+    AnswerFailed,
+    CannotServe,
+    Closed,
+    ContextTooLong,
+    Diverged,
+    OutOfOrder,
+    OutOfRange,
+    TooManyRequests,
+)
+from symbiosis.training.adapter import Trained
+from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.optimizer import StepSettings
+from tests.training.passes import examples
+from tests.training.tasks import TASKS, base, lora
+from tests.training.together import all_equal, values
+
+PROMPTS = [[5, 9, 13, 17], [40, 3], [7, 7, 7, 8, 9, 10, 11]]
+LARGE = StepSettings(learning_rate=0.1)
+
+
+def opened(**settings):
+    return symbiosis.Studio(copy.deepcopy(base()), **settings)
+
+
+@pytest.fixture
+def studio():
+    with opened() as studio:
+        yield studio
+        core = studio._sampler._core
+        assert core.is_idle()
+        assert not core.adapters
+        core._residency.check_integrity()
+
+
+def plain(folder, prompts=PROMPTS, count=8):
+    """What plain PEFT generates with the adapter in a folder."""
+    model, found = PeftModel.from_pretrained(copy.deepcopy(base()), folder).eval(), []
+    for prompt in prompts:
+        ids, eos = torch.tensor([prompt]), model.generation_config.eos_token_id
+        made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+        made = made[0, len(prompt) :].tolist()
+        found.append(made[: made.index(eos) + 1] if eos in made else made)
+    return found
+
+
+def train(session, steps=1, settings=LARGE):
+    for number in range(steps):
+        session.forward_backward(examples(6 + number, 9))
+        session.optim_step(settings)
+
+
+def tokens(answers):
+    return [answer.tokens for answer in answers]
+
+
+def emptied(studio, seconds=30.0):
+    """Whether everything has gone from the engine."""
+    until = time.monotonic() + seconds
+    core = studio._sampler._core
+    while time.monotonic() < until:
+        figures = core.figures()
+        if core.is_idle() and not (figures.registered or figures.device_bytes or studio._sampler._places):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_is_sampled_is_what_plain_peft_generates(name, studio, tmp_path):
+    session = studio.open("ann", TASKS[name].adapter, seed=7)
+    train(session, 3)
+    found = session.sample(PROMPTS, max_tokens=8).result(60)
+    session.save(tmp_path / "it").result(60)
+    assert tokens(found) == plain(tmp_path / "it")
+    assert {answer.reason for answer in found} <= {"stop", "length"}
+    assert emptied(studio)
+
+
+def test_a_sample_sees_the_steps_before_it_and_none_that_was_queued_after(studio, tmp_path):
+    session, asked, saved = studio.open("ann", lora(r=8), seed=7), [], []
+    with session.gathering():  # all of it is there before the first is begun
+        for step in range(5):
+            asked.append(session.sample(PROMPTS, max_tokens=8))
+            saved.append(session.save(tmp_path / str(step)))
+            train(session)
+    for step, (future, save) in enumerate(zip(asked, saved, strict=True)):
+        save.result(60)
+        assert tokens(future.result(60)) == plain(tmp_path / str(step))
+    assert len({str(tokens(future.result())) for future in asked}) > 2  # the steps do change what is said
+
+
+def test_calls_that_overtook_a_sample_wait_for_it(studio, tmp_path):
+    session = studio.open("ann", lora(r=8), seed=7)
+    session.save(tmp_path / "it").result(60)
+    late = session.forward_backward(examples(6), number=3)
+    session.optim_step(LARGE, number=4)
+    after = session.sample(PROMPTS, number=5, max_tokens=8)
+    first = session.sample(PROMPTS, number=2, max_tokens=8)
+    assert tokens(first.result(60)) == plain(tmp_path / "it")
+    late.result(60)
+    session.save(tmp_path / "later", number=6).result(60)
+    assert tokens(after.result(60)) == plain(tmp_path / "later")
+
+
+def test_training_goes_on_while_answers_are_computed():
+    with opened(training_share=0.9) as studio:
+        session = studio.open("ann", lora(), seed=7)
+        train(session)
+        long = session.sample(PROMPTS * 4, max_tokens=200, ignore_eos=True)
+        train(session, 3)
+        assert session.forward(examples(5)).result(60).tokens == 4
+        assert not long.done()
+        assert [len(answer.tokens) for answer in long.result(120)] == [200] * 12
+
+
+def test_the_same_number_is_computed_once(studio, monkeypatch):
+    copies, snapshot = [], Trained.snapshot
+    monkeypatch.setattr(Trained, "snapshot", lambda self: copies.append(1) or snapshot(self))
+    session = studio.open("ann", lora(), seed=7)
+    first = session.sample(PROMPTS, number=1, max_tokens=4, temperature=1.0)
+    assert session.sample(PROMPTS, number=1, max_tokens=4, temperature=1.0) is first
+    found = first.result(60)
+    assert session.sample(PROMPTS, number=1, max_tokens=4, temperature=1.0).result(60) is found
+    for other in ({"max_tokens": 5, "temperature": 1.0}, {"max_tokens": 4}, {"max_tokens": 4, "temperature": 1.0, "n": 2}):
+        with pytest.raises(OutOfOrder, match="another"):
+            session.sample(PROMPTS, number=1, **other)
+    with pytest.raises(OutOfOrder, match="another"):
+        session.sample(PROMPTS[:2], number=1, max_tokens=4, temperature=1.0)
+    with pytest.raises(OutOfOrder, match="another"):
+        session.optim_step(LARGE, number=1)
+    assert len(copies) == 1
+
+
+def test_several_answers_and_logprobs(studio):
+    session = studio.open("ann", lora(), seed=7)
+    asked = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 6, "ignore_eos": True, "logprobs": 2}
+    found, again = (session.sample(PROMPTS[:2], **asked).result(60) for _ in range(2))
+    assert len(found) == 6
+    assert tokens(found) == tokens(again)
+    assert len({str(answer.tokens) for answer in found}) == 6
+    for answer in found:
+        assert len(answer.logprobs) == len(answer.tokens) == 6
+        assert all(len(each.top) == 2 and each.chosen <= each.top[0][1] for each in answer.logprobs)
+
+
+def test_sampling_changes_nothing_of_what_is_trained(studio):
+    ones = [studio.open("ann", lora(lora_dropout=0.1), seed=7) for _ in range(2)]
+    for _ in range(3):
+        for session in ones:
+            session.forward_backward(examples(6, 9)).result(60)
+            if session is ones[0]:
+                session.sample(PROMPTS, max_tokens=2).result(60)
+            session.optim_step(LARGE).result(60)
+    assert all_equal(*map(values, ones))
+
+
+def test_what_is_wrong_is_refused_at_once(studio):
+    session = studio.open("ann", lora(), seed=7)
+    for prompts in ([], [[]], [[1, 500]], [[-1]], [[1]] * 1025, "text", [7, 8]):
+        with pytest.raises(OutOfRange):
+            session.sample(prompts)
+    for settings in ({"n": 0}, {"n": 129}, {"n": True}, {"temperature": -1.0}, {"max_tokens": 0}, {"number": "1"}):
+        with pytest.raises(OutOfRange):
+            session.sample(PROMPTS, **settings)
+    with pytest.raises(ContextTooLong):
+        session.sample(PROMPTS, max_tokens=100_000)
+    with pytest.raises(CannotServe, match="tokenizer"):
+        session.sample(["text"])
+    with pytest.raises(TypeError, match="tempreature"):
+        session.sample(PROMPTS, tempreature=1.0)
+    with Host(base()) as host, pytest.raises(CannotServe, match="Studio"):
+        host.open("ann", lora()).sample(PROMPTS)
+    assert len(session.sample(PROMPTS, max_tokens=2).result(60)) == 3
+
+
+def test_there_are_limits():
+    limits = HostConfig(tenant_answers=6, max_answers=8, max_waiting=4, max_waiting_tokens=400)
+    with opened(training=limits) as studio:
+        mine, other = studio.open("ann", lora()), studio.open("ann", lora())
+        with pytest.raises(OutOfRange, match="tokens"):
+            mine.sample(PROMPTS, max_tokens=100)
+        with pytest.raises(OutOfRange, match="tokens"):
+            mine.sample(PROMPTS, max_tokens=10, logprobs=20)
+        mine.sample([[1], [2]], n=2, max_tokens=2, number=2)  # waits for the first
+        with pytest.raises(TooManyRequests, match="room for 2"):
+            other.sample(PROMPTS, max_tokens=2)
+        studio.open("bob", lora()).sample(PROMPTS, max_tokens=2).result(60)
+        other.sample(PROMPTS[:2], max_tokens=2).result(60)
+        mine.sample([[1]], max_tokens=2, number=1)
+        assert mine.sample([[1], [2]], n=2, max_tokens=2, number=2).result(60)
+        assert (mine.line.answers, mine.line.tokens, other.line.answers) == (0, 0, 0)
+        for _ in range(5):  # old answers are forgotten, so that those kept do not grow
+            mine.sample(PROMPTS, max_tokens=50).result(60)
+        assert len(mine.line._known) <= 3
+
+
+def test_a_session_that_diverged_answers_what_was_asked_before_and_no_more(studio, tmp_path):
+    session, other = studio.open("ann", lora(), seed=7), studio.open("bob", lora(), seed=7)
+    session.save(tmp_path / "it").result(60)
+    with session.gathering():
+        before = session.sample(PROMPTS, max_tokens=8)
+        session.forward_backward(examples(6))
+        session.optim_step(StepSettings(learning_rate=1e30, weight_decay=1e3))
+        spoilt = session.sample(PROMPTS)
+        session.forward_backward(examples(6))
+        late = session.sample(PROMPTS)
+    assert tokens(before.result(60)) == plain(tmp_path / "it")
+    with pytest.raises(AnswerFailed):  # its numbers are finite, what they give is not
+        spoilt.result(60)
+    with pytest.raises(Diverged):
+        late.result(60)
+    with pytest.raises(Diverged):
+        session.sample(PROMPTS)
+    assert tokens(other.sample(PROMPTS, max_tokens=8).result(60)) == plain(tmp_path / "it")
+    with torch.no_grad():
+        next(iter(other.adapter.parameters.values())).fill_(float("inf"))
+    with pytest.raises(Diverged):
+        other.sample(PROMPTS).result(60)
+    assert emptied(studio)
+
+
+def test_who_closes_a_session_waits_for_no_answer_and_nothing_stays(studio):
+    session = studio.open("ann", lora(), seed=7)
+    running = session.sample(PROMPTS, max_tokens=200, ignore_eos=True)
+    waiting = session.sample(PROMPTS, max_tokens=200, number=3)
+    while not studio._sampler._core.scheduler.running:
+        time.sleep(0.001)
+    session.close()
+    for future in (running, waiting):
+        with pytest.raises(Closed):
+            future.result(1)
+    with pytest.raises(Closed):
+        session.sample(PROMPTS)
+    assert emptied(studio)
+    assert session.line.answers == session.line.tokens == 0
+
+
+def test_a_session_closed_at_any_moment_leaves_nothing(studio):
+    ends = []
+    for pause in range(24):
+        session = studio.open("ann", lora(), seed=7)
+        asked = [session.sample(PROMPTS, max_tokens=3) for _ in range(3)]
+        time.sleep(pause * 0.002)
+        session.close()
+        ends += [type(future.exception(10)) for future in asked]
+    assert set(ends) <= {Closed, type(None)}
+    assert emptied(studio)
+
+
+def test_closing_the_studio_ends_everything():
+    studio = opened()
+    session = studio.open("ann", lora(), seed=7)
+    asked = [session.sample(PROMPTS, max_tokens=200, ignore_eos=True) for _ in range(4)]
+    studio.close()
+    assert {type(future.exception(10)) for future in asked} <= {Closed, type(None)}
+    with pytest.raises(Closed):
+        session.sample(PROMPTS)
+
+
+def test_eight_sessions_sample_while_they_train_and_memory_comes_back(tmp_path):
+    with opened(training_share=0.9) as studio:
+        held = threading.active_count()
+        found, errors = {}, []
+
+        def loop(name):
+            try:
+                session = studio.open(name, TASKS[name].adapter, seed=7)
+                found[name] = []
+                for step in range(3):
+                    train(session, settings=StepSettings(learning_rate=0.02))
+                    folder = tmp_path / f"{name}-{step}"
+                    asked = session.sample(PROMPTS, max_tokens=6)
+                    session.save(folder)
+                    found[name].append((asked, folder))
+                session.forward(examples(4)).result(120)
+                for asked, _ in found[name]:
+                    asked.result(120)
+                session.close()
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=loop, args=(name,)) for name in TASKS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        for steps in found.values():
+            for asked, folder in steps:
+                assert tokens(asked.result()) == plain(folder, count=6)
+        assert emptied(studio)
+        assert not studio._host._sessions
+        assert threading.active_count() <= held + 3
+
+
+def test_no_adapter_stays_in_memory(studio, monkeypatch):
+    made, snapshot = [], Trained.snapshot
+
+    def noted(self):
+        taken = snapshot(self)
+        made.extend(weakref.ref(tensor) for tensor in taken.tensors.values())
+        return taken
+
+    monkeypatch.setattr(Trained, "snapshot", noted)
+    session = studio.open("ann", lora(), seed=7)
+    for _ in range(5):
+        train(session)
+        session.sample(PROMPTS, max_tokens=3).result(60)
+    session.forward(examples(5)).result(60)
+    assert emptied(studio)
+    time.sleep(0.1)  # threads let go of their last task
+    gc.collect()
+    assert made
+    assert not [each for each in made if each() is not None]
+
+
+def test_nobody_else_can_ask_for_what_is_sampled_from(studio, monkeypatch):
+    session = studio.open("ann", lora(), seed=7)
+    train(session)
+    core, refused = studio._sampler._core, []
+    desk = studio._sampler._desk
+    out = desk._out
+    monkeypatch.setattr(desk, "_out", lambda events: (refused.extend(e for e in events if e.id.startswith("x")), out(events)))
+    running = session.sample(PROMPTS, max_tokens=100, ignore_eos=True)
+    while not core.scheduler.running:
+        time.sleep(0.001)
+    assert core.adapters == {}
+    for number, name in enumerate(["", ":", "::", "ann", "session-1", next(iter(core._residency.loaded))]):
+        for tenant in ("", "ann", "eve"):
+            desk.submit(Order(id=f"x{number}{tenant}", prompt=[1], adapter=name, tenant=tenant))
+    running.result(60)
+    assert {event.error.code for event in refused} == {"unknown_adapter"}
+    assert len(refused) == 18
+
+
+def test_more_adapters_than_the_device_has_room_for(tmp_path):
+    """They lie in no folder: those that do not fit wait in memory, and nobody's answer is another's."""
+    with opened(residency=ResidencyConfig(slots=2, patience_s=0.01), training_share=0.9) as studio:
+        sessions = [studio.open("ann", lora(), seed=seed) for seed in range(6)]
+        for session in sessions:
+            train(session)
+        asked = [session.sample(PROMPTS, max_tokens=12) for session in sessions for _ in range(2)]
+        for at, session in enumerate(sessions):
+            session.save(tmp_path / str(at)).result(60)
+            for future in asked[2 * at : 2 * at + 2]:
+                assert tokens(future.result(60)) == plain(tmp_path / str(at), count=12)
+        assert emptied(studio)
+        figures = studio._sampler._core.figures()
+        assert figures.loads > 0  # some had no room when they came
+        assert figures.reads == 0
+
+
+def test_when_the_engine_is_lost_everybody_hears_of_it(monkeypatch):
+    with opened() as studio:
+        session = studio.open("ann", lora(), seed=7)
+        monkeypatch.setattr(Core, "step", lambda self: (_ for _ in ()).throw(RuntimeError("lost")))
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        first = session.sample(PROMPTS)
+        with pytest.raises(Closed):
+            first.result(30)
+        with pytest.raises(Closed):
+            session.sample(PROMPTS).result(30)
+        assert session.forward_backward(examples(5)).result(60).tokens == 4  # training goes on
+
+
+def test_a_model_that_cannot_be_trained_leaves_no_thread(monkeypatch):
+    before = set(threading.enumerate())
+    with pytest.raises(OutOfRange):
+        opened(training=HostConfig(max_rows=0))
+    monkeypatch.setattr("symbiosis.studio.Host", lambda *_: (_ for _ in ()).throw(CannotServe("no")))
+    with pytest.raises(CannotServe):
+        opened()
+    assert not [each for each in set(threading.enumerate()) - before if each.name == "symbiosis-engine"]
