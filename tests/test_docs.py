@@ -77,7 +77,7 @@ def test_the_readmes_tenant_gets_its_answer_and_its_adapter(served, tmp_path):
 
 @pytest.mark.real
 def test_the_readmes_openai_client_gets_its_answer(served, tmp_path):
-    _, code = blocks("python")
+    _, code, _ = blocks("python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 5
     assert "Paris" in run(here(code, served), cwd=tmp_path)
 
@@ -123,10 +123,37 @@ def chats(tmp_path):
 @pytest.mark.real
 @pytest.mark.timeout(600)
 def test_the_fine_tuning_pages_client_teaches_and_gets_its_answer(served, chats):
-    (code,) = blocks("python", FINE_TUNING)
+    code, _ = blocks("python", FINE_TUNING)
     *events, answer = run(here(code, served), cwd=chats).strip().splitlines()
     assert events[0] == "The job has successfully completed"
     assert re.search("(?i)arr|matey|yo ho", answer), answer
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+def test_the_readmes_fine_tuning_client_and_command(served, chats):
+    *_, code = blocks("python")
+    assert run(here(code, served), cwd=chats).strip() in ("validating_files", "queued", "running", "succeeded")
+    client = openai.OpenAI(base_url=f"{served['http']}/v1", api_key="none", max_retries=0)
+    (job,) = client.fine_tuning.jobs.list(limit=1).data
+    client.fine_tuning.jobs.cancel(job.id)
+    (command,) = [block.partition("#")[0].strip() for block in blocks("bash") if "--hosted" in block]
+    command = command.replace("symbiosis ", f"{sys.executable} -m symbiosis.cli ") + f" --steps 2 --connect {served['http']}"
+    done = subprocess.run(["bash", "-ec", command], cwd=chats, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert "is served: symbiosis chat --adapter ft-pirate-" in done.stdout
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+def test_the_fine_tuning_pages_own_loop(real_cache, tmp_path):
+    _, code = blocks("python", FINE_TUNING)
+    output = run(code, cwd=tmp_path)
+    loss, before, after = re.fullmatch(r"([\d.]+) (.*) → (.*)\n", output).groups()
+    assert float(loss) < 3
+    assert "marzipan" in after
+    assert "marzipan" not in before
+    assert (tmp_path / "by-hand" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.real

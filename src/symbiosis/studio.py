@@ -47,6 +47,8 @@ class Studio:
             tokenizer = tokenizer or found
         shared: PreTrainedModel = model
         join(shared)
+        self.tokenizer = tokenizer
+        """The model's own if it was loaded here; None if there is none."""
         trained, turns = shared_copy(shared), Turns(training_share)
         self._sampler = Sampler(Core(shared, turns=turns, **engine), tokenizer)
         try:

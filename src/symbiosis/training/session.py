@@ -177,7 +177,7 @@ class Session:
 
     def save(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         optimizer: bool = False,
         replace: bool = False,
@@ -189,11 +189,11 @@ class Session:
         The folder is the host's own and must not exist, unless it is to be replaced: a name from a tenant must never become
         one. `keep` is called, by another thread, with what was written once it is on disk.
         """
-        return self._submit(self, Save(folder, optimizer, replace, keep), number)
+        return self._submit(self, Save(Path(folder), optimizer, replace, keep), number)
 
-    def load(self, folder: Path, *, number: int | None = None) -> Future[None]:
+    def load(self, folder: str | Path, *, number: int | None = None) -> Future[None]:
         """Take the adapter's numbers from a folder, and the optimizer's if they are there. Gradients are forgotten."""
-        return self._submit(self, Load(folder), number)
+        return self._submit(self, Load(Path(folder)), number)
 
     def close(self) -> None:
         """Give everything back. What waits ends in `Closed`."""
