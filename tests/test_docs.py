@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import openai
@@ -133,10 +134,13 @@ def test_the_fine_tuning_pages_client_teaches_and_gets_its_answer(served, chats)
 @pytest.mark.timeout(600)
 def test_the_readmes_fine_tuning_client_and_command(served, chats):
     *_, code = blocks("python")
-    assert run(here(code, served), cwd=chats).strip() in ("validating_files", "queued", "running", "succeeded")
+    id = re.search(r"id='(ftjob-[^']+)'", run(here(code, served), cwd=chats)).group(1)
     client = openai.OpenAI(base_url=f"{served['http']}/v1", api_key="none", max_retries=0)
-    (job,) = client.fine_tuning.jobs.list(limit=1).data
-    client.fine_tuning.jobs.cancel(job.id)
+    while (job := client.fine_tuning.jobs.retrieve(id)).status != "succeeded":
+        assert job.status in ("validating_files", "queued", "running")
+        time.sleep(0.5)
+    asked = [{"role": "user", "content": "Hello"}]
+    assert client.chat.completions.create(model=job.fine_tuned_model, messages=asked, max_tokens=4).choices
     (command,) = [block.partition("#")[0].strip() for block in blocks("bash") if "--hosted" in block]
     command = command.replace("symbiosis ", f"{sys.executable} -m symbiosis.cli ") + f" --steps 2 --connect {served['http']}"
     done = subprocess.run(["bash", "-ec", command], cwd=chats, capture_output=True, text=True, timeout=500)
