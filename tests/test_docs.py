@@ -62,7 +62,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 def run(code_or_file, *arguments, cwd):
     command = [sys.executable, "-c", code_or_file] if "\n" in code_or_file else [sys.executable, code_or_file, *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -117,7 +117,7 @@ def test_the_openai_client_against_make_serve(served):
 def chats(tmp_path):
     """The data of the page about fine-tuning: everything is answered as a pirate would."""
     data = (ROOT / "src/symbiosis/demo_data/pirate.jsonl").read_text()
-    (tmp_path / "chats.jsonl").write_text("".join(data.splitlines(keepends=True)[:12]))
+    (tmp_path / "chats.jsonl").write_text("".join(data.splitlines(keepends=True)[:8]))
     return tmp_path
 
 
