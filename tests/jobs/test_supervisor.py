@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from symbiosis.errors import EngineLost, UnknownAdapter
+from symbiosis.errors import UnknownAdapter
 from symbiosis.jobs import supervisor as module
 from symbiosis.jobs.errors import StorageFull, WrongState
 from symbiosis.jobs.folder import Folder
@@ -342,7 +342,7 @@ async def test_the_last_good_checkpoint_of_a_job_that_diverged_is_kept_and_serve
     await until(lambda: ("ann", "ft-ftjob-one-step-2") in world.shelf.kept)
     kept = world.shelf.kept["ann", "ft-ftjob-one-step-2"]
     assert sorted(file.name for file in kept.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert engine.asked[-1] == ("load", {"name": "ann:ft-ftjob-one-step-2", "folder": str(kept), "replace": True})
+    assert engine.asked[0] == ("load", {"name": "ann:ft-ftjob-one-step-2", "folder": str(kept), "replace": True})
     await until(lambda: world.records.checkpoints(world.records.job(job), after=None, limit=1)[0].serves)
     assert world.state(job) is State.FAILED
 
@@ -513,27 +513,34 @@ async def test_a_full_disk_does_not_leave_a_job_validating(world):
 
 
 @played
-async def test_killed_just_after_a_failure_the_last_good_checkpoint_is_kept_all_the_same(world):
+async def test_killed_while_a_job_fails_it_fails_again_and_its_last_good_checkpoint_is_kept(world):
     job = world.add("one")
-    _, engine = await world.start()
-    await until(lambda: engine.told)
-    engine.step("0", 2)
-    engine.checkpoint("0", 2)
+    for life in range(2):
+        _, engine = await world.start()
+        await until(lambda engine=engine: engine.told)
+        if life == 0:
+            engine.step("0", 2)
+            engine.checkpoint("0", 2)
+            folder = Path(engine.told["0"]["checkpoints"]) / "step-2"
+            asked = asyncio.Event()
 
-    async def lost(op, **body):
-        raise EngineLost("gone")
+            async def hang(op, asked=asked, **body):
+                asked.set()
+                await asyncio.Event().wait()
 
-    engine.ask = lost
-    folder = Path(engine.told["0"]["checkpoints"]) / "step-2"
-    engine.say("0", "failed", code="diverged", message="NaN", field=None, step=3, checkpoint=str(folder))
+            engine.ask = hang
+        assert engine.told["0"]["resume"] == (str(folder) if life else None)
+        engine.say("0", "failed", code="diverged", message="NaN", field=None, step=3, checkpoint=str(folder))
+        if life == 0:
+            await asked.wait()
+            assert world.state(job) is State.RUNNING  # nobody has heard of it
+            await world.kill()
     await until(lambda: world.state(job) is State.FAILED)
-    await world.kill()
-    assert not world.shelf.kept
-    await world.start()
-    assert ("ann", "ft-ftjob-one-step-2") in world.shelf.kept
-    assert not world.folder.work(job).exists()
-    (found,) = world.records.checkpoints(world.records.job(job), after=None, limit=9)
-    assert found.serves == "ft-ftjob-one-step-2"
+    found = world.records.job(job)
+    assert found.error["message"] == "NaN; its last good checkpoint, of step 2, is served as ft-ftjob-one-step-2"
+    (kept,) = world.records.checkpoints(found, after=None, limit=9)
+    assert kept.serves == "ft-ftjob-one-step-2"
+    assert list(world.shelf.kept) == [("ann", "ft-ftjob-one-step-2")]
 
 
 @played
@@ -581,7 +588,7 @@ async def test_a_job_without_room_says_no_more_of_it_the_oftener_it_tries(world)
         refused = {"code": "too_many_requests", "message": "later", "field": ""}
         engine.inbox.put_nowait({"id": str(attempt), "refused": refused})
     await until(lambda: len(engine.told) == 6)
-    assert len(world.records.events(world.records.job(job), after=None, limit=99)) == 1
+    assert len(world.records.events(world.records.job(job), after=None, limit=99)) == 2  # created, started
 
 
 @played

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 
 from symbiosis.jobs.queue import JobLimits
 from tests.server.conftest import ANN, BOB, CHIEF
@@ -253,25 +255,39 @@ def test_checkpoints_are_served_if_asked(ann):
     assert time.monotonic() < end
 
 
-def test_a_job_with_wild_settings_harms_no_other(school, ann):
+def test_a_job_that_diverges_stops_alone_and_its_last_good_checkpoint_is_an_adapter(school, ann, tmp_path, world):
+    """A decay of 1 by a rate of 10 turns every number into -9 times itself at each step, until none is left."""
     bob = school.client(BOB)
     other = created(bob, {**FAST, "n_steps": 60})
-    wild = {
-        **FAST,
-        "n_steps": 400,
-        "learning_rate": 100.0,
-        "max_grad_norm": 1e6,
-        "checkpoint_every": 1,
-        "scheduler": "constant",
-    }
-    job = created(ann, wild)
+    wild = {**FAST, "learning_rate": 10.0, "weight_decay": 1.0, "scheduler": "constant", "checkpoint_every": 2}
+    job = created(ann, {**wild, "n_steps": 400})
     end = time.monotonic() + 100
-    while (found := ann.fine_tuning.jobs.retrieve(job.id)).status not in ("failed", "succeeded"):
+    while (found := ann.fine_tuning.jobs.retrieve(job.id)).status in ("queued", "running"):
         assert time.monotonic() < end
-        time.sleep(0.05)
-    if found.status == "failed":
-        assert found.error.code == "diverged"
-    assert until(bob, other.id, "succeeded").fine_tuned_model
+        time.sleep(0.02)
+    assert (found.status, found.error.code, found.fine_tuned_model) == ("failed", "diverged", None)
+    assert "is no number any more" in found.error.message
+    last = ann.fine_tuning.jobs.checkpoints.list(job.id).data[0]
+    assert 2 <= last.step_number <= found.progress["step"] < 400
+    assert last.fine_tuned_model_checkpoint == f"{job.will_be_named}-step-{last.step_number}"
+    assert found.error.message.endswith(f"is served as {last.fine_tuned_model_checkpoint}")
+    assert job.will_be_named not in [model.id for model in ann.models.list()]
+    assert last.fine_tuned_model_checkpoint in [model.id for model in ann.models.list()]
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        path = f"/v1/adapters/{last.fine_tuned_model_checkpoint}/{file}"
+        (tmp_path / file).write_bytes(school.ask("GET", path, ANN).content)
+    numbers = load_file(tmp_path / "adapter_model.safetensors").values()
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in numbers)
+    assert max(float(tensor.abs().max()) for tensor in numbers) > 100  # it was on its way
+    # its neighbour in the same passes became what it is without it
+    done = until(bob, other.id, "succeeded")
+    alone = until(bob, created(bob, {**FAST, "n_steps": 60}).id, "succeeded")
+    losses = [
+        [e.data["train_loss"] for e in bob.fine_tuning.jobs.list_events(each.id, limit=100) if "train_loss" in e.data]
+        for each in (done, alone)
+    ]
+    assert losses[0][-8:] == pytest.approx(losses[1][-8:], rel=1e-2)  # of the first steps; later, bits have become digits
+    assert says(bob, done.fine_tuned_model) == "arr"
 
 
 def test_other_methods_and_a_config_of_peft(ann):

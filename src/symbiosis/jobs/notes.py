@@ -41,6 +41,16 @@ class Shelf(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Last:
+    step: int
+    name: str
+    """It is served as."""
+
+    def __str__(self) -> str:
+        return f"its last good checkpoint, of step {self.step}, is served as {self.name}"
+
+
 @dataclass(slots=True)
 class Try:
     """A job at the engine."""
@@ -48,8 +58,6 @@ class Try:
     job: str
     tenant: str
     epoch: int
-    after: int
-    """Steps done by the checkpoint it began with."""
     final: Path
     clock: float = 0.0
     """When its first step was done."""
@@ -57,6 +65,8 @@ class Try:
     """Since then."""
     yields: bool = False
     """Whether it was told to make room for another's."""
+    last: Last | None = None
+    """If it failed: its last good checkpoint, which is served."""
     rests: bool = False
     """It ended since the engine had no room: not to be started again at once."""
 
@@ -92,8 +102,6 @@ class Notes:
         if job.state.is_end:
             return
         if kind == "begun":
-            said = f"Fine-tuning job goes on after step {trial.after}" if trial.after else "Fine-tuning job started"
-            self._records.add_event(job.id, "message", said)
             self._records.set(job.id, steps=body["steps"])
         elif kind == "step":
             self._step(job, trial, body)
@@ -111,7 +119,7 @@ class Notes:
                 self._records.change(job.id, Change.INTERRUPT, epoch=trial.epoch)
         elif kind == "failed":
             if body["checkpoint"] is not None:
-                self._checkpoint(job, _step_of(body["checkpoint"]), body["checkpoint"], None, None)
+                self._checkpoint(job, step_of(body["checkpoint"]), body["checkpoint"], None, None)
             self._failure(job, trial, body)
         elif kind == "trained":
             self._shelf.keep(job.owner, job.name, Path(body["folder"]))
@@ -159,7 +167,10 @@ class Notes:
         if job.state.is_end:
             return
         if body["code"] not in _NO_ROOM:
-            self.fail(job.id, {"code": body["code"], "message": body["message"], "param": body.get("field") or None})
+            said = body["message"] if trial.last is None else f"{body['message']}; {trial.last}"
+            self.fail(job.id, {"code": body["code"], "message": said, "param": body.get("field") or None})
+            if trial.last is not None:
+                self._records.set_served(job, trial.last.step, trial.last.name)
         elif job.state is State.RUNNING:
             self._records.change(job.id, Change.INTERRUPT, epoch=trial.epoch)
             trial.rests = True
@@ -172,12 +183,19 @@ class Notes:
             self._records.add_event(id, "message", error["message"], level="error", data={"code": error["code"]})
 
 
+def last_good(event: Said) -> str | None:
+    """The checkpoint that is left of a job that failed by its own fault."""
+    said: Said = event.get("training", {}).get("failed", {})
+    return said.get("checkpoint") if said.get("code") not in _NO_ROOM else None
+
+
 def is_end(event: Said) -> bool:
     """Whether a start of a job has ended with this."""
     return "refused" in event or any(kind in event["training"] for kind in _ENDS)
 
 
-def _step_of(folder: str) -> int:
+def step_of(folder: str) -> int:
+    """The step of a checkpoint. Raises `SymbiosisError`."""
     found = re.fullmatch(r"step-(\d+)", Path(folder).name)
     if found is None:
         raise SymbiosisError("the engine names a checkpoint that is none")

@@ -15,7 +15,7 @@ from typing import Any
 
 from symbiosis.errors import NoTokenizer
 from symbiosis.jobs import data, lines, plan
-from symbiosis.jobs.disk import told
+from symbiosis.jobs.disk import to_disk, told
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.plan import Plan, Wishes
 from symbiosis.jobs.queue import JobLimits
@@ -45,6 +45,8 @@ class Preparer:
             self._folder.work(job).mkdir(mode=0o700)
             for field, path in sources.items():
                 os.link(path, self._source(job, field))
+            for each in (self._folder.work(job), self._folder.work(job).parent):  # before the job is recorded
+                to_disk(each)
         return sum(path.stat().st_size for path in sources.values())
 
     async def prepare(self, job: str, wishes: Wishes, seed: int, *, large: bool) -> Found:

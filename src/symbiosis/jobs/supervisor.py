@@ -24,7 +24,7 @@ from symbiosis.errors import EngineLost, SymbiosisError, UnknownAdapter
 from symbiosis.jobs.disk import to_disk, told
 from symbiosis.jobs.errors import StorageFull, WrongState
 from symbiosis.jobs.folder import Folder
-from symbiosis.jobs.notes import Count, Notes, Said, Shelf, Try, is_end
+from symbiosis.jobs.notes import Count, Last, Notes, Said, Shelf, Try, is_end, last_good, step_of
 from symbiosis.jobs.plan import Wishes
 from symbiosis.jobs.preparing import Preparer
 from symbiosis.jobs.queue import JobLimits, crowded, order, startable
@@ -83,10 +83,7 @@ class Supervisor:
         self._validating: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        unread, owed = await asyncio.to_thread(self._take_up)
-        for job in owed:
-            await self._put_away(job)
-        for job in unread:
+        for job in await asyncio.to_thread(self._take_up):
             self.validate(job)
         self._task = asyncio.create_task(self._run())
         self.wake()
@@ -201,17 +198,16 @@ class Supervisor:
 
     # Starting
 
-    def _take_up(self) -> tuple[list[Job], list[Job]]:
-        """What an earlier process left: the jobs whose data is to be read, and those that failed and are to be put away."""
+    def _take_up(self) -> list[Job]:
+        """What an earlier process left. Returns the jobs whose data is to be read."""
         for job in self._records.jobs_in(State.RUNNING):
             with self._records.transaction():
                 self._records.change(job.id, Change.INTERRUPT)
                 self._records.add_event(job.id, "message", "The server was restarted: the job is queued again", level="warn")
             self._shelf.remove(job.owner, job.name)  # if it was put there, but not recorded to have ended
         unfinished = self._records.jobs_in(State.VALIDATING, State.QUEUED, State.PAUSED)
-        failed = [job for job in self._records.jobs_in(State.FAILED) if self._folder.work(job.id).exists()]
-        self._folder.remove_others(files=self._records.file_ids(), jobs={job.id for job in (*unfinished, *failed)})
-        return [job for job in unfinished if job.state is State.VALIDATING], failed
+        self._folder.remove_others(files=self._records.file_ids(), jobs={job.id for job in unfinished})
+        return [job for job in unfinished if job.state is State.VALIDATING]
 
     async def _run(self) -> None:
         while True:
@@ -280,7 +276,6 @@ class Supervisor:
         assert job.plan is not None
         final = self._shelf.place(f"{job.id}-{job.epoch}")
         validation = self._folder.data(job.id, "validation_file")
-        after = 0 if last is None else last.step
         body = {
             "op": "train",
             "tenant": job.tenant or _NOBODY,
@@ -294,13 +289,13 @@ class Supervisor:
             "checkpoints": str(self._folder.checkpoints(job.id, job.epoch)),
             "checkpoint_every": job.plan["checkpoint_every"],
             "resume": None if last is None else last.folder,
-            "after": after,
+            "after": 0 if last is None else last.step,
             "final": str(final),
             "serve_as": owned(job.owner, job.name),
             "serve_checkpoints": job.plan["serve_checkpoints"],
         }
         key, _ = await self._engine.open(body, self._inbox)
-        self._live[key] = Try(job.id, job.tenant, job.epoch, after, final)
+        self._live[key] = Try(job.id, job.tenant, job.epoch, final)
         self._idle.clear()
         self._begun[job.tenant] = next(self._numbers)
         now = await asyncio.to_thread(self._records.job, job.id)
@@ -314,6 +309,9 @@ class Supervisor:
             if last is not None and not Path(last.folder or "").is_dir():
                 last = None
             self._records.forget_after(job, 0 if last is None else last.step)
+            said = "Fine-tuning job started" if last is None else f"Fine-tuning job goes on after step {last.step}"
+            if self._records.events(job, after=None, limit=1)[0].message != said:  # it may try again and again
+                self._records.add_event(id, "message", said)
         return job, last
 
     def _make_place(self, job: Job, last: Checkpoint | None) -> None:
@@ -335,7 +333,12 @@ class Supervisor:
         if trial is None:
             return False
         try:
-            job = await self._surely(lambda: asyncio.to_thread(self._notes.take, trial, events))
+            *before, last = events
+            if (checkpoint := last_good(last)) is not None:  # it is served before anybody hears that the job failed
+                job = await self._surely(lambda: asyncio.to_thread(self._notes.take, trial, before))
+                trial.last = await self._serve_last(job, checkpoint)
+                before = []
+            job = await self._surely(lambda: asyncio.to_thread(self._notes.take, trial, [*before, last]))
         except Exception as error:  # noqa: BLE001 - this job fails with it, and no other
             _log.exception("what the engine said of %s could not be recorded", trial.job)
             await self._fail(trial.job, error)
@@ -358,36 +361,33 @@ class Supervisor:
 
     async def _put_away(self, job: Job) -> None:
         """What the end of a job leaves to do outside of the records; after a kill, it is done at the next start."""
-        try:
-            if job.state is not State.SUCCEEDED:
-                with suppress(UnknownAdapter):  # unless a checkpoint, or the end that came too late, is served
-                    await self._engine.ask("unload", name=owned(job.owner, job.name))
-            last = await asyncio.to_thread(self._records.last_checkpoint, job) if job.state is State.FAILED else None
-            if last is not None and Path(last.folder or "").is_dir():
-                await self._serve_last(job, last)
-        except (EngineLost, StorageFull):
-            return  # with its folder, so that it is done later
-        except Exception:  # noqa: BLE001 - nobody waits for it, and the next job's end must not
-            _log.exception("%s has ended, but something of it could not be put away", job.id)
+        if job.state is not State.SUCCEEDED:
+            try:
+                await self._engine.ask("unload", name=owned(job.owner, job.name))
+            except UnknownAdapter:
+                pass  # unless a checkpoint, or the end that came too late, is served
+            except SymbiosisError:
+                _log.exception("%s has ended, but what it served could not be put away", job.id)
         await asyncio.to_thread(self._folder.remove_work, job.id)
 
     def _rested(self, id: str) -> None:
         self._resting.discard(id)
         self.wake()
 
-    async def _serve_last(self, job: Job, last: Checkpoint) -> None:
-        """The last good checkpoint of a job that failed is an adapter like any other."""
-        name = f"{job.name}-step-{last.step}"
-        folder = self._shelf.place(f"{job.id}-step-{last.step}")
-        await asyncio.to_thread(_copy, Path(last.folder or ""), folder)
-        await self._engine.ask("load", name=owned(job.owner, name), folder=str(folder), replace=True)
-        await asyncio.to_thread(self._shelf.keep, job.owner, name, folder)
-        await asyncio.to_thread(self._noted_last, job, last.step, name)
-
-    def _noted_last(self, job: Job, step: int, name: str) -> None:
-        with self._records.transaction():
-            self._records.set_served(job, step, name)
-            self._records.add_event(job.id, "message", f"The last good checkpoint, of step {step}, is served as {name}")
+    async def _serve_last(self, job: Job, checkpoint: str) -> Last | None:
+        """The last good checkpoint of a job that failed is an adapter like any other; None if it cannot be one."""
+        if job.state.is_end:
+            return None
+        try:
+            last = Last(step_of(checkpoint), f"{job.name}-step-{step_of(checkpoint)}")
+            folder = self._shelf.place(f"{job.id}-step-{last.step}")
+            await self._surely(lambda: asyncio.to_thread(_copy, Path(checkpoint), folder))
+            await self._engine.ask("load", name=owned(job.owner, last.name), folder=str(folder), replace=True)
+            await asyncio.to_thread(self._shelf.keep, job.owner, last.name, folder)
+        except (SymbiosisError, OSError):
+            _log.exception("the last good checkpoint of %s cannot be served", job.id)
+            return None
+        return last
 
 
 _WAKE = object()
