@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
 import torch
+from openai.types import FileObject
+from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
+from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from peft import PeftModel
 from safetensors.torch import load_file
 
@@ -486,3 +491,69 @@ def test_jobs_go_on_after_a_restart_and_what_they_made_is_there(world, start, tm
 
 def test_the_tokenizer_has_what_the_tests_say():
     assert len(tiny_tokenizer()("x" * 300)["input_ids"]) == 300
+
+
+def leave(site, path: str, body: dict, after_s: float) -> None:
+    """Ask, and be gone before the answer."""
+    host, port = site.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {ANN}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as made:
+        made.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        time.sleep(after_s)
+
+
+def test_who_leaves_before_the_answer_leaves_nothing_half_done(world, start, tmp_path):
+    """Neither a job without data, nor one whose data nobody reads, nor one that is stopped in the records only."""
+    here = start(world.folder, keys={"ann": ANN}, uploads=tmp_path / "up", jobs=tmp_path / "jobs")
+    ann = here.client(ANN)
+    large = [{"text": "x" * 200}] * 21_000
+    for rows, count in ((ROWS, 20), (large, 4)):
+        file = uploaded(ann, rows)
+        body = {"model": "tiny", "training_file": file, "hyperparameters": {"n_steps": 1, "max_length": 32}}
+        for attempt in range(count):
+            leave(here, "/v1/fine_tuning/jobs", body, 0.002 * attempt)
+        end = time.monotonic() + 120
+        while any(job.status not in ("succeeded",) for job in ann.fine_tuning.jobs.list(limit=100)):
+            assert time.monotonic() < end, [(job.status, job.error) for job in ann.fine_tuning.jobs.list(limit=100)]
+            assert not [job for job in ann.fine_tuning.jobs.list(limit=100) if job.status == "failed"]
+            time.sleep(0.1)
+    made = created(ann, LONG)
+    running(ann, made.id)
+    leave(here, f"/v1/fine_tuning/jobs/{made.id}/cancel", {}, 0)
+    end = time.monotonic() + 60
+    while here.ask("GET", f"/v1/fine_tuning/jobs/{made.id}", ANN).json()["status"] != "cancelled":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    while list((tmp_path / "jobs" / "work").iterdir()):  # the engine has heard of it too
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    here.hosting.close()
+
+
+def test_jobs_are_made_a_few_at_a_time_and_no_more_than_may_be_open(school, ann):
+    """However many are asked for at once: files are read for everybody by the same thread."""
+    file, body = uploaded(ann), {"model": "tiny", "hyperparameters": LONG}
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(
+            pool.map(lambda _: school.ask("POST", "/v1/fine_tuning/jobs", ANN, json={**body, "training_file": file}), range(24))
+        )
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert len([job for job in ann.fine_tuning.jobs.list(limit=100) if job.status in ("queued", "running")]) <= 4
+
+
+def test_every_object_has_what_openais_types_demand(ann):
+    """The client itself takes anything: so each is held against its type."""
+    job = created(ann, {**FAST, "n_steps": 4, "checkpoint_every": 2, "n_epochs": "auto"}, validation_file=uploaded(ann))
+    jobs = ann.fine_tuning.jobs
+    FineTuningJob.model_validate(job.model_dump(), strict=True)
+    done = until(ann, job.id, "succeeded")
+    for found in (done, jobs.list(limit=1).data[0]):
+        FineTuningJob.model_validate(found.model_dump(), strict=True)
+    for event in jobs.list_events(job.id, limit=100):
+        FineTuningJobEvent.model_validate(event.model_dump(), strict=True)
+    for file in ann.files.list():
+        FileObject.model_validate(file.model_dump(), strict=True)
+    for checkpoint in jobs.checkpoints.list(job.id):
+        named = {**checkpoint.model_dump(), "fine_tuned_model_checkpoint": "is null unless it is served"}
+        FineTuningJobCheckpoint.model_validate(named, strict=True)
