@@ -25,7 +25,7 @@ from symbiosis.jobs.supervisor import Supervisor
 from tests.tiny_chat import tiny_tokenizer
 
 LIMITS = JobLimits(running=2, tenant_running=1)
-PLAN = make(Wishes(n_steps=10, checkpoint_every=2), examples=8, validates=False, seed=3, max_steps=100).to_json()
+PLAN = make(Wishes(n_steps=10, checkpoint_every=2), examples=8, tokens=9, validates=False, seed=3, max_steps=100).to_json()
 ASKED = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 3, "wishes": {}}
 
 
@@ -631,3 +631,17 @@ async def test_a_checkpoint_names_what_is_served_now(world):
     engine.finish("0")
     await until(lambda: world.state(job) is State.SUCCEEDED)
     assert listed() == [None, None]  # by that name the end is served
+
+
+@played
+async def test_the_data_of_a_tenants_open_jobs_is_bounded(world):
+    world.limits = JobLimits(running=1, tenant_running=1, tenant_tokens=300)
+    jobs = [world.add(id, state=State.VALIDATING) for id in ("one", "two")]
+    for job in jobs:
+        world.records.set(job, plan=None)
+        (world.folder.work(job) / "training_file.jsonl").write_text('{"text": "x y z"}\n' * 40)
+    await world.start()
+    await until(lambda: {world.state(job) for job in jobs} == {State.RUNNING, State.FAILED})
+    (failed,) = [world.records.job(job) for job in jobs if world.state(job) is State.FAILED]
+    assert failed.error["code"] == "quota_exceeded"
+    assert not world.folder.work(failed.id).exists()

@@ -58,7 +58,7 @@ class Admission:
         self._coming: Counter[str] = Counter()
 
     async def admit(self, wanted: Wanted) -> Job:
-        """Let it come to its end once begun. Raises `TooManyRequests`, `BadTrainingFile`, `BadPlan`, `StorageFull`."""
+        """Once begun, let it come to its end. Raises what is wrong with it, or that there is no room."""
         with self._one_more(wanted.tenant) as coming:
             await asyncio.to_thread(self._check_room, wanted, coming)
             job = await self._make(wanted)
@@ -79,6 +79,7 @@ class Admission:
             decided = None
             if size <= AT_ONCE:
                 decided = (await self._preparer.prepare(id, wanted.wishes, seed, large=False)).plan.to_json()
+                await asyncio.to_thread(self._supervisor.check_tokens, wanted.tenant, decided["tokens"])
             state = State.VALIDATING if decided is None else State.QUEUED
             job = await asyncio.to_thread(
                 lambda: self._records.add_job(

@@ -75,7 +75,12 @@ class Preparer:
             found[field] = data.Prepared(made.examples, made.tokens, cut)
         count = found["training_file"].examples
         decided = plan.make(
-            wishes, examples=count, validates="validation_file" in found, seed=seed, max_steps=self._limits.steps
+            wishes,
+            examples=count,
+            tokens=sum(each.tokens for each in found.values()),
+            validates="validation_file" in found,
+            seed=seed,
+            max_steps=self._limits.steps,
         )
         return Found(decided, found)
 

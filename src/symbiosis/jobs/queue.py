@@ -29,6 +29,8 @@ class JobLimits:
     examples: int = 1_000_000
     tokens: int = 50_000_000
     """Of one file."""
+    tenant_tokens: int = 200_000_000
+    """Of the data of all jobs of one tenant that have not ended: 8 bytes each on the disk."""
     steps: int = 100_000
 
     def __post_init__(self) -> None:

@@ -290,6 +290,13 @@ class Records:
         found = dict(self._all(f"SELECT state, COUNT(*) FROM jobs WHERE {where} GROUP BY state", *values))  # noqa: S608
         return {state: found.get(state.value, 0) for state in State}
 
+    def open_tokens(self, tenant: str) -> int:
+        """Of the data of a tenant's jobs that have not ended."""
+        open_states = [state.value for state in State if not state.is_end]
+        where = f"tenant=? AND state IN ({', '.join('?' * len(open_states))})"
+        sql = f"SELECT COALESCE(SUM(json_extract(plan, '$.tokens')), 0) FROM jobs WHERE {where}"  # noqa: S608 - marks only
+        return int(self._all(sql, tenant, *open_states)[0][0])
+
     def forget_old(self, tenant: str, jobs: int, steps: int, *, but: Collection[str] = ()) -> None:
         """Of a tenant's jobs that have ended, keep the newest that are so many and have done so many steps together."""
         ended = ", ".join(f"'{state.value}'" for state in State if state.is_end)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from symbiosis.adapters.files import CONFIG, TENSORS
 from symbiosis.engine.names import owned
-from symbiosis.errors import EngineLost, SymbiosisError, UnknownAdapter
+from symbiosis.errors import EngineLost, QuotaExceeded, SymbiosisError, UnknownAdapter
 from symbiosis.jobs.disk import to_disk, told
 from symbiosis.jobs.errors import StorageFull, WrongState
 from symbiosis.jobs.folder import Folder
@@ -162,8 +162,17 @@ class Supervisor:
                 _log.warning("something of a job waits: %s", error)
                 await asyncio.sleep(_RETRY_S)
 
+    def check_tokens(self, tenant: str, tokens: int) -> None:
+        """Before a job's data is recorded. Raises `QuotaExceeded`."""
+        taken, most = self._records.open_tokens(tenant), self._limits.tenant_tokens
+        if taken + tokens > most:
+            raise QuotaExceeded(
+                f"the data has {tokens} tokens, that of your jobs that have not ended {taken}: {most} may be. Try again later"
+            )
+
     def _validated(self, job: Job, plan: dict[str, Any]) -> None:
         with self._records.transaction():
+            self.check_tokens(job.tenant, plan["tokens"])
             self._records.change(job.id, Change.VALIDATE, plan=plan, steps=plan["steps"])
             self._records.add_event(job.id, "message", "Files validated, moving job to queued state")
 
