@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from symbiosis.errors import UnknownAdapter
+from symbiosis.jobs import preparing
 from symbiosis.jobs import supervisor as module
+from symbiosis.jobs.admission import Admission, Wanted
 from symbiosis.jobs.errors import StorageFull, WrongState
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.plan import Wishes, make
@@ -142,6 +144,20 @@ async def until(true, seconds: float = 10) -> None:
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.002)
+
+
+def full_for_a_while(records: Records) -> list[Any]:
+    """Three times the disk takes no event; what it did not take."""
+    add, failures = records.add_event, []
+
+    def full(*args: Any, **options: Any) -> None:
+        if len(failures) < 3:
+            failures.append(args)
+            raise StorageFull("full")
+        add(*args, **options)
+
+    records.add_event = full
+    return failures
 
 
 @pytest.fixture
@@ -366,15 +382,7 @@ async def test_a_full_disk_makes_what_is_said_wait_and_nothing_is_lost(world):
     job = world.add("one")
     _, engine = await world.start()
     await until(lambda: engine.told)
-    add, failures = world.records.add_event, []
-
-    def full(*args: Any, **options: Any) -> None:
-        if len(failures) < 3:
-            failures.append(args)
-            raise StorageFull("full")
-        add(*args, **options)
-
-    world.records.add_event = full
+    failures = full_for_a_while(world.records)
     engine.step("0", 1)
     engine.finish("0")
     await until(lambda: world.state(job) is State.SUCCEEDED)
@@ -499,17 +507,10 @@ async def test_a_full_disk_does_not_leave_a_job_validating(world):
     module._RETRY_S = 0.01
     job = world.add("bad", state=State.VALIDATING)
     (world.folder.work(job) / "training_file.jsonl").write_text('{"text": ""}\n')
-    add, failures = world.records.add_event, []
-
-    def full(*args: Any, **options: Any) -> None:
-        if len(failures) < 3:
-            failures.append(args)
-            raise StorageFull("full")
-        add(*args, **options)
-
-    world.records.add_event = full
+    failures = full_for_a_while(world.records)
     await world.start()
     await until(lambda: world.state(job) is State.FAILED)
+    assert len(failures) == 3
 
 
 @played
@@ -644,4 +645,35 @@ async def test_the_data_of_a_tenants_open_jobs_is_bounded(world):
     await until(lambda: {world.state(job) for job in jobs} == {State.RUNNING, State.FAILED})
     (failed,) = [world.records.job(job) for job in jobs if world.state(job) is State.FAILED]
     assert failed.error["code"] == "quota_exceeded"
-    assert not world.folder.work(failed.id).exists()
+    await until(lambda: not world.folder.work(failed.id).exists())
+
+
+@pytest.mark.parametrize("patience_s", [60.0, 0.0])
+def test_data_that_takes_long_is_read_once_the_job_is_accepted(world, monkeypatch, patience_s):
+    """Nobody else's request waits for it."""
+    monkeypatch.setattr(preparing, "_AT_ONCE_S", patience_s)
+
+    async def play() -> None:
+        supervisor, engine = await world.start()
+        admission = Admission(
+            world.records, world.folder, supervisor._preparer, supervisor, world.limits, lambda owner, begun: None
+        )
+        source = world.folder.files / "file-1"
+        source.write_text('{"text": "x y z"}\n' * 20)
+        said = {"training_file": "file-1", "validation_file": None, "suffix": None, "metadata": None}
+        wanted = Wanted(
+            tenant="ann",
+            owner="ann",
+            sources={"training_file": source},
+            said=said,
+            seed=1,
+            wishes=Wishes(),
+            key=None,
+            digest="",
+        )
+        job = await admission.admit(wanted)
+        assert job.state is (State.QUEUED if patience_s else State.VALIDATING)
+        await until(lambda: engine.told)
+        assert [file.suffix for file in world.folder.work(job.id).iterdir() if file.is_file()] == [".safetensors"]
+
+    asyncio.run(play())

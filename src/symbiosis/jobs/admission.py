@@ -76,10 +76,7 @@ class Admission:
         asked = {**wanted.said, "seed": seed, "wishes": asdict(wanted.wishes)}
         try:
             size = await asyncio.to_thread(self._preparer.take, id, wanted.sources)
-            decided = None
-            if size <= AT_ONCE:
-                decided = (await self._preparer.prepare(id, wanted.wishes, seed, large=False)).plan.to_json()
-                await asyncio.to_thread(self._supervisor.check_tokens, wanted.tenant, decided["tokens"])
+            decided = await self._decided(id, wanted, seed) if size <= AT_ONCE else None
             state = State.VALIDATING if decided is None else State.QUEUED
             job = await asyncio.to_thread(
                 lambda: self._records.add_job(
@@ -96,6 +93,15 @@ class Admission:
         else:
             self._preparer.release(id)
         return job
+
+    async def _decided(self, id: str, wanted: Wanted, seed: int) -> dict[str, Any] | None:
+        """Its plan; None if that takes long."""
+        try:
+            found = await self._preparer.prepare(id, wanted.wishes, seed, large=False)
+        except TimeoutError:
+            return None
+        await asyncio.to_thread(self._supervisor.check_tokens, wanted.tenant, found.plan.tokens)
+        return found.plan.to_json()
 
     def _check_room(self, wanted: Wanted, coming: int) -> None:
         """`coming`: jobs that are being made, this one among them."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from symbiosis.jobs.queue import JobLimits
 
 AT_ONCE = 4 << 20
 """Files of so many bytes together are checked before a job is accepted; larger ones while it is `validating_files`."""
+_AT_ONCE_S = 5.0
+"""And no longer than this: a chat of many turns takes far longer than its size tells."""
 FIELDS = ("training_file", "validation_file")
 
 
@@ -50,13 +55,16 @@ class Preparer:
         return sum(path.stat().st_size for path in sources.values())
 
     async def prepare(self, job: str, wishes: Wishes, seed: int, *, large: bool) -> Found:
-        """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`."""
+        """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`; if it is not to be `large`, but takes long, `TimeoutError`."""
         if self._tokenizers[0] is None:
             raise NoTokenizer("this model was served without a tokenizer: no training data can be read")
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers[large], self._prepare, self._tokenizers[large], job, wishes, seed)
+        most_s = math.inf if large else _AT_ONCE_S
+        work = partial(self._prepare, self._tokenizers[large], job, wishes, seed, most_s)
+        return await loop.run_in_executor(self._workers[large], work)
 
-    def _prepare(self, tokenizer: Any, job: str, wishes: Wishes, seed: int) -> Found:
+    def _prepare(self, tokenizer: Any, job: str, wishes: Wishes, seed: int, most_s: float) -> Found:
+        until = time.monotonic() + most_s
         allowed, found = plan.length(wishes, self._longest), dict[str, data.Prepared]()
         for field in FIELDS:
             source = self._source(job, field)
@@ -70,6 +78,7 @@ class Preparer:
                 truncate=allowed.truncate,
                 max_tokens=self._limits.tokens,
                 field=field,
+                until=until,
             )
             made = data.write(self._folder.data(job, field), examples)
             found[field] = data.Prepared(made.examples, made.tokens, cut)
