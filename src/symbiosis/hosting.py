@@ -137,10 +137,12 @@ class Hosting:
                 raise EngineLost("the HTTP process did not start; the log above says why")
 
     def check(self) -> None:
-        """Start the HTTP process again if it died. Raises `EngineLost` if the engine's loop has failed, or it dies at once."""
+        """Start the HTTP process again if it died. Raises `EngineLost` if it dies at once, or a loop here has failed."""
         assert self._window is not None
         if not self._window.is_alive():
             raise EngineLost("the engine's loop has failed, as the log above says")
+        if isinstance(self._trains, Host) and not self._trains.is_alive():
+            raise EngineLost("the device has failed hosted training: start again, and jobs go on from their checkpoints")
         if not self._process.is_alive():
             self._deaths = self._deaths + 1 if time.monotonic() - self._process.started < _SOON_S else 1
             if self._deaths >= _DEATHS:

@@ -15,7 +15,7 @@ from symbiosis.training.recipe import Recipe
 
 
 def made(examples: int = 20, validates: bool = False, **wishes):
-    return plan.make(Wishes(**wishes), examples=examples, validates=validates, seed=7, max_steps=1000)
+    return plan.make(Wishes(**wishes), examples=examples, tokens=9, validates=validates, seed=7, max_steps=1000)
 
 
 @pytest.mark.parametrize(

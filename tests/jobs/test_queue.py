@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from symbiosis.errors import SymbiosisError
-from symbiosis.jobs.queue import JobLimits, Waiting, order, startable
+from symbiosis.jobs.queue import JobLimits, Waiting, crowded, order, startable
 
 
 def of(text: str) -> list[Waiting]:
@@ -41,3 +43,21 @@ def test_limits_of_all_and_of_each():
 def test_limits_are_checked():
     with pytest.raises(SymbiosisError, match="running"):
         JobLimits(running=0)
+
+
+def test_who_has_several_gives_way_to_who_has_none():
+    limits = JobLimits(running=4, tenant_running=4)
+    assert crowded(of("b1 c1"), {"a": 4}, {}, limits) == ["a", "a"]
+    assert crowded(of("b1 c1"), {"a": 4}, {"a": 1}, limits) == ["a"]
+    assert crowded(of("b1 c1 d1 e1"), {"a": 4}, {}, limits) == ["a", "a", "a"]  # one stays
+    assert crowded(of("c1"), {"a": 1, "b": 3}, {}, limits) == ["b"]
+    assert crowded(of("a9 b9"), {"a": 3, "b": 1}, {}, limits) == []  # they have one each
+    assert crowded(of("b1"), {"a": 3}, {}, limits) == []  # there is room
+    assert crowded(of("e1"), dict.fromkeys("abcd", 1), {}, limits) == []
+
+
+def test_a_thousand_tenants_with_a_hundred_jobs_each_are_put_in_order_at_once():
+    waiting = [Waiting(f"{job}", f"{job % 1000}") for job in range(100_000)]
+    begun = time.monotonic()
+    assert len(order(waiting, {}, {})) == 100_000
+    assert time.monotonic() - begun < 5

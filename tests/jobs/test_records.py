@@ -198,3 +198,27 @@ def test_what_was_answered_is_there_after_kill_9(tmp_path):
     assert all(len(records.events(job, after=None, limit=9)) == 2 for job in found)
     assert records._all("PRAGMA integrity_check") == [("ok",)]
     records.close()
+
+
+def test_of_the_jobs_that_have_ended_the_oldest_are_forgotten(records):
+    for number in range(10):
+        add(records, f"ftjob-{number}", key=f"key {number}")
+        records.set(f"ftjob-{number}", step=10)
+        if number != 1:
+            records.change(f"ftjob-{number}", Change.CANCEL)
+    add(records, "ftjob-bobs", "bob")
+    records.change("ftjob-bobs", Change.CANCEL)
+
+    def left() -> list[str]:
+        return [job.id[-1] for job in records.jobs("ann", after=None, limit=99)]
+
+    records.forget_old("ann", 8, 1000)
+    assert left() == list("987654321")
+    records.forget_old("ann", 8, 50)  # steps
+    assert left() == list("987651")
+    records.forget_old("ann", 2, 1000, but={"ftjob-5"})
+    assert left() == list("9851")  # what has not ended stays, and what is still at the engine
+    assert len(records.jobs("bob", after=None, limit=9)) == 1
+    assert records._all("SELECT COUNT(DISTINCT job) FROM events") == [(5,)]
+    assert records._all("SELECT COUNT(*) FROM keys") == [(4,)]
+    assert add(records, "ftjob-again", key="key 0").id == "ftjob-again"  # the key stands for nothing any more

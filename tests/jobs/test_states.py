@@ -16,7 +16,7 @@ LIFE = {
     Change.PAUSE: {Q: P, R: P},
     Change.RESUME: {P: Q},
     Change.CANCEL: {V: C, Q: C, R: C, P: C},
-    Change.SUCCEED: {R: S, P: S},
+    Change.SUCCEED: {R: S, P: S, Q: S},
     Change.FAIL: {V: F, Q: F, R: F, P: F},
 }
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import inspect
+import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 import pytest
 
 from symbiosis.errors import UnknownAdapter
+from symbiosis.jobs import preparing
 from symbiosis.jobs import supervisor as module
+from symbiosis.jobs.admission import Admission, Wanted
 from symbiosis.jobs.errors import StorageFull, WrongState
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.plan import Wishes, make
@@ -22,7 +27,7 @@ from symbiosis.jobs.supervisor import Supervisor
 from tests.tiny_chat import tiny_tokenizer
 
 LIMITS = JobLimits(running=2, tenant_running=1)
-PLAN = make(Wishes(n_steps=10, checkpoint_every=2), examples=8, validates=False, seed=3, max_steps=100).to_json()
+PLAN = make(Wishes(n_steps=10, checkpoint_every=2), examples=8, tokens=9, validates=False, seed=3, max_steps=100).to_json()
 ASKED = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 3, "wishes": {}}
 
 
@@ -88,6 +93,12 @@ class Shelf:
         assert folder.is_dir()
         self.kept[owner, name] = folder
 
+    def remove(self, owner, name) -> bool:
+        return self.kept.pop((owner, name), None) is not None
+
+    def check_bytes(self, owner) -> None:
+        pass
+
 
 class World:
     """One folder, and as many processes over it as the test likes."""
@@ -135,6 +146,20 @@ async def until(true, seconds: float = 10) -> None:
             await asyncio.sleep(0.002)
 
 
+def full_for_a_while(records: Records) -> list[Any]:
+    """Three times the disk takes no event; what it did not take."""
+    add, failures = records.add_event, []
+
+    def full(*args: Any, **options: Any) -> None:
+        if len(failures) < 3:
+            failures.append(args)
+            raise StorageFull("full")
+        add(*args, **options)
+
+    records.add_event = full
+    return failures
+
+
 @pytest.fixture
 def world(tmp_path):
     made = World(tmp_path)
@@ -145,8 +170,15 @@ def world(tmp_path):
 def played(play):
     """A test that is a coroutine."""
 
-    def test(world):
-        asyncio.run(play(world))
+    if "monkeypatch" in inspect.signature(play).parameters:
+
+        def test(world, monkeypatch):
+            asyncio.run(play(world, monkeypatch))
+
+    else:
+
+        def test(world):
+            asyncio.run(play(world))
 
     test.__name__, test.__doc__ = play.__name__, play.__doc__
     return test
@@ -256,7 +288,7 @@ async def test_stopping_the_server_lets_jobs_save_and_queues_them_again(world):
     await until(lambda: engine.told)
     engine.step("0", 1)
     stopping = asyncio.create_task(supervisor.stop())
-    await until(lambda: engine.stopped == ["0"])
+    await until(lambda: set(engine.stopped) == {"0"})
     folder = Path(engine.told["0"]["checkpoints"]) / "step-1"
     folder.mkdir()
     engine.say("0", "stopped", step=1, folder=str(folder))
@@ -326,7 +358,7 @@ async def test_the_last_good_checkpoint_of_a_job_that_diverged_is_kept_and_serve
     await until(lambda: ("ann", "ft-ftjob-one-step-2") in world.shelf.kept)
     kept = world.shelf.kept["ann", "ft-ftjob-one-step-2"]
     assert sorted(file.name for file in kept.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert engine.asked[-1] == ("load", {"name": "ann:ft-ftjob-one-step-2", "folder": str(kept), "replace": True})
+    assert engine.asked[0] == ("load", {"name": "ann:ft-ftjob-one-step-2", "folder": str(kept), "replace": True})
     await until(lambda: world.records.checkpoints(world.records.job(job), after=None, limit=1)[0].serves)
     assert world.state(job) is State.FAILED
 
@@ -350,15 +382,7 @@ async def test_a_full_disk_makes_what_is_said_wait_and_nothing_is_lost(world):
     job = world.add("one")
     _, engine = await world.start()
     await until(lambda: engine.told)
-    add, failures = world.records.add_event, []
-
-    def full(*args: Any, **options: Any) -> None:
-        if len(failures) < 3:
-            failures.append(args)
-            raise StorageFull("full")
-        add(*args, **options)
-
-    world.records.add_event = full
+    failures = full_for_a_while(world.records)
     engine.step("0", 1)
     engine.finish("0")
     await until(lambda: world.state(job) is State.SUCCEEDED)
@@ -389,7 +413,7 @@ async def test_large_files_are_read_while_the_job_is_validating(world):
     assert "line 2" in world.records.job(bad).error["message"]
     assert world.records.job(good).plan["recipe"]["per_device_train_batch_size"] == 1
     assert Path(engine.told["0"]["data"]).is_file()
-    assert not world.folder.work(bad).exists()
+    await until(lambda: not world.folder.work(bad).exists())
 
 
 @played
@@ -401,3 +425,255 @@ async def test_what_is_left_over_is_removed_at_the_start(world):
     await world.start()
     assert not list(world.folder.files.iterdir())
     assert [path.name for path in world.folder.work("").iterdir()] == [kept]
+
+
+@played
+async def test_a_job_that_cannot_be_started_is_not_left_running_and_others_go_on(world):
+    module._RETRY_S = 0.01
+    job = world.add("one")
+    world.folder.work(job).rmdir()
+    world.folder.work(job).write_text("in the way")  # the disk gives no folder for its checkpoints
+    other = world.add("two", "bob")
+    _, engine = await world.start()
+    await until(lambda: world.state(job) is State.FAILED)
+    await until(lambda: engine.told)
+    engine.finish(engine.running(other))
+    await until(lambda: world.state(other) is State.SUCCEEDED)
+
+
+@played
+async def test_a_full_disk_at_the_start_of_a_job_is_waited_for(world, monkeypatch):
+    module._RETRY_S = 0.01
+    job, full = world.add("one"), []
+    to_disk = module.to_disk
+
+    def refuse(path: Path) -> None:
+        if len(full) < 3:
+            full.append(world.state(job))
+            raise OSError(errno.ENOSPC, "full")
+        to_disk(path)
+
+    monkeypatch.setattr(module, "to_disk", refuse)
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+    assert len(full) == 3
+    engine.finish("0")
+    await until(lambda: world.state(job) is State.SUCCEEDED)
+
+
+@played
+async def test_whatever_fails_jobs_are_started_again_later(world):
+    module._RETRY_S = 0.01
+    world.add("one")
+    waiting, failures = world.records.waiting, []
+
+    def fails():
+        if len(failures) < 3:
+            failures.append(1)
+            raise sqlite3.OperationalError("strange")
+        return waiting()
+
+    world.records.waiting = fails
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+
+
+@played
+async def test_a_job_that_was_paused_and_resumed_but_had_its_last_step_behind_it_has_succeeded(world):
+    job = world.add("one")
+    supervisor, engine = await world.start()
+    await until(lambda: engine.told)
+    await supervisor.pause(job)
+    await supervisor.resume(job)
+    engine.finish("0")
+    await until(lambda: world.state(job) is State.SUCCEEDED)
+    assert ("ann", "ft-ftjob-one") in world.shelf.kept
+
+
+@played
+async def test_a_job_that_was_paused_and_resumed_is_not_failed_by_a_full_engine(world):
+    job = world.add("one")
+    supervisor, engine = await world.start()
+    await until(lambda: engine.told)
+    await supervisor.pause(job)
+    await supervisor.resume(job)
+    engine.say("0", "failed", code="closed", message="no room", field=None, step=0, checkpoint=None)
+    await until(lambda: len(engine.told) == 2)
+    assert world.state(job) is State.RUNNING
+
+
+@played
+async def test_a_full_disk_does_not_leave_a_job_validating(world):
+    module._RETRY_S = 0.01
+    job = world.add("bad", state=State.VALIDATING)
+    (world.folder.work(job) / "training_file.jsonl").write_text('{"text": ""}\n')
+    failures = full_for_a_while(world.records)
+    await world.start()
+    await until(lambda: world.state(job) is State.FAILED)
+    assert len(failures) == 3
+
+
+@played
+async def test_killed_while_a_job_fails_it_fails_again_and_its_last_good_checkpoint_is_kept(world):
+    job = world.add("one")
+    for life in range(2):
+        _, engine = await world.start()
+        await until(lambda engine=engine: engine.told)
+        if life == 0:
+            engine.step("0", 2)
+            engine.checkpoint("0", 2)
+            folder = Path(engine.told["0"]["checkpoints"]) / "step-2"
+            asked = asyncio.Event()
+
+            async def hang(op, asked=asked, **body):
+                asked.set()
+                await asyncio.Event().wait()
+
+            engine.ask = hang
+        assert engine.told["0"]["resume"] == (str(folder) if life else None)
+        engine.say("0", "failed", code="diverged", message="NaN", field=None, step=3, checkpoint=str(folder))
+        if life == 0:
+            await asked.wait()
+            assert world.state(job) is State.RUNNING  # nobody has heard of it
+            await world.kill()
+    await until(lambda: world.state(job) is State.FAILED)
+    found = world.records.job(job)
+    assert found.error["message"] == "NaN; its last good checkpoint, of step 2, is served as ft-ftjob-one-step-2"
+    (kept,) = world.records.checkpoints(found, after=None, limit=9)
+    assert kept.serves == "ft-ftjob-one-step-2"
+    assert list(world.shelf.kept) == [("ann", "ft-ftjob-one-step-2")]
+
+
+@played
+async def test_what_was_put_on_the_shelf_but_not_recorded_is_not_there_twice(world):
+    """Killed between the two: the job goes on, and if it is cancelled then, nothing of it is served."""
+    job = world.add("one")
+    supervisor, engine = await world.start()
+    await until(lambda: engine.told)
+    final = Path(engine.told["0"]["final"])
+    final.mkdir()
+    world.shelf.keep("ann", "ft-ftjob-one", final)
+    await world.kill()
+    supervisor, _ = await world.start()
+    await supervisor.cancel(job)
+    assert not world.shelf.kept
+
+
+@played
+async def test_what_earlier_starts_left_behind_does_not_pile_up(world):
+    job = world.add("one")
+    for life in range(4):
+        _, engine = await world.start()
+        await until(lambda engine=engine: engine.told)
+        if life == 0:
+            engine.step("0", 2)
+            engine.checkpoint("0", 2)
+            await until(lambda: world.records.last_checkpoint(world.records.job(job)))
+        else:
+            assert engine.told["0"]["after"] == 2
+        unrecorded = Path(engine.told["0"]["checkpoints"]) / f"step-{4 + life}"
+        unrecorded.mkdir()
+        await world.kill()
+    await world.start()
+    await until(lambda: world.engine.told)
+    assert len(list(world.folder.work(job).glob("try-*/step-*"))) == 2  # of the first start, with the checkpoint
+
+
+@played
+async def test_a_job_without_room_says_no_more_of_it_the_oftener_it_tries(world):
+    module._REST_S = 0.001
+    job = world.add("one")
+    _, engine = await world.start()
+    for attempt in range(5):
+        await until(lambda attempt=attempt: len(engine.told) == attempt + 1)
+        refused = {"code": "too_many_requests", "message": "later", "field": ""}
+        engine.inbox.put_nowait({"id": str(attempt), "refused": refused})
+    await until(lambda: len(engine.told) == 6)
+    assert len(world.records.events(world.records.job(job), after=None, limit=99)) == 2  # created, started
+
+
+@played
+async def test_who_has_nothing_running_does_not_wait_for_the_second_job_of_another(world):
+    world.limits = JobLimits(running=4, tenant_running=4)
+    for id in ("a1", "a2", "a3", "a4"):
+        world.add(id)
+    supervisor, engine = await world.start()
+    await until(lambda: len(engine.told) == 4)
+    world.add("b1", "bob")
+    supervisor.wake()
+    await until(lambda: engine.stopped)
+    supervisor.wake()
+    await asyncio.sleep(0.05)
+    assert engine.stopped == ["3"]  # her youngest, once
+    engine.step("3", 1)
+    folder = Path(engine.told["3"]["checkpoints"]) / "step-1"
+    folder.mkdir()
+    engine.say("3", "stopped", step=1, folder=str(folder))
+    await until(lambda: len(engine.told) == 5)
+    assert engine.told["4"]["tenant"] == "bob"
+    assert supervisor.positions() == {"ftjob-a4": 1}
+    engine.finish("4")
+    await until(lambda: len(engine.told) == 6)
+    assert (engine.told["5"]["after"], engine.told["5"]["resume"]) == (1, str(folder))
+
+
+@played
+async def test_a_checkpoint_names_what_is_served_now(world):
+    job = world.add("one")
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+    for step in (2, 4):
+        engine.step("0", step)
+        folder = Path(engine.told["0"]["checkpoints"]) / f"step-{step}"
+        folder.mkdir()
+        engine.say("0", "checkpoint", step=step, folder=str(folder), hash="h", serves="ann:ft-ftjob-one")
+    listed = lambda: [c.serves for c in world.records.checkpoints(world.records.job(job), after=None, limit=9)]  # noqa: E731
+    await until(lambda: listed() == ["ft-ftjob-one", None])
+    engine.finish("0")
+    await until(lambda: world.state(job) is State.SUCCEEDED)
+    assert listed() == [None, None]  # by that name the end is served
+
+
+@played
+async def test_the_data_of_a_tenants_open_jobs_is_bounded(world):
+    world.limits = JobLimits(running=1, tenant_running=1, tenant_tokens=300)
+    jobs = [world.add(id, state=State.VALIDATING) for id in ("one", "two")]
+    for job in jobs:
+        world.records.set(job, plan=None)
+        (world.folder.work(job) / "training_file.jsonl").write_text('{"text": "x y z"}\n' * 40)
+    await world.start()
+    await until(lambda: {world.state(job) for job in jobs} == {State.RUNNING, State.FAILED})
+    (failed,) = [world.records.job(job) for job in jobs if world.state(job) is State.FAILED]
+    assert failed.error["code"] == "quota_exceeded"
+    await until(lambda: not world.folder.work(failed.id).exists())
+
+
+@pytest.mark.parametrize("patience_s", [60.0, 0.0])
+def test_data_that_takes_long_is_read_once_the_job_is_accepted(world, monkeypatch, patience_s):
+    """Nobody else's request waits for it."""
+    monkeypatch.setattr(preparing, "_AT_ONCE_S", patience_s)
+
+    async def play() -> None:
+        supervisor, engine = await world.start()
+        admission = Admission(
+            world.records, world.folder, supervisor._preparer, supervisor, world.limits, lambda owner, begun: None
+        )
+        source = world.folder.files / "file-1"
+        source.write_text('{"text": "x y z"}\n' * 20)
+        said = {"training_file": "file-1", "validation_file": None, "suffix": None, "metadata": None}
+        wanted = Wanted(
+            tenant="ann",
+            owner="ann",
+            sources={"training_file": source},
+            said=said,
+            seed=1,
+            wishes=Wishes(),
+            key=None,
+            digest="",
+        )
+        job = await admission.admit(wanted)
+        assert job.state is (State.QUEUED if patience_s else State.VALIDATING)
+        await until(lambda: engine.told)
+        assert [file.suffix for file in world.folder.work(job.id).iterdir() if file.is_file()] == [".safetensors"]
+
+    asyncio.run(play())

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
+import torch
+from openai.types import FileObject
+from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
+from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from peft import PeftModel
+from safetensors.torch import load_file
 
 from symbiosis.jobs.queue import JobLimits
 from tests.server.conftest import ANN, BOB, CHIEF
@@ -253,25 +260,39 @@ def test_checkpoints_are_served_if_asked(ann):
     assert time.monotonic() < end
 
 
-def test_a_job_with_wild_settings_harms_no_other(school, ann):
+def test_a_job_that_diverges_stops_alone_and_its_last_good_checkpoint_is_an_adapter(school, ann, tmp_path, world):
+    """A decay of 1 by a rate of 10 turns every number into -9 times itself at each step, until none is left."""
     bob = school.client(BOB)
     other = created(bob, {**FAST, "n_steps": 60})
-    wild = {
-        **FAST,
-        "n_steps": 400,
-        "learning_rate": 100.0,
-        "max_grad_norm": 1e6,
-        "checkpoint_every": 1,
-        "scheduler": "constant",
-    }
-    job = created(ann, wild)
+    wild = {**FAST, "learning_rate": 10.0, "weight_decay": 1.0, "scheduler": "constant", "checkpoint_every": 2}
+    job = created(ann, {**wild, "n_steps": 400})
     end = time.monotonic() + 100
-    while (found := ann.fine_tuning.jobs.retrieve(job.id)).status not in ("failed", "succeeded"):
+    while (found := ann.fine_tuning.jobs.retrieve(job.id)).status in ("queued", "running"):
         assert time.monotonic() < end
-        time.sleep(0.05)
-    if found.status == "failed":
-        assert found.error.code == "diverged"
-    assert until(bob, other.id, "succeeded").fine_tuned_model
+        time.sleep(0.02)
+    assert (found.status, found.error.code, found.fine_tuned_model) == ("failed", "diverged", None)
+    assert "is no number any more" in found.error.message
+    last = ann.fine_tuning.jobs.checkpoints.list(job.id).data[0]
+    assert 2 <= last.step_number <= found.progress["step"] < 400
+    assert last.fine_tuned_model_checkpoint == f"{job.will_be_named}-step-{last.step_number}"
+    assert found.error.message.endswith(f"is served as {last.fine_tuned_model_checkpoint}")
+    assert job.will_be_named not in [model.id for model in ann.models.list()]
+    assert last.fine_tuned_model_checkpoint in [model.id for model in ann.models.list()]
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        path = f"/v1/adapters/{last.fine_tuned_model_checkpoint}/{file}"
+        (tmp_path / file).write_bytes(school.ask("GET", path, ANN).content)
+    numbers = load_file(tmp_path / "adapter_model.safetensors").values()
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in numbers)
+    assert max(float(tensor.abs().max()) for tensor in numbers) > 100  # it was on its way
+    # its neighbour in the same passes became what it is without it
+    done = until(bob, other.id, "succeeded")
+    alone = until(bob, created(bob, {**FAST, "n_steps": 60}).id, "succeeded")
+    losses = [
+        [e.data["train_loss"] for e in bob.fine_tuning.jobs.list_events(each.id, limit=100) if "train_loss" in e.data]
+        for each in (done, alone)
+    ]
+    assert losses[0][-8:] == pytest.approx(losses[1][-8:], rel=1e-2)  # of the first steps; later, bits have become digits
+    assert says(bob, done.fine_tuned_model) == "arr"
 
 
 def test_other_methods_and_a_config_of_peft(ann):
@@ -470,3 +491,69 @@ def test_jobs_go_on_after_a_restart_and_what_they_made_is_there(world, start, tm
 
 def test_the_tokenizer_has_what_the_tests_say():
     assert len(tiny_tokenizer()("x" * 300)["input_ids"]) == 300
+
+
+def leave(site, path: str, body: dict, after_s: float) -> None:
+    """Ask, and be gone before the answer."""
+    host, port = site.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {ANN}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as made:
+        made.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        time.sleep(after_s)
+
+
+def test_who_leaves_before_the_answer_leaves_nothing_half_done(world, start, tmp_path):
+    """Neither a job without data, nor one whose data nobody reads, nor one that is stopped in the records only."""
+    here = start(world.folder, keys={"ann": ANN}, uploads=tmp_path / "up", jobs=tmp_path / "jobs")
+    ann = here.client(ANN)
+    large = [{"text": "x" * 200}] * 21_000
+    for rows, count in ((ROWS, 20), (large, 4)):
+        file = uploaded(ann, rows)
+        body = {"model": "tiny", "training_file": file, "hyperparameters": {"n_steps": 1, "max_length": 32}}
+        for attempt in range(count):
+            leave(here, "/v1/fine_tuning/jobs", body, 0.002 * attempt)
+        end = time.monotonic() + 120
+        while any(job.status not in ("succeeded",) for job in ann.fine_tuning.jobs.list(limit=100)):
+            assert time.monotonic() < end, [(job.status, job.error) for job in ann.fine_tuning.jobs.list(limit=100)]
+            assert not [job for job in ann.fine_tuning.jobs.list(limit=100) if job.status == "failed"]
+            time.sleep(0.1)
+    made = created(ann, LONG)
+    running(ann, made.id)
+    leave(here, f"/v1/fine_tuning/jobs/{made.id}/cancel", {}, 0)
+    end = time.monotonic() + 60
+    while here.ask("GET", f"/v1/fine_tuning/jobs/{made.id}", ANN).json()["status"] != "cancelled":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    while list((tmp_path / "jobs" / "work").iterdir()):  # the engine has heard of it too
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    here.hosting.close()
+
+
+def test_jobs_are_made_a_few_at_a_time_and_no_more_than_may_be_open(school, ann):
+    """However many are asked for at once: files are read for everybody by the same thread."""
+    file, body = uploaded(ann), {"model": "tiny", "hyperparameters": LONG}
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(
+            pool.map(lambda _: school.ask("POST", "/v1/fine_tuning/jobs", ANN, json={**body, "training_file": file}), range(24))
+        )
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert len([job for job in ann.fine_tuning.jobs.list(limit=100) if job.status in ("queued", "running")]) <= 4
+
+
+def test_every_object_has_what_openais_types_demand(ann):
+    """The client itself takes anything: so each is held against its type."""
+    job = created(ann, {**FAST, "n_steps": 4, "checkpoint_every": 2, "n_epochs": "auto"}, validation_file=uploaded(ann))
+    jobs = ann.fine_tuning.jobs
+    FineTuningJob.model_validate(job.model_dump(), strict=True)
+    done = until(ann, job.id, "succeeded")
+    for found in (done, jobs.list(limit=1).data[0]):
+        FineTuningJob.model_validate(found.model_dump(), strict=True)
+    for event in jobs.list_events(job.id, limit=100):
+        FineTuningJobEvent.model_validate(event.model_dump(), strict=True)
+    for file in ann.files.list():
+        FileObject.model_validate(file.model_dump(), strict=True)
+    for checkpoint in jobs.checkpoints.list(job.id):
+        named = {**checkpoint.model_dump(), "fine_tuned_model_checkpoint": "is null unless it is served"}
+        FineTuningJobCheckpoint.model_validate(named, strict=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import QuotaExceeded, SymbiosisError
 from symbiosis.server.failures import BadRequest
 from symbiosis.server.forms import Form
-from symbiosis.server.store import NOTE, Store, StoreLimits, kept, lock, remove_deserted, remove_left_over
+from symbiosis.server.store import FIELDS, NOTE, Store, StoreLimits, kept, lock, remove_deserted, remove_left_over
 from tests.server.conftest import ANN, BOB, CHIEF
 
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
@@ -269,3 +269,21 @@ def test_a_client_that_leaves_in_mid_upload_leaves_nothing(hotel, uploads):
             break
     assert not list(uploads.iterdir())
     assert json.loads(hotel.ask("GET", "/health").text) == {"status": "ok"}
+
+
+def test_what_is_kept_is_on_the_disk_with_the_folders_it_lies_in(tmp_path, monkeypatch):
+    """A job is recorded to have succeeded after this: its adapter must be there after a loss of power."""
+    reached = []
+    to_disk = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (reached.append(os.readlink(f"/proc/self/fd/{handle}")), to_disk(handle)))
+    kept = Store(tmp_path, StoreLimits(bytes=10))
+    folder = kept.place("made")
+    folder.mkdir()
+    for file in FIELDS.values():
+        (folder / file).write_text("12345")
+    kept.check_bytes("ann")
+    kept.keep("ann", "mine", folder)
+    assert [Path(path).name for path in reached] == ["served.json.new", "upload-made", tmp_path.name]
+    with pytest.raises(QuotaExceeded):
+        kept.check_bytes("ann")  # so no job of hers is begun until she removes one
+    kept.check_bytes("bob")

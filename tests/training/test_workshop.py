@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.folder import read
 from symbiosis.errors import CannotTrain
+from symbiosis.training.data import Data
 from symbiosis.training.examples import Example
+from symbiosis.training.packed import PackedModel
 from symbiosis.workshop import NoWorkshop
 from tests.training.tasks import STEPS, TASKS, Task, base, lora, trained_alone
 from tests.training.together import assert_close
@@ -409,3 +412,47 @@ def test_what_was_trained_is_as_trainer_does_it(tmp_path):
     found = {name.replace(".weight", ".default.weight"): tensor for name, tensor in stored.items()}
     reference = trained_alone("rank 2")
     assert_close(found, reference.end, reference.start, 1e-5)
+
+
+def test_when_the_device_is_lost_no_job_is_at_fault(tmp_path, monkeypatch):
+    with site() as here:
+        jobs = ("one", "two")
+        for id in jobs:
+            here.peer.send(**order(PLAIN, tmp_path, id, recipe={"max_steps": 100_000}, checkpoint_every=1))
+        here.peer.wait_for(lambda: all(here.peer.said(id, "checkpoint") for id in jobs))
+        assert here.host.is_alive()
+        monkeypatch.setattr(PackedModel, "is_sound", lambda _: False)
+        monkeypatch.setattr(PackedModel, "launch", lambda *_: torch.ones(2) @ torch.ones(3))
+        here.peer.wait(*jobs)
+        for id in jobs:
+            (end,) = here.peer.said(id, "failed")
+            assert end["code"] == "closed"
+            assert Path(end["checkpoint"]).is_dir()
+        assert not here.host.is_alive()
+
+
+def test_a_step_of_the_whole_file_is_made_batch_by_batch(tmp_path, monkeypatch):
+    """Else one job with many batches in a step takes the memory of all."""
+    alive, most = weakref.WeakSet(), []
+    made = Data.__getitem__
+
+    class Watched(Example):
+        __slots__ = ("__weakref__",)
+
+    def watched(self, at):
+        example = made(self, at)
+        kept = Watched(example.ids, example.labels)
+        alive.add(kept)
+        most.append(len(alive))
+        return kept
+
+    monkeypatch.setattr(Data, "__getitem__", watched)
+    rows = [Example((7,) * 20, (7,) * 20)] * 4000
+    changes = {"max_steps": 1, "gradient_accumulation_steps": 1024, "per_device_train_batch_size": 4}
+    with site(max_rows=64, max_waiting=8) as here:
+        body = order(PLAIN, tmp_path, "big", recipe=changes)
+        write(Path(body["data"]), rows)
+        here.peer.send(**body)
+        here.peer.wait("big", seconds=120)
+        assert ends(here.peer, "big") == ["trained"]
+    assert max(most) < 400

@@ -6,6 +6,8 @@ assistant's tokens, as the template writes them; of prompts with completions the
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +40,16 @@ class Prepared:
 
 
 def encode(
-    samples: Sequence[Sample], tokenizer: Any, *, max_length: int, truncate: bool, max_tokens: int, field: str
+    samples: Sequence[Sample],
+    tokenizer: Any,
+    *,
+    max_length: int,
+    truncate: bool,
+    max_tokens: int,
+    field: str,
+    until: float = math.inf,
 ) -> tuple[list[Example], int]:
-    """Tokens and labels of all samples, and how many were cut off. Raises `BadTrainingFile`.
+    """Tokens and labels of all samples, and how many were cut off. Raises `BadTrainingFile`, or `TimeoutError` at that time.
 
     One chat whose answers cannot be told apart would be learnt differently from the others: then all tokens are
     learnt, of all chats. With weights that is refused.
@@ -52,6 +61,8 @@ def encode(
     faults, made, tokens = Faults(field), list[tuple[Sample, list[int], list[tuple[int, int]] | None]](), 0
     cut = 0
     for sample in samples:
+        if time.monotonic() > until:
+            raise TimeoutError
         try:
             ids, spans = _encoded(sample, tokenizer, max_length)
         except Exception as error:  # noqa: BLE001 - templates raise whatever they like, such as for roles in a wrong order

@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from symbiosis.jobs.disk import to_disk
+
 
 class Folder:
     """Owned by one server; who made it holds its lock."""
@@ -21,6 +23,7 @@ class Folder:
         self.database, self.files, self._work = root / "jobs.sqlite", root / "files", root / "work"
         for each in (root, self.files, self._work):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            to_disk(each.parent)
 
     def file(self, id: str) -> Path:
         """`id` is one of ours: it came out of the database."""

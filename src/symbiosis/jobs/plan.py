@@ -94,6 +94,8 @@ class Plan:
     adapter: dict[str, Any]
     recipe: dict[str, Any]
     steps: int
+    tokens: int
+    """Of its data on the disk, validation included."""
     checkpoint_every: int
     evaluate_every: int | None
     serve_checkpoints: bool
@@ -163,7 +165,7 @@ def adapter_of(wishes: Wishes) -> dict[str, Any]:
     return made
 
 
-def make(wishes: Wishes, *, examples: int, validates: bool, seed: int, max_steps: int) -> Plan:
+def make(wishes: Wishes, *, examples: int, tokens: int, validates: bool, seed: int, max_steps: int) -> Plan:
     """With the data known. Raises `BadPlan`."""
     adapter = adapter_of(wishes)
     batch = wishes.batch_size or max(1, min(8, examples // 16))
@@ -193,6 +195,7 @@ def make(wishes: Wishes, *, examples: int, validates: bool, seed: int, max_steps
         adapter=adapter,
         recipe=recipe,
         steps=steps,
+        tokens=tokens,
         checkpoint_every=every,
         evaluate_every=(wishes.evaluate_every or every) if validates else None,
         serve_checkpoints=wishes.serve_checkpoints is True,

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from symbiosis.errors import NoTokenizer
 from symbiosis.jobs import data, lines, plan
-from symbiosis.jobs.disk import told
+from symbiosis.jobs.disk import to_disk, told
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.plan import Plan, Wishes
 from symbiosis.jobs.queue import JobLimits
 
 AT_ONCE = 4 << 20
 """Files of so many bytes together are checked before a job is accepted; larger ones while it is `validating_files`."""
+_AT_ONCE_S = 5.0
+"""And no longer than this: a chat of many turns takes far longer than its size tells."""
 FIELDS = ("training_file", "validation_file")
 
 
@@ -45,16 +50,21 @@ class Preparer:
             self._folder.work(job).mkdir(mode=0o700)
             for field, path in sources.items():
                 os.link(path, self._source(job, field))
+            for each in (self._folder.work(job), self._folder.work(job).parent):  # before the job is recorded
+                to_disk(each)
         return sum(path.stat().st_size for path in sources.values())
 
     async def prepare(self, job: str, wishes: Wishes, seed: int, *, large: bool) -> Found:
-        """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`."""
+        """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`; if it is not to be `large`, but takes long, `TimeoutError`."""
         if self._tokenizers[0] is None:
             raise NoTokenizer("this model was served without a tokenizer: no training data can be read")
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers[large], self._prepare, self._tokenizers[large], job, wishes, seed)
+        most_s = math.inf if large else _AT_ONCE_S
+        work = partial(self._prepare, self._tokenizers[large], job, wishes, seed, most_s)
+        return await loop.run_in_executor(self._workers[large], work)
 
-    def _prepare(self, tokenizer: Any, job: str, wishes: Wishes, seed: int) -> Found:
+    def _prepare(self, tokenizer: Any, job: str, wishes: Wishes, seed: int, most_s: float) -> Found:
+        until = time.monotonic() + most_s
         allowed, found = plan.length(wishes, self._longest), dict[str, data.Prepared]()
         for field in FIELDS:
             source = self._source(job, field)
@@ -68,12 +78,18 @@ class Preparer:
                 truncate=allowed.truncate,
                 max_tokens=self._limits.tokens,
                 field=field,
+                until=until,
             )
             made = data.write(self._folder.data(job, field), examples)
             found[field] = data.Prepared(made.examples, made.tokens, cut)
         count = found["training_file"].examples
         decided = plan.make(
-            wishes, examples=count, validates="validation_file" in found, seed=seed, max_steps=self._limits.steps
+            wishes,
+            examples=count,
+            tokens=sum(each.tokens for each in found.values()),
+            validates="validation_file" in found,
+            seed=seed,
+            max_steps=self._limits.steps,
         )
         return Found(decided, found)
 

@@ -10,7 +10,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ CREATE TABLE checkpoints (
     folder TEXT, hash TEXT, serves TEXT, metrics TEXT NOT NULL, created_at INTEGER NOT NULL, UNIQUE (job, step));
 CREATE TABLE keys (
     tenant TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (tenant, key));
+CREATE INDEX keys_of ON keys (job);
 """
 
 
@@ -284,15 +285,30 @@ class Records:
         return [Waiting(*row) for row in self._all(sql, State.QUEUED.value)]
 
     def count(self, tenant: str | None = None) -> dict[State, int]:
-        """Jobs by state."""
-        sql = "SELECT state, COUNT(*) FROM jobs WHERE tenant=?1 OR ?1 IS NULL GROUP BY state"
-        found = dict(self._all(sql, tenant))
+        """Jobs by state; of all tenants if None."""
+        where, values = ("1", []) if tenant is None else ("tenant=?", [tenant])
+        found = dict(self._all(f"SELECT state, COUNT(*) FROM jobs WHERE {where} GROUP BY state", *values))  # noqa: S608
         return {state: found.get(state.value, 0) for state in State}
 
-    def open_names(self, tenant: str) -> int:
-        """Jobs of a tenant that may still bring an adapter."""
-        counted = self.count(tenant)
-        return sum(count for state, count in counted.items() if not state.is_end)
+    def open_tokens(self, tenant: str) -> int:
+        """Of the data of a tenant's jobs that have not ended."""
+        open_states = [state.value for state in State if not state.is_end]
+        where = f"tenant=? AND state IN ({', '.join('?' * len(open_states))})"
+        sql = f"SELECT COALESCE(SUM(json_extract(plan, '$.tokens')), 0) FROM jobs WHERE {where}"  # noqa: S608 - marks only
+        return int(self._all(sql, tenant, *open_states)[0][0])
+
+    def forget_old(self, tenant: str, jobs: int, steps: int, *, but: Collection[str] = ()) -> None:
+        """Of a tenant's jobs that have ended, keep the newest that are so many and have done so many steps together."""
+        ended = ", ".join(f"'{state.value}'" for state in State if state.is_end)
+        sql = f"""SELECT number, id FROM (
+            SELECT number, id, COUNT(*) OVER newer AS jobs, SUM(step) OVER newer AS steps FROM jobs
+            WHERE tenant=? AND state IN ({ended}) WINDOW newer AS (ORDER BY number DESC)) WHERE jobs > ? OR steps > ?"""  # noqa: S608
+        with self.transaction():
+            old = [(number,) for number, id in self._all(sql, tenant, jobs, steps) if id not in but]
+            self._db.executemany("DELETE FROM events WHERE job=?", old)
+            self._db.executemany("DELETE FROM checkpoints WHERE job=?", old)
+            self._db.executemany("DELETE FROM keys WHERE job=(SELECT id FROM jobs WHERE number=?)", old)
+            self._db.executemany("DELETE FROM jobs WHERE number=?", old)
 
     def change(self, id: str, change: Change, *, epoch: int | None = None, **values: Any) -> Job:
         """Raises `WrongState`, also if the job has been started again since `epoch`; `values` are columns."""
@@ -352,18 +368,26 @@ class Records:
 
     def add_checkpoint(
         self, job: Job, step: int, folder: str, hash: str | None, serves: str | None, metrics: dict[str, Any]
-    ) -> None:
+    ) -> bool:
+        """False if it was there: what was not known of it is added."""
         with self.transaction():
+            known = self._all("SELECT 1 FROM checkpoints WHERE job=? AND step=?", job.number, step)
             self._db.execute(
                 "INSERT INTO checkpoints (job, step, folder, hash, serves, metrics, created_at) VALUES (?, ?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT (job, step) DO UPDATE SET folder=excluded.folder, hash=COALESCE(excluded.hash, hash), "
                 "serves=COALESCE(excluded.serves, serves)",
                 (job.number, step, folder, hash, serves, json.dumps(metrics), self._now()),
             )
+            return not known
 
     def set_served(self, job: Job, step: int, name: str) -> None:
         with self.transaction():
             self._db.execute("UPDATE checkpoints SET serves=? WHERE job=? AND step=?", (name, job.number, step))
+
+    def forget_served(self, job: Job, *, before: int | None = None) -> None:
+        """Nobody gets checkpoints before this step any more; None: any."""
+        with self.transaction():
+            self._db.execute("UPDATE checkpoints SET serves=NULL WHERE job=? AND step < ?", (job.number, _bound(before)))
 
     def drop_folders(self, job: Job, *, before: int) -> list[str]:
         """Of checkpoints before a step: they are forgotten here, and to be removed."""
@@ -394,6 +418,6 @@ def _told() -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC):
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):  # all kinds of them
             raise StorageFull("the server's disk is full: nothing was changed. Try again later, or tell the provider") from None
         raise

@@ -42,8 +42,8 @@ _NEXT: dict[Change, tuple[State, frozenset[State]]] = {
     Change.PAUSE: (State.PAUSED, frozenset({State.QUEUED, State.RUNNING})),
     Change.RESUME: (State.QUEUED, frozenset({State.PAUSED})),
     Change.CANCEL: (State.CANCELLED, frozenset({State.VALIDATING, State.QUEUED, State.RUNNING, State.PAUSED})),
-    # the last step may be done before the engine hears of a pause
-    Change.SUCCEED: (State.SUCCEEDED, frozenset({State.RUNNING, State.PAUSED})),
+    # the last step may be done before the engine hears of a pause, and its owner may have resumed it by then
+    Change.SUCCEED: (State.SUCCEEDED, frozenset({State.RUNNING, State.PAUSED, State.QUEUED})),
     Change.FAIL: (State.FAILED, frozenset({State.VALIDATING, State.QUEUED, State.RUNNING, State.PAUSED})),
 }
 

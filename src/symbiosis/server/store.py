@@ -125,7 +125,7 @@ class Store:
         self._kept[owner, name] = Kept(owner, name, folder, size)
 
     def of(self, owner: str | None) -> list[Kept]:
-        return [each for each in self._kept.values() if each.owner == owner]
+        return [each for each in list(self._kept.values()) if each.owner == owner]  # other threads may keep some meanwhile
 
     def get(self, owner: str | None, name: str) -> Kept | None:
         return self._kept.get((owner, name))
@@ -142,6 +142,11 @@ class Store:
         taken = sum(each.bytes for each in self.of(upload.owner))
         taken += sum(each.bytes for each in self._uploads if each.owner == upload.owner)
         return self._limits.bytes - taken
+
+    def check_bytes(self, owner: str | None) -> None:
+        """Before an adapter is made, whose size nobody knows. Raises `QuotaExceeded` if there is no room at all."""
+        if sum(each.bytes for each in self.of(owner)) >= self._limits.bytes:
+            raise QuotaExceeded(f"your adapters have all of the {self._limits.bytes} bytes that are kept: remove one")
 
     def check_room(self, upload: Upload) -> None:
         if self.room(upload) < 0:
@@ -201,3 +206,7 @@ def _note(folder: Path, owner: str | None, name: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     scratch.rename(folder / NOTE)
+    for each in (folder, folder.parent):  # what was answered to be kept is there after a crash
+        handle = os.open(each, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import secrets
-from dataclasses import asdict
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from symbiosis.errors import EngineLost, Forbidden, QuotaExceeded, TooManyRequests
+from symbiosis.errors import EngineLost, Forbidden, QuotaExceeded
 from symbiosis.jobs import plan
+from symbiosis.jobs.admission import Admission, Wanted
 from symbiosis.jobs.errors import UnknownFile
-from symbiosis.jobs.files import Files
+from symbiosis.jobs.files import Files, Incoming
 from symbiosis.jobs.folder import Folder
-from symbiosis.jobs.preparing import AT_ONCE, FIELDS, Preparer
-from symbiosis.jobs.records import Job, Records
+from symbiosis.jobs.preparing import FIELDS, Preparer
+from symbiosis.jobs.records import File, Job, Records
 from symbiosis.jobs.states import State
 from symbiosis.jobs.supervisor import Supervisor
 from symbiosis.server.bodies import pieces, read_json
@@ -37,6 +37,8 @@ from symbiosis.server.tokens import Tokens
 
 _FORM_EXTRA = 64 << 10
 _WRITE_AT_ONCE = 1 << 20
+_END_S = 5.0
+_T = TypeVar("_T")
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
 
 
@@ -46,6 +48,7 @@ class Tuning:
     def __init__(self, remote: Remote, tokens: Tokens, settings: Settings, store: Store | None, metrics: Metrics) -> None:
         self._remote, self._tokens, self._settings, self._store, self._metrics = remote, tokens, settings, store, metrics
         self._records: Records | None = None
+        self._ending: set[asyncio.Task[Any]] = set()
 
     @property
     def _longest(self) -> int:
@@ -63,11 +66,14 @@ class Tuning:
         self._supervisor = Supervisor(
             records, folder, self._remote, self._store, self._preparer, limits, self._metrics.count_steps
         )
+        self._admission = Admission(records, folder, self._preparer, self._supervisor, limits, self._check_adapters)
         await self._supervisor.start()
         self._records = records
 
     async def close(self) -> None:
         if self._records is not None:
+            if self._ending:  # of clients that did not wait
+                await asyncio.wait(self._ending, timeout=_END_S)
             await self._supervisor.stop()
             self._records.close()
 
@@ -90,7 +96,7 @@ class Tuning:
         tenant = request.state.caller.tenant
         self._known()
         form = Form(request.headers.get("content-type", ""), ("file", "purpose"))
-        incoming = await asyncio.to_thread(self._files.begin, tenant)
+        incoming = await self._to_its_end(asyncio.to_thread(self._files.begin, tenant))
         try:
             held, purpose = bytearray(), b""
             async for piece in pieces(request, self._settings.job_limits.file_bytes + _FORM_EXTRA):
@@ -108,11 +114,17 @@ class Tuning:
             await asyncio.to_thread(incoming.write, bytes(held))
             if not incoming.bytes:
                 raise BadRequest("the file is empty", field="file")
-            kept = await asyncio.to_thread(incoming.keep, form.filename or "file")
         except BaseException:
             incoming.drop()
             raise
-        return JSONResponse(file_body(kept))
+        return JSONResponse(file_body(await self._to_its_end(self._keep(incoming, form.filename or "file"))))
+
+    async def _keep(self, incoming: Incoming, filename: str) -> File:
+        try:
+            return await asyncio.to_thread(incoming.keep, filename)
+        except BaseException:
+            incoming.drop()
+            raise
 
     async def files(self, request: Request) -> Response:
         page = _page(request, FilesPage)
@@ -162,35 +174,26 @@ class Tuning:
         wishes = wish.wishes()
         plan.check(wishes)
         plan.length(wishes, self._longest)
-        await asyncio.to_thread(self._check_room, caller)
-        sources = {field: self._source(field, getattr(wish, field), caller.tenant) for field in FIELDS if getattr(wish, field)}
-        id = f"ftjob-{secrets.token_hex(12)}"
-        name = "-".join(["ft", *([wish.suffix] if wish.suffix else []), id[-8:]])
-        asked = {
-            **{field: getattr(wish, field) for field in (*FIELDS, "suffix", "metadata")},
-            "seed": secrets.randbelow(1 << 31) if wish.seed is None else wish.seed,
-            "wishes": asdict(wishes),
-        }
-        try:
-            size = await asyncio.to_thread(self._preparer.take, id, sources)
-            decided = None
-            if size <= AT_ONCE:
-                decided = (await self._preparer.prepare(id, wishes, asked["seed"], large=False)).plan.to_json()
-            state = State.VALIDATING if decided is None else State.QUEUED
-            job = await asyncio.to_thread(
-                lambda: records.add_job(id, caller.tenant, caller.owner, name, state, asked, decided, key=key, digest=digest)
-            )
-        except BaseException:
-            self._folder.remove_work(id)
-            raise
-        if decided is not None:
-            self._preparer.release(id)
-        if job.id != id:  # the same request came a moment before
-            self._folder.remove_work(id)
-        elif state is State.VALIDATING:
-            self._supervisor.validate(job)
-        self._supervisor.wake()
-        return await self._answer(job)
+        wanted = Wanted(
+            tenant=caller.tenant,
+            owner=caller.owner,
+            sources={
+                field: self._source(field, getattr(wish, field), caller.tenant) for field in FIELDS if getattr(wish, field)
+            },
+            said={field: getattr(wish, field) for field in (*FIELDS, "suffix", "metadata")},
+            seed=wish.seed,
+            wishes=wishes,
+            key=key,
+            digest=digest,
+        )
+        return await self._answer(await self._to_its_end(self._admission.admit(wanted)))
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What is begun is done, also if the client does not wait for it: half of it would be neither here nor there."""
+        task = asyncio.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return await asyncio.shield(task)
 
     def _source(self, field: str, id: str, tenant: str) -> Path:
         try:
@@ -198,20 +201,15 @@ class Tuning:
         except UnknownFile as error:
             raise BadRequest(str(error), field=field, code="file_not_found") from None
 
-    def _check_room(self, caller: Caller) -> None:
+    def _check_adapters(self, owner: str | None, begun: int) -> None:
+        """`begun`: jobs that will bring an adapter each."""
         assert self._store is not None
-        open_jobs = self._known().open_names(caller.tenant)
-        most = self._settings.job_limits.tenant_open
-        if open_jobs >= most:
-            raise TooManyRequests(
-                f"{open_jobs} jobs of yours have not ended, and no more may be open. Try again later", retry_s=60
-            )
-        kept = len(self._store.of(caller.owner))
-        if kept + open_jobs >= self._settings.store.adapters:
+        kept, most = len(self._store.of(owner)), self._settings.store.adapters
+        if kept + begun >= most:
             raise QuotaExceeded(
-                f"{kept} adapters are kept for you and {open_jobs} jobs will bring one each: at most "
-                f"{self._settings.store.adapters} may be, so remove one"
+                f"{kept} adapters are kept for you and {begun} jobs will bring one each: at most {most} may be, so remove one"
             )
+        self._store.check_bytes(owner)
 
     async def jobs(self, request: Request) -> Response:
         page, records = _page(request, Page), self._known()
@@ -227,13 +225,16 @@ class Tuning:
         return await self._answer(await self._mine(request))
 
     async def cancel(self, request: Request) -> Response:
-        return await self._answer(await self._supervisor_of(request).cancel((await self._mine(request)).id))
+        supervisor, job = self._supervisor_of(request), await self._mine(request)
+        return await self._answer(await self._to_its_end(supervisor.cancel(job.id)))
 
     async def pause(self, request: Request) -> Response:
-        return await self._answer(await self._supervisor_of(request).pause((await self._mine(request)).id))
+        supervisor, job = self._supervisor_of(request), await self._mine(request)
+        return await self._answer(await self._to_its_end(supervisor.pause(job.id)))
 
     async def resume(self, request: Request) -> Response:
-        return await self._answer(await self._supervisor_of(request).resume((await self._mine(request)).id))
+        supervisor, job = self._supervisor_of(request), await self._mine(request)
+        return await self._answer(await self._to_its_end(supervisor.resume(job.id)))
 
     def _supervisor_of(self, request: Request) -> Supervisor:
         self._known()

@@ -223,6 +223,10 @@ class Host:
             if parameters > room:
                 raise TooManyRequests(f"{parameters} parameters, and there is room for {room}: close a session first")
 
+    def is_alive(self) -> bool:
+        """False once it is closed, or the device has failed: nothing is trained by this host any more."""
+        return not self._closing
+
     def close(self) -> None:
         """Stop after the pass that runs. What waits ends in `Closed`."""
         with self._changed:

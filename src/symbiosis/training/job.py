@@ -102,11 +102,11 @@ class _Asked:
                 return future
 
 
-def _items(session: Session, batches: list[list[Example]]) -> list[int]:
+def _items(session: Session, data: Sequence[Example], batches: list[list[int]]) -> list[int]:
     """What the losses of each batch of a step are divided by, as Trainer does it."""
     if session.takes_items:
-        return [sum(example.labelled for batch in batches for example in batch)] * len(batches)
-    return [len(batches) * sum(predicted(session.adapter, example) for example in batch) for batch in batches]
+        return [sum(data[number].labelled for batch in batches for number in batch)] * len(batches)
+    return [len(batches) * sum(predicted(session.adapter, data[number]) for number in batch) for batch in batches]
 
 
 def run(
@@ -153,12 +153,11 @@ def run(
         for step, batches in enumerate(recipe.batches(len(data), after=after), after + 1):
             if stop is not None and stop.is_set():
                 break
-            chosen = [[data[number] for number in batch] for batch in batches]
             settings = recipe.settings(step - 1, total)
             with session.gathering():
-                losses = [
-                    asked.ask(session, partial(session.forward_backward, batch, items=items))
-                    for batch, items in zip(chosen, _items(session, chosen), strict=True)
+                losses = [  # a batch is made when there is room for it: those of a step may be more than fits in memory
+                    asked.ask(session, partial(session.forward_backward, [data[number] for number in batch], items=items))
+                    for batch, items in zip(batches, _items(session, data, batches), strict=True)
                 ]
                 stepped = asked.ask(session, partial(session.optim_step, settings))
             due = validation is not None and validation.is_due(step, total)

@@ -288,6 +288,8 @@ class _Job:
     def _failed(self, error: SymbiosisError) -> events.Failed:
         if self._abandoned is not None:
             error = Closed(f"the job was ended: {self._abandoned}")
+        elif not self._host.is_alive():  # nobody's fault: whoever ordered it may let it go on elsewhere
+            error = Closed(f"hosted training has stopped: {error}")
         field = getattr(error, "field", None) or None
         return events.Failed(error.code, str(error), field, self._step, _text(self._checkpoint))
 

@@ -1,0 +1,127 @@
+"""How a job comes to be: within its tenant's limits, with its data checked if that is quick, and recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from symbiosis.errors import TooManyRequests
+from symbiosis.jobs.folder import Folder
+from symbiosis.jobs.plan import Wishes
+from symbiosis.jobs.preparing import AT_ONCE, Preparer
+from symbiosis.jobs.queue import JobLimits
+from symbiosis.jobs.records import Job, Records
+from symbiosis.jobs.states import State
+from symbiosis.jobs.supervisor import Supervisor
+
+_READ_AT_ONCE = 4
+"""Jobs of one tenant whose files are being read: everybody else's wait behind them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A job that was asked for. Who asks, and the paths, are not the asker's own words."""
+
+    tenant: str
+    owner: str | None
+    sources: dict[str, Path]
+    """Its files, by field."""
+    said: dict[str, Any]
+    """What is shown of it again: files, suffix, metadata."""
+    seed: int | None
+    wishes: Wishes
+    key: str | None
+    """Idempotency-Key, and what it stands for."""
+    digest: str
+
+
+class Admission:
+    """One for a server. `check` is asked before a job is made, with how many of an owner's have not ended; it may refuse."""
+
+    def __init__(
+        self,
+        records: Records,
+        folder: Folder,
+        preparer: Preparer,
+        supervisor: Supervisor,
+        limits: JobLimits,
+        check: Callable[[str | None, int], None],
+    ) -> None:
+        self._records, self._folder, self._preparer, self._supervisor = records, folder, preparer, supervisor
+        self._limits, self._check = limits, check
+        self._coming: Counter[str] = Counter()
+
+    async def admit(self, wanted: Wanted) -> Job:
+        """Once begun, let it come to its end. Raises what is wrong with it, or that there is no room."""
+        with self._one_more(wanted.tenant) as coming:
+            await asyncio.to_thread(self._check_room, wanted, coming)
+            job = await self._make(wanted)
+        limits, busy = self._limits, self._supervisor.busy()
+        await asyncio.to_thread(
+            lambda: self._records.forget_old(wanted.tenant, limits.tenant_ended, limits.tenant_ended_steps, but=busy)
+        )
+        self._supervisor.wake()
+        return job
+
+    async def _make(self, wanted: Wanted) -> Job:
+        id = f"ftjob-{secrets.token_hex(12)}"
+        suffix, seed = wanted.said["suffix"], secrets.randbelow(1 << 31) if wanted.seed is None else wanted.seed
+        name = "-".join(["ft", *([suffix] if suffix else []), id[-8:]])
+        asked = {**wanted.said, "seed": seed, "wishes": asdict(wanted.wishes)}
+        try:
+            size = await asyncio.to_thread(self._preparer.take, id, wanted.sources)
+            decided = await self._decided(id, wanted, seed) if size <= AT_ONCE else None
+            state = State.VALIDATING if decided is None else State.QUEUED
+            job = await asyncio.to_thread(
+                lambda: self._records.add_job(
+                    *(id, wanted.tenant, wanted.owner, name, state, asked, decided), key=wanted.key, digest=wanted.digest
+                )
+            )
+        except BaseException:
+            self._folder.remove_work(id)
+            raise
+        if job.id != id:  # the same request came a moment before
+            self._folder.remove_work(id)
+        elif decided is None:
+            self._supervisor.validate(job)
+        else:
+            self._preparer.release(id)
+        return job
+
+    async def _decided(self, id: str, wanted: Wanted, seed: int) -> dict[str, Any] | None:
+        """Its plan; None if that takes long."""
+        try:
+            found = await self._preparer.prepare(id, wanted.wishes, seed, large=False)
+        except TimeoutError:
+            return None
+        await asyncio.to_thread(self._supervisor.check_tokens, wanted.tenant, found.plan.tokens)
+        return found.plan.to_json()
+
+    def _check_room(self, wanted: Wanted, coming: int) -> None:
+        """`coming`: jobs that are being made, this one among them."""
+        counted = self._records.count(wanted.tenant)
+        reading = counted[State.VALIDATING]
+        if reading >= _READ_AT_ONCE:
+            raise TooManyRequests(f"{reading} jobs of yours are validating_files. Try again later", retry_s=60)
+        begun = sum(count for state, count in counted.items() if not state.is_end) + coming - 1
+        if begun >= self._limits.tenant_open:
+            raise TooManyRequests(f"{begun} jobs of yours have not ended, and no more may be open. Try again later", retry_s=60)
+        self._check(wanted.owner, begun)
+
+    @contextmanager
+    def _one_more(self, tenant: str) -> Iterator[int]:
+        """How many jobs of a tenant are being made, with this one."""
+        if self._coming[tenant] >= _READ_AT_ONCE:
+            raise TooManyRequests(f"{self._coming[tenant]} jobs of yours are being checked. Try again when they are")
+        self._coming[tenant] += 1
+        try:
+            yield self._coming[tenant]
+        finally:
+            self._coming[tenant] -= 1
+            self._coming += Counter()  # drops zeros
