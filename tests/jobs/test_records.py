@@ -12,6 +12,7 @@ import pytest
 
 from symbiosis.errors import SymbiosisError
 from symbiosis.jobs.errors import KeyReused, StorageFull, UnknownFile, UnknownJob, WrongState
+from symbiosis.jobs.notes import Notes, Try
 from symbiosis.jobs.records import Records
 from symbiosis.jobs.states import Change, State
 
@@ -172,6 +173,7 @@ def test_a_full_disk_changes_nothing_and_is_said(records):
 CHILD = """
 import sys
 from pathlib import Path
+from symbiosis.jobs.notes import Notes, Try
 from symbiosis.jobs.records import Records
 from symbiosis.jobs.states import State
 records = Records(Path(sys.argv[1]))
@@ -222,3 +224,23 @@ def test_of_the_jobs_that_have_ended_the_oldest_are_forgotten(records):
     assert records._all("SELECT COUNT(DISTINCT job) FROM events") == [(5,)]
     assert records._all("SELECT COUNT(*) FROM keys") == [(4,)]
     assert add(records, "ftjob-again", key="key 0").id == "ftjob-again"  # the key stands for nothing any more
+
+
+def test_an_old_checkpoint_is_removed_only_once_the_new_one_is_recorded(records, tmp_path):
+    job = add(records)
+    records.change(job.id, Change.BEGIN)
+    trial = Try(job.id, "ann", 1, tmp_path / "final")
+    notes = Notes(records, shelf=None)  # type: ignore[arg-type] - nothing is put on it here
+    folders = [tmp_path / f"step-{step}" for step in (1, 2)]
+    said = []
+    for step, folder in enumerate(folders, 1):
+        folder.mkdir()
+        body = {"step": step, "folder": str(folder), "hash": None, "serves": None}
+        said.append({"id": "1", "training": {"checkpoint": body}})
+    notes.take(trial, said[:1])
+    with pytest.raises(KeyError):  # what came together is recorded together, or not at all
+        notes.take(trial, [said[1], {"id": "1", "training": {"step": {}}}])
+    assert records.last_checkpoint(records.job(job.id)).folder == str(folders[0])
+    assert all(folder.is_dir() for folder in folders)
+    notes.take(trial, said[1:])
+    assert [folder.is_dir() for folder in folders] == [False, True]

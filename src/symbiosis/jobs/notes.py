@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +69,8 @@ class Try:
     """If it failed: its last good checkpoint, which is served."""
     rests: bool = False
     """It ended since the engine had no room: not to be started again at once."""
+    left: list[str] = field(default_factory=list)
+    """Folders of checkpoints that nobody needs once what was said is recorded."""
 
 
 class Notes:
@@ -85,10 +87,13 @@ class Notes:
 
     def take(self, trial: Try, events: list[Said]) -> Job:
         """Raises `StorageFull`; then nothing of it was recorded."""
+        trial.left.clear()
         with self._records.transaction():
             for event in events:
                 self._note(self._records.job(trial.job), trial, event)
             job = self._records.job(trial.job)
+        for folder in trial.left:
+            shutil.rmtree(folder, ignore_errors=True)
         steps = [event["training"]["step"] for event in events if "step" in event.get("training", ())]
         if steps:
             self._count(trial.tenant, len(steps), sum(step["tokens"] for step in steps))
@@ -111,15 +116,15 @@ class Notes:
             self._records.add_event(job.id, "metrics", said, step=body["step"], data=data)
             self._records.set(job.id, figures={**job.figures, "valid_loss": body["loss"]})
         elif kind == "checkpoint":
-            self._checkpoint(job, body["step"], body["folder"], body["hash"], body["serves"])
+            self._checkpoint(job, trial, body["step"], body["folder"], body["hash"], body["serves"])
         elif kind == "stopped":
             if body["folder"] is not None:
-                self._checkpoint(job, body["step"], body["folder"], None, None)
+                self._checkpoint(job, trial, body["step"], body["folder"], None, None)
             if job.state is State.RUNNING:
                 self._records.change(job.id, Change.INTERRUPT, epoch=trial.epoch)
         elif kind == "failed":
             if body["checkpoint"] is not None:
-                self._checkpoint(job, step_of(body["checkpoint"]), body["checkpoint"], None, None)
+                self._checkpoint(job, trial, step_of(body["checkpoint"]), body["checkpoint"], None, None)
             self._failure(job, trial, body)
         elif kind == "trained":
             self._shelf.keep(job.owner, job.name, Path(body["folder"]))
@@ -152,7 +157,7 @@ class Notes:
             figures={**job.figures, **figures, "finish_at": finish},
         )
 
-    def _checkpoint(self, job: Job, step: int, folder: str, hash: str | None, serves: str | None) -> None:
+    def _checkpoint(self, job: Job, trial: Try, step: int, folder: str, hash: str | None, serves: str | None) -> None:
         metrics: Said = {"step": step}
         metrics |= {key: job.figures[key] for key in ("train_loss", "valid_loss") if key in job.figures}
         name = None if serves is None else owner_and_name(serves)[1]
@@ -160,8 +165,7 @@ class Notes:
             self._records.add_event(job.id, "message", f"Checkpoint created at step {step}", step=step, data={"step": step})
         if name is not None:
             self._records.forget_served(job, before=step)
-        for old in self._records.drop_folders(job, before=step):
-            shutil.rmtree(old, ignore_errors=True)
+        trial.left += self._records.drop_folders(job, before=step)
 
     def _failure(self, job: Job, trial: Try, body: Said) -> None:
         if job.state.is_end:
