@@ -24,7 +24,7 @@ from symbiosis.server.remote import Remote
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokens import Tokens
 
-_LOST_S = 10.0
+_LOST_S = 2.0
 """After the engine is gone, everybody is told so for this long; then the port is free for the next one."""
 _MOST_FILES, _OWN_FILES = 65536, 128
 _FINISH_S = 30
