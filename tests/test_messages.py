@@ -202,8 +202,11 @@ def test_no_two_errors_share_a_code():
     from symbiosis.errors import SymbiosisError
 
     for module in pkgutil.walk_packages(symbiosis.__path__, "symbiosis."):
-        if ".kernels." not in module.name and not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+        if not module.name.endswith("__main__"):
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                assert error.name == "triton"  # kernels, and who calls them, are for GPUs
     kinds, codes = [SymbiosisError], {}
     while kinds:
         kind = kinds.pop()
