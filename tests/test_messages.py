@@ -197,16 +197,14 @@ def test_random_bytes_give_an_error_of_ours(frame: bytes):
 def test_no_two_errors_share_a_code():
     import importlib
     import pkgutil
+    import re
 
     import symbiosis
     from symbiosis.errors import SymbiosisError
 
     for module in pkgutil.walk_packages(symbiosis.__path__, "symbiosis."):
-        if not module.name.endswith("__main__"):
-            try:
-                importlib.import_module(module.name)
-            except ModuleNotFoundError as error:
-                assert error.name == "triton"  # kernels, and who calls them, are for GPUs
+        if not re.search(r"\.kernels\.|\.training\.grouped$|__main__$", module.name):  # what needs Triton, what runs at once
+            importlib.import_module(module.name)
     kinds, codes = [SymbiosisError], {}
     while kinds:
         kind = kinds.pop()
