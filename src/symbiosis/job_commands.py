@@ -22,6 +22,11 @@ _ENDS = ("succeeded", "failed", "cancelled")
 _LOOK_S = 0.5
 _PATIENCE = 60
 """Looks that may find nobody there, one after the other: a server may be restarting."""
+_NUMBERS = ("step", "loss", "tokens/s", "time left")
+_COLUMNS = ("job", "of", "status", *_NUMBERS, "adapter")
+_SPARED = ("of", "tokens/s", "loss", "time left", "step")
+"""Columns that a narrow terminal does without, the first first."""
+_ANY_WIDTH = 10_000
 err = Console(stderr=True)
 
 app = typer.Typer(
@@ -41,28 +46,34 @@ def list_jobs(
     limit: Annotated[int, typer.Option(min=1, help="Most that are shown, newest first.")] = 20,
 ) -> None:
     """Your jobs; the admin sees everybody's."""
-    Console().print(jobs_table(Site(connect, key).jobs(limit)))
+    found = Site(connect, key).jobs(limit)
+    console = Console()
+    for less in range(len(_SPARED) + 1):
+        table = jobs_table(found, without=_SPARED[:less])
+        needed = Console(width=_ANY_WIDTH).measure(table).maximum
+        if needed <= console.width or not console.is_terminal:
+            break
+    Console(width=max(console.width, needed)).print(table)
 
 
-def jobs_table(found: list[dict[str, Any]]) -> Table:
+def jobs_table(found: list[dict[str, Any]], without: tuple[str, ...] = ()) -> Table:
+    """Nothing in it is ever shortened; columns may be left out."""
     table = Table(caption=None if found else "none yet: `symbiosis finetune DATA.jsonl --hosted`")
-    for column in ("job", "of", "status"):
-        table.add_column(column)
-    for column in ("step", "loss", "tokens/s", "time left"):
-        table.add_column(column, justify="right")
-    table.add_column("adapter")
+    for name in (each for each in _COLUMNS if each not in without):
+        table.add_column(name, no_wrap=True, justify="right" if name in _NUMBERS else "left")
     for job in found:
         progress = job["progress"]
-        table.add_row(
-            escape(job["id"]),
-            escape(job["organization_id"]),
-            _status(job),
-            f"{progress['step']}/{progress['total_steps']}",
-            _number(progress.get("train_loss"), ".3f"),
-            _number(progress.get("tokens_per_s"), ",.0f"),
-            _left(job),
-            escape(job["fine_tuned_model"] or ""),
-        )
+        cells = {
+            "job": escape(job["id"]),
+            "of": escape(job["organization_id"]),
+            "status": _status(job),
+            "step": f"{progress['step']}/{progress['total_steps']}",
+            "loss": _number(progress.get("train_loss"), ".3f"),
+            "tokens/s": _number(progress.get("tokens_per_s"), ",.0f"),
+            "time left": _left(job),
+            "adapter": escape(job["fine_tuned_model"] or ""),
+        }
+        table.add_row(*(cell for name, cell in cells.items() if name not in without))
     return table
 
 
