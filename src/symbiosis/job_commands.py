@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -36,6 +38,7 @@ app = typer.Typer(
     help="The fine-tuning jobs of a server: list, show, watch, cancel, pause, resume, events, plot.",
     epilog="Example: symbiosis jobs list",
 )
+Show: TypeAlias = Callable[[dict[str, Any]], None]
 Id = Annotated[str, typer.Argument(metavar="JOB", help="One of `symbiosis jobs list`.")]
 
 
@@ -175,6 +178,7 @@ def finetune(
     body["method"] = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
     with err.status("Checking the data"):
         job = site.create_job(body, secrets.token_hex(16))
+    err.print(f"the job is {job['id']}", highlight=False)
     _follow(site, job["id"], connect, plot, out)
 
 
@@ -202,32 +206,50 @@ def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | No
 
 
 def _watch(site: Site, id: str) -> dict[str, Any]:
-    """Until the job has ended or is paused."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
-    missed = 0
-    with Progress(*columns, console=err) as bar:
-        task = bar.add_task(id, total=None, figures="")
+    """Until the job has ended or is paused: a live line at a terminal, and else now and then one that stays."""
+    with _bar() if err.is_terminal else nullcontext(_lines()) as show:
+        missed = 0
         while True:
             try:
                 job = site.job(id)
-                missed = 0
             except Unreachable:
                 missed += 1
                 if missed > _PATIENCE:
                     raise
-                time.sleep(_LOOK_S)
-                continue
-            progress = job["progress"]
-            bar.update(
-                task,
-                description=_status(job),
-                completed=progress["step"],
-                total=progress["total_steps"] or None,
-                figures=_figures(job),
-            )
-            if job["status"] in (*_ENDS, "paused"):
-                return job
+            else:
+                missed = 0
+                show(job)
+                if job["status"] in (*_ENDS, "paused"):
+                    return job
             time.sleep(_LOOK_S)
+
+
+@contextmanager
+def _bar() -> Iterator[Show]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+    with Progress(*columns, console=err) as bar:
+        task = bar.add_task("", total=None, figures="")
+
+        def show(job: dict[str, Any]) -> None:
+            done, total = job["progress"]["step"], job["progress"]["total_steps"]
+            bar.update(task, description=_status(job), completed=done, total=total or None, figures=_figures(job))
+
+        yield show
+
+
+def _lines() -> Show:
+    """A line for each new status and each tenth of the way."""
+    shown: tuple[str, int] | None = None
+
+    def show(job: dict[str, Any]) -> None:
+        nonlocal shown
+        done, total = job["progress"]["step"], job["progress"]["total_steps"]
+        now = (_status(job), 10 * done // (total or 1))
+        if now != shown:
+            shown = now
+            err.print(f"{now[0]}  {done}/{total}  {_figures(job)}".rstrip(), soft_wrap=True, highlight=False)
+
+    return show
 
 
 def _figures(job: dict[str, Any]) -> str:

@@ -36,6 +36,8 @@ def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
     more = ("--validation", data, "--suffix", "parrot", "--plot", plot, "--out", out)
     done = run("finetune", data, "--hosted", "--url", studio.url, "--key", ANN, *learn, *more)
     assert done.exit_code == 0, done.output
+    assert re.search(r"the job is ftjob-\w+\n", done.stderr)
+    assert re.search(r"succeeded  40/40  loss \d", done.stderr)
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert (out / "adapter_config.json").is_file()
     name = re.search(r"(ft-parrot-\w+) is served", done.stdout)[1]

@@ -264,9 +264,7 @@ class _Job:
         self._step = done.step
         rate.note(done.tokens, time.monotonic())
         self._say(
-            events.Stepped(
-                done.step, done.total, done.loss, done.learning_rate, done.gradient_norm, done.tokens, rate.recent
-            )
+            events.Stepped(done.step, done.total, done.loss, done.learning_rate, done.gradient_norm, done.tokens, rate.recent)
         )
 
     def _on_validation(self, step: int, loss: float) -> None:
