@@ -562,7 +562,8 @@ def finetune(
     max_length: Annotated[
         int,
         typer.Option(
-            "--max-length", help="Tokens of an example beyond these are cut off. Hosted: 2048 or what the model takes, unless given."
+            "--max-length",
+            help="Tokens of an example beyond these are cut off. Hosted: 2048 or what the model takes, unless given.",
         ),
     ] = 512,
     seed: Annotated[int, typer.Option(help="Of the adapter's start and the order of examples.")] = 0,
