@@ -495,8 +495,8 @@ def generate(
 
 
 @app.command(
-    epilog="Examples: symbiosis finetune chats.jsonl --out my-adapter --method lora --rank 8 --epochs 3\n\n"
-    "symbiosis finetune chats.jsonl --hosted --suffix pirate --epochs 10"
+    epilog="Example: symbiosis finetune chats.jsonl --out my-adapter --method lora --rank 8 --epochs 3\n\n"
+    "By a server: symbiosis finetune chats.jsonl --hosted --suffix pirate --epochs 10"
 )
 def finetune(
     ctx: typer.Context,
