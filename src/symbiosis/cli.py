@@ -70,7 +70,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="One frozen base model, many tenants.\n\nStart with [bold]symbiosis serve[/bold] in one terminal and "
-    "[bold]symbiosis chat[/bold] in another, or watch [bold]symbiosis demo[/bold].",
+    "[bold]symbiosis chat[/bold] in another, or watch [bold]symbiosis demo[/bold]. A server ([bold]serve --http[/bold]) also "
+    "fine-tunes for you: [bold]symbiosis finetune DATA.jsonl --hosted[/bold], then [bold]symbiosis jobs[/bold].",
 )
 
 app.add_typer(adapter_commands.app)
@@ -369,6 +370,7 @@ def serve(
             typer.echo(f"listening at {address}")
         if hosting is not None:
             typer.echo(f"listening at {hosting.url}")
+            _say_what_goes(uploads, jobs)
         sys.stdout.flush()  # scripts wait for these lines
         while not stopped.wait(1.0):
             if not executor.is_serving():
@@ -376,6 +378,13 @@ def serve(
             if hosting is not None:
                 hosting.check()
         err.print("stopping")
+
+
+def _say_what_goes(uploads: Path | None, jobs: Path | None) -> None:
+    """Of what tenants bring."""
+    if uploads is None:
+        what = "uploaded and trained adapters" + (", files and fine-tuning jobs" if jobs is None else "")
+        err.print(f"{what} go when this server does: --uploads FOLDER keeps them", soft_wrap=True, highlight=False)
 
 
 # -- tenants --------------------------------------------------------------------------------
@@ -485,12 +494,19 @@ def generate(
             _write("\n")
 
 
-@app.command(epilog="Example: symbiosis finetune chats.jsonl --out my-adapter --method lora --rank 8 --epochs 3")
+@app.command(
+    epilog="Example: symbiosis finetune chats.jsonl --out my-adapter --method lora --rank 8 --epochs 3\n\n"
+    "By a server: symbiosis finetune chats.jsonl --hosted --suffix pirate --epochs 10"
+)
 def finetune(
     ctx: typer.Context,
     data: Annotated[
         Path,
-        typer.Argument(metavar="DATA.jsonl", help='A line per example: {"messages": [{"role", "content"} …]} or {"text": …}.'),
+        typer.Argument(
+            metavar="DATA.jsonl",
+            help='A line per example: {"messages": [{"role", "content"} …]} or {"text": …}; '
+            'hosted also {"prompt": …, "completion": …}.',
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -525,7 +541,10 @@ def finetune(
         Path | None, typer.Option("--plot", metavar="PNG", show_default=False, help="A picture of the loss. Hosted only.")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="lora, rslora, dora, loha, lokr, vera, oft, ia3, prefix, prompt or ptuning.")
+        str,
+        typer.Option(
+            help="lora, rslora, dora, ia3, prefix, prompt or ptuning; loha, lokr, vera and oft too, but not with --hosted."
+        ),
     ] = "lora",
     rank: Annotated[int | None, typer.Option(show_default=False, help="Of the methods that have one. (default: 8)")] = None,
     alpha: Annotated[float | None, typer.Option(show_default=False, help="LoRA's scale. (default: 2 × rank)")] = None,
@@ -539,11 +558,20 @@ def finetune(
     lr: Annotated[float | None, typer.Option(show_default=False, help="(default: the method's own)")] = None,
     epochs: Annotated[int | None, typer.Option(show_default=False, help="(default: 3)")] = None,
     steps: Annotated[int | None, typer.Option(show_default=False, help="In place of epochs.")] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Examples per step.")] = 4,
-    max_length: Annotated[int, typer.Option("--max-length", help="Tokens of an example beyond these are cut off.")] = 512,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Examples per step. Hosted: by the data, unless given.")] = 4,
+    max_length: Annotated[
+        int,
+        typer.Option(
+            "--max-length",
+            help="Tokens of an example beyond these are cut off. Hosted: 2048 or what the model takes, unless given.",
+        ),
+    ] = 512,
     seed: Annotated[int, typer.Option(help="Of the adapter's start and the order of examples.")] = 0,
 ) -> None:
-    """Train an adapter on your chats or texts; the result is a plain PEFT folder."""
+    """Train an adapter on your chats or texts; the result is a plain PEFT folder.
+
+    With --hosted a server trains and serves it, and what is not given is as the server has it.
+    """
     if hosted:
         hyperparameters = {
             "peft_method": method,

@@ -205,7 +205,8 @@ def _sample(where: str, number: int, line: str) -> Sample:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise BadData(f"{where}: not JSON ({error}); expected one object per line") from None
+        what = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        raise BadData(f"{where}: not JSON ({what}); expected one object per line") from None
     if not isinstance(row, dict) or set(row) not in ({"messages"}, {"text"}):
         found = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
         raise BadData(f"{where}: expected an object with 'messages' or 'text' and nothing else, got {found or 'an empty one'}")

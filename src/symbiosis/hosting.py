@@ -83,6 +83,7 @@ class Hosting:
         **engine: Any,
     ) -> None:
         base = Path(name).name if Path(name).is_dir() else name
+        model.name_or_path = model.config._name_or_path = base  # adapters and messages name it so, never by our path
         _check_names(base, adapters or {})
         with ExitStack() as undo:
             self._socket = undo.enter_context(closing(_listen(address, keys or {})))

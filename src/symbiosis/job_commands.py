@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -22,6 +24,11 @@ _ENDS = ("succeeded", "failed", "cancelled")
 _LOOK_S = 0.5
 _PATIENCE = 60
 """Looks that may find nobody there, one after the other: a server may be restarting."""
+_NUMBERS = ("step", "loss", "tokens/s", "time left")
+_COLUMNS = ("job", "of", "status", *_NUMBERS, "adapter")
+_SPARED = ("of", "tokens/s", "loss", "time left", "step")
+"""Columns that a narrow terminal does without, the first first."""
+_ANY_WIDTH = 10_000
 err = Console(stderr=True)
 
 app = typer.Typer(
@@ -31,6 +38,7 @@ app = typer.Typer(
     help="The fine-tuning jobs of a server: list, show, watch, cancel, pause, resume, events, plot.",
     epilog="Example: symbiosis jobs list",
 )
+Show: TypeAlias = Callable[[dict[str, Any]], None]
 Id = Annotated[str, typer.Argument(metavar="JOB", help="One of `symbiosis jobs list`.")]
 
 
@@ -41,28 +49,34 @@ def list_jobs(
     limit: Annotated[int, typer.Option(min=1, help="Most that are shown, newest first.")] = 20,
 ) -> None:
     """Your jobs; the admin sees everybody's."""
-    Console().print(jobs_table(Site(connect, key).jobs(limit)))
+    found = Site(connect, key).jobs(limit)
+    console = Console()
+    for less in range(len(_SPARED) + 1):
+        table = jobs_table(found, without=_SPARED[:less])
+        needed = Console(width=_ANY_WIDTH).measure(table).maximum
+        if needed <= console.width or not console.is_terminal:
+            break
+    Console(width=max(console.width, needed)).print(table)
 
 
-def jobs_table(found: list[dict[str, Any]]) -> Table:
+def jobs_table(found: list[dict[str, Any]], without: tuple[str, ...] = ()) -> Table:
+    """Nothing in it is ever shortened; columns may be left out."""
     table = Table(caption=None if found else "none yet: `symbiosis finetune DATA.jsonl --hosted`")
-    for column in ("job", "of", "status"):
-        table.add_column(column)
-    for column in ("step", "loss", "tokens/s", "time left"):
-        table.add_column(column, justify="right")
-    table.add_column("adapter")
+    for name in (each for each in _COLUMNS if each not in without):
+        table.add_column(name, no_wrap=True, justify="right" if name in _NUMBERS else "left")
     for job in found:
         progress = job["progress"]
-        table.add_row(
-            escape(job["id"]),
-            escape(job["organization_id"]),
-            _status(job),
-            f"{progress['step']}/{progress['total_steps']}",
-            _number(progress.get("train_loss"), ".3f"),
-            _number(progress.get("tokens_per_s"), ",.0f"),
-            _left(job),
-            escape(job["fine_tuned_model"] or ""),
-        )
+        cells = {
+            "job": escape(job["id"]),
+            "of": escape(job["organization_id"]),
+            "status": _status(job),
+            "step": f"{progress['step']}/{progress['total_steps']}",
+            "loss": _number(progress.get("train_loss"), ".3f"),
+            "tokens/s": _number(progress.get("tokens_per_s"), ",.0f"),
+            "time left": _left(job),
+            "adapter": escape(job["fine_tuned_model"] or ""),
+        }
+        table.add_row(*(cell for name, cell in cells.items() if name not in without))
     return table
 
 
@@ -164,6 +178,7 @@ def finetune(
     body["method"] = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
     with err.status("Checking the data"):
         job = site.create_job(body, secrets.token_hex(16))
+    err.print(f"the job is {job['id']}", highlight=False)
     _follow(site, job["id"], connect, plot, out)
 
 
@@ -191,32 +206,50 @@ def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | No
 
 
 def _watch(site: Site, id: str) -> dict[str, Any]:
-    """Until the job has ended or is paused."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
-    missed = 0
-    with Progress(*columns, console=err) as bar:
-        task = bar.add_task(id, total=None, figures="")
+    """Until the job has ended or is paused: a live line at a terminal, and else now and then one that stays."""
+    with _bar() if err.is_terminal else nullcontext(_lines()) as show:
+        missed = 0
         while True:
             try:
                 job = site.job(id)
-                missed = 0
             except Unreachable:
                 missed += 1
                 if missed > _PATIENCE:
                     raise
-                time.sleep(_LOOK_S)
-                continue
-            progress = job["progress"]
-            bar.update(
-                task,
-                description=_status(job),
-                completed=progress["step"],
-                total=progress["total_steps"] or None,
-                figures=_figures(job),
-            )
-            if job["status"] in (*_ENDS, "paused"):
-                return job
+            else:
+                missed = 0
+                show(job)
+                if job["status"] in (*_ENDS, "paused"):
+                    return job
             time.sleep(_LOOK_S)
+
+
+@contextmanager
+def _bar() -> Iterator[Show]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+    with Progress(*columns, console=err) as bar:
+        task = bar.add_task("", total=None, figures="")
+
+        def show(job: dict[str, Any]) -> None:
+            done, total = job["progress"]["step"], job["progress"]["total_steps"]
+            bar.update(task, description=_status(job), completed=done, total=total or None, figures=_figures(job))
+
+        yield show
+
+
+def _lines() -> Show:
+    """A line for each new status and each tenth of the way."""
+    shown: tuple[str, int] | None = None
+
+    def show(job: dict[str, Any]) -> None:
+        nonlocal shown
+        done, total = job["progress"]["step"], job["progress"]["total_steps"]
+        now = (_status(job), 10 * done // (total or 1))
+        if now != shown:
+            shown = now
+            err.print(f"{now[0]}  {done}/{total}  {_figures(job)}".rstrip(), soft_wrap=True, highlight=False)
+
+    return show
 
 
 def _figures(job: dict[str, Any]) -> str:

@@ -119,4 +119,5 @@ def test_a_line_that_is_too_long_is_one_line(tmp_path):
     long = '{"text": "' + "x" * (3 * MAX_LINE) + '"}'
     said = refusal(tmp_path, long, "x")
     assert said.startswith("line 1: has more than")
-    assert "line 2: is not JSON" in said
+    assert "line 2: is not JSON (" in said
+    assert "column" not in said

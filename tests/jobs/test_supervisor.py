@@ -198,7 +198,7 @@ async def test_a_job_from_queue_to_shelf(world):
         if step % 2 == 0:
             engine.checkpoint("0", step)
     await until(lambda: world.records.job(job).step == 10)
-    assert [path.name for path in Path(body["checkpoints"]).iterdir()] == ["step-10"]  # older ones are gone
+    await until(lambda: [path.name for path in Path(body["checkpoints"]).iterdir()] == ["step-10"])  # older ones are gone
     engine.finish("0")
     await until(lambda: world.state(job) is State.SUCCEEDED)
     found = world.records.job(job)

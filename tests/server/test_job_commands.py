@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from symbiosis import job_commands
 from tests.server.conftest import ANN, BOB
 from tests.server.test_commands import fails, run
 from tests.server.test_tuning import ROWS, says
@@ -35,6 +36,8 @@ def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
     more = ("--validation", data, "--suffix", "parrot", "--plot", plot, "--out", out)
     done = run("finetune", data, "--hosted", "--url", studio.url, "--key", ANN, *learn, *more)
     assert done.exit_code == 0, done.output
+    assert re.search(r"the job is ftjob-\w+\n", done.stderr)
+    assert re.search(r"succeeded  40/40  loss \d", done.stderr)
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert (out / "adapter_config.json").is_file()
     name = re.search(r"(ft-parrot-\w+) is served", done.stdout)[1]
@@ -55,6 +58,21 @@ def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
         assert "is succeeded" in fails("jobs", change, id, *at)
     assert "no fine-tuning job" in fails("jobs", "show", id, "--connect", studio.url, "--key", BOB)
     assert "none yet" in run("jobs", "list", "--connect", studio.url, "--key", BOB).stdout
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_narrow_table_of_jobs_leaves_out_columns_and_shortens_nothing(monkeypatch, capsys, terminal):
+    progress = {"step": 123, "total_steps": 1000, "train_loss": 1.5, "tokens_per_s": 1234.5}
+    job = {"id": f"ftjob-{'a' * 24}", "organization_id": "ann", "status": "succeeded", "progress": progress}
+    job |= {"queue_position": None, "estimated_finish": None, "fine_tuned_model": f"ft-parrot-{'b' * 8}"}
+    monkeypatch.setattr(job_commands.Site, "jobs", lambda self, limit: [job])
+    monkeypatch.setattr(job_commands.Console, "is_terminal", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    job_commands.list_jobs("http://127.0.0.1:1", None, 20)
+    said = capsys.readouterr().out
+    assert all(each in said for each in (job["id"], "succeeded", job["fine_tuned_model"]))
+    assert ("1,23" in said) is not terminal
+    assert (len(said.splitlines()[0]) <= 80) is terminal
 
 
 def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):

@@ -133,6 +133,7 @@ def test_upload_create_follow_and_chat_with_the_result(school, ann, tmp_path, wo
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / file).write_bytes(school.ask("GET", f"/v1/adapters/{done.fine_tuned_model}/{file}", ANN).content)
         assert school.ask("GET", f"/v1/adapters/{done.fine_tuned_model}/{file}", BOB).status_code == 404
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "tiny"
     PeftModel.from_pretrained(world.models[None], tmp_path).unload()
     assert school.ask("DELETE", f"/v1/adapters/{done.fine_tuned_model}", ANN).status_code == 200
     with pytest.raises(openai.NotFoundError):

@@ -148,8 +148,10 @@ def test_what_is_wrong_in_itself_is_refused_at_once(host):
     for batch in ([], [Example((), ())], [Example((1, 2), (1,))], [Example((1, 500), (1, 2))], [Example((1, 2), (1, -5))]):
         with pytest.raises(OutOfRange):
             session.forward_backward(batch)
-    with pytest.raises(OutOfRange, match="items"):
+    with pytest.raises(OutOfRange, match="nothing to learn"):
         session.forward_backward([Example((1, 2), (-100, -100))])
+    with pytest.raises(OutOfRange, match="items"):
+        session.forward_backward([Example((1, 2), (1, 2))], items=0)
     with pytest.raises(OutOfRange):
         StepSettings(learning_rate=float("nan"))
     with pytest.raises(BadCall, match="forward_backward first"):

@@ -146,6 +146,8 @@ def _json(raw: bytes) -> Any:
         raise _BadLine("is nested too deeply") from None
     except _BadLine:
         raise
+    except json.JSONDecodeError as error:
+        raise _BadLine(f"is not JSON ({error.msg} at character {error.pos + 1})") from None
     except ValueError as error:
         raise _BadLine(f"is not JSON ({str(error)[:80]})") from None
 

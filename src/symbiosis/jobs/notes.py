@@ -14,6 +14,7 @@ from symbiosis.engine.names import owner_and_name
 from symbiosis.errors import SymbiosisError
 from symbiosis.jobs.records import Job, Records
 from symbiosis.jobs.states import Change, State
+from symbiosis.training.rate import Rate
 
 _ENDS = ("trained", "stopped", "failed")
 _NO_ROOM = ("too_many_requests", "closed", "engine_lost")
@@ -59,10 +60,9 @@ class Try:
     tenant: str
     epoch: int
     final: Path
-    clock: float = 0.0
-    """When its first step was done."""
-    steps: int = 0
-    """Since then."""
+    steps: Rate | None = None
+    """Since it began."""
+    tokens: Rate | None = None
     yields: bool = False
     """Whether it was told to make room for another's."""
     last: Last | None = None
@@ -108,6 +108,7 @@ class Notes:
             return
         if kind == "begun":
             self._records.set(job.id, steps=body["steps"])
+            trial.steps, trial.tokens = Rate(self._clock()), Rate(self._clock())
         elif kind == "step":
             self._step(job, trial, body)
         elif kind == "validation":
@@ -129,16 +130,19 @@ class Notes:
         elif kind == "trained":
             self._shelf.keep(job.owner, job.name, Path(body["folder"]))
             self._records.change(job.id, Change.SUCCEED, epoch=trial.epoch, hash=body["hash"], step=body["step"])
+            if trial.tokens is not None and trial.tokens.mean:
+                self._records.set(job.id, figures={**job.figures, "tokens_per_s": trial.tokens.mean})
             self._records.forget_served(job, before=body["step"])
             self._records.add_event(job.id, "message", f"New fine-tuned model created: {job.name}")
             self._records.add_event(job.id, "message", "The job has successfully completed")
 
     def _step(self, job: Job, trial: Try, body: Said) -> None:
         now = self._clock()
-        if not trial.steps:
-            trial.clock = now
-        trial.steps += 1
-        each_s = (now - trial.clock) / max(1, trial.steps - 1)
+        finish = None
+        if trial.steps is not None and trial.tokens is not None:
+            trial.steps.note(1, now)
+            trial.tokens.note(body["tokens"], now)
+            finish = int(now + (body["total"] - body["step"]) / trial.steps.recent)
         figures = {
             "train_loss": body["loss"],
             "learning_rate": body["learning_rate"],
@@ -148,7 +152,6 @@ class Notes:
         data = {"step": body["step"], "total_steps": body["total"], "tokens": body["tokens"], **figures}
         said = f"Step {body['step']}/{body['total']}: training loss={body['loss']:.4f}"
         self._records.add_event(job.id, "metrics", said, step=body["step"], data=data)
-        finish = int(now + each_s * (body["total"] - body["step"])) if trial.steps > 1 else None
         self._records.set(
             job.id,
             step=body["step"],

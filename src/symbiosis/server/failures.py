@@ -14,6 +14,7 @@ from symbiosis.jobs import errors as job_errors
 
 _INVALID, _AUTH, _DENIED = "invalid_request_error", "authentication_error", "permission_error"
 _MISSING, _BUSY, _SERVER = "not_found_error", "rate_limit_error", "server_error"
+_SHOULD = "Input should be "  # pydantic
 _log = logging.getLogger("symbiosis")
 
 
@@ -93,8 +94,13 @@ def bad_request(found: ValidationError) -> BadRequest:
     if first["type"] == "json_invalid":
         return BadRequest("the body is no JSON", code="invalid_json")
     # a field that may be several kinds of things has an error for each
-    messages = dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in all_found if _field(each["loc"]) == field)
-    return BadRequest(f"{field or 'the body'}: {', or: '.join(list(messages)[:3])}", field=field)
+    said = (each["msg"].removeprefix("Value error, ") for each in all_found if _field(each["loc"]) == field)
+    messages = list(dict.fromkeys(said))[:3]
+    if all(each.startswith(_SHOULD) for each in messages):
+        return BadRequest(
+            f"{field or 'the body'} must be {', or '.join(each[len(_SHOULD) :] for each in messages)}", field=field
+        )
+    return BadRequest(f"{field or 'the body'}: {', or: '.join(messages)}", field=field)
 
 
 def _field(place: tuple[int | str, ...]) -> str:

@@ -23,6 +23,7 @@ class Stepped:
     gradient_norm: float
     tokens: int
     tokens_per_s: float
+    """Lately: steps are launched ahead, and done in bunches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from symbiosis.training import data, events
 from symbiosis.training.adapter import Snapshot
 from symbiosis.training.host import Host
 from symbiosis.training.job import Done, Validation, run
+from symbiosis.training.rate import Rate
 from symbiosis.training.recipe import Recipe
 from symbiosis.training.session import Session
 
@@ -165,7 +166,6 @@ class _Job:
         self._session: Session | None = None
         self._step = order.after
         self._checkpoint = order.resume
-        self._stepped = 0.0
         self._thread = threading.Thread(target=self._run, name="symbiosis-job", daemon=True)
 
     def start(self) -> None:
@@ -228,13 +228,13 @@ class _Job:
     def _train(self, examples: data.Data, validation: Validation | None) -> events.Event:
         order, session = self.order, self._session
         assert session is not None
-        self._stepped = time.monotonic()
+        rate = Rate(time.monotonic())
         last = run(
             session,
             examples,
             order.recipe,
             after=order.after,
-            on_step=self._on_step,
+            on_step=lambda done: self._on_step(done, rate),
             checkpoint=lambda step: self._folder(step) if step % order.checkpoint_every == 0 else None,
             on_saved=self._on_saved,
             validation=validation,
@@ -260,12 +260,12 @@ class _Job:
     def _folder(self, step: int) -> Path:
         return self.order.checkpoints / f"step-{step}"
 
-    def _on_step(self, done: Done) -> None:
+    def _on_step(self, done: Done, rate: Rate) -> None:
         self._step = done.step
-        now, before = time.monotonic(), self._stepped
-        self._stepped = now
-        rate = done.tokens / max(now - before, 1e-6)
-        self._say(events.Stepped(done.step, done.total, done.loss, done.learning_rate, done.gradient_norm, done.tokens, rate))
+        rate.note(done.tokens, time.monotonic())
+        self._say(
+            events.Stepped(done.step, done.total, done.loss, done.learning_rate, done.gradient_norm, done.tokens, rate.recent)
+        )
 
     def _on_validation(self, step: int, loss: float) -> None:
         self._say(events.Validated(step, loss))

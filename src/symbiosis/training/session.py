@@ -102,11 +102,11 @@ class Session:
             raise OutOfRange(f"{size} tokens in a batch", field="batch", expected=f"at most {self._bounds.tokens}")
         tokens = sum(predicted(adapter, example) for example in examples)
         if items is None:
+            if not tokens:
+                raise OutOfRange("there is nothing to learn in this batch", field="batch", expected="a label that is not -100")
             items = tokens
         if isinstance(items, bool) or not isinstance(items, int | float) or not 0 < items < 1e12:
-            raise OutOfRange(
-                f"items is {items!r}", field="items", expected="a label to learn in the batch, or a number above 0"
-            )
+            raise OutOfRange(f"items is {items!r}", field="items", expected="a number above 0")
         costs = tuple(min(max(adapter.cost_of(len(example.ids)), _LEAST), self._bounds.rows) for example in examples)
         return ForwardBackward(examples, costs, items, tokens, digest(examples, items), learns)
 
