@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import symbiosis
 from symbiosis.chatting import Speaker, with_adapter
-from symbiosis.errors import BadAdapter
-from symbiosis.finetuning import METHODS, BadData, BadSettings, FinetuneConfig, Sample, encode, finetune, read_samples
+from symbiosis.errors import BadAdapter, BadData
+from symbiosis.finetuning import METHODS, BadSettings, FinetuneConfig, Sample, encode, finetune, read_samples
 from symbiosis.talk import Sampling
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 

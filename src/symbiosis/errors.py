@@ -47,7 +47,7 @@ class Diverged(SymbiosisError):
 
 
 class BadData(SymbiosisError):
-    """A file of examples that cannot be trained on."""
+    """Training data that cannot be learnt from; the message says which line, or what of it."""
 
     code = "bad_data"
 

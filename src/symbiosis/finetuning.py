@@ -29,17 +29,11 @@ from peft import (
 )
 from torch import Tensor
 
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import BadData, SymbiosisError
 
 _ROLES = ("system", "user", "assistant")
 _IGNORED = -100  # what transformers' losses take for "not this token"
 _CLIP_NORM = 1.0
-
-
-class BadData(SymbiosisError):
-    """Training data that cannot be learnt from; the message names the line."""
-
-    code = "bad_data"
 
 
 class BadSettings(SymbiosisError):

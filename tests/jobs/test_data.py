@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from symbiosis import finetuning
+from symbiosis.errors import BadData
 from symbiosis.jobs import data, lines
 from symbiosis.jobs.errors import BadTrainingFile, StorageFull
 from symbiosis.models.default import default_model_folder
@@ -60,7 +61,7 @@ def test_equal_to_finetune(tmp_path, request, kind, max_length, rows):
     path = written(tmp_path, rows)
     try:
         expected, _ = finetuning.encode(finetuning.read_samples(path), tokenizer, max_length)
-    except finetuning.BadData:
+    except BadData:
         with pytest.raises(BadTrainingFile, match="nothing to learn within its first 24 tokens"):
             encoded(path, tokenizer, max_length=max_length)
         return
