@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -79,7 +80,9 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
     at = ["--connect", studio.url]
     command = [sys.executable, "-m", "symbiosis.cli", "finetune", str(data), "--hosted", "--steps", "5000", *at]
     environment = {**os.environ, "SYMBIOSIS_KEY": ANN, "COLUMNS": "200"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what runs in the background ignores it otherwise
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, env=environment, preexec_fn=heeds)  # noqa: PLW1509 - no threads are forked
     client = studio.client(ANN)
     until = time.monotonic() + 60
     while not (jobs := [job for job in client.fine_tuning.jobs.list() if job.status == "running"]):
