@@ -254,11 +254,10 @@ def _training(model: PreTrainedModel, config: HostConfig | None, turns: Turns) -
 def _workshop(window: Window, core: Core, trains: Host | SymbiosisError) -> dict[str, Any]:
     """Put the room of jobs behind the window; what the HTTP process is told of it."""
     if isinstance(trains, Host):
-        told = {"training": True, **Workshop(window, core, trains).limits()}
-    else:
-        NoWorkshop(window, trains)
-        told = {"training": False, "why": str(trains)}
-    return {"training": told}
+        Workshop(window, core, trains)
+        return {"training": {"longest": trains.longest}}
+    NoWorkshop(window, trains)
+    return {"training": {"why": str(trains)}}
 
 
 def _check_names(base: str, adapters: Mapping[str, Any]) -> None:

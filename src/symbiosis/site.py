@@ -155,21 +155,15 @@ class Site:
             more = page["has_more"]
         return found
 
-    def _json(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        kind: str = "",
-        length: int | None = None,
-        more: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
-        with self._ask(method, path, body, kind, length, more) as response:
+    def _json(self, method: str, path: str, *sent: Any, **more: Any) -> dict[str, Any]:
+        """What `_ask` brings, which must be an object."""
+        with self._ask(method, path, *sent, **more) as response:
             try:
                 found = json.loads(response.read())
-            except (ValueError, HTTPException, OSError) as error:
-                raise Refusal(f"{self._url} answered with something that is no JSON: is it a Symbiosis server?") from error
-        assert isinstance(found, dict)
+            except (ValueError, HTTPException, OSError):
+                found = None
+        if not isinstance(found, dict):
+            raise Refusal(f"{self._url} answered with something that is no JSON object: is it a Symbiosis server?")
         return found
 
     def _ask(

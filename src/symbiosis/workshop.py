@@ -53,18 +53,6 @@ class Workshop:
         self.jobs.close()
         self._host.close()
 
-    def limits(self) -> dict[str, Any]:
-        """What the other process needs to know before it orders a job."""
-        config = self._host.config
-        return {
-            "longest": self._host.longest,
-            "vocabulary": self._host.facts.vocab,
-            "max_examples": config.max_examples,
-            "tenant_sessions": config.tenant_sessions,
-            "max_sessions": config.max_sessions,
-            "tenant_parameters": config.tenant_parameters,
-        }
-
     def _serve(self, name: str, adapter: Adapter, folder: Path) -> int:
         """On a job's thread; only the name is changed by the stepping one."""
         prepared = self._core.prepare_held(adapter, folder)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
+import pytest
 from typer.testing import CliRunner
 
 import symbiosis
@@ -86,3 +89,20 @@ def test_an_engine_in_python_answers_each_prompt_with_its_adapter(world):
     names = ["pirate", None, "poet"]
     made = engine.generate(["the"] * 3, adapters=names, sampling=Sampling(temperature=0.0, max_tokens=12))
     assert [answer.text for answer in made] == [world.says(name, "the", 12) for name in names]
+
+
+@pytest.mark.parametrize("said", [b"[1, 2]", b"nothing", b"\xff"])
+def test_a_server_that_is_none_of_ours_is_told_apart(said):
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        assert "is it a Symbiosis server?" in fails("adapters", "list", "--connect", f"http://127.0.0.1:{other.server_port}")
+        other.shutdown()

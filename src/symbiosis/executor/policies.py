@@ -271,22 +271,22 @@ class Opportunistic:
 
     def _meet(self, pending: Sequence[Pending], heard: Mapping[int, Heard], now: float) -> Decision:
         """Decoding on a GPU, where every microsecond counts: first come, first served, but for who waits for company."""
-        here = {call.session for call in pending}
+        here, load = {call.session for call in pending}, self._load(heard, now)
         ask_again: float | None = None
         for calls in _by_key(pending).values():
-            until = self._meet_until(calls, here, heard, now)
+            until = self._meet_until(calls, here, heard, load, now)
             if now >= until:
                 return Decision(batch=_fill(calls, self.max_rows))
             ask_again = until if ask_again is None else min(ask_again, until)
         return Decision(ask_again_at=ask_again)
 
-    def _meet_until(self, calls: list[Pending], here: set[int], heard: Mapping[int, Heard], now: float) -> float:
+    def _meet_until(self, calls: list[Pending], here: set[int], heard: Mapping[int, Heard], load: float, now: float) -> float:
         """Until when calls wait for those they can travel with; in the past if for nobody. Who is `here` has called."""
         first = calls[0]
         mine = heard.get(first.session)
         if mine is None or mine.key is None or mine.pass_s > _PAUSE * self.company_s:
             return first.arrived
-        near = self.kinship * self._load(heard, now) ** 2 * mine.own_s
+        near = self.kinship * load**2 * mine.own_s
         key, ran, begins = mine.key, mine.ran, mine.key.progress >= first.key.progress
         patience = 0.5 * self.meeting_share * mine.pass_s if begins else self.patience * mine.pass_s / max(1, mine.pass_calls)
         for session, other in heard.items():

@@ -35,6 +35,7 @@ from symbiosis.server.settings import Settings
 from symbiosis.server.store import Store
 from symbiosis.server.tokens import Tokens
 
+_PURPOSE_BYTES = 256  # more than any has
 _FORM_EXTRA = 64 << 10
 _WRITE_AT_ONCE = 1 << 20
 _END_S = 5.0
@@ -102,7 +103,7 @@ class Tuning:
             async for piece in pieces(request, self._settings.job_limits.file_bytes + _FORM_EXTRA):
                 for field, content in form.feed(piece):
                     if field == "purpose":
-                        purpose += content[:256]
+                        purpose = (purpose + content)[:_PURPOSE_BYTES]
                     else:
                         held += content
                 if len(held) >= _WRITE_AT_ONCE:
