@@ -46,7 +46,7 @@ LIMIT = 790e12
 class Shared:
     """Jobs of one host, each on a thread of its own."""
 
-    def __init__(self, model: Any, shape: str, jobs: int, way: str, *, batch: int, tokens: int) -> None:
+    def __init__(self, model: Any, shape: str, jobs: int, way: str, *, batch: int, tokens: int, turns: Any = None) -> None:
         from peft import LoraConfig
 
         from symbiosis.training.host import Host, HostConfig
@@ -58,6 +58,7 @@ class Shared:
             self.host = Host(
                 model,
                 HostConfig(max_rows=jobs * self.tokens, graphs=4 if way == "graphs" else 0, max_waiting_tokens=room),
+                turns,
             )
             self.sessions = [
                 self.host.open(f"tenant {n}", LoraConfig(r=rank, target_modules=layers, task_type="CAUSAL_LM"), seed=n)

@@ -115,6 +115,10 @@ class Turns:
             self._waiting = False
             self._changed.notify_all()
 
+    def figures(self) -> dict[str, float | None]:
+        """What the provider may want to know of serving beside training."""
+        return {}
+
     # -- hosted training's ------------------------------------------------------------------
 
     def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> bool | None:

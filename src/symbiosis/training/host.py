@@ -53,6 +53,7 @@ operations in the time they move a byte.
 
 
 _CPU_ROWS = 256
+_SHORT_S, _LONG_S = 0.1, 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +79,16 @@ class HostConfig:
     tenant_waiting_tokens: int = 1 << 22
     graphs: int = 4
     """Most CUDA graphs of passes that are kept; 0 for none. Each is of one size of a pass, on a GPU."""
-    short_pass_s: float = 0.1
-    """How long a pass should take while answers are served on the same cores; a single example may take longer."""
+    short_pass_s: float | None = None
+    """How long a pass should take while answers are served beside; a single example may take longer.
+
+    None: 0.1 where both compute on the same cores; a GPU computes them at the same time (`executor/beside.py`), so its
+    passes are as long as ever.
+    """
 
     def __post_init__(self) -> None:
         seconds: object = self.short_pass_s
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds <= 3600:
+        if seconds is not None and (type(seconds) not in (int, float) or not 0.001 <= seconds <= 3600):  # type: ignore[operator]
             raise OutOfRange(f"short_pass_s is {seconds!r}", field="short_pass_s", expected="0.001 to 3600")
         for name in set(self.__slots__) - {"short_pass_s"}:
             value, least = getattr(self, name), 0 if name == "graphs" else 1
@@ -134,7 +139,10 @@ class Host:
         self.config = config
         few = min(config.max_rows, _CPU_ROWS if model.device.type == "cpu" else config.max_rows)
         self._rows = few if config.pass_rows is None else min(config.pass_rows, config.max_rows)
-        self._turns, self._pace = turns or Turns(share=1.0), Pace(config.short_pass_s)
+        self._device = model.device
+        usual_s = _SHORT_S if model.device.type == "cpu" else _LONG_S
+        self._short_s = usual_s if config.short_pass_s is None else config.short_pass_s
+        self._turns, self._pace = turns or Turns(share=1.0), Pace(self._short_s)
         self._packed = PackedModel(model, graphs=config.graphs)
         self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
@@ -174,6 +182,7 @@ class Host:
         with self._opening:
             self._admit(tenant)
             made = self._maker.make(adapter, seed=seed, admit=partial(self._admit, tenant))
+            self._finish()
             with self._changed:
                 self._admit(tenant)
                 session = Session(
@@ -201,6 +210,15 @@ class Host:
     def longest(self) -> int:
         """Most tokens of an example, virtual ones included."""
         return min(self._bounds.rows, self._bounds.positions)
+
+    def beside(self) -> dict[str, float | None]:
+        """What whoever is served on this device notices, as far as it was measured."""
+        return self._turns.figures()
+
+    def _finish(self) -> None:
+        """What this thread has launched is done: the thread of passes may compute on another stream."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _admit(self, tenant: str, parameters: int = 0) -> None:
         """One session more, with about so many parameters."""
@@ -300,7 +318,7 @@ class Host:
             self._release()
             if not any(s.ready for s in self._sessions.values()):
                 return True
-        short = self._turns.begin_pass(self.config.short_pass_s, lambda: self._closing)
+        short = self._turns.begin_pass(self._short_s, lambda: self._closing)
         if short is None:
             return False
         try:
@@ -370,6 +388,7 @@ class Host:
     def _carry(self, session: Session, call: Save | Load) -> None:
         with self._changed:
             session.busy = True
+        self._finish()  # the steps that are to be saved
         self._files.submit(self._file, session, call, session.adapter, session.optimizer)
 
     def _file(self, session: Session, call: Save | Load, adapter: Trained, optimizer: AnyOptimizer) -> None:
@@ -389,6 +408,7 @@ class Host:
                 session.progress = resumed.progress
         except Exception as error:  # noqa: BLE001 - whatever went wrong with a file is this call's answer
             result = error
+        self._finish()
         self._answer(session, call, result)
 
     def _pass(self, short: bool) -> None:

@@ -159,7 +159,8 @@ class PackedModel:
             losses_N = token_losses(self._logits(pack), pack.labels_N)
         if not wanted or not losses_N.requires_grad:
             return losses_N.detach(), [None] * len(parameters)
-        found = torch.autograd.grad(losses_N, wanted, pack.upstream_N, allow_unused=True)
+        with torch.autograd.set_multithreading_enabled(False):  # settings of the library of products are this thread's
+            found = torch.autograd.grad(losses_N, wanted, pack.upstream_N, allow_unused=True)
         return losses_N.detach(), found[: len(parameters)]
 
     def is_sound(self) -> bool:
