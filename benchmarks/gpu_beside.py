@@ -198,7 +198,9 @@ def window(serving: Serving | None, training: Shared | None, seconds: float) -> 
             raise RuntimeError("no token came in a window: it is too short")
         figures = {"p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "served_per_s": len(gaps) / seconds}
     if training is not None:
-        figures["trained_per_s"] = sum(training.tokens / statistics.mean(each) for each in found)
+        figures["trained_per_s"] = sum(
+            tokens / statistics.mean(each) for tokens, each in zip(training.tokens, found, strict=True)
+        )
     return figures
 
 
@@ -211,12 +213,12 @@ def run(shape: str, device: str, seconds: float, names: Sequence[str], folder: P
     join(model)
     ways = {name: way_of(name, device) for name in names}
     turns = Chosen(next(iter(ways.values())))
-    size = {"batch": SHAPES[shape].batch, "tokens": SHAPES[shape].tokens}
+    size = (SHAPES[shape].batch, SHAPES[shape].tokens)
     runs: dict[str, list[dict[str, float]]] = {"serving": [], "training": [], **{name: [] for name in ways}}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as place:
         write_adapters(model, plan.adapters, plan.rank, Path(place))
-        training = Shared(shared_copy(model), shape, plan.jobs, "graphs", turns=turns, **size)
+        training = Shared(shared_copy(model), shape, "graphs", [size] * plan.jobs, turns=turns)
         serving = Serving(model, plan, Path(place), turns)
         try:
             training.steps(5)
@@ -243,7 +245,7 @@ def run(shape: str, device: str, seconds: float, names: Sequence[str], folder: P
     figures = {
         "script": "gpu_beside",
         "shape": shape,
-        "plan": {"sequences": plan.sequences, "adapters": plan.adapters, "rank": plan.rank, "jobs": plan.jobs, **size},
+        "plan": {"sequences": plan.sequences, "adapters": plan.adapters, "rank": plan.rank, "jobs": plan.jobs, "batch": size},
         "figures": {
             name: compared({case: [each[name] for each in runs[case]] for case in cases if case != other}, alone)
             for name, alone, other in (

@@ -129,6 +129,15 @@ def gpu_training(record: dict[str, Any], axes: Sequence[Any]) -> None:
             each.set_ylabel(unit)
             each.set_ylim(bottom=0)
         return
+    if "fair" in record:
+        for (rows, found), each in zip(record["fair"].items(), axes, strict=False):
+            bars(
+                each,
+                list(found["jobs"]),
+                {f"passes of {rows}": [job["ratio"] for job in found["jobs"].values()]},
+                "of its share",
+            )
+        return
     counts = record["jobs"]
     modes = dict.fromkeys(mode for found in counts.values() for mode in found["tokens_per_s"])
     for (name, scale, unit), each in zip(

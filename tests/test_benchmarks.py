@@ -61,6 +61,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         (gpu_serving, ["--repetitions", "1"]),
         (gpu_training, ["--seconds", "0.1"]),
         (gpu_training, ["--seconds", "0.1", "--scale"]),
+        (gpu_training, ["--seconds", "0.1", "--fair"]),
         (gpu_beside, ["--seconds", "0.3", "--rounds", "1"]),
     ],
     ids=[
@@ -74,6 +75,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         "gpu_serving",
         "gpu_training",
         "scale",
+        "fair",
         "gpu_beside",
     ],
 )

@@ -9,6 +9,7 @@ has a part of the multiprocessors, and when nobody is served, all.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import sys
 import time
@@ -114,19 +115,30 @@ class Beside(Turns):
             _fit_products(self._device, lane.multiprocessors)
 
 
-def _lanes(device: torch.device, share: float) -> dict[str, Lane]:
+@functools.cache
+def _whole(device: torch.device) -> tuple[Lane, Lane]:
+    """One pair for the process, as below: CUDA graphs keep memory for each stream."""
     low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
-    served, trained = (Lane(torch.cuda.Stream(device, priority=each)) for each in (high, low))  # type: ignore[no-untyped-call]
-    lanes = {"served": served, "served apart": served, "trained": trained, "trained beside": trained}
+    return Lane(torch.cuda.Stream(device, priority=high)), Lane(torch.cuda.Stream(device, priority=low))  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _parts(device: torch.device, count: int) -> tuple[Lane, Lane]:
+    """Raises `DriverError`."""
+    low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
+    trained, served = (Lane(*each) for each in driver.part_streams(device, count, (low, high)))
+    return served, trained
+
+
+def _lanes(device: torch.device, share: float) -> dict[str, Lane]:
+    served, trained = apart, beside = _whole(device)
     if share < 1.0:
+        count = round(share * torch.cuda.get_device_properties(device).multi_processor_count)
         try:
-            count = round(share * torch.cuda.get_device_properties(device).multi_processor_count)
-            found = driver.part_streams(device, max(1, count), (low, high))
+            apart, beside = _parts(device, max(1, count))
         except driver.DriverError as error:
             _log.warning("training and serving share all multiprocessors: %s", error)
-        else:
-            lanes["trained beside"], lanes["served apart"] = (Lane(*each) for each in found)
-    return lanes
+    return {"served": served, "served apart": apart, "trained": trained, "trained beside": beside}
 
 
 def _fit_products(device: torch.device, multiprocessors: int | None) -> None:

@@ -36,9 +36,10 @@ class _Graph:
 
 
 class Replays:
-    """One thread. All graphs share memory: the next replay writes over what the last one gave."""
+    """One thread. All graphs of a stream share memory: the next replay writes over what the last one gave."""
 
     def __init__(self, most: int, device: torch.device) -> None:
+        """At most so many graphs are kept of each stream."""
         self._most, self._device = most, device
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._seen: Counter[Any] = Counter()
@@ -59,8 +60,8 @@ class Replays:
                 self._seen[key] = -(1 << 62)  # never again
                 return run(pack)
             self._graphs[key] = found
-            while len(self._graphs) > self._most:
-                self._graphs.popitem(last=False)
+            for old in [other for other in self._graphs if other[1] == key[1]][: -self._most]:
+                del self._graphs[old]
         else:
             for old, new in zip(found.frame.tensors, pack.tensors, strict=True):
                 old.copy_(new)
