@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
 import threading
 import time
@@ -44,6 +45,7 @@ from symbiosis.training.packed import Outcome, PackedModel
 from symbiosis.training.saving import Progress
 from symbiosis.training.session import Bounds, Session
 
+_log = logging.getLogger("symbiosis")
 _STEP = 2000
 """How many rows a step of as many parameters as the model has would cost.
 
@@ -424,7 +426,13 @@ class Host:
             self._tell()
             return
         shares = [Share(s.adapter, tuple(piece for _, piece in pieces), pieces[0][0].learns) for s, pieces in chosen]
-        outcomes = self._computed(shares)
+        try:
+            outcomes = self._computed(shares)
+        except torch.OutOfMemoryError:  # nothing of it counts: what waits is picked again, less at a time
+            self._rows = max(1, min(self._rows, cost) // 2)
+            _log.warning("a training pass of %d rows does not fit into memory: at most %d from now on", cost, self._rows)
+            self._packed.trim()
+            return
         seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
         self._pace.note(cost, seconds, short=short)
         self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds)
@@ -437,7 +445,10 @@ class Host:
         self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
 
     def _computed(self, shares: list[Share]) -> list[Outcome | Exception]:
-        """A pass; if it fails, each share alone, so that only who is at fault fails. Steps are answered while it runs."""
+        """A pass; if it fails, each share alone, so that only who is at fault fails. Steps are answered while it runs.
+
+        Raises `torch.OutOfMemoryError` if less at a time may help.
+        """
         failed: Exception | None = None
         try:
             launched = self._packed.launch(shares)
@@ -450,6 +461,8 @@ class Host:
             except Exception as error:  # noqa: BLE001 - as above
                 failed = error
         self._check_device(failed)
+        if isinstance(failed, torch.OutOfMemoryError) and sum(len(share.pieces) for share in shares) > 1:
+            raise failed.with_traceback(None)
         if len(shares) == 1:
             return [failed]
         return [self._computed([share])[0] for share in shares]

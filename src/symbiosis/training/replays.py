@@ -69,6 +69,13 @@ class Replays:
         found.graph.replay()
         return found.losses_N
 
+    def clear(self) -> None:
+        """Let go of all graphs; what comes often is captured again."""
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+        self._seen.clear()
+        self._pool = None
+
     def _captured(self, pack: Pack, run: Run) -> _Graph | None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream(self._device)
