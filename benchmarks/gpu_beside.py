@@ -7,7 +7,7 @@ serving come first, and that is all), "beside" (while answers are served trainin
 serving goes wherever there is room) and "apart" (serving keeps to the others). A way may end in the part of training, as
 in `beside:0.5`. Ratios are medians of the ratio within one round of turns.
 
-    python -m benchmarks.gpu_beside 7b                                       # about 1.5 minutes on one H200
+    python -m benchmarks.gpu_beside 7b                                       # about 2 minutes on one H200
     python -m benchmarks.gpu_beside 1b --ways beside:0.5 beside:0.75
     python -m benchmarks.gpu_beside tiny --cpu                               # seconds, for the tests
 """
@@ -37,6 +37,8 @@ from benchmarks.tenants import window_of
 WAYS = ("priority", "beside", "apart")
 PART = 0.6
 ROUNDS = 5
+QUIET_S = 1.1
+"""After so long without answers training has the whole GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +188,7 @@ def window(serving: Serving | None, training: Shared | None, seconds: float) -> 
             time.sleep(end - time.monotonic())
             found: list[list[float]] = []
     elif serving is None:
+        time.sleep(QUIET_S)
         found = training.window(seconds)
     else:
         with serving:
