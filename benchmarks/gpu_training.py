@@ -12,6 +12,7 @@ jobs came, beyond empty contexts, with all they have trained on.
     python -m benchmarks.gpu_training 7b --jobs 8 --no-plain      # eight copies do not fit
     python -m benchmarks.gpu_training 1b --mps                    # plain processes under CUDA MPS
     python -m benchmarks.gpu_training 1b --scale                  # 1 to 64 jobs of 256 tokens, no processes
+    python -m benchmarks.gpu_training 1b --fair                   # eight jobs of very different size, no processes
     python -m benchmarks.gpu_training 1b --jobs 4 --profile       # where the time of a pass goes, no processes
     python -m benchmarks.gpu_training tiny --cpu                  # seconds, for the tests
 """
@@ -23,7 +24,7 @@ import gc
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ from benchmarks.tenants import Workers, window_of
 JOBS = {"tiny": (1, 2), "1b": (4, 8), "7b": (4,)}
 SCALE = {"tiny": (1, 2), "1b": (1, 2, 4, 8, 16, 32, 64), "7b": (1, 2, 4, 8, 16, 32)}
 SCALE_TOKENS = 256
+FAIR = {
+    "tiny": ((1, 8), (4, 8), (2, 16), (1, 32)),
+    "gpu": ((1, 64), (16, 64), (8, 128), (2, 256), (4, 512), (1, 1024), (4, 1024), (2, 2048)),
+}
+FAIR_ROWS = {"tiny": (64,), "1b": (4096, 2048), "7b": (4096,)}
+FAIR_ROUNDS = 2
 WAYS = ("graphs", "kernels", "loop")
 REPETITIONS = 5
 LIMIT = 790e12
@@ -46,24 +53,37 @@ LIMIT = 790e12
 class Shared:
     """Jobs of one host, each on a thread of its own."""
 
-    def __init__(self, model: Any, shape: str, jobs: int, way: str, *, batch: int, tokens: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        shape: str,
+        way: str,
+        sizes: Sequence[tuple[int, int]],
+        *,
+        turns: Any = None,
+        pass_rows: int | None = None,
+    ) -> None:
+        """`sizes`: of each job the sequences of a batch, and tokens of each."""
         from peft import LoraConfig
 
         from symbiosis.training.host import Host, HostConfig
 
-        self.tokens = batch * tokens
+        self.tokens = [batch * tokens for batch, tokens in sizes]
         rank, layers = SHAPES[shape].lora[3]
-        room = max(1 << 16, 2 * jobs * self.tokens)
+        rows = pass_rows or sum(self.tokens)
+        limits = {"max_rows": max(rows, *(tokens for _, tokens in sizes)), "pass_rows": rows}
+        room = max(1 << 16, 2 * sum(self.tokens))
         with _way(way):
             self.host = Host(
                 model,
-                HostConfig(max_rows=jobs * self.tokens, graphs=4 if way == "graphs" else 0, max_waiting_tokens=room),
+                HostConfig(graphs=4 if way == "graphs" else 0, max_waiting_tokens=room, **limits),
+                turns,
             )
             self.sessions = [
                 self.host.open(f"tenant {n}", LoraConfig(r=rank, target_modules=layers, task_type="CAUSAL_LM"), seed=n)
-                for n in range(jobs)
+                for n in range(len(sizes))
             ]
-        self.data = [_batch(model.config.vocab_size, batch, tokens, n) for n in range(jobs)]
+        self.data = [_batch(model.config.vocab_size, batch, tokens, n) for n, (batch, tokens) in enumerate(sizes)]
 
     def steps(self, count: int) -> None:
         """So many steps of every job."""
@@ -74,17 +94,29 @@ class Shared:
         begin, end = window_of(seconds)
         return self._run([(begin, end)] * len(self.sessions))
 
-    def _run(self, tasks: Sequence[Any]) -> list[list[float]]:
+    def finish(self, counts: Sequence[int]) -> list[float]:
+        """When each job has made so many steps, in seconds from now; 0 for those that make none."""
+        started = time.monotonic()
+        ended = [0.0] * len(counts)
+
+        def end(number: int) -> None:
+            ended[number] = time.monotonic() - started
+
+        self._run([[None] * count for count in counts], end)
+        return ended
+
+    def _run(self, tasks: Sequence[Any], on_end: Callable[[int], None] = lambda number: None) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in tasks]
         errors: list[BaseException] = []
 
         def work(number: int) -> None:
             try:
                 found[number] = _train(self.sessions[number], self.data[number], tasks[number])
+                on_end(number)
             except BaseException as error:  # noqa: BLE001 - raised below, by the thread that asked
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(tasks))]
+        threads = [threading.Thread(target=work, args=(number,)) for number, task in enumerate(tasks) if task]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -193,11 +225,11 @@ def flops_share(model: Any, tokens_per_s: float) -> float:
     return 4 * sum(p.numel() for p in model.parameters()) * tokens_per_s / LIMIT
 
 
-def _started(model: Any, shape: str, jobs: int, way: str, device: str, **size: int) -> tuple[Shared, float]:
+def _started(model: Any, shape: str, jobs: int, way: str, device: str, *, batch: int, tokens: int) -> tuple[Shared, float]:
     """A host with jobs that have trained a few steps, and the seconds that took: compiling and capturing."""
     with _way(way):
         started = time.monotonic()
-        shared = Shared(model, shape, jobs, way, **size)
+        shared = Shared(model, shape, way, [(batch, tokens)] * jobs)
         shared.steps(5)
         _wait(device)
     return shared, time.monotonic() - started
@@ -275,6 +307,41 @@ def scaled(model: Any, shape: str, way: str, device: str, seconds: float, consol
     return found
 
 
+def fair(model: Any, shape: str, way: str, seconds: float, pass_rows: Sequence[int], console: Console) -> dict[str, Any]:
+    """Jobs of very different size begin together: when each has ended, against 8 times what it takes alone."""
+    sizes = FAIR["tiny" if shape == "tiny" else "gpu"]
+    names = [f"{batch} × {tokens}" for batch, tokens in sizes]
+    figures: dict[str, Any] = {}
+    with _way(way):
+        for rows in pass_rows:
+            shared = Shared(model, shape, way, sizes, pass_rows=rows)
+            only = [[number == other for other in range(len(sizes))] for number in range(len(sizes))]
+            for each in only:
+                shared.finish([5 * is_it for is_it in each])  # kernels are compiled and graphs captured
+            once = [max(shared.finish([5 * is_it for is_it in each])) / 5 for each in only]
+            counts = [max(5, round(seconds / each)) for each in once]
+            shared.finish([-(-count // 4) for count in counts])
+            ratios: dict[str, list[float]] = {name: [] for name in names}
+            ends: dict[str, list[float]] = {name: [] for name in names}
+            for _ in range(FAIR_ROUNDS):
+                alone = [
+                    max(shared.finish([count * is_it for count, is_it in zip(counts, each, strict=True)])) for each in only
+                ]
+                for name, end, by_itself in zip(names, shared.finish(counts), alone, strict=True):
+                    ends[name].append(end)
+                    ratios[name].append(end / (len(sizes) * by_itself))
+            shared.close()
+            found = {
+                name: {"steps": count, "end_s": statistics.median(ends[name]), "ratio": statistics.median(ratios[name])}
+                for name, count in zip(names, counts, strict=True)
+            }
+            figures[str(rows)] = {"jobs": found, "runs": ratios, "worst": max(each["ratio"] for each in found.values())}
+            console.print(f"{shape}, passes of {rows} rows: latest against its fair share {figures[str(rows)]['worst']:.2f}")
+            for name, each in found.items():
+                console.print(f"  {name:10s} {each['steps']:5d} steps, ends at {each['end_s']:6.2f} s ({each['ratio']:.2f})")
+    return figures
+
+
 def _trim(device: str) -> None:
     gc.collect()
     if device != "cpu":
@@ -303,12 +370,14 @@ def run(
     mps: bool,
     scale: bool,
     profiled: bool,
+    fairly: bool,
     folder: Path = FOLDER,
 ) -> None:
     console = Console(width=160)
     figures: dict[str, Any] = {"script": "gpu_training", "shape": shape, "mps": mps}
-    compare = not scale and not profiled
+    compare = not scale and not profiled and not fairly
     name = f"gpu-training-{shape}{'-mps' if mps else ''}{'-scale' if scale else ''}{'-profile' if profiled else ''}"
+    name += "-fair" if fairly else ""
     with contextlib.ExitStack() as stack:
         workers = stack.enter_context(Workers(max(counts), device)) if plain and compare else None
         if workers:
@@ -319,6 +388,8 @@ def run(
         console.print(f"{shape}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f}e9 parameters")
         if scale:
             figures["scale"] = scaled(model, shape, ways[0], device, seconds, console)
+        elif fairly:
+            figures["fair"] = fair(model, shape, ways[0], seconds / 3, FAIR_ROWS[shape], console)
         elif profiled:
             size = {"batch": SHAPES[shape].batch, "tokens": SHAPES[shape].tokens}
             figures["profile"] = {}
@@ -347,6 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["graphs"], help="of sharing, beside plain processes")
     parser.add_argument("--no-plain", dest="plain", action="store_false", help="without the processes")
     parser.add_argument("--scale", action="store_true", help="the time of a step against the number of jobs")
+    parser.add_argument("--fair", dest="fairly", action="store_true", help="when jobs of very different size end")
     parser.add_argument("--profile", dest="profiled", action="store_true", help="kernels of a pass")
     chosen = parser.parse_args(arguments)
     with mps_daemon(chosen.mps):
@@ -360,6 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             mps=chosen.mps,
             scale=chosen.scale,
             profiled=chosen.profiled,
+            fairly=chosen.fairly,
             folder=chosen.out,
         )
 

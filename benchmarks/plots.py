@@ -129,6 +129,15 @@ def gpu_training(record: dict[str, Any], axes: Sequence[Any]) -> None:
             each.set_ylabel(unit)
             each.set_ylim(bottom=0)
         return
+    if "fair" in record:
+        for (rows, found), each in zip(record["fair"].items(), axes, strict=False):
+            bars(
+                each,
+                list(found["jobs"]),
+                {f"passes of {rows}": [job["ratio"] for job in found["jobs"].values()]},
+                "of its share",
+            )
+        return
     counts = record["jobs"]
     modes = dict.fromkeys(mode for found in counts.values() for mode in found["tokens_per_s"])
     for (name, scale, unit), each in zip(
@@ -138,12 +147,20 @@ def gpu_training(record: dict[str, Any], axes: Sequence[Any]) -> None:
         each.set_xlabel("jobs")
 
 
+def gpu_beside(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    shown = {"p99_s": (1e3, "between two tokens, ms, p99"), "trained_per_s": (1.0, "tokens/s trained")}
+    for (name, (scale, unit)), each in zip(shown.items(), axes, strict=True):
+        found = record["figures"][name]
+        bars(each, list(found), {"median": [scale * figures["median"] for figures in found.values()]}, unit)
+
+
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
     "sharing": (sharing, 3),
     "lora": (lora, 1),
     "gpu_memory": (memory, 2),
     "mixed": (mixed, 2),
     "gpu_serving": (gpu_serving, 2),
+    "gpu_beside": (gpu_beside, 2),
     "gpu_training": (gpu_training, 2),
     "small_and_large": (small_and_large, 1),
 }

@@ -12,6 +12,7 @@ import torch
 from benchmarks import (
     adapter_kernels,
     beside_training,
+    gpu_beside,
     gpu_memory,
     gpu_policies,
     gpu_serving,
@@ -60,6 +61,8 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         (gpu_serving, ["--repetitions", "1"]),
         (gpu_training, ["--seconds", "0.1"]),
         (gpu_training, ["--seconds", "0.1", "--scale"]),
+        (gpu_training, ["--seconds", "0.1", "--fair"]),
+        (gpu_beside, ["--seconds", "0.3", "--rounds", "1"]),
     ],
     ids=[
         "sharing",
@@ -72,6 +75,8 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         "gpu_serving",
         "gpu_training",
         "scale",
+        "fair",
+        "gpu_beside",
     ],
 )
 def test_a_benchmark_of_the_gpu_runs_without_one_and_can_be_drawn(benchmark, options, tmp_path):

@@ -193,7 +193,8 @@ def serve(
         float | None,
         typer.Option(
             show_default=False,
-            help="Share of the time for training while somebody decodes. (default: 0.25; 0.1 beside HTTP on a CPU)",
+            help="Share for training while somebody decodes: of the time (default: 0.25; 0.1 beside HTTP on a CPU), "
+            "or, beside HTTP on a GPU, of its multiprocessors (default: 0.6).",
         ),
     ] = None,
     token: Annotated[

@@ -27,6 +27,7 @@ from symbiosis.engine.names import owned
 from symbiosis.engine.residency import ResidencyConfig
 from symbiosis.engine.window import Window
 from symbiosis.errors import AddressInUse, BadAddress, CannotTrain, EngineLost, InsecureListen, SymbiosisError
+from symbiosis.executor.beside import turns_on
 from symbiosis.executor.turns import Turns
 from symbiosis.jobs.queue import JobLimits
 from symbiosis.links.shm import runtime_folder
@@ -57,7 +58,7 @@ class Hosting:
     `patience_s` to send a request's head. `training` are the limits of hosted
     fine-tuning over the same weights; None: nothing is trained. A model that
     cannot be trained in shared passes is served all the same. `turns` are taken
-    by all who compute on these cores. `engine` are other settings of `Core`.
+    by all who compute on this device. `engine` are other settings of `Core`.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Hosting:
         self._deaths = 0
         self._window: Window | None = None
         self._trains: Host | SymbiosisError | None = None
-        turns = turns or Turns()
+        turns = turns or turns_on(model.device)
         try:
             self._trains = _training(model, training, turns)
             core = Core(model, residency=residency or ResidencyConfig(), turns=turns, **engine)

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from symbiosis.client.model import MODES, assemble
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
+from symbiosis.executor.beside import turns_on
 from symbiosis.executor.layers import make_layer
 from symbiosis.executor.loop import Loop
 from symbiosis.executor.policies import POLICIES, Policy
 from symbiosis.executor.service import Service
-from symbiosis.executor.turns import Turns
 from symbiosis.hosting import Hosting
 from symbiosis.links.base import Link, Port
 from symbiosis.links.inproc import InprocLink, InprocPort
@@ -91,7 +91,7 @@ class Executor:
             policy=chosen,
             limits=self.limits,
             client_tensors=self.split.client_tensors,
-            turns=Turns() if training_share is None else Turns(training_share),
+            turns=turns_on(place, training_share),
         )
         self._service.calibrate()
         self._inproc = InprocPort()

@@ -65,7 +65,8 @@ class Workshop:
             self._window.say(News(id, {"training": events.written(event)}))
 
     def _figures(self) -> dict[str, Any]:
-        return {"training": {"passes": asdict(self._host.stats), "jobs": asdict(self.jobs.stats)}}
+        passes, jobs = asdict(self._host.stats), asdict(self.jobs.stats)
+        return {"training": {"passes": passes, "jobs": jobs, "beside": self._host.beside()}}
 
 
 class NoWorkshop:

@@ -8,6 +8,7 @@ from peft import LoraConfig
 from transformers import LlamaForCausalLM
 
 from symbiosis import kernels
+from symbiosis.executor.beside import Beside
 from symbiosis.training.host import Host, HostConfig
 from symbiosis.training.making import Maker
 from symbiosis.training.optimizer import StepSettings
@@ -119,3 +120,31 @@ def test_a_host_learns_and_steps_are_those_of_plain_adamw(monkeypatch):
     assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-3)
     for mine, theirs in zip(ends[0][1], ends[1][1], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("share_of_gpu", [1.0, 0.5])
+def test_training_beside_answers_gives_what_it_gives_alone(share_of_gpu, tmp_path):
+    """Also when passes move from all of the GPU to a part of it and back, with graphs on both, and files in between."""
+    device = torch.device("cuda", 0)
+    turns = Beside(device, share_of_gpu)
+    model, data, steps = model_in(torch.bfloat16), examples(40, 70), StepSettings(learning_rate=1e-2)
+    losses = []
+    for shared in (None, turns):
+        with Host(model, HostConfig(max_rows=256), shared) as host:
+            session = host.open("ann", CONFIGS[0], seed=7)
+            found = []
+            for number in range(16):
+                if shared is not None and number % 8 >= 4:
+                    with turns:  # somebody is served
+                        torch.ones(64, 64, device=device).sum().item()
+                else:
+                    turns._ended = -float("inf")  # and now nobody
+                found.append(session.forward_backward(data).result(60).loss)
+                session.optim_step(steps).result(60)
+                if number == 9:
+                    session.save(tmp_path / str(len(losses)), optimizer=True).result(60)
+                    session.load(tmp_path / str(len(losses))).result(60)
+            losses.append(found)
+    torch.cuda.set_stream(torch.cuda.default_stream(device))
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    assert losses[0][-1] < losses[0][0]

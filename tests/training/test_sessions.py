@@ -261,6 +261,30 @@ def test_when_a_pass_fails_only_who_is_at_fault_fails(host, monkeypatch):
         bad.forward_backward(examples(5))
 
 
+def test_a_pass_that_does_not_fit_into_memory_is_computed_in_smaller_ones(host, monkeypatch):
+    session, other = host.open("ann", lora(init_lora_weights=False), seed=7), host.open("bob", lora(), seed=7)
+    data = examples(5, 8, 9)
+    launch, rows = PackedModel.launch, []
+
+    def small(self, shares):
+        rows.append(sum(share.rows for share in shares))
+        if rows[-1] > 9:
+            raise torch.OutOfMemoryError("no memory")
+        return launch(self, shares)
+
+    monkeypatch.setattr(PackedModel, "launch", small)
+    with host._changed:
+        mine, theirs = session.forward_backward(data, items=5.0), other.forward_backward(examples(5))
+        too_long = other.forward_backward(examples(20))
+    _, losses, gradients = by_peft(base(), lora(init_lora_weights=False), data)
+    assert mine.result(60).loss == pytest.approx(sum(losses), rel=1e-5)
+    assert theirs.result(60).tokens == 4
+    with pytest.raises(PassFailed, match="no memory"):
+        too_long.result(60)
+    assert rows[0] > 9
+    assert worst(gathered(session), gradients) < 1e-5
+
+
 def test_when_the_device_is_lost_the_host_stops_with_one_error(host, monkeypatch):
     sessions = [host.open("ann", lora()), host.open("bob", lora()), host.open("eve", lora())]
 

@@ -9,7 +9,8 @@ pass, at most, and after that for no more than the piece that runs.
 Hosted training computes passes that cannot be cut (`begin_pass`, `end_pass`):
 short ones while the engine serves, and after each it rests until it has had no
 more than its share of the time. One that is long, since nobody was served when
-it began, is not waited for: who comes then computes beside it.
+it began, is not waited for: who comes then computes beside it. A GPU is
+shared in another way (`beside`).
 """
 
 from __future__ import annotations
@@ -114,6 +115,10 @@ class Turns:
         with self._changed:
             self._waiting = False
             self._changed.notify_all()
+
+    def figures(self) -> dict[str, float | None]:
+        """What the provider may want to know of serving beside training."""
+        return {}
 
     # -- hosted training's ------------------------------------------------------------------
 

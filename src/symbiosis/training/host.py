@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
 import threading
 import time
@@ -46,6 +47,7 @@ from symbiosis.training.sampling import Sampler
 from symbiosis.training.saving import Progress
 from symbiosis.training.session import Bounds, Session
 
+_log = logging.getLogger("symbiosis")
 _STEP = 2000
 """How many rows a step of as many parameters as the model has would cost.
 
@@ -55,6 +57,7 @@ operations in the time they move a byte.
 
 
 _CPU_ROWS = 256
+_SHORT_S, _LONG_S = 0.1, 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +86,16 @@ class HostConfig:
     tenant_answers: int = 1024
     graphs: int = 4
     """Most CUDA graphs of passes that are kept; 0 for none. Each is of one size of a pass, on a GPU."""
-    short_pass_s: float = 0.1
-    """How long a pass should take while answers are served on the same cores; a single example may take longer."""
+    short_pass_s: float | None = None
+    """How long a pass should take while answers are served beside; a single example may take longer.
+
+    None: 0.1 where both compute on the same cores; a GPU computes them at the same time (`executor/beside.py`), so its
+    passes are as long as ever.
+    """
 
     def __post_init__(self) -> None:
         seconds: object = self.short_pass_s
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds <= 3600:
+        if seconds is not None and (type(seconds) not in (int, float) or not 0.001 <= seconds <= 3600):  # type: ignore[operator]
             raise OutOfRange(f"short_pass_s is {seconds!r}", field="short_pass_s", expected="0.001 to 3600")
         for name in set(self.__slots__) - {"short_pass_s"}:
             value, least = getattr(self, name), 0 if name == "graphs" else 1
@@ -140,7 +147,10 @@ class Host:
         self.config, self._sampler = config, sampler
         few = min(config.max_rows, _CPU_ROWS if model.device.type == "cpu" else config.max_rows)
         self._rows = few if config.pass_rows is None else min(config.pass_rows, config.max_rows)
-        self._turns, self._pace = turns or Turns(share=1.0), Pace(config.short_pass_s)
+        self._device = model.device
+        usual_s = _SHORT_S if model.device.type == "cpu" else _LONG_S
+        self._short_s = usual_s if config.short_pass_s is None else config.short_pass_s
+        self._turns, self._pace = turns or Turns(share=1.0), Pace(self._short_s)
         self._packed = PackedModel(model, graphs=config.graphs)
         self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
@@ -181,6 +191,7 @@ class Host:
         with self._opening:
             self._admit(tenant)
             made = self._maker.make(adapter, seed=seed, admit=partial(self._admit, tenant))
+            self._finish()
             with self._changed:
                 self._admit(tenant)
                 session = Session(
@@ -209,6 +220,15 @@ class Host:
     def longest(self) -> int:
         """Most tokens of an example, virtual ones included."""
         return min(self._bounds.rows, self._bounds.positions)
+
+    def beside(self) -> dict[str, float | None]:
+        """What whoever is served on this device notices, as far as it was measured."""
+        return self._turns.figures()
+
+    def _finish(self) -> None:
+        """What this thread has launched is done: the thread of passes may compute on another stream."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _admit(self, tenant: str, parameters: int = 0) -> None:
         """One session more, with about so many parameters."""
@@ -319,7 +339,7 @@ class Host:
             self._release()
             if not any(s.ready for s in self._sessions.values()):
                 return True
-        short = self._turns.begin_pass(self.config.short_pass_s, lambda: self._closing)
+        short = self._turns.begin_pass(self._short_s, lambda: self._closing)
         if short is None:
             return False
         try:
@@ -391,6 +411,7 @@ class Host:
     def _carry(self, session: Session, call: Save | Load) -> None:
         with self._changed:
             session.busy = True
+        self._finish()  # the steps that are to be saved
         self._files.submit(self._file, session, call, session.adapter, session.optimizer)
 
     def _file(self, session: Session, call: Save | Load, adapter: Trained, optimizer: AnyOptimizer) -> None:
@@ -410,6 +431,7 @@ class Host:
                 session.progress = resumed.progress
         except Exception as error:  # noqa: BLE001 - whatever went wrong with a file is this call's answer
             result = error
+        self._finish()
         self._answer(session, call, result)
 
     def _copy(self, session: Session, call: Sample) -> None:
@@ -461,7 +483,13 @@ class Host:
             self._tell()
             return
         shares = [Share(s.adapter, tuple(piece for _, piece in pieces), pieces[0][0].learns) for s, pieces in chosen]
-        outcomes = self._computed(shares)
+        try:
+            outcomes = self._computed(shares)
+        except torch.OutOfMemoryError:  # nothing of it counts: what waits is picked again, less at a time
+            self._rows = max(1, min(self._rows, cost) // 2)
+            _log.warning("a training pass of %d rows does not fit into memory: at most %d from now on", cost, self._rows)
+            self._packed.trim()
+            return
         seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
         self._pace.note(cost, seconds, short=short)
         self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds)
@@ -474,7 +502,10 @@ class Host:
         self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
 
     def _computed(self, shares: list[Share]) -> list[Outcome | Exception]:
-        """A pass; if it fails, each share alone, so that only who is at fault fails. Steps are answered while it runs."""
+        """A pass; if it fails, each share alone, so that only who is at fault fails. Steps are answered while it runs.
+
+        Raises `torch.OutOfMemoryError` if less at a time may help.
+        """
         failed: Exception | None = None
         try:
             launched = self._packed.launch(shares)
@@ -487,6 +518,8 @@ class Host:
             except Exception as error:  # noqa: BLE001 - as above
                 failed = error
         self._check_device(failed)
+        if isinstance(failed, torch.OutOfMemoryError) and sum(len(share.pieces) for share in shares) > 1:
+            raise failed.with_traceback(None)
         if len(shares) == 1:
             return [failed]
         return [self._computed([share])[0] for share in shares]

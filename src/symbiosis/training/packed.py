@@ -159,8 +159,17 @@ class PackedModel:
             losses_N = token_losses(self._logits(pack), pack.labels_N)
         if not wanted or not losses_N.requires_grad:
             return losses_N.detach(), [None] * len(parameters)
-        found = torch.autograd.grad(losses_N, wanted, pack.upstream_N, allow_unused=True)
+        with torch.autograd.set_multithreading_enabled(False):  # settings of the library of products are this thread's
+            found = torch.autograd.grad(losses_N, wanted, pack.upstream_N, allow_unused=True)
         return losses_N.detach(), found[: len(parameters)]
+
+    def trim(self) -> None:
+        """Give back what is kept for later passes, graphs too."""
+        if self._replays is not None:
+            self._replays.clear()
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+            torch.cuda.empty_cache()
 
     def is_sound(self) -> bool:
         """Whether the device still computes: some of a GPU's errors are for ever."""

@@ -1,8 +1,9 @@
 """Passes as CUDA graphs: one launch instead of some thousands, for passes that differ in numbers only.
 
 A pass of a key that came a few times is captured; its pack becomes the frame into which later packs of that key are
-copied. Gradients go to where each pack's tables say, which is memory of its own. Capturing takes about as long as
-a pass; what cannot be captured runs as it always did.
+copied. A graph runs on the multiprocessors of the stream it was captured on, so each stream has graphs of its own.
+Gradients go to where each pack's tables say, which is memory of its own. Capturing takes about as long as a pass;
+what cannot be captured runs as it always did.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ class _Graph:
 
 
 class Replays:
-    """One thread. All graphs share memory: the next replay writes over what the last one gave."""
+    """One thread. All graphs of a stream share memory: the next replay writes over what the last one gave."""
 
     def __init__(self, most: int, device: torch.device) -> None:
+        """At most so many graphs are kept of each stream."""
         self._most, self._device = most, device
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._seen: Counter[Any] = Counter()
@@ -45,7 +47,7 @@ class Replays:
         self._stream: torch.cuda.Stream | None = None
 
     def run(self, pack: Pack, run: Run) -> Tensor:
-        key = pack.key
+        key = (pack.key, torch.cuda.current_stream(self._device).cuda_stream)
         found = self._graphs.get(key)
         if found is None:
             self._seen[key] += 1
@@ -58,8 +60,8 @@ class Replays:
                 self._seen[key] = -(1 << 62)  # never again
                 return run(pack)
             self._graphs[key] = found
-            while len(self._graphs) > self._most:
-                self._graphs.popitem(last=False)
+            for old in [other for other in self._graphs if other[1] == key[1]][: -self._most]:
+                del self._graphs[old]
         else:
             for old, new in zip(found.frame.tensors, pack.tensors, strict=True):
                 old.copy_(new)
@@ -67,15 +69,23 @@ class Replays:
         found.graph.replay()
         return found.losses_N
 
+    def clear(self) -> None:
+        """Let go of all graphs; what comes often is captured again."""
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+        self._seen.clear()
+        self._pool = None
+
     def _captured(self, pack: Pack, run: Run) -> _Graph | None:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream(self._device)
+        if stream == torch.cuda.default_stream(self._device):  # nothing can be captured there
+            stream = self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what passes had is not needed beside the graph's own
         frame = pack.frame()
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 graph, losses_N = captured(lambda: run(frame), self._pool)
         except RuntimeError as error:
             _log.warning("a training pass cannot be a CUDA graph: %s", error)

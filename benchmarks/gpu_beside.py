@@ -1,0 +1,291 @@
+"""What does hosted training cost those who are served, and serving those who train?
+
+One engine and one host of training in one process, over the same weights (random, at the true shape, bf16): 16 sequences
+decode without pause, half of them with LoRA adapters (rank 16 on all projections), and 4 jobs train (rank 8 on q, k, v, o;
+batch 2 × 512). In turn: serving alone, training alone, and both, in the ways to share a GPU: "priority" (kernels of
+serving come first, and that is all), "beside" (while answers are served training has a part of the multiprocessors, and
+serving goes wherever there is room) and "apart" (serving keeps to the others). A way may end in the part of training, as
+in `beside:0.5`. Ratios are medians of the ratio within one round of turns.
+
+    python -m benchmarks.gpu_beside 7b                                       # about 2 minutes on one H200
+    python -m benchmarks.gpu_beside 1b --ways beside:0.5 beside:0.75
+    python -m benchmarks.gpu_beside tiny --cpu                               # seconds, for the tests
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.gpu import options
+from benchmarks.gpu_serving import prompts_of, write_adapters
+from benchmarks.gpu_training import Shared
+from benchmarks.results import FOLDER, compared, rotated, save
+from benchmarks.shapes import SHAPES, random_model
+from benchmarks.tenants import window_of
+
+WAYS = ("priority", "beside", "apart")
+PART = 0.6
+ROUNDS = 5
+QUIET_S = 1.1
+"""After so long without answers training has the whole GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    sequences: int = 16
+    adapters: int = 4
+    rank: int = 16
+    prompt: int = 128
+    new: int = 1024
+    jobs: int = 4
+    adapter_bytes: int = 1 << 30
+
+
+PLANS = {
+    "tiny": Plan(sequences=4, adapters=2, rank=4, prompt=6, new=400, jobs=2, adapter_bytes=1 << 26),
+    "1b": Plan(),
+    "7b": Plan(),
+}
+
+
+class Chosen:
+    """Engine and host ask this one how they share; which way that is may be changed between windows."""
+
+    def __init__(self, now: Any) -> None:
+        self.now = now
+        self._entered = now
+
+    def __enter__(self) -> None:
+        self._entered = self.now
+        self._entered.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._entered.__exit__(kind, error, trace)
+
+    def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> bool | None:
+        found: bool | None = self.now.begin_pass(short_s, is_over)
+        return found
+
+    def end_pass(self) -> None:
+        self.now.end_pass()
+
+
+class Serving:
+    """An engine that is stepped by a thread of its own while `with` lasts; knows when each token came."""
+
+    def __init__(self, model: Any, plan: Plan, folder: Path, turns: Any) -> None:
+        from symbiosis.engine.engine import Core
+        from symbiosis.engine.residency import ResidencyConfig
+
+        pages = (plan.sequences + 2) * (-(-(plan.prompt + plan.new) // 16) + 1)
+        memory = ResidencyConfig(device_bytes=plan.adapter_bytes, host_bytes=plan.adapter_bytes)
+        self._plan, self._vocabulary = plan, model.config.vocab_size
+        self._core = Core(model, pages=pages, residency=memory, turns=turns)
+        for number in range(plan.adapters):
+            self._core.add_adapter(f"a{number}", folder / f"a{number}")
+        self._came: list[tuple[float, float]] = []
+        """Of each token but an answer's first: when it came, and how long after the one before."""
+        self._error: BaseException | None = None
+        self._going = threading.Event()
+        self._ending = False
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Serving:
+        self._ending, self._came = False, []
+        self._going.clear()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self._going.wait()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ending = True
+        assert self._thread is not None
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def between(self, begin: float, end: float) -> list[float]:
+        """Seconds between two tokens of a sequence."""
+        return [gap for at, gap in self._came if begin < at <= end]
+
+    def _run(self) -> None:
+        try:
+            self._decode()
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            self._error = error
+        finally:
+            self._going.set()
+
+    def _decode(self) -> None:
+        from symbiosis.engine.sequences import Sampling
+
+        plan, core = self._plan, self._core
+        wish = Sampling(temperature=0.0, max_tokens=plan.new, ignore_eos=True)
+        names = [f"a{n // 2 % plan.adapters}" if n % 2 else None for n in range(plan.sequences)]
+        last: dict[str, float] = {}
+        running: dict[str, Any] = {}
+
+        def ask(name: str | None) -> None:
+            (prompt,) = prompts_of(self._vocabulary, 1, plan.prompt)
+            running.update({(request := core.add(prompt, wish, adapter=name)).id: (request, name)})
+
+        for name in names:
+            ask(name)
+        while not self._ending:
+            passes = core.passes
+            made = core.step()
+            now = time.monotonic()
+            if core.passes == passes:
+                core.wait(1.0)
+            for request, _, _ in made:
+                if request.id in last:
+                    self._came.append((now, now - last[request.id]))
+                last[request.id] = now
+                if request.reason is not None:
+                    ask(running.pop(request.id)[1])
+            if len(last) >= plan.sequences:
+                self._going.set()
+        for request, _ in running.values():
+            core.cancel(request)
+
+
+def way_of(name: str, device: str) -> Any:
+    """How engine and host share the device."""
+    import torch
+
+    from symbiosis.executor.beside import Beside
+
+    kind, _, part = name.partition(":")
+    if kind not in WAYS:
+        raise SystemExit(f"{name!r} is no way to share a GPU: expected {', '.join(WAYS)}, and perhaps a part, as in beside:0.5")
+    share = 1.0 if kind == "priority" else float(part or PART)
+    return Beside(torch.device(device, 0) if device == "cuda" else torch.device(device), share, apart=kind == "apart")
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def window(serving: Serving | None, training: Shared | None, seconds: float) -> dict[str, float]:
+    """What one window gave those who are there."""
+    if training is None:
+        assert serving is not None
+        with serving:
+            begin, end = window_of(seconds)
+            time.sleep(end - time.monotonic())
+            found: list[list[float]] = []
+    elif serving is None:
+        time.sleep(QUIET_S)
+        found = training.window(seconds)
+    else:
+        with serving:
+            begin, end = window_of(seconds)
+            found = training.window(seconds)
+    figures: dict[str, float] = {}
+    if serving is not None:
+        gaps = serving.between(begin, end)
+        if not gaps:
+            raise RuntimeError("no token came in a window: it is too short")
+        figures = {"p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "served_per_s": len(gaps) / seconds}
+    if training is not None:
+        figures["trained_per_s"] = sum(
+            tokens / statistics.mean(each) for tokens, each in zip(training.tokens, found, strict=True)
+        )
+    return figures
+
+
+def run(shape: str, device: str, seconds: float, names: Sequence[str], folder: Path = FOLDER, rounds: int = ROUNDS) -> None:
+    from symbiosis.models.joining import join
+    from symbiosis.models.source import shared_copy
+
+    console, plan = Console(width=160), PLANS[shape]
+    model = random_model(shape, device)
+    join(model)
+    ways = {name: way_of(name, device) for name in names}
+    turns = Chosen(next(iter(ways.values())))
+    size = (SHAPES[shape].batch, SHAPES[shape].tokens)
+    runs: dict[str, list[dict[str, float]]] = {"serving": [], "training": [], **{name: [] for name in ways}}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as place:
+        write_adapters(model, plan.adapters, plan.rank, Path(place))
+        training = Shared(shared_copy(model), shape, "graphs", [size] * plan.jobs, turns=turns)
+        serving = Serving(model, plan, Path(place), turns)
+        try:
+            training.steps(5)
+            for name, way in ways.items():  # graphs are captured
+                turns.now = way
+                started = time.monotonic()
+                try:
+                    with serving:
+                        training.steps(6)
+                        time.sleep(0.5 * seconds)
+                except Exception:  # noqa: BLE001 - the others are still worth their figures; the run fails in the end
+                    failed[name] = traceback.format_exc()
+                    console.print(f"{name} failed:\n{failed[name]}", markup=False)
+                console.print(f"{name}: {way.figures()}, first steps {time.monotonic() - started:.1f} s")
+            cases = [case for case in runs if case not in failed]
+            for number in range(rounds):
+                for case in rotated(cases, number):
+                    turns.now = ways.get(case, next(iter(ways.values())))
+                    runs[case].append(
+                        window(None if case == "training" else serving, None if case == "serving" else training, seconds)
+                    )
+        finally:
+            training.close()
+    figures = {
+        "script": "gpu_beside",
+        "shape": shape,
+        "plan": {"sequences": plan.sequences, "adapters": plan.adapters, "rank": plan.rank, "jobs": plan.jobs, "batch": size},
+        "figures": {
+            name: compared({case: [each[name] for each in runs[case]] for case in cases if case != other}, alone)
+            for name, alone, other in (
+                ("p50_s", "serving", "training"),
+                ("p99_s", "serving", "training"),
+                ("served_per_s", "serving", "training"),
+                ("trained_per_s", "training", "serving"),
+            )
+        },
+        "measured": {name: way.figures() for name, way in ways.items()},
+        "failed": failed,
+    }
+    save(f"gpu-beside-{shape}", str(__doc__).splitlines()[0], figures, folder)
+    for case in cases:
+        console.print(f"{shape} {case:14s} {line(figures['figures'], case)}", highlight=False)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def line(figures: Any, case: str) -> str:
+    shown = {
+        "p50_s": (1e3, "ms p50"),
+        "p99_s": (1e3, "ms p99"),
+        "served_per_s": (1, "tok/s served"),
+        "trained_per_s": (1, "tok/s trained"),
+    }
+    there = [(figures[name][case], scale, unit) for name, (scale, unit) in shown.items() if case in figures[name]]
+    return ", ".join(f"{scale * found['median']:9.2f} {unit} ({found['ratio']:.2f})" for found, scale, unit in there)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = options(str(__doc__), shapes=list(PLANS), shape="7b", seconds=2.0)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="to share the GPU, with both at once")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    chosen = parser.parse_args(arguments)
+    run(chosen.shape, chosen.device, chosen.seconds, chosen.ways, chosen.out, chosen.rounds)
+
+
+if __name__ == "__main__":
+    main()
