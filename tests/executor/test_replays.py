@@ -56,18 +56,34 @@ def test_a_batch_that_came_often_has_the_plain_results(key, sizes):
             for found, plain in zip(results, expected, strict=True):
                 torch.testing.assert_close(found, plain)
             assert all(found is w.places for found, w in zip(results, works, strict=True))
-    unknown = 3 if len(sizes) == 1 else 7
+    unknown = 3  # by themselves, or as so many rows; from the eighth time on as this company
     assert known == [False] * unknown + [True] * (10 - unknown)
 
 
-def test_another_company_is_another_graph():
-    replays = Replays(torch.device("cpu"))
-    first, second, third = work(2), work(9), work(1)
+def test_any_company_of_a_size_has_one_graph_and_one_that_stays_its_own():
+    replays = Replays(torch.device("cpu"), making_share=1.0)
+    for number in range(20):
+        company = [work(2), work(9), work(1 + number % 3)]
+        results = replays.run(known_as(company))
+        assert (results is not None) == (number >= 3)
+        if results is not None:
+            expected = _joined([Work(w.layers, w.key, w.rows, None, 0) for w in company])
+            torch.testing.assert_close(results, list(expected))
+    assert (len(replays._by_size), len(replays._joints)) == (1, 0)
     for _ in range(8):
-        known = replays.run(known_as([first, second]))
-    assert known is not None
-    assert replays.run(known_as([first, third])) is None
-    assert replays.run(known_as([first, second, third])) is None
+        replays.run(known_as(company))
+    assert (len(replays._by_size), len(replays._joints)) == (1, 1)
+
+
+def test_graphs_of_companies_take_a_share_of_the_time():
+    replays = Replays(torch.device("cpu"), making_share=1e-9)
+    company, other = [work(2), work(9)], [work(20), work(30)]
+    for _ in range(20):
+        first = replays.run(known_as(company))
+    assert first is not None  # made at once
+    for _ in range(20):
+        assert replays.run(known_as(other)) is None  # not before years have gone by
+    assert (len(replays._by_size), len(replays._joints)) == (1, 0)
 
 
 def test_large_calls_are_not_kept():
@@ -92,10 +108,11 @@ def test_one_tenant_keeps_a_bounded_number():
 
 
 def test_calls_that_never_come_again_leave_no_room_taken():
-    replays = Replays(torch.device("cpu"))
+    replays = Replays(torch.device("cpu"), making_share=1.0)
     for _ in range(9000):
         replays.run(known_as([work(1), work(1)]))
     first, second = work(1), work(2)
-    for _ in range(7):
-        assert replays.run(known_as([first, second])) is None
-    assert replays.run(known_as([first, second])) is not None
+    for _ in range(20):
+        replays.run(known_as([first, second]))
+    assert len(replays._joints) == 1
+    assert len(replays._seen) <= 8192

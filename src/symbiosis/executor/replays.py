@@ -2,13 +2,16 @@
 
 A decoding tenant says the same words from the same memory for every token,
 and what its call costs is launching it. Tenants who travel together do so
-together: copying their rows below each other, the layers and copying the
-results out are one graph too. Plain reference: `runner.run_batch`.
+together. For any company, the layers over so many rows below each other are a
+graph, with the copies in and out around it; for one that stays together, the copies are in it too. Making
+graphs keeps the executor's one thread, so those of companies take a bounded share of the time. Plain
+reference: `runner.run_batch`.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,9 +22,11 @@ from torch import Tensor
 
 from symbiosis.executor.capture import captured
 from symbiosis.executor.layers import Rows, run
+from symbiosis.executor.policies import BatchKey
 from symbiosis.executor.runner import Work
 
 _KNOWN, _KNOWN_TOGETHER = 4, 8  # what comes so often comes again
+_SIZES = (4, 8, 16, 32, 64, 128, 256, 512)  # rows
 _ROWS, _ROWS_TOGETHER = 256, 512  # with more rows the GPU takes longer than the launches
 _LAYERS = 4  # of one call: q, k and v, or gate and up
 _MOST, _MOST_OF_ONE = 8192, 1024  # graphs of everybody together, and of one tenant
@@ -31,15 +36,19 @@ _log = logging.getLogger("symbiosis")
 class Replays:
     """For works with places, on one stream: its graphs share the memory between their kernels."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, making_share: float = 0.1) -> None:
+        """`making_share` of the time may go into graphs of companies."""
+        self._device, self._making_share = device, making_share
+        self._make_from = 0.0
+        """When the next of those may be made."""
         self.captures = 0
         """Graphs made so far: whoever times a batch leaves those out."""
         self._pool: Any = None
         self._keeper: torch.cuda.CUDAGraph | None = None
         self._works: dict[str, WeakSet[Work]] = {}  # by tenant; they go with their channels
         self._joints: dict[tuple[int, ...], Callable[[], object] | None] = {}
-        self._seen: dict[tuple[int, ...], int] = {}
+        self._by_size: dict[tuple[BatchKey, int], Callable[[], object] | None] = {}
+        self._seen: dict[Any, int] = {}
         self._memory: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def run(self, works: Sequence[tuple[str, Work, Rows]]) -> list[Rows] | None:
@@ -72,18 +81,46 @@ class Replays:
         rows = sum(work.rows[0].shape[0] for _, work, _ in works)
         if rows > _ROWS_TOGETHER:
             return None
-        known = company in self._joints
-        replay = self._joints.pop(company, None)
-        if not known:
-            if not self._is_known(company):
-                return self._one_by_one(works)
+        if company not in self._joints:
+            if not (self._is_known(company, _KNOWN_TOGETHER) and self._has_time()):
+                return self._any_company(works, rows)
             _drop_oldest(self._joints, _MOST)
-            replay = self._record_joint(works, rows)
-        self._joints[company] = replay  # again at the end: who is used stays
+            self._joints[company] = self._made(partial(self._record_joint, works, rows))
+        replay = self._joints[company] = self._joints.pop(company)  # again at the end: who is used stays
         if replay is None:
             return None
         replay()
         return [places for _, _, places in works]
+
+    def _any_company(self, works: Sequence[tuple[str, Work, Rows]], count: int) -> list[Rows] | None:
+        """By the graph of so many rows, whoever they are; the rest of its rows are nobody's."""
+        first = works[0][1]
+        kind = (first.key, next(size for size in _SIZES if size >= count))
+        if kind not in self._by_size:
+            if not (self._is_known(kind, _KNOWN) and self._has_time()):
+                return self._one_by_one(works)
+            _drop_oldest(self._by_size, _MOST)
+            rows, results = self._room(works[0], kind[1])
+            compute = partial(run, first.layers, first.key.direction, rows, results)
+            self._by_size[kind] = self._made(partial(self._record, first, compute))
+        replay = self._by_size[kind] = self._by_size.pop(kind)
+        if replay is None:
+            return self._one_by_one(works)
+        (starts, given), (ends, wanted) = self._copies(works)
+        torch._foreach_copy_(starts, given)
+        replay()
+        torch._foreach_copy_(wanted, ends)
+        return [places for _, _, places in works]
+
+    def _has_time(self) -> bool:
+        return time.monotonic() >= self._make_from
+
+    def _made(self, make: Callable[[], Callable[[], object] | None]) -> Callable[[], object] | None:
+        began = time.monotonic()
+        made = make()
+        ended = time.monotonic()
+        self._make_from = ended + (ended - began) * (1.0 / self._making_share - 1.0)
+        return made
 
     def _one_by_one(self, works: Sequence[tuple[str, Work, Rows]]) -> list[Rows] | None:
         """If each is known for itself: several graphs are still faster than the kernels of a joint."""
@@ -95,24 +132,17 @@ class Replays:
             replay()
         return [places for _, _, places in works]
 
-    def _is_known(self, company: tuple[int, ...]) -> bool:
-        """Whether these have travelled together so often that it will be kept."""
-        count = self._seen.pop(company, 0) + 1
-        if count == _KNOWN_TOGETHER:
-            return True
+    def _is_known(self, what: Any, times: int) -> bool:
+        """Whether this company, or this size, has come so often that it will be kept."""
+        count = self._seen.pop(what, 0) + 1
         _drop_oldest(self._seen, _MOST)
-        self._seen[company] = count
-        return False
+        self._seen[what] = count
+        return count >= times
 
     def _record_joint(self, works: Sequence[tuple[str, Work, Rows]], count: int) -> Callable[[], object] | None:
-        _, first, first_places = works[0]
-        rows = tuple(self._take(f"row {i}", t)[:count] for i, t in enumerate(first.rows))
-        results = tuple(self._take(f"result {i}", t)[:count] for i, t in enumerate(first_places))
-        sizes = [work.rows[0].shape[0] for _, work, _ in works]
-        given = [t for column in zip(*(work.rows for _, work, _ in works), strict=True) for t in column]
-        wanted = [t for column in zip(*(places for _, _, places in works), strict=True) for t in column]
-        starts = [part for memory in rows for part in torch.split(memory, sizes)]
-        ends = [part for memory in results for part in torch.split(memory, sizes)]
+        first = works[0][1]
+        rows, results = self._room(works[0], count)
+        (starts, given), (ends, wanted) = self._copies(works)
 
         def compute() -> None:
             torch._foreach_copy_(starts, given)
@@ -120,6 +150,22 @@ class Replays:
             torch._foreach_copy_(wanted, ends)
 
         return self._record(first, compute)
+
+    def _room(self, like: tuple[str, Work, Rows], count: int) -> tuple[Rows, Rows]:
+        """Memory for so many rows of such a work, and for their results."""
+        _, work, places = like
+        rows = tuple(self._take(f"row {i}", t)[:count] for i, t in enumerate(work.rows))
+        return rows, tuple(self._take(f"result {i}", t)[:count] for i, t in enumerate(places))
+
+    def _copies(self, works: Sequence[tuple[str, Work, Rows]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Parts of that memory, and whose they are: of rows, of results."""
+        count = sum(work.rows[0].shape[0] for _, work, _ in works)
+        sizes = [work.rows[0].shape[0] for _, work, _ in works]
+        theirs = [zip(*(work.rows for _, work, _ in works), strict=True), zip(*(p for *_, p in works), strict=True)]
+        return [
+            ([part for memory in room for part in torch.split(memory, sizes)], [t for column in columns for t in column])
+            for room, columns in zip(self._room(works[0], count), theirs, strict=True)
+        ]
 
     def _take(self, use: str, like: Tensor) -> Tensor:
         """Memory that all joints of this width use in turn."""
