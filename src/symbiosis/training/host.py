@@ -36,6 +36,7 @@ from symbiosis.training.adapter import Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
 from symbiosis.training.coming import Coming
 from symbiosis.training.fairness import Candidate, Fairness
+from symbiosis.training.lengths import Lengths, smallest
 from symbiosis.training.line import Line
 from symbiosis.training.loss import takes_items
 from symbiosis.training.making import Maker
@@ -56,7 +57,8 @@ operations in the time they move a byte.
 """
 
 
-_CPU_ROWS = 256
+_FEW_ROWS = 256
+"""A CPU gains hardly anything by passes of more, a GPU by passes of fewer."""
 _SHORT_S, _LONG_S = 0.1, 60.0
 
 
@@ -145,12 +147,13 @@ class Host:
     ) -> None:
         """`turns` are taken with others who compute on the same cores; `sampler` answers prompts. Raises `CannotTrain`."""
         self.config, self._sampler = config, sampler
-        few = min(config.max_rows, _CPU_ROWS if model.device.type == "cpu" else config.max_rows)
+        few = min(config.max_rows, _FEW_ROWS if model.device.type == "cpu" else config.max_rows)
         self._rows = few if config.pass_rows is None else min(config.pass_rows, config.max_rows)
         self._device = model.device
         usual_s = _SHORT_S if model.device.type == "cpu" else _LONG_S
         self._short_s = usual_s if config.short_pass_s is None else config.short_pass_s
         self._turns, self._pace = turns or Turns(share=1.0), Pace(self._short_s)
+        self._lengths = {short: Lengths() for short in (False, True)}
         self._packed = PackedModel(model, graphs=config.graphs)
         self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
@@ -476,7 +479,8 @@ class Host:
             room = self._pace.room(self._rows, short=short)
             waiting = {s.id: s for s in self._sessions.values() if s.ready}
             candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(room)) for s in waiting.values()]
-            picked = self._fairness.pick([each for each in candidates if each.costs], room)
+            candidates, room = self._fair([each for each in candidates if each.costs], room, self._lengths[short])
+            picked = self._fairness.pick(candidates, room)
             chosen = [(waiting[id], waiting[id].pieces(count)) for id, count in picked.items()]
             cost = sum(sum(each.costs[: picked.get(each.session, 0)]) for each in candidates)
         if not chosen:
@@ -492,11 +496,25 @@ class Host:
             return
         seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
         self._pace.note(cost, seconds, short=short)
+        self._lengths[short].note(cost, seconds)
         self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds)
         if short:
             self._count(short_passes=1, short_rows=rows, short_seconds=seconds)
         for (session, pieces), outcome in zip(chosen, outcomes, strict=True):
             self._settle(session, [call for call, _ in pieces], outcome)
+
+    def _fair(self, candidates: list[Candidate], room: int, lengths: Lengths) -> tuple[list[Candidate], int]:
+        """Who may be in the next pass, and how many rows, so that it holds up nobody (`lengths`)."""
+        rows = [self._sessions[each.session].batch_rows for each in candidates]
+        shares = [each.weight / sum(each.weight for each in candidates) for each in candidates]
+        at = smallest(rows, shares, room)
+        if at is None or min(room, sum(rows)) <= _FEW_ROWS:
+            return candidates, room
+        if not lengths.knows(rows[at]):
+            return [candidates[at]], room  # by itself, a few times: that is what it would take alone
+        fair = lengths.rows_within(lengths.seconds(rows[at]) / shares[at], room)
+        longest = max(max(each.costs) for each in candidates)  # examples that could share a pass are not parted
+        return candidates, min(room, max(fair, rows[at] + longest, _FEW_ROWS))
 
     def _count(self, **more: float) -> None:
         self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
