@@ -1,13 +1,15 @@
 """What does hosted training cost those who are served, and serving those who train?
 
-One engine and one host of training in one process, over the same weights (random, at the true shape, bf16): 16 sequences
-decode without pause, half of them with LoRA adapters (rank 16 on all projections), and 4 jobs train (rank 8 on q, k, v, o;
-batch 2 × 512). In turn: serving alone, training alone, and both, in the ways to share a GPU: "priority" (kernels of
-serving come first, and that is all), "beside" (while answers are served training has a part of the multiprocessors, and
-serving goes wherever there is room) and "apart" (serving keeps to the others). A way may end in the part of training, as
-in `beside:0.5`. Ratios are medians of the ratio within one round of turns.
+One engine and one host of training in one process, over the same weights (random, at the true shape, bf16): answers are
+computed, half of them with LoRA adapters (rank 16 on all projections), and 4 jobs train (rank 8 on q, k, v, o; batch
+2 × 512). In turn: serving alone, training alone, and both, in the ways to share a GPU: "priority" (kernels of serving come
+first, and that is all), "beside:0.5" (while answers are served training has so much of the multiprocessors) and "steered"
+(as much as makes a token 1.3 times as long, found out by the way: what a server does). Two loads: "full" (16 sequences
+decode without pause) and "chat" (questions of 128 tokens come at random, one in two seconds on average, and are answered
+with 128). Ratios are medians of the ratio within one round of turns.
 
     python -m benchmarks.gpu_beside 7b                                       # about 2 minutes on one H200
+    python -m benchmarks.gpu_beside 7b --load chat --seconds 16 --rounds 2   # about 2.5 minutes
     python -m benchmarks.gpu_beside 1b --ways beside:0.5 beside:0.75
     python -m benchmarks.gpu_beside tiny --cpu                               # seconds, for the tests
 """
@@ -22,6 +24,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from types import TracebackType
 from typing import Any
 
@@ -34,11 +37,13 @@ from benchmarks.results import FOLDER, compared, rotated, save
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.tenants import window_of
 
-WAYS = ("priority", "beside", "apart")
-PART = 0.6
+WAYS = ("priority", "beside:0.375", "beside:0.5", "beside:0.625", "steered")
+LOADS = ("full", "chat")
 ROUNDS = 5
 QUIET_S = 1.1
 """After so long without answers training has the whole GPU."""
+TRIES = 8
+"""Most parts of the GPU that are tried before a way is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +54,14 @@ class Plan:
     prompt: int = 128
     new: int = 1024
     jobs: int = 4
+    chat_s: float = 2.0
+    """Between two questions, on average."""
+    chat_new: int = 128
     adapter_bytes: int = 1 << 30
 
 
 PLANS = {
-    "tiny": Plan(sequences=4, adapters=2, rank=4, prompt=6, new=400, jobs=2, adapter_bytes=1 << 26),
+    "tiny": Plan(sequences=4, adapters=2, rank=4, prompt=6, new=400, jobs=2, chat_s=0.1, chat_new=8, adapter_bytes=1 << 26),
     "1b": Plan(),
     "7b": Plan(),
 }
@@ -73,9 +81,8 @@ class Chosen:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._entered.__exit__(kind, error, trace)
 
-    def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> bool | None:
-        found: bool | None = self.now.begin_pass(short_s, is_over)
-        return found
+    def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> Any:
+        return self.now.begin_pass(short_s, is_over)
 
     def end_pass(self) -> None:
         self.now.end_pass()
@@ -84,13 +91,13 @@ class Chosen:
 class Serving:
     """An engine that is stepped by a thread of its own while `with` lasts; knows when each token came."""
 
-    def __init__(self, model: Any, plan: Plan, folder: Path, turns: Any) -> None:
+    def __init__(self, model: Any, plan: Plan, load: str, folder: Path, turns: Any) -> None:
         from symbiosis.engine.engine import Core
         from symbiosis.engine.residency import ResidencyConfig
 
         pages = (plan.sequences + 2) * (-(-(plan.prompt + plan.new) // 16) + 1)
         memory = ResidencyConfig(device_bytes=plan.adapter_bytes, host_bytes=plan.adapter_bytes)
-        self._plan, self._vocabulary = plan, model.config.vocab_size
+        self._plan, self._load, self._vocabulary = plan, load, model.config.vocab_size
         self._core = Core(model, pages=pages, residency=memory, turns=turns)
         for number in range(plan.adapters):
             self._core.add_adapter(f"a{number}", folder / f"a{number}")
@@ -122,40 +129,43 @@ class Serving:
 
     def _run(self) -> None:
         try:
-            self._decode()
+            self._answer()
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             self._error = error
         finally:
             self._going.set()
 
-    def _decode(self) -> None:
+    def _answer(self) -> None:
         from symbiosis.engine.sequences import Sampling
 
-        plan, core = self._plan, self._core
-        wish = Sampling(temperature=0.0, max_tokens=plan.new, ignore_eos=True)
+        plan, core, full = self._plan, self._core, self._load == "full"
+        wish = Sampling(temperature=0.0, max_tokens=plan.new if full else plan.chat_new, ignore_eos=True)
         names = [f"a{n // 2 % plan.adapters}" if n % 2 else None for n in range(plan.sequences)]
         last: dict[str, float] = {}
         running: dict[str, Any] = {}
+        random, asked, started = Random(0), 0, time.monotonic()
+        coming = 0.0
 
         def ask(name: str | None) -> None:
             (prompt,) = prompts_of(self._vocabulary, 1, plan.prompt)
             running.update({(request := core.add(prompt, wish, adapter=name)).id: (request, name)})
 
-        for name in names:
-            ask(name)
         while not self._ending:
+            while len(running) < len(names) and (full or time.monotonic() - started >= coming):
+                ask(names[asked % len(names)])
+                asked, coming = asked + 1, coming + random.expovariate(1 / plan.chat_s)
             passes = core.passes
             made = core.step()
             now = time.monotonic()
             if core.passes == passes:
-                core.wait(1.0)
+                core.wait(0.002)
             for request, _, _ in made:
                 if request.id in last:
                     self._came.append((now, now - last[request.id]))
                 last[request.id] = now
                 if request.reason is not None:
-                    ask(running.pop(request.id)[1])
-            if len(last) >= plan.sequences:
+                    running.pop(request.id)
+            if len(last) >= (len(names) if full else 1):
                 self._going.set()
         for request, _ in running.values():
             core.cancel(request)
@@ -168,10 +178,10 @@ def way_of(name: str, device: str) -> Any:
     from symbiosis.executor.beside import Beside
 
     kind, _, part = name.partition(":")
-    if kind not in WAYS:
-        raise SystemExit(f"{name!r} is no way to share a GPU: expected {', '.join(WAYS)}, and perhaps a part, as in beside:0.5")
-    share = 1.0 if kind == "priority" else float(part or PART)
-    return Beside(torch.device(device, 0) if device == "cuda" else torch.device(device), share, apart=kind == "apart")
+    if kind not in ("priority", "beside", "steered") or bool(part) != (kind == "beside"):
+        raise SystemExit(f"{name!r} is no way to share a GPU: expected priority, steered, or a part, as in beside:0.5")
+    share = {"priority": 1.0, "beside": float(part or 0), "steered": None}[kind]
+    return Beside(torch.device(device, 0) if device == "cuda" else torch.device(device), share)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -207,7 +217,26 @@ def window(serving: Serving | None, training: Shared | None, seconds: float) -> 
     return figures
 
 
-def run(shape: str, device: str, seconds: float, names: Sequence[str], folder: Path = FOLDER, rounds: int = ROUNDS) -> None:
+def settle(way: Any, serving: Serving, training: Shared, seconds: float) -> None:
+    """Kernels are compiled and graphs captured, and a way that looks for its part of the GPU has found it."""
+    with serving:
+        for _ in range(TRIES):
+            before = way.share
+            training.steps(10)
+            if way.share == before:
+                break
+        time.sleep(0.2 * min(seconds, 2.0))
+
+
+def run(
+    shape: str,
+    device: str,
+    seconds: float,
+    names: Sequence[str],
+    folder: Path = FOLDER,
+    rounds: int = ROUNDS,
+    load: str = "full",
+) -> None:
     from symbiosis.models.joining import join
     from symbiosis.models.source import shared_copy
 
@@ -222,16 +251,14 @@ def run(shape: str, device: str, seconds: float, names: Sequence[str], folder: P
     with tempfile.TemporaryDirectory() as place:
         write_adapters(model, plan.adapters, plan.rank, Path(place))
         training = Shared(shared_copy(model), shape, "graphs", [size] * plan.jobs, turns=turns)
-        serving = Serving(model, plan, Path(place), turns)
+        serving = Serving(model, plan, load, Path(place), turns)
         try:
             training.steps(5)
             for name, way in ways.items():  # graphs are captured
                 turns.now = way
                 started = time.monotonic()
                 try:
-                    with serving:
-                        training.steps(6)
-                        time.sleep(0.5 * seconds)
+                    settle(way, serving, training, seconds)
                 except Exception:  # noqa: BLE001 - the others are still worth their figures; the run fails in the end
                     failed[name] = traceback.format_exc()
                     console.print(f"{name} failed:\n{failed[name]}", markup=False)
@@ -248,6 +275,7 @@ def run(shape: str, device: str, seconds: float, names: Sequence[str], folder: P
     figures = {
         "script": "gpu_beside",
         "shape": shape,
+        "load": load,
         "plan": {"sequences": plan.sequences, "adapters": plan.adapters, "rank": plan.rank, "jobs": plan.jobs, "batch": size},
         "figures": {
             name: compared({case: [each[name] for each in runs[case]] for case in cases if case != other}, alone)
@@ -261,7 +289,7 @@ def run(shape: str, device: str, seconds: float, names: Sequence[str], folder: P
         "measured": {name: way.figures() for name, way in ways.items()},
         "failed": failed,
     }
-    save(f"gpu-beside-{shape}", str(__doc__).splitlines()[0], figures, folder)
+    save(f"gpu-beside-{shape}{'' if load == 'full' else '-chat'}", str(__doc__).splitlines()[0], figures, folder)
     for case in cases:
         console.print(f"{shape} {case:14s} {line(figures['figures'], case)}", highlight=False)
     if failed:
@@ -282,9 +310,10 @@ def line(figures: Any, case: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(str(__doc__), shapes=list(PLANS), shape="7b", seconds=2.0)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help="to share the GPU, with both at once")
+    parser.add_argument("--load", choices=LOADS, default=LOADS[0], help="what is served")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     chosen = parser.parse_args(arguments)
-    run(chosen.shape, chosen.device, chosen.seconds, chosen.ways, chosen.out, chosen.rounds)
+    run(chosen.shape, chosen.device, chosen.seconds, chosen.ways, chosen.out, chosen.rounds, chosen.load)
 
 
 if __name__ == "__main__":

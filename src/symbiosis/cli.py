@@ -194,7 +194,14 @@ def serve(
         typer.Option(
             show_default=False,
             help="Share for training while somebody decodes: of the time (default: 0.25; 0.1 beside HTTP on a CPU), "
-            "or, beside HTTP on a GPU, of its multiprocessors (default: 0.6).",
+            "or, beside HTTP on a GPU, of its multiprocessors (default: by --training-slowdown).",
+        ),
+    ] = None,
+    training_slowdown: Annotated[
+        float | None,
+        typer.Option(
+            show_default=False,
+            help="How many times as long a token may take while jobs train beside HTTP on a GPU (default: 1.3).",
         ),
     ] = None,
     token: Annotated[
@@ -328,6 +335,7 @@ def serve(
             direct=not no_direct,
             max_wait_ms=max_wait_ms,
             training_share=training_share,
+            training_slowdown=training_slowdown,
             hosting=http is not None,
             progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
         )

@@ -60,6 +60,7 @@ class Executor:
         direct: bool = True,
         max_wait_ms: float | None = None,
         training_share: float | None = None,
+        training_slowdown: float | None = None,
         hosting: bool = False,
         progress: Progress = lambda done, total: None,
     ) -> None:
@@ -67,6 +68,7 @@ class Executor:
         place = _device(device)
         self._policy_settings = (max_wait_ms, training_share)
         chosen = _policy(policy, max_wait_ms, training_share)
+        turns = turns_on(place, training_share, training_slowdown)
         source = load(model_or_path, device=place, dtype=_dtype(dtype), tokenizer=tokenizer)
         if hosting:
             join(source.model)
@@ -91,7 +93,7 @@ class Executor:
             policy=chosen,
             limits=self.limits,
             client_tensors=self.split.client_tensors,
-            turns=turns_on(place, training_share),
+            turns=turns,
         )
         self._service.calibrate()
         self._inproc = InprocPort()

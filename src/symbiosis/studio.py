@@ -11,7 +11,7 @@ from peft import PeftConfig
 from transformers import PreTrainedModel
 
 from symbiosis.engine.engine import Core
-from symbiosis.executor.turns import Turns
+from symbiosis.executor.beside import turns_on
 from symbiosis.models.joining import join
 from symbiosis.models.source import ModelSource, load_both, shared_copy
 from symbiosis.sampling import Sampler
@@ -40,7 +40,7 @@ class Studio:
     ) -> None:
         """`device` and `dtype` are for a model that is loaded here; `engine` are settings of `engine.engine.Core`.
 
-        While prompts are answered, training has `training_share` of the time.
+        While prompts are answered, training has `training_share` of the time, or of a GPU's multiprocessors.
         """
         if not isinstance(model, PreTrainedModel):
             model, found = load_both(model, device=torch.device(device), dtype=dtype)
@@ -49,7 +49,7 @@ class Studio:
         join(shared)
         self.tokenizer = tokenizer
         """The model's own if it was loaded here; None if there is none."""
-        trained, turns = shared_copy(shared), Turns(training_share)
+        trained, turns = shared_copy(shared), turns_on(shared.device, training_share)
         self._sampler = Sampler(Core(shared, turns=turns, **engine), tokenizer)
         try:
             self._host = Host(trained, training, turns, self._sampler)

@@ -6,11 +6,12 @@ import threading
 
 import pytest
 
-from symbiosis.executor.turns import Turns
+from symbiosis.executor.turns import Permit, Turns
 from tests.executor.desk import Clock
 
 PASS_S, SHARE = 0.1, 0.2
 EARNED_S = PASS_S / 4
+SHORT = Permit("short", PASS_S, beside=True)
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ class Training(threading.Thread):
     def __init__(self, turns):
         super().__init__(daemon=True)
         self.turns, self.over = turns, False
-        self.begun: list[bool | None] = []
+        self.begun: list[Permit | None] = []
         self.start()
 
     def run(self):
@@ -213,7 +214,7 @@ def asking(turns):
 def test_hosted_training_takes_full_passes_while_nobody_is_served(clock):
     turns = Turns(SHARE, clock)
     for _ in range(3):
-        assert turns.begin_pass(PASS_S, lambda: False) is False
+        assert turns.begin_pass(PASS_S, lambda: False) == Permit("full")
         clock.now += 100
         turns.end_pass()
 
@@ -225,7 +226,7 @@ def test_hosted_training_waits_for_the_pass_and_then_the_engine_for_it(turns, cl
     asking(turns)
     engine.end()
     training.join(30)
-    assert training.begun == [True]
+    assert training.begun == [SHORT]
     second = Engine(turns)
     wanted(turns)
     assert not second.inside.wait(0.05)
@@ -235,7 +236,7 @@ def test_hosted_training_waits_for_the_pass_and_then_the_engine_for_it(turns, cl
 
 
 def test_hosted_training_rests_until_it_has_had_its_share(turns, clock):
-    assert turns.begin_pass(PASS_S, lambda: False) is True
+    assert turns.begin_pass(PASS_S, lambda: False) == SHORT
     clock.now += PASS_S
     turns.end_pass()
     for _ in range(3):  # a fifth of the time is training's: it rests four times as long as it has computed
@@ -246,7 +247,7 @@ def test_hosted_training_rests_until_it_has_had_its_share(turns, clock):
         training.join(30)
         assert training.begun == [None]
     compute(turns, clock, PASS_S * 1.01)
-    assert Training(turns).end() is True
+    assert Training(turns).end() == SHORT
 
 
 def test_the_engine_lets_hosted_training_begin_though_it_has_no_pause(turns, clock):
@@ -257,15 +258,15 @@ def test_the_engine_lets_hosted_training_begin_though_it_has_no_pause(turns, clo
     after = Engine(turns)  # wants to begin before the first has ended
     engine.end()
     training.join(30)
-    assert training.begun == [True] or after.inside.wait(30)
-    if training.begun == [True]:
+    assert training.begun == [SHORT] or after.inside.wait(30)
+    if training.begun == [SHORT]:
         turns.end_pass()
     after.end()
 
 
 def test_a_long_pass_that_began_when_nobody_was_served_is_not_waited_for(clock):
     turns = Turns(SHARE, clock)
-    assert turns.begin_pass(PASS_S, lambda: False) is False
+    assert turns.begin_pass(PASS_S, lambda: False) == Permit("full")
     clock.now += 3 * PASS_S
     Engine(turns).end()
     turns.end_pass()
@@ -274,7 +275,7 @@ def test_a_long_pass_that_began_when_nobody_was_served_is_not_waited_for(clock):
 def test_no_piece_begins_within_a_pass_of_hosted_training(turns):
     called = []
     turns.on_free = lambda: called.append(True)
-    assert turns.begin_pass(PASS_S, lambda: False) is True
+    assert turns.begin_pass(PASS_S, lambda: False) == SHORT
     assert turns.begin() is None
     turns.end_pass()
     assert called == [True]

@@ -75,7 +75,7 @@ def test_eight_jobs_of_all_methods_and_a_wild_one_beside_serving(tmp_path):
         assert figures["jobs"]["trained"] == 8
         assert figures["jobs"]["failed"] == 1
         assert figures["jobs"]["running"] == 0
-        assert 0 < figures["passes"]["short_passes"] <= figures["passes"]["passes"]
+        assert 0 < figures["passes"]["beside_passes"] <= figures["passes"]["passes"]
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_while_answers_are_served_passes_are_short_and_chats_go_on(tmp_path):
         peer.send(**order(task, tmp_path, "job", data=str(write(tmp_path / "long.safetensors", long))))
         peer.wait_for(lambda: peer.said("job", "step"))
         before = here.host.stats
-        assert before.short_passes == 0
+        assert before.beside_passes == 0
         full_s = before.seconds / before.passes
         begun = time.monotonic()
         number = 0
@@ -393,10 +393,10 @@ def test_while_answers_are_served_passes_are_short_and_chats_go_on(tmp_path):
             number += 1
             peer.ask(f"q{number}", PROMPT, count=32)
         after = here.host.stats
-        passes = after.short_passes
+        passes = after.beside_passes
         assert passes > 3, "training got no turn"
-        assert after.short_seconds / passes < max(0.06, full_s / 2)
-        assert after.short_rows / passes < before.rows / before.passes / 2
+        assert after.beside_seconds / passes < max(0.06, full_s / 2)
+        assert after.beside_rows / passes < before.rows / before.passes / 2
         assert number > 3
         here.peer.send(op="stop_training", id="job")
         here.peer.wait("job")

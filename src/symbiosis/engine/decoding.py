@@ -45,8 +45,8 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, memory: KeyValues, bank: Bank, max_pages: int) -> None:
         self._model, self._memory, self._bank, self._max_pages = model, memory, bank, max_pages
-        self._graphs: dict[tuple[int, int, int, int], _Graph] = {}  # by rows, largest rank, rows of a tile and stream
-        self._failed: set[tuple[int, int, int, int]] = set()
+        self._graphs: dict[tuple[int, int, int], _Graph] = {}  # by rows, largest rank and rows of a tile
+        self._failed: set[tuple[int, int, int]] = set()
         self._pool: Any = None
         self._stream: Any = None  # one for all graphs: torch hands out a few, and others have theirs
 
@@ -58,7 +58,7 @@ class Decoder:
         if size is None or any(len(span.pages) > self._max_pages for span in spans):
             return None
         rank = self._bank.table.rank if segments and self._bank.table is not None else 0
-        kind = (size, rank, tile_rows(size, len(segments)) if rank else 0, self._on())
+        kind = (size, rank, tile_rows(size, len(segments)) if rank else 0)
         if kind in self._failed:
             return None
         graph = self._graphs.get(kind)
@@ -82,10 +82,6 @@ class Decoder:
         if graph.tiles is not None:
             graph.tiles.fill(self._bank.by_slot(segments))
         return graph.replay()[: len(ids)]
-
-    def _on(self) -> int:
-        """The stream that passes are computed on: graphs have the multiprocessors of the one they were captured on."""
-        return torch.cuda.current_stream(self._model.device).cuda_stream if self._model.device.type == "cuda" else 0
 
     def _make(self, size: int, tile: int) -> _Graph:
         """`tile` is 0 where there are no adapters."""

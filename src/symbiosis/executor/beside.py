@@ -3,7 +3,10 @@
 Cores are shared by turns (`turns`); a GPU is not. Decoding waits for memory and training for multiprocessors, so both get
 further side by side than one after the other. But a kernel of training fills the whole GPU for as long as it takes, and a
 token needs hundreds of kernels: each would wait for a place, whatever its priority. So while answers are served, training
-has a part of the multiprocessors, and when nobody is served, all.
+has a part of the multiprocessors, and when nobody is served, all; in passes short enough that who comes is not held up.
+
+How large that part may be depends on the model, the load and the GPU (its power is shared too). So it is found out: now
+and then training pauses for a few passes of the engine, and by how much these are faster, the part becomes smaller or larger.
 """
 
 from __future__ import annotations
@@ -11,8 +14,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
+import statistics
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,12 +27,23 @@ from typing import Any
 
 import torch
 
-from symbiosis.executor.turns import Turns
+from symbiosis.errors import SymbiosisError
+from symbiosis.executor.turns import Permit, Turns
 from symbiosis.links import driver
 
+SLOWDOWN = 1.3
+"""How many times as long a token may take while jobs train."""
 _SWITCH_S = 5e-4  # serving and training are threads of one interpreter: a token takes milliseconds
 _LAST_S = 0.2  # training that ended so recently goes on
-_WEIGHT = 0.05  # of the last pass
+_LATELY_S = 60.0  # somebody was served no longer ago: the next may come at any moment
+_LATELY_PASS_S = 0.05  # about as long as it takes to read a prompt
+_FIRST = 0.5  # of the multiprocessors
+_GRAIN = 16  # parts are multiples of one 16th: GPUs are divided in steps of some multiprocessors
+_FEW, _MANY = 8, 40  # passes of training before a comparison: after a change, and else
+_COMPARED = 12  # passes of the engine without training
+_PAUSE_S = 0.5  # at most
+_TAIL = 1.05  # the slowest of a hundred tokens are so much further behind than the one in the middle
+_making = threading.Lock()
 _log = logging.getLogger("symbiosis")
 
 
@@ -37,111 +55,165 @@ class Lane:
     multiprocessors: int | None = None
 
 
-def turns_on(device: torch.device, share: float | None = None) -> Turns:
-    """How serving and training share this device; `share` is training's while answers are served."""
+_NOWHERE = (Lane(None), Lane(None), Lane(None))
+
+
+def turns_on(device: torch.device, share: float | None = None, slowdown: float | None = None) -> Turns:
+    """How serving and training share this device, while answers are served.
+
+    `share` is training's: of the time on a CPU, of the multiprocessors on a GPU. There it may be found out instead, so
+    that a token takes `slowdown` times as long as without training. Raises `SymbiosisError`.
+    """
     if device.type == "cuda":
-        return Beside(device) if share is None else Beside(device, share)
+        if share is not None and slowdown is not None:
+            raise SymbiosisError("training's share is given, and a slowdown by which to find it: expected one of them")
+        return Beside(device, share, SLOWDOWN if slowdown is None else slowdown)
+    if slowdown is not None:
+        raise SymbiosisError(f"a slowdown is for a GPU; on {device.type} training has a share of the time")
     return Turns() if share is None else Turns(share)
+
+
+def fitting(share: float, slower: float, allowed: float) -> float:
+    """The part with which passes are so much slower as is allowed, if this one makes them `slower`.
+
+    What they lose is about in proportion. At most half as much more at a time, and not for a little more.
+    """
+    wanted = share * (allowed - 1) / max(slower - 1, 0.01)
+    parts = math.floor(_GRAIN * max(0.5 * share, min(1.5 * share, wanted)))
+    now = round(_GRAIN * share)
+    return share if now <= parts <= now + 1 else max(1, min(_GRAIN - 2, parts)) / _GRAIN
 
 
 class Beside(Turns):
     """The thread of the engine and that of hosted training each compute on streams from here from their first pass on."""
 
     def __init__(
-        self, device: torch.device, share: float = 0.6, *, apart: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        device: torch.device,
+        share: float | None = None,
+        slowdown: float = SLOWDOWN,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`share` of the multiprocessors is training's while answers are served; 1.0: all, its kernels only come second.
+        """`share` of the multiprocessors is training's while answers are served; None: as many as `slowdown` allows.
 
-        `apart`: then serving keeps to the others; else its kernels may go wherever there is room.
+        1.0: all, its kernels only come second.
         """
         super().__init__(1.0, clock)
-        self._device, self._share, self._apart = device, share, apart
-        self._lanes: dict[str, Lane] | None = None
+        if not 1.0 < slowdown <= 10.0:
+            raise SymbiosisError(f"a slowdown of {slowdown}: expected more than 1, at most 10")
+        self._device, self._is_given, self._allowed = device, share is not None, slowdown
+        self.share = _FIRST if share is None else share
+        """Training's, of the multiprocessors, while answers are served."""
         self._trained = False
         """Beside the engine's pass that runs."""
-        self._training_ended = -float("inf")
+        self._training_ended = -math.inf
+        self._recent: dict[bool, deque[float]] = {True: deque(maxlen=64), False: deque(maxlen=_COMPARED)}
+        """Seconds of the engine's passes, beside training and not."""
         self._pace: dict[str, float] = {}
+        self._due = _FEW
 
     # The engine's
 
     def __enter__(self) -> None:
         self._trained = self._is_training()
-        self._use("served apart" if self._trained and self._apart else "served")
+        self._use(self._lanes()[0])
         super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         super().__exit__(kind, error, trace)
         if self._trained is self._is_training():
-            name, seconds = "beside_s" if self._trained else "alone_s", self._ended - self._began
-            before = self._pace.get(name, seconds)
-            self._pace[name] = before + _WEIGHT * (seconds - before)
+            with self._changed:
+                self._recent[self._trained].append(self._ended - self._began)
+                self._changed.notify_all()
 
     def _is_training(self) -> bool:
         return self._training or self._clock() - self._training_ended < _LAST_S
 
     # Hosted training's
 
-    def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> bool | None:
-        """Never waits. True: answers are served, and the thread computes on training's part from now on."""
+    def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> Permit | None:
+        """Never waits, but for a comparison; the thread computes on training's part from now on if answers are served."""
         if is_over():
             return None
         served = self.busy_until() is not None
-        self._use("trained beside" if served else "trained")
+        if served and not self._is_given:
+            self._due -= 1
+            if self._due <= 0:
+                self._compare()
+        self._use(self._lanes()[2 if served else 1])
         self._training = True
-        return served
+        if served:
+            return Permit(f"beside {self.share}", short_s, beside=True)
+        lately = self._clock() - self._ended < _LATELY_S
+        return Permit("lately", min(short_s, _LATELY_PASS_S)) if lately else Permit("full")
 
     def end_pass(self) -> None:
         self._training, self._training_ended = False, self._clock()
+
+    def _compare(self) -> None:
+        """Let the engine compute by itself for a moment, and give training less or more."""
+        beside = list(self._recent[True])
+        with self._changed:
+            self._training_ended = -math.inf
+            self._recent[False].clear()
+            self._changed.wait_for(lambda: len(self._recent[False]) == _COMPARED, timeout=_PAUSE_S)
+            alone = list(self._recent[False])
+            self._recent[True].clear()
+        self._due = _MANY
+        if min(len(alone), len(beside)) < _COMPARED:
+            return
+        self._pace = {"beside_s": statistics.median(beside), "alone_s": statistics.median(alone)}
+        share = fitting(self.share, _TAIL * self._pace["beside_s"] / self._pace["alone_s"], self._allowed)
+        if share != self.share:
+            self.share, self._due = share, _FEW
 
     # Both
 
     def figures(self) -> dict[str, float | None]:
         """How long passes of the engine take, alone and beside training, and what training has then."""
-        lane = (self._lanes or {}).get("trained beside")
-        return {**self._pace, "training_multiprocessors": None if lane is None else lane.multiprocessors}
+        return {**self._pace, "training_share": self.share}
 
-    def _use(self, name: str) -> None:
-        """Let the calling thread compute there, after all it has launched elsewhere."""
+    def _lanes(self) -> tuple[Lane, Lane, Lane]:
+        """Of serving, of training, and of training while answers are served."""
         if self._device.type != "cuda":
+            return _NOWHERE
+        with _making:
+            served, trained = _whole(self._device)
+            return served, trained, trained if self.share >= 1.0 else _part(self._device, self.share)
+
+    def _use(self, lane: Lane) -> None:
+        """Let the calling thread compute there, after all it has launched elsewhere."""
+        if lane.stream is None:
             return
-        with self._changed:
-            if self._lanes is None:
-                self._lanes = _lanes(self._device, self._share)
-                sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-        lane, now = self._lanes[name], torch.cuda.current_stream(self._device)
+        now = torch.cuda.current_stream(self._device)
         if now != lane.stream:
             lane.stream.wait_stream(now)
             torch.cuda.set_stream(lane.stream)
-            _fit_products(self._device, lane.multiprocessors)
+            _fit_products(lane.multiprocessors)
 
 
 @functools.cache
 def _whole(device: torch.device) -> tuple[Lane, Lane]:
-    """One pair for the process, as below: CUDA graphs keep memory for each stream."""
+    """Serving's and training's, one pair for the process, as below: CUDA graphs keep memory for each stream."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
     low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
     return Lane(torch.cuda.Stream(device, priority=high)), Lane(torch.cuda.Stream(device, priority=low))  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def _parts(device: torch.device, count: int) -> tuple[Lane, Lane]:
-    """Raises `DriverError`."""
-    low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
-    trained, served = (Lane(*each) for each in driver.part_streams(device, count, (low, high)))
-    return served, trained
+def _part(device: torch.device, share: float) -> Lane:
+    """Training's, on a part of the multiprocessors; on all if the driver cannot."""
+    count = round(share * torch.cuda.get_device_properties(device).multi_processor_count)
+    low, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
+    try:
+        return Lane(*driver.part_stream(device, max(1, count), low))
+    except driver.DriverError as error:
+        _log.warning("training and serving share all multiprocessors: %s", error)
+        return _whole(device)[1]
 
 
-def _lanes(device: torch.device, share: float) -> dict[str, Lane]:
-    served, trained = apart, beside = _whole(device)
-    if share < 1.0:
-        count = round(share * torch.cuda.get_device_properties(device).multi_processor_count)
-        try:
-            apart, beside = _parts(device, max(1, count))
-        except driver.DriverError as error:
-            _log.warning("training and serving share all multiprocessors: %s", error)
-    return {"served": served, "served apart": apart, "trained": trained, "trained beside": beside}
-
-
-def _fit_products(device: torch.device, multiprocessors: int | None) -> None:
+def _fit_products(multiprocessors: int | None) -> None:
     """Let the library of matrix products choose its kernels, on this thread, for so many multiprocessors."""
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
     major = (torch.version.cuda or "").partition(".")[0]

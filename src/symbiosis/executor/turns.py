@@ -19,6 +19,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 _IDLE_S = 1.0  # the engine has computed nothing for so long: it serves nobody
@@ -26,6 +27,18 @@ _PIECE_S = 0.05  # where nobody is served: who comes waits for no more than that
 _LEAST_S = 1e-4
 _WAKE_S = 0.05  # a thread that was told of its turn has begun by then
 _RISE = 1.1  # a pass longer than others (a long prompt) hardly counts, until they all are
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """That a pass of hosted training may begin."""
+
+    kind: str
+    """Passes of one kind are as fast as each other."""
+    most_s: float = math.inf
+    """How long it should take."""
+    beside: bool = False
+    """Answers are served meanwhile."""
 
 
 class Turns:
@@ -122,8 +135,8 @@ class Turns:
 
     # -- hosted training's ------------------------------------------------------------------
 
-    def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> bool | None:
-        """Wait for a turn, from now to `end_pass`. True: it should take `short_s` at most; None: `is_over` came first."""
+    def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> Permit | None:
+        """Wait for a turn, from now to `end_pass`: for `short_s` if answers are served. None: `is_over` came first."""
         with self._changed:
             self._asking = True
             while not is_over():
@@ -133,7 +146,7 @@ class Turns:
                     self._asking, self._training, self._short = False, True, short
                     self._pass_began, self._late = now, now + 2 * short_s
                     self._changed.notify_all()
-                    return short
+                    return Permit("short", short_s, beside=True) if short else Permit("full")
                 self._changed.wait(_WAKE_S)
             self._asking = False
             self._changed.notify_all()

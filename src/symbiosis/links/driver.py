@@ -88,36 +88,27 @@ def is_shared(device: torch.device) -> bool:
     return bool(value.value)
 
 
-def part_streams(device: torch.device, count: int, priorities: tuple[int, int]) -> list[tuple[torch.cuda.Stream, int]]:
-    """Two streams and the multiprocessors each has: about `count`, and the others; never one of the other's.
+def part_stream(device: torch.device, count: int, priority: int) -> tuple[torch.cuda.Stream, int]:
+    """A stream that has about `count` of the multiprocessors, and how many it has. It lasts as long as the process.
 
-    They last as long as the process. Raises `DriverError` where the driver cannot, or a part would be empty.
+    Raises `DriverError` where the driver cannot.
     """
     whole, part, rest = (ctypes.create_string_buffer(_RESOURCE_BYTES) for _ in range(3))
     index, groups = ctypes.c_int(device.index or 0), ctypes.c_uint(1)
-    found: list[tuple[torch.cuda.Stream, int]] = []
+    described, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     with _on(torch.device("cuda", index.value)):
         try:
             _call("cuDeviceGetDevResource", index, whole, ctypes.c_int(_MULTIPROCESSORS))
             _call(
                 "cuDevSmResourceSplitByCount", part, ctypes.byref(groups), whole, rest, ctypes.c_uint(0), ctypes.c_uint(count)
             )
-            for resource, priority in zip((part, rest), priorities, strict=True):
-                described, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-                _call("cuDevResourceGenerateDesc", ctypes.byref(described), resource, ctypes.c_uint(1))
-                _call("cuGreenCtxCreate", ctypes.byref(context), described, index, ctypes.c_uint(_DEFAULT_STREAM))
-                _call(
-                    "cuGreenCtxStreamCreate",
-                    ctypes.byref(stream),
-                    context,
-                    ctypes.c_uint(_NON_BLOCKING),
-                    ctypes.c_int(priority),
-                )
-                made = torch.cuda.ExternalStream(stream.value, device=device)  # type: ignore[no-untyped-call]
-                found.append((made, int.from_bytes(resource.raw[_COUNT_AT : _COUNT_AT + 4], "little")))
+            _call("cuDevResourceGenerateDesc", ctypes.byref(described), part, ctypes.c_uint(1))
+            _call("cuGreenCtxCreate", ctypes.byref(context), described, index, ctypes.c_uint(_DEFAULT_STREAM))
+            _call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(priority))
         except AttributeError:  # the library has no such call
             raise DriverError("this driver cannot divide a GPU's multiprocessors") from None
-    return found
+    made = torch.cuda.ExternalStream(stream.value, device=device)  # type: ignore[no-untyped-call]
+    return made, int.from_bytes(part.raw[_COUNT_AT : _COUNT_AT + 4], "little")
 
 
 def find_gpu(name: str | None) -> torch.device | None:

@@ -15,6 +15,7 @@ import logging
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
-from symbiosis.executor.turns import Turns
+from symbiosis.executor.turns import Permit, Turns
 from symbiosis.models.positions import most_tokens
 from symbiosis.training import saving
 from symbiosis.training.adapter import Trained
@@ -91,8 +92,8 @@ class HostConfig:
     short_pass_s: float | None = None
     """How long a pass should take while answers are served beside; a single example may take longer.
 
-    None: 0.1 where both compute on the same cores; a GPU computes them at the same time (`executor/beside.py`), so its
-    passes are as long as ever.
+    None: 0.1 where both compute on the same cores; a GPU computes them at the same time (`executor/beside.py`), so there
+    it does not matter how long a pass is.
     """
 
     def __post_init__(self) -> None:
@@ -115,10 +116,10 @@ class HostStats:
     """Of which the passes were made: 8 sessions in one pass count 8."""
     seconds: float = 0.0
     """That passes took."""
-    short_passes: int = 0
-    """Those that were kept short since answers were served beside; all of the above has them too."""
-    short_rows: int = 0
-    short_seconds: float = 0.0
+    beside_passes: int = 0
+    """Those while answers were served; all of the above has them too."""
+    beside_rows: int = 0
+    beside_seconds: float = 0.0
     steps: int = 0
     """Of optimizers."""
 
@@ -152,8 +153,9 @@ class Host:
         self._device = model.device
         usual_s = _SHORT_S if model.device.type == "cpu" else _LONG_S
         self._short_s = usual_s if config.short_pass_s is None else config.short_pass_s
-        self._turns, self._pace = turns or Turns(share=1.0), Pace(self._short_s)
-        self._lengths = {short: Lengths() for short in (False, True)}
+        self._turns, self._pace = turns or Turns(share=1.0), Pace()
+        self._lengths: defaultdict[str, Lengths] = defaultdict(Lengths)
+        """Of each kind of passes."""
         self._packed = PackedModel(model, graphs=config.graphs)
         self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
@@ -342,16 +344,16 @@ class Host:
             self._release()
             if not any(s.ready for s in self._sessions.values()):
                 return True
-        short = self._turns.begin_pass(self._short_s, lambda: self._closing)
-        if short is None:
+        permit = self._turns.begin_pass(self._short_s, lambda: self._closing)
+        if permit is None:
             return False
         try:
-            self._turn(short)
+            self._turn(permit)
         finally:
             self._turns.end_pass()
         return True
 
-    def _turn(self, short: bool) -> None:
+    def _turn(self, permit: Permit) -> None:
         with self._changed:
             heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if s.ready]
         for session, call in heads:
@@ -360,7 +362,7 @@ class Host:
             elif isinstance(call, Sample):
                 self._copy(session, call)
         self._step([(session, call) for session, call in heads if isinstance(call, OptimStep)])
-        self._pass(short)  # whoever has just stepped may have a batch for it
+        self._pass(permit)  # whoever has just stepped may have a batch for it
 
     def _release(self) -> None:
         with self._changed:
@@ -473,13 +475,13 @@ class Host:
         else:
             call.answer.set_result(result)
 
-    def _pass(self, short: bool) -> None:
+    def _pass(self, permit: Permit) -> None:
         began = time.monotonic()
         with self._changed:
-            room = self._pace.room(self._rows, short=short)
+            room = self._pace.room(self._rows, permit.kind, permit.most_s)
             waiting = {s.id: s for s in self._sessions.values() if s.ready}
             candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(room)) for s in waiting.values()]
-            candidates, room = self._fair([each for each in candidates if each.costs], room, self._lengths[short])
+            candidates, room = self._fair([each for each in candidates if each.costs], room, self._lengths[permit.kind])
             picked = self._fairness.pick(candidates, room)
             chosen = [(waiting[id], waiting[id].pieces(count)) for id, count in picked.items()]
             cost = sum(sum(each.costs[: picked.get(each.session, 0)]) for each in candidates)
@@ -495,11 +497,11 @@ class Host:
             self._packed.trim()
             return
         seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
-        self._pace.note(cost, seconds, short=short)
-        self._lengths[short].note(cost, seconds)
+        self._pace.note(permit.kind, cost, seconds)
+        self._lengths[permit.kind].note(cost, seconds)
         self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds)
-        if short:
-            self._count(short_passes=1, short_rows=rows, short_seconds=seconds)
+        if permit.beside:
+            self._count(beside_passes=1, beside_rows=rows, beside_seconds=seconds)
         for (session, pieces), outcome in zip(chosen, outcomes, strict=True):
             self._settle(session, [call for call, _ in pieces], outcome)
 

@@ -23,6 +23,7 @@ from symbiosis.training.pack import Pack
 _log = logging.getLogger("symbiosis")
 _OFTEN = 2  # passes of a key, before one is captured
 _KNOWN = 256  # keys that are counted
+_STREAMS = 2  # on all multiprocessors, and on a part of them
 
 Run: TypeAlias = Callable[[Pack], Tensor]
 """Computes a pass: returns its losses, and its backward has written the gradients."""
@@ -35,58 +36,72 @@ class _Graph:
     losses_N: Tensor
 
 
+class _Kept:
+    """Graphs of one stream, and their memory."""
+
+    def __init__(self) -> None:
+        self.graphs: OrderedDict[Any, _Graph] = OrderedDict()
+        self.seen: Counter[Any] = Counter()
+        self.pool = torch.cuda.graph_pool_handle()
+
+
 class Replays:
     """One thread. All graphs of a stream share memory: the next replay writes over what the last one gave."""
 
     def __init__(self, most: int, device: torch.device) -> None:
-        """At most so many graphs are kept of each stream."""
+        """At most so many graphs are kept of each stream, and those of the last two streams."""
         self._most, self._device = most, device
-        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
-        self._seen: Counter[Any] = Counter()
-        self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: OrderedDict[int, _Kept] = OrderedDict()
+        self._spare: torch.cuda.Stream | None = None
 
     def run(self, pack: Pack, run: Run) -> Tensor:
-        key = (pack.key, torch.cuda.current_stream(self._device).cuda_stream)
-        found = self._graphs.get(key)
+        kept, key = self._kept(), pack.key
+        found = kept.graphs.get(key)
         if found is None:
-            self._seen[key] += 1
-            if len(self._seen) > _KNOWN:
-                self._seen.clear()
-            if self._seen[key] <= _OFTEN:
+            kept.seen[key] += 1
+            if len(kept.seen) > _KNOWN:
+                kept.seen.clear()
+            if kept.seen[key] <= _OFTEN:
                 return run(pack)
-            found = self._captured(pack, run)
+            found = self._captured(pack, run, kept.pool)
             if found is None:
-                self._seen[key] = -(1 << 62)  # never again
+                kept.seen[key] = -(1 << 62)  # never again
                 return run(pack)
-            self._graphs[key] = found
-            for old in [other for other in self._graphs if other[1] == key[1]][: -self._most]:
-                del self._graphs[old]
+            kept.graphs[key] = found
+            while len(kept.graphs) > self._most:
+                kept.graphs.popitem(last=False)
         else:
             for old, new in zip(found.frame.tensors, pack.tensors, strict=True):
                 old.copy_(new)
-        self._graphs.move_to_end(key)
+        kept.graphs.move_to_end(key)
         found.graph.replay()
         return found.losses_N
 
     def clear(self) -> None:
         """Let go of all graphs; what comes often is captured again."""
         torch.cuda.synchronize(self._device)
-        self._graphs.clear()
-        self._seen.clear()
-        self._pool = None
+        self._streams.clear()
 
-    def _captured(self, pack: Pack, run: Run) -> _Graph | None:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+    def _kept(self) -> _Kept:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        if stream not in self._streams:
+            while len(self._streams) >= _STREAMS:
+                torch.cuda.synchronize(self._device)
+                self._streams.popitem(last=False)
+            self._streams[stream] = _Kept()
+        self._streams.move_to_end(stream)
+        return self._streams[stream]
+
+    def _captured(self, pack: Pack, run: Run, pool: Any) -> _Graph | None:
         stream = torch.cuda.current_stream(self._device)
         if stream == torch.cuda.default_stream(self._device):  # nothing can be captured there
-            stream = self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream = self._spare = self._spare or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what passes had is not needed beside the graph's own
         frame = pack.frame()
         try:
             with torch.cuda.stream(stream):
-                graph, losses_N = captured(lambda: run(frame), self._pool)
+                graph, losses_N = captured(lambda: run(frame), pool)
         except RuntimeError as error:
             _log.warning("a training pass cannot be a CUDA graph: %s", error)
             return None
