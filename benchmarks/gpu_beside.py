@@ -8,9 +8,9 @@ first, and that is all), "beside:0.5" (while answers are served training has so 
 decode without pause) and "chat" (questions of 128 tokens come at random, one in two seconds on average, and are answered
 with 128). Ratios are medians of the ratio within one round of turns.
 
-    python -m benchmarks.gpu_beside 7b                                       # about 2 minutes on one H200
-    python -m benchmarks.gpu_beside 7b --load chat --seconds 16 --rounds 2   # about 2.5 minutes
-    python -m benchmarks.gpu_beside 1b --ways beside:0.5 beside:0.75
+    python -m benchmarks.gpu_beside 7b                                       # about a minute on one H200
+    python -m benchmarks.gpu_beside 7b --load chat --seconds 12 --rounds 3   # about 2.5 minutes
+    python -m benchmarks.gpu_beside 7b --ways beside:0.5                     # one a run: graphs of two streams are kept
     python -m benchmarks.gpu_beside tiny --cpu                               # seconds, for the tests
 """
 
@@ -37,11 +37,9 @@ from benchmarks.results import FOLDER, compared, rotated, save
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.tenants import window_of
 
-WAYS = ("priority", "beside:0.375", "beside:0.5", "beside:0.625", "steered")
+WAYS = ("steered",)
 LOADS = ("full", "chat")
 ROUNDS = 5
-QUIET_S = 1.1
-"""After so long without answers training has the whole GPU."""
 TRIES = 8
 """Most parts of the GPU that are tried before a way is measured."""
 
@@ -198,7 +196,6 @@ def window(serving: Serving | None, training: Shared | None, seconds: float) -> 
             time.sleep(end - time.monotonic())
             found: list[list[float]] = []
     elif serving is None:
-        time.sleep(QUIET_S)
         found = training.window(seconds)
     else:
         with serving:
@@ -266,7 +263,7 @@ def run(
             cases = [case for case in runs if case not in failed]
             for number in range(rounds):
                 for case in rotated(cases, number):
-                    turns.now = ways.get(case, next(iter(ways.values())))
+                    turns.now = ways.get(case) or way_of("priority", device)  # a new one has never served anybody
                     runs[case].append(
                         window(None if case == "training" else serving, None if case == "serving" else training, seconds)
                     )

@@ -41,7 +41,7 @@ def test_training_has_a_part_while_answers_are_served_and_short_passes_for_a_min
     assert begun(turns).beside
     turns.end_pass()
     clock.now += 1.0
-    assert begun(turns) == Permit("lately", 0.05)
+    assert begun(turns) == Permit("lately", 0.1)
     turns.end_pass()
     clock.now += 60.0
     assert begun(turns) == Permit("full")

@@ -435,12 +435,12 @@ def test_files_that_do_not_fit_change_nothing(host, tmp_path):
 def test_a_file_is_written_once_however_late_its_answer(host, tmp_path, monkeypatch):
     session, other, answer, written = host.open("ann", lora()), host.open("bob", lora()), host._answer, []
 
-    def late(whose, call, result):
+    def late(whose, call, result, **named):
         if whose is session:
             written.append(call)
             for _ in range(3):  # the loop goes round meanwhile
                 other.forward_backward(examples(5)).result(60)
-        answer(whose, call, result)
+        answer(whose, call, result, **named)
 
     monkeypatch.setattr(host, "_answer", late)
     saved = session.save(tmp_path / "it")

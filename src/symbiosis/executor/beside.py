@@ -36,12 +36,13 @@ SLOWDOWN = 1.3
 _SWITCH_S = 5e-4  # serving and training are threads of one interpreter: a token takes milliseconds
 _LAST_S = 0.2  # training that ended so recently goes on
 _LATELY_S = 60.0  # somebody was served no longer ago: the next may come at any moment
-_LATELY_PASS_S = 0.05  # about as long as it takes to read a prompt
+_LATELY_PASS_S = 0.1  # as long as it takes to read a prompt meanwhile; shorter ones cost a large model its speed
 _FIRST = 0.5  # of the multiprocessors
 _GRAIN = 16  # parts are multiples of one 16th: GPUs are divided in steps of some multiprocessors
 _FEW, _MANY = 8, 40  # passes of training before a comparison: after a change, and else
 _COMPARED = 12  # passes of the engine without training
 _PAUSE_S = 0.5  # at most
+_ACTIVE_S = 0.05  # the engine has computed something no longer ago
 _TAIL = 1.05  # the slowest of a hundred tokens are so much further behind than the one in the middle
 _making = threading.Lock()
 _log = logging.getLogger("symbiosis")
@@ -139,7 +140,7 @@ class Beside(Turns):
         served = self.busy_until() is not None
         if served and not self._is_given:
             self._due -= 1
-            if self._due <= 0:
+            if self._due <= 0 and self._clock() - self._ended < _ACTIVE_S:
                 self._compare()
         self._use(self._lanes()[2 if served else 1])
         self._training = True
@@ -160,13 +161,13 @@ class Beside(Turns):
             self._changed.wait_for(lambda: len(self._recent[False]) == _COMPARED, timeout=_PAUSE_S)
             alone = list(self._recent[False])
             self._recent[True].clear()
-        self._due = _MANY
+        self._due = _FEW
         if min(len(alone), len(beside)) < _COMPARED:
             return
         self._pace = {"beside_s": statistics.median(beside), "alone_s": statistics.median(alone)}
         share = fitting(self.share, _TAIL * self._pace["beside_s"] / self._pace["alone_s"], self._allowed)
-        if share != self.share:
-            self.share, self._due = share, _FEW
+        self._due = _MANY if share == self.share else _FEW
+        self.share = share
 
     # Both
 

@@ -154,6 +154,7 @@ class Host:
         usual_s = _SHORT_S if model.device.type == "cpu" else _LONG_S
         self._short_s = usual_s if config.short_pass_s is None else config.short_pass_s
         self._turns, self._pace = turns or Turns(share=1.0), Pace()
+        self._later: list[tuple[Future[Any], Any]] = []
         self._lengths: defaultdict[str, Lengths] = defaultdict(Lengths)
         """Of each kind of passes."""
         self._packed = PackedModel(model, graphs=config.graphs)
@@ -278,8 +279,10 @@ class Host:
                 raise Closed("this host is closed")
             everybody = self._sessions.values()
             mine = [each.line for each in everybody if each.tenant == session.tenant]
-            all_room = self.config.max_answers - sum(each.line.answers for each in everybody)
-            answers = min(all_room, self.config.tenant_answers - sum(line.answers for line in mine))
+            answers = 0
+            if call.answers:
+                all_room = self.config.max_answers - sum(each.line.answers for each in everybody)
+                answers = min(all_room, self.config.tenant_answers - sum(line.answers for line in mine))
             _, answer = session.line.put(call, number, taken=sum(line.tokens for line in mine), answers=answers)
             self._changed.notify_all()
         return answer
@@ -306,8 +309,8 @@ class Host:
         for call in left:
             call.answer.set_exception(copy.copy(error))
 
-    def _answer(self, session: Session, call: Call, result: Any) -> None:
-        """The call at the head of a session's line is done; an error is an answer too."""
+    def _answer(self, session: Session, call: Call, result: Any, *, later: bool = False) -> None:
+        """The call at the head of a session's line is done; an error is an answer too. `later`: it is said in `_deliver`."""
         with self._changed:
             session.busy = False
             if session.line.ended is not None:
@@ -316,10 +319,18 @@ class Host:
             self._changed.notify_all()
         if isinstance(result, Exception):
             call.answer.set_exception(result.with_traceback(None))
+        elif later:
+            self._later.append((call.answer, result))
         else:
             call.answer.set_result(result)
 
     # The thread
+
+    def _deliver(self) -> None:
+        """Who waits for a pass is told while the next one is computed: many who go on at once would hold that up."""
+        later, self._later = self._later, []
+        for answer, result in later:
+            answer.set_result(result)
 
     def _run(self) -> None:
         why: SymbiosisError = Closed("hosted training has stopped")
@@ -330,6 +341,7 @@ class Host:
             why = error
         finally:  # whatever happened: nobody waits for an answer that will not come
             self._closing = True
+            self._deliver()
             for _, call, _ in self._stepped.calls:
                 call.answer.set_exception(copy.copy(why))
             for session in list(self._sessions.values()):
@@ -337,6 +349,8 @@ class Host:
 
     def _round(self) -> bool:
         """Wait for something to do, and do it. Nothing of a session is kept by this thread in between."""
+        if not any(s.ready for s in list(self._sessions.values())):
+            self._deliver()
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._gone or any(s.ready for s in self._sessions.values()))
             if self._closing:
@@ -387,7 +401,7 @@ class Host:
                     if session.line.ended is not None:
                         continue  # it was answered when the session ended
                     session.line.done(call)
-                    self._fairness.charge(session.tenant, session.adapter.size * self._step_rows / session.weight)
+                    self._fairness.charge(session.tenant, session.size * self._step_rows / session.weight)
                 session.progress = Progress(session.progress.steps + 1, session.progress.batches)
                 self._count(steps=1)
                 launched.append((session, call, norm))
@@ -487,6 +501,7 @@ class Host:
             cost = sum(sum(each.costs[: picked.get(each.session, 0)]) for each in candidates)
         if not chosen:
             self._tell()
+            self._deliver()
             return
         shares = [Share(s.adapter, tuple(piece for _, piece in pieces), pieces[0][0].learns) for s, pieces in chosen]
         try:
@@ -532,6 +547,7 @@ class Host:
         except Exception as error:  # noqa: BLE001 - a model's code may raise anything; it is the call's answer
             failed = error
         self._tell()
+        self._deliver()
         if failed is None:
             try:
                 return [*launched.outcomes()]
@@ -560,7 +576,7 @@ class Host:
             call.losses.append(loss)
             if len(call.losses) == len(call.examples):
                 session.progress = Progress(session.progress.steps, session.progress.batches + call.learns)
-                self._answer(session, call, Loss(sum(call.losses), call.tokens))
+                self._answer(session, call, Loss(sum(call.losses), call.tokens), later=self._device.type == "cuda")
 
 
 def _failure(outcome: Outcome | Exception) -> SymbiosisError:
@@ -570,4 +586,4 @@ def _failure(outcome: Outcome | Exception) -> SymbiosisError:
 
 
 def _parameters(sessions: list[Session]) -> int:
-    return sum(session.adapter.size for session in sessions)
+    return sum(session.size for session in sessions)

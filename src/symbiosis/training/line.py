@@ -29,6 +29,8 @@ class Line:
         self._early: dict[int, Call] = {}
         self._sampled: list[Sample] = []
         self._known: OrderedDict[int, Call] = OrderedDict()
+        self._kept = 0
+        """Tokens of answers of those that are known."""
         self._ended: SymbiosisError | None = None
 
     @property
@@ -76,15 +78,15 @@ class Line:
             arrived = self._early.pop(self._next)
             self._waiting.append(arrived)
             self._known[self._next] = arrived
+            self._kept += arrived.kept
             self._next += 1
         self._remember()
         return number, call.answer
 
     def _remember(self) -> None:
         """Forget the oldest if there are too many, or too many answers."""
-        kept = sum(call.kept for call in self._known.values())
-        while len(self._known) > _REMEMBERED + self._most or kept > self._most_tokens:
-            kept -= self._known.popitem(last=False)[1].kept
+        while len(self._known) > _REMEMBERED + self._most or self._kept > self._most_tokens:
+            self._kept -= self._known.popitem(last=False)[1].kept
 
     def done(self, call: Call) -> None:
         assert self._waiting[0] is call, "calls end in their order"
@@ -128,3 +130,4 @@ class Line:
     def forget(self) -> None:
         """Also the answers of old."""
         self._known.clear()
+        self._kept = 0

@@ -67,6 +67,7 @@ class Session:
     ) -> None:
         self.id, self.tenant, self.weight, self.seed = id, tenant, weight, seed
         self.adapter, self.optimizer = adapter, optimizer_of(adapter.parameters, adapter.flat)
+        self.size = adapter.size
         self.takes_items = takes_items
         """Whether Trainer would divide the losses of all batches before a step by the labels of all."""
         self.progress = Progress()
@@ -245,5 +246,5 @@ class Session:
 
     def release(self) -> None:
         """Once nothing of it is computed any more: whoever keeps a closed session keeps no tensor by it."""
-        self.adapter, self.optimizer = NOTHING, Optimizer({})
+        self.adapter, self.optimizer, self.size = NOTHING, Optimizer({}), 0
         self.line.forget()
