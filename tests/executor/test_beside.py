@@ -52,7 +52,8 @@ def test_a_part_is_found_that_slows_answers_as_much_as_is_allowed():
     assert fitting(0.5, slower=1.6, allowed=1.3) == 0.25
     assert fitting(0.5, slower=1.4, allowed=1.3) == 0.375
     assert fitting(0.5, slower=1.3, allowed=1.3) == 0.5
-    assert fitting(0.5, slower=1.28, allowed=1.3) == 0.5, "not for a little more"
+    assert fitting(0.5, slower=1.31, allowed=1.3) == 0.5, "not less for next to nothing"
+    assert fitting(0.3125, slower=1.25, allowed=1.3) == 0.375
     assert fitting(0.5, slower=1.2, allowed=1.3) == 0.75
     assert fitting(0.5, slower=0.9, allowed=1.3) == 0.75, "not too much at a time"
     assert fitting(0.0625, slower=3.0, allowed=1.1) == 0.0625, "some training goes on"

@@ -42,6 +42,7 @@ _GRAIN = 16  # parts are multiples of one 16th: GPUs are divided in steps of som
 _FEW, _MANY = 8, 40  # passes of training before a comparison: after a change, and else
 _COMPARED = 12  # passes of the engine without training
 _PAUSE_S = 0.5  # at most
+_NEARLY = 1.015
 _ACTIVE_S = 0.05  # the engine has computed something no longer ago
 _TAIL = 1.05  # the slowest of a hundred tokens are so much further behind than the one in the middle
 _making = threading.Lock()
@@ -77,12 +78,13 @@ def turns_on(device: torch.device, share: float | None = None, slowdown: float |
 def fitting(share: float, slower: float, allowed: float) -> float:
     """The part with which passes are so much slower as is allowed, if this one makes them `slower`.
 
-    What they lose is about in proportion. At most half as much more at a time, and not for a little more.
+    What they lose is about in proportion. At most half as much more or less at a time, and not less for next to nothing.
     """
     wanted = share * (allowed - 1) / max(slower - 1, 0.01)
-    parts = math.floor(_GRAIN * max(0.5 * share, min(1.5 * share, wanted)))
-    now = round(_GRAIN * share)
-    return share if now <= parts <= now + 1 else max(1, min(_GRAIN - 2, parts)) / _GRAIN
+    parts = math.floor(_GRAIN * max(0.5 * share, min(1.5 * share, wanted)) + 1e-6)
+    if parts < _GRAIN * share and slower <= _NEARLY * allowed:
+        return share
+    return max(1, min(_GRAIN - 2, parts)) / _GRAIN
 
 
 class Beside(Turns):
