@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from symbiosis.engine.changes import Loaded, Low, Own, Part, Rows, Scale, Segment
+from symbiosis.executor.product import product
 
 _FEW_ROWS = 16
 _LONGEST = 16  # adapters in a stack
@@ -35,6 +36,7 @@ class Together:
 
     def __init__(self, paths: Sequence[str], widths: Sequence[int], weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.paths, self.widths, self.weight_OI, self.bias_O = tuple(paths), list(widths), weight_OI, bias_O
+        self._weight_IO = weight_OI.t() if bias_O is None and weight_OI.stride(0) == 1 else None
         self._seen: Tensor | None = None
         self._waiting: dict[str, Tensor] = {}
 
@@ -44,6 +46,12 @@ class Together:
         from symbiosis.kernels.low_rank import Members
 
         return Members(self.widths, self.weight_OI.device)
+
+    def product(self, x_RI: Tensor) -> Tensor:
+        """The layers' results side by side."""
+        if self._weight_IO is not None:  # what `F.linear` comes to in the end, 13 µs sooner
+            return torch.mm(x_RI, self._weight_IO)
+        return product(x_RI, self.weight_OI, self.bias_O)
 
     def take(self, path: str, x: Tensor) -> Tensor | None:
         """This layer's result for the very same rows, if another has computed it."""
