@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from symbiosis.client.gates import is_silu
 from symbiosis.client.layers import mix_in
 from symbiosis.engine.bank import Bank
-from symbiosis.engine.effects import Together
+from symbiosis.engine.effects import Effect, Together
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -72,32 +72,32 @@ class Straight:
     def compute(self, x_RD: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor | None:
         """The layer's result; None if an adapter wants its parts one by one."""
         bank, width = self.bank, self.width
-        for together in (self.qkv, self.gate_up):
-            effect = bank.effect(together, of_head=False)
-            if effect is not None and effect.scaled_inputs:
-                return None
+        parts = (self.qkv, self.out, self.gate_up, self.down)
+        of_qkv, of_out, of_gate_up, of_down = [bank.effect(part, of_head=False) for part in parts]
+        if (of_qkv is not None and of_qkv.scaled_inputs) or (of_gate_up is not None and of_gate_up.scaled_inputs):
+            return None
         bank.check(x_RD.shape[0], of_head=False)
         rows = F.rms_norm(x_RD, self.norm_D.shape, self.norm_D, self.epsilon)
-        qkv_RAW = self._product(rows, self.qkv).view(x_RD.shape[0], -1, width)
+        qkv_RAW = _product(rows, self.qkv, of_qkv).view(x_RD.shape[0], -1, width)
         turned = (qkv_RAW.shape[1] + self.heads) // 2
         qk_RAW, v_RKW = qkv_RAW[:, :turned], qkv_RAW[:, turned:]
         cos, sin = self.turns.of(embeddings)
         qk_ARW = torch.addcmul(qk_RAW * cos, qk_RAW.roll(width // 2, -1), sin).transpose(0, 1)
         q_HRW, k_KRW = qk_ARW[: self.heads], qk_ARW[self.heads :]
         found = self.memory.attend(self.number, q_HRW, k_KRW, v_RKW.transpose(0, 1), **self.asked)
-        x_RD = self._product(found.reshape(x_RD.shape[0], -1), self.out).add_(x_RD)
+        x_RD = _product(found.reshape(x_RD.shape[0], -1), self.out, of_out).add_(x_RD)
         rows = F.rms_norm(x_RD, self.next_norm_D.shape, self.next_norm_D, self.next_epsilon)
-        gate, up = self._product(rows, self.gate_up).chunk(2, dim=1)
-        return self._product(F.silu(gate).mul_(up), self.down).add_(x_RD)
+        gate, up = _product(rows, self.gate_up, of_gate_up).chunk(2, dim=1)
+        return _product(F.silu(gate).mul_(up), self.down, of_down).add_(x_RD)
 
-    def _product(self, x_RI: Tensor, together: Together) -> Tensor:
-        effect = self.bank.effect(together, of_head=False)
-        if effect is None:
-            return together.product(x_RI)
-        x_RI = effect.before(x_RI)
-        y_RO = together.product(x_RI)
-        effect.after(x_RI, y_RO, together.bias_O)
-        return y_RO
+
+def _product(x_RI: Tensor, together: Together, effect: Effect | None) -> Tensor:
+    if effect is None:
+        return together.product(x_RI)
+    x_RI = effect.before(x_RI)
+    y_RO = together.product(x_RI)
+    effect.after(x_RI, y_RO, together.bias_O)
+    return y_RO
 
 
 class StraightLayer(nn.Module):
