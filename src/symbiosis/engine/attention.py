@@ -107,7 +107,7 @@ class KeyValues:
             k, v = several.gathered(keys).transpose(1, 2), several.gathered(values).transpose(1, 2)
             found = _attend(q, k, v, several.bias(window, q_HRD.dtype, groups), scale, cap)
             out_BcKGD = out_RHD[rows].view(-1, count, keys.shape[1], groups, v.shape[-1])
-            out_BcKGD.copy_(found.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4))
+            out_BcKGD.copy_(found.view(*found.shape[:2], groups, count, -1).permute(0, 3, 1, 2, 4))
         return out_RHD
 
 
@@ -166,7 +166,8 @@ def _alike(spans: Sequence[Span]) -> list[list[Span]]:
         if span.count == 1:
             continue
         last = found[-1][-1] if found else None
-        follows = last is not None and (last.start + last.count, last.count, last.before) == (span.start, span.count, span.before)
+        kind = (span.start, span.count, span.before)
+        follows = last is not None and (last.start + last.count, last.count, last.before) == kind
         if follows and len(found[-1]) * (span.before + span.count) < _KEYS_AT_ONCE:
             found[-1].append(span)
         else:

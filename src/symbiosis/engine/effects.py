@@ -109,11 +109,8 @@ class Stack:
         count, width, _ = self.a_AIB.shape
         y_AmO = y_RO.view(count, -1, y_RO.shape[1])
         low_AmB = torch.bmm(x_RI.view(count, -1, width), self.a_AIB)
-        if len(self.b_ArO) == 1:
-            y_AmO.baddbmm_(low_AmB, self.b_ArO[0])
-            return
-        lows = iter(low_AmB.split(self.ranks, 2))
-        for y_Amo, b_Aro in zip(y_AmO.split(self.widths, 2), self.b_ArO, strict=True):
+        lows = iter(torch.split(low_AmB, self.ranks, 2))
+        for y_Amo, b_Aro in zip(torch.split(y_AmO, self.widths, 2), self.b_ArO, strict=True):
             if b_Aro is not None:
                 y_Amo.baddbmm_(next(lows), b_Aro)
 

@@ -48,6 +48,18 @@ class Turns:
         return self._made
 
 
+class Norm:
+    """An RMS norm by its rows' lengths: half the time of `F.rms_norm`, its reference, for a few dozen rows."""
+
+    def __init__(self, weight_D: Tensor, epsilon: float) -> None:
+        self._weight_D = weight_D * weight_D.numel() ** 0.5
+        self._shortest = torch.tensor((epsilon * weight_D.numel()) ** 0.5)
+
+    def __call__(self, x_RD: Tensor) -> Tensor:
+        lengths_R1 = torch.hypot(torch.linalg.vector_norm(x_RD, dim=1, keepdim=True), self._shortest)
+        return (x_RD * lengths_R1.reciprocal_()).mul_(self._weight_D)
+
+
 @dataclass(slots=True)
 class Straight:
     """What the function needs to know of one layer."""
@@ -62,10 +74,8 @@ class Straight:
     out: Together
     gate_up: Together
     down: Together
-    norm_D: Tensor
-    next_norm_D: Tensor
-    epsilon: float
-    next_epsilon: float
+    norm: Norm
+    next_norm: Norm
     asked: dict[str, Any]
     """What the layer asks of attention besides."""
 
@@ -77,7 +87,7 @@ class Straight:
         if (of_qkv is not None and of_qkv.scaled_inputs) or (of_gate_up is not None and of_gate_up.scaled_inputs):
             return None
         bank.check(x_RD.shape[0], of_head=False)
-        rows = F.rms_norm(x_RD, self.norm_D.shape, self.norm_D, self.epsilon)
+        rows = self.norm(x_RD)
         qkv_RAW = _product(rows, self.qkv, of_qkv).view(x_RD.shape[0], -1, width)
         turned = (qkv_RAW.shape[1] + self.heads) // 2
         qk_RAW, v_RKW = qkv_RAW[:, :turned], qkv_RAW[:, turned:]
@@ -86,7 +96,7 @@ class Straight:
         q_HRW, k_KRW = qk_ARW[: self.heads], qk_ARW[self.heads :]
         found = self.memory.attend(self.number, q_HRW, k_KRW, v_RKW.transpose(0, 1), **self.asked)
         x_RD = _product(found.reshape(x_RD.shape[0], -1), self.out, of_out).add_(x_RD)
-        rows = F.rms_norm(x_RD, self.next_norm_D.shape, self.next_norm_D, self.next_epsilon)
+        rows = self.next_norm(x_RD)
         gate, up = _product(rows, self.gate_up, of_gate_up).chunk(2, dim=1)
         return _product(F.silu(gate).mul_(up), self.down, of_down).add_(x_RD)
 
@@ -106,7 +116,12 @@ class StraightLayer(nn.Module):
     symbiosis_straight: Straight
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *more: Any, position_embeddings: Any = None, **named: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *more: Any,
+        position_embeddings: Any = None,
+        **named: Any,
     ) -> Any:
         if not more and attention_mask is None and position_embeddings is not None:
             found = self.symbiosis_straight.compute(hidden_states[0], position_embeddings)
@@ -169,16 +184,16 @@ def _tried(layer: Any, bank: Bank, turns: Turns) -> Straight | None:
     object.__setattr__(attention, "symbiosis_memory", witness)
     try:
         expected = layer(x_1RD, position_embeddings=embeddings)
-        norm, next_norm = layer.input_layernorm, layer.post_attention_layernorm
         straight = Straight(
             bank, turns, witness, witness.number, attention.q_proj.out_features // width, width,
             attention.q_proj.symbiosis_together, attention.o_proj.symbiosis_together,
             layer.mlp.gate_proj.symbiosis_together, layer.mlp.down_proj.symbiosis_together,
-            norm.weight.detach(), next_norm.weight.detach(), _epsilon(norm), _epsilon(next_norm), witness.asked,
+            _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm), witness.asked,
         )  # fmt: skip
         found = straight.compute(x_1RD[0], embeddings)
-        same = witness.asked == straight.asked and isinstance(expected, Tensor) and found is not None
-        if not same or not torch.allclose(found, expected[0], rtol=0, atol=_CLOSE * float(expected.abs().max())):
+        if found is None or not isinstance(expected, Tensor) or witness.asked != straight.asked:
+            return None
+        if not torch.allclose(found, expected[0], rtol=0, atol=_CLOSE * float(expected.abs().max())):
             return None
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it is built in another way
         return None
@@ -188,6 +203,6 @@ def _tried(layer: Any, bank: Bank, turns: Turns) -> Straight | None:
     return straight
 
 
-def _epsilon(norm: Any) -> float:
-    epsilon = getattr(norm, "variance_epsilon", None)
-    return float(norm.eps if epsilon is None else epsilon)
+def _norm(module: Any) -> Norm:
+    epsilon = getattr(module, "variance_epsilon", None)
+    return Norm(module.weight, float(module.eps if epsilon is None else epsilon))
