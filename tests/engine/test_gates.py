@@ -7,16 +7,16 @@ import torch
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from symbiosis.client.gates import _is_silu
+from symbiosis.client.gates import is_silu
 
 
 @pytest.mark.parametrize("name", ["silu", "swish"])
 def test_silu_by_any_name(name):
-    assert _is_silu(ACT2FN[name])
+    assert is_silu(ACT2FN[name])
 
 
 @pytest.mark.parametrize(
     "function", [ACT2FN["gelu"], ACT2FN["gelu_pytorch_tanh"], ACT2FN["relu"], lambda x: F.silu(x.clamp(max=7.0)), torch.sigmoid]
 )
 def test_what_is_alike_near_zero_only_is_not(function):
-    assert not _is_silu(function)
+    assert not is_silu(function)

@@ -30,7 +30,7 @@ class Gated(nn.Module):
         return self.down_proj(rows.view(gate.shape))  # type: ignore[operator]
 
 
-def _is_silu(function: Any) -> bool:
+def is_silu(function: Any) -> bool:
     """Small numbers alone would not tell it from others."""
     numbers = torch.linspace(-12, 12, 97)
     return torch.allclose(function(numbers), F.silu(numbers), rtol=1e-5, atol=1e-6)
@@ -42,7 +42,7 @@ def gate(model: PreTrainedModel) -> None:
     for module in list(model.modules()):
         if {name for name, _ in module.named_children()} != _NAMES or not isinstance(module.gate_proj, nn.Linear):
             continue
-        if not _is_silu(module.act_fn):
+        if not is_silu(module.act_fn):
             continue
         x = 8 * torch.randn(2, module.gate_proj.in_features, generator=torch.Generator().manual_seed(0)).to(
             module.gate_proj.weight

@@ -25,6 +25,7 @@ from symbiosis.kernels.tiles import Span
 from symbiosis.models.attention import no_mask, refused
 
 NAME = "symbiosis_pages"
+_KEYS_AT_ONCE = 16384  # gathered for prompts that are computed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +102,22 @@ class KeyValues:
         if now.single is not None:
             out_RHD[now.single] = found
         for several in now.several:
-            end = several.start + several.count
-            q = q_HRD[:, several.start : end].reshape(1, keys.shape[1], groups * several.count, width)
-            k, v = (memory.index_select(0, several.slots)[None].transpose(1, 2) for memory in (keys, values))
-            bias = several.bias(window, q_HRD.dtype).repeat(groups, 1)[None, None]
-            found = _attend(q, k, v, bias, scale, cap)[0]
-            out_RHD[several.start : end] = found.reshape(heads, several.count, -1).transpose(0, 1)
+            rows, count = slice(several.start, several.end), several.count
+            q = q_RHD[rows].view(-1, count, keys.shape[1], groups, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
+            k, v = several.gathered(keys).transpose(1, 2), several.gathered(values).transpose(1, 2)
+            found = _attend(q, k, v, several.bias(window, q_HRD.dtype, groups), scale, cap)
+            out_BcKGD = out_RHD[rows].view(-1, count, keys.shape[1], groups, v.shape[-1])
+            out_BcKGD.copy_(found.view(*found.shape[:2], groups, count, -1).permute(0, 3, 1, 2, 4))
         return out_RHD
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Tensor:
     """Attention of grouped queries, [B, K, rows of a group, D]; the bias is -inf where a row must not look."""
     if cap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     scores = (q @ k.transpose(-1, -2)).float() * scale
-    scores = cap * torch.tanh(scores / cap) + bias
+    scores = cap * torch.tanh(scores / cap)
+    scores = scores if bias is None else scores + bias
     return scores.softmax(-1).to(v.dtype) @ v
 
 
@@ -130,37 +132,65 @@ def _bias(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Several:
-    """A span of several rows: a piece of a prompt."""
+    """Pieces of prompts: spans of as many rows each and as many tokens before, one behind the other."""
 
-    def __init__(self, span: Span, page_size: int, device: torch.device) -> None:
-        self.start, self.count = span.start, span.count
-        self._first = span.before
-        self.slots = _slots(span.pages, page_size, 0, span.before + span.count).to(device)
-        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
+    def __init__(self, spans: Sequence[Span], page_size: int, device: torch.device) -> None:
+        first, self._spans = spans[0], len(spans)
+        self.start, self.count, self.end = first.start, first.count, first.start + first.count * len(spans)
+        self._first = first.before
+        slots = [_slots(span.pages, page_size, 0, span.before + span.count) for span in spans]
+        self._slots = torch.cat(slots).to(device)
+        self._biases: dict[tuple[int | None, torch.dtype, int], Tensor] = {}
 
-    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        if (window, dtype) not in self._biases:
-            place = torch.arange(self._first, self._first + self.count, device=self.slots.device)[:, None]
-            other = torch.arange(len(self.slots), device=self.slots.device)[None, :]
+    def gathered(self, memory: Tensor) -> Tensor:
+        """Keys or values of these sequences, [B, T, K, D]."""
+        return memory.index_select(0, self._slots).view(self._spans, -1, *memory.shape[1:])
+
+    def bias(self, window: int | None, dtype: torch.dtype, groups: int) -> Tensor:
+        """Of the rows of any of them, once for every query head of a group."""
+        key = (window, dtype, groups)
+        if key not in self._biases:
+            place = torch.arange(self._first, self._first + self.count, device=self._slots.device)[:, None]
+            other = torch.arange(self._first + self.count, device=self._slots.device)[None, :]
             allowed = other <= place
             if window is not None:
                 allowed &= other > place - window
-            self._biases[window, dtype] = _bias(allowed, dtype)
-        return self._biases[window, dtype]
+            self._biases[key] = _bias(allowed, dtype).repeat(groups, 1)[None, None]
+        return self._biases[key]
+
+
+def _alike(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans of several rows, those together that are computed as one."""
+    found: list[list[Span]] = []
+    for span in spans:
+        if span.count == 1:
+            continue
+        last = found[-1][-1] if found else None
+        kind = (span.start, span.count, span.before)
+        follows = last is not None and (last.start + last.count, last.count, last.before) == kind
+        if follows and len(found[-1]) * (span.before + span.count) < _KEYS_AT_ONCE:
+            found[-1].append(span)
+        else:
+            found.append([span])
+    return found
 
 
 class _Pass:
     """What all layers of one pass need, made once."""
 
     def __init__(self, spans: Sequence[Span], given: Sequence[Given], page_size: int, device: torch.device) -> None:
-        slots = [_slots(span.pages, page_size, span.before, span.before + span.count) for span in spans]
-        self.slots_R = torch.cat(slots).to(device)
-        self.given = [(self.slots_R[each.start : each.start + each.keys_LTKD.shape[1]], each) for each in given]
-        self.several = [_Several(span, page_size, device) for span in spans if span.count > 1]
+        self.several = [_Several(alike, page_size, device) for alike in _alike(spans)]
         single = [span for span in spans if span.count == 1]
+        if self.several:
+            slots = [_slots(span.pages, page_size, span.before, span.before + span.count) for span in spans]
+            self.slots_R = torch.cat(slots).to(device)
+        else:
+            at = [span.pages[span.before // page_size] * page_size + span.before % page_size for span in single]
+            self.slots_R = torch.tensor(at, device=device)
+        self.given = [(self.slots_R[each.start : each.start + each.keys_LTKD.shape[1]], each) for each in given]
         self.single = torch.tensor([span.start for span in single], device=device) if single else None
         self._places = torch.tensor([span.before for span in single], device=device)
-        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
+        self._biases: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
         self._beyond_BT11: Tensor | None = None  # the places after the end of their sequences, if any
         self._page_size, self._longest = page_size, 0
         if single:
@@ -180,8 +210,10 @@ class _Pass:
             found_BTKD.masked_fill_(self._beyond_BT11, 0.0)
         return found_BTKD
 
-    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Of each single row, [B, 1, 1, T]."""
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Of each single row, [B, 1, 1, T]; None if each may look at all there is."""
+        if self._beyond_BT11 is None and (window is None or window >= self._longest):
+            return None
         if (window, dtype) not in self._biases:
             other = torch.arange(self._longest, device=self._places.device)[None, :]
             allowed = other <= self._places[:, None]

@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.layers import mix_in
 from symbiosis.engine.bank import Bank
 from symbiosis.engine.effects import Effect, Together
-from symbiosis.executor.product import product
 from symbiosis.models.joining import neighbours
 
 
@@ -63,7 +62,7 @@ class AdaptedLinear(Adapted):
 
     def _product(self, rows: Tensor, together: Together) -> Tensor:
         if isinstance(self, nn.Linear):
-            return product(rows, together.weight_OI, together.bias_O)
+            return together.product(rows)
         return super().forward(rows)  # type: ignore[no-any-return]
 
 

@@ -18,6 +18,7 @@ from symbiosis.engine.changes import Loaded, Segment, Virtual
 from symbiosis.engine.decoding import Decoder
 from symbiosis.engine.layers import adapt, adapt_together
 from symbiosis.engine.passes import Chunk, Pass
+from symbiosis.engine.straight import straighten
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
 
@@ -44,6 +45,8 @@ class Runner:
             if kernels.run_on(model.device):
                 fuse(model)
                 gate(model)
+            elif model.device.type == "cpu":
+                straighten(model, self._bank)
             found = self._probe(ids)
         room = _TOLERANCE.get(model.dtype, _COARSE) * float(expected.abs().max())
         if not torch.allclose(found.float(), expected.float(), rtol=0, atol=room):

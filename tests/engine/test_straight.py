@@ -1,0 +1,86 @@
+"""Decoder layers as one straight function: which are, and that they give what their own code gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from symbiosis.engine.attention import KeyValues, Span, use_pages
+from symbiosis.engine.bank import Bank
+from symbiosis.engine.layers import adapt, adapt_together
+from symbiosis.engine.straight import Norm, StraightLayer, straighten
+from symbiosis.models.joining import join
+from tests.parity.architectures import ARCHITECTURES
+
+USUAL = {"llama", "mistral", "qwen2"}
+SPANS = [Span(0, 1, 5, [0, 1]), Span(1, 3, 0, [2]), Span(4, 3, 0, [3]), Span(7, 3, 4, [4, 5])]
+
+
+def served(architecture):
+    torch.manual_seed(0)
+    model = architecture.model().eval()
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    memory = KeyValues(
+        layers=config.num_hidden_layers,
+        heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        width=width,
+        pages=8,
+        page_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    memory._memory.normal_()
+    join(model)
+    use_pages(model, memory)
+    bank = Bank()
+    adapt(model, bank)
+    adapt_together(model)
+    return model, memory, bank
+
+
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a.name in USUAL], ids=lambda a: a.name)
+@torch.inference_mode()
+def test_a_straight_model_gives_what_its_own_code_gives(architecture):
+    model, memory, bank = served(architecture)
+    ids = torch.arange(10)[None]
+    places = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]])
+    before = copy.deepcopy(memory._memory)
+    bank.begin((), ())
+    memory.begin(SPANS)
+    expected = model(input_ids=ids, position_ids=places, use_cache=False).logits
+    stored = copy.deepcopy(memory._memory)
+    straighten(model, bank)
+    assert all(isinstance(layer, StraightLayer) for layer in model.model.layers)
+    memory._memory.copy_(before)
+    memory.begin(SPANS)
+    torch.testing.assert_close(
+        model(input_ids=ids, position_ids=places, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(memory._memory, stored, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_layer_whose_code_does_something_else_keeps_it():
+    model, _, bank = served(next(a for a in ARCHITECTURES if a.name == "llama"))
+    odd, plain = model.model.layers[0], model.model.layers[1]
+    forward = type(odd).forward
+
+    class Scaled(type(odd)):
+        def forward(self, *given, **named):
+            return forward(self, *given, **named) * 1.01
+
+    odd.__class__ = Scaled
+    straighten(model, bank)
+    assert not isinstance(odd, StraightLayer)
+    assert isinstance(plain, StraightLayer)
+
+
+@torch.inference_mode()
+def test_the_norm_is_the_plain_one():
+    weight = torch.randn(48)
+    x = torch.randn(5, 48) * torch.tensor([0.0, 1e-6, 1e-3, 1.0, 1e4])[:, None]
+    torch.testing.assert_close(Norm(weight, 1e-5)(x), F.rms_norm(x, (48,), weight, 1e-5), rtol=1e-5, atol=1e-6)
