@@ -43,7 +43,7 @@ FAIR = {
     "gpu": ((1, 64), (16, 64), (8, 128), (2, 256), (4, 512), (1, 1024), (4, 1024), (2, 2048)),
 }
 FAIR_ROWS = {"tiny": (64,), "1b": (4096, 2048), "7b": (4096,)}
-FAIR_ROUNDS = 2
+FAIR_ROUNDS = 5
 WAYS = ("graphs", "kernels", "loop")
 REPETITIONS = 5
 LIMIT = 790e12
@@ -417,9 +417,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, nargs="+", help="how many at a time")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["graphs"], help="of sharing, beside plain processes")
     parser.add_argument("--no-plain", dest="plain", action="store_false", help="without the processes")
-    parser.add_argument("--scale", action="store_true", help="the time of a step against the number of jobs")
-    parser.add_argument("--fair", dest="fairly", action="store_true", help="when jobs of very different size end")
-    parser.add_argument("--profile", dest="profiled", action="store_true", help="kernels of a pass")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--scale", action="store_true", help="the time of a step against the number of jobs")
+    instead.add_argument("--fair", dest="fairly", action="store_true", help="when jobs of very different size end")
+    instead.add_argument("--profile", dest="profiled", action="store_true", help="kernels of a pass")
     chosen = parser.parse_args(arguments)
     with mps_daemon(chosen.mps):
         run(

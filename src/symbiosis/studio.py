@@ -18,6 +18,8 @@ from symbiosis.sampling import Sampler
 from symbiosis.training.host import Host, HostConfig, HostStats
 from symbiosis.training.session import Session
 
+_SHARE = 0.5
+
 
 class Studio:
     """Sessions that train adapters of one frozen model in shared passes, and sample from them. A context manager.
@@ -35,12 +37,13 @@ class Studio:
         device: str = "cpu",
         dtype: torch.dtype | None = None,
         training: HostConfig = HostConfig(),  # noqa: B008 - frozen
-        training_share: float = 0.5,
+        training_share: float | None = None,
         **engine: Any,
     ) -> None:
         """`device` and `dtype` are for a model that is loaded here; `engine` are settings of `engine.engine.Core`.
 
-        While prompts are answered, training has `training_share` of the time, or of a GPU's multiprocessors.
+        While prompts are answered, training has `training_share` of the time (half, if it is not given), or of a GPU's
+        multiprocessors (if it is not given, as many as let a token take 1.3 times as long).
         """
         if not isinstance(model, PreTrainedModel):
             model, found = load_both(model, device=torch.device(device), dtype=dtype)
@@ -49,6 +52,8 @@ class Studio:
         join(shared)
         self.tokenizer = tokenizer
         """The model's own if it was loaded here; None if there is none."""
+        if training_share is None and shared.device.type == "cpu":
+            training_share = _SHARE
         trained, turns = shared_copy(shared), turns_on(shared.device, training_share)
         self._sampler = Sampler(Core(shared, turns=turns, **engine), tokenizer)
         try:

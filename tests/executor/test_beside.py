@@ -57,32 +57,70 @@ def test_a_part_is_found_that_slows_answers_as_much_as_is_allowed():
     assert fitting(0.5, slower=1.2, allowed=1.3) == 0.75
     assert fitting(0.5, slower=0.9, allowed=1.3) == 0.75, "not too much at a time"
     assert fitting(0.0625, slower=3.0, allowed=1.1) == 0.0625, "some training goes on"
+    assert fitting(0.0625, slower=1.01, allowed=1.3) == 0.125, "and from there it gets more again"
     assert fitting(0.875, slower=1.0, allowed=1.3) == 0.875, "serving has some to itself"
 
 
-@pytest.mark.parametrize(("slower", "share"), [(1.1, 0.75), (1.5, 0.25)])
-def test_now_and_then_training_pauses_and_the_part_is_made_to_fit(slower, share):
-    """The engine's passes take longer while training has half of the multiprocessors."""
-    turns = Beside(torch.device("cpu"), slowdown=1.3)
-    over, begins = threading.Event(), []
+class Engine(threading.Thread):
+    """Passes without pause; `slower` times as long while training computes. Time is the clock's."""
 
-    def serve() -> None:
-        while not over.is_set():
-            with turns:
-                time.sleep(0.004 * (slower if turns._training else 1.0))
+    def __init__(self, turns: Beside, clock: Clock, slower: float, pass_s: float = 0.004) -> None:
+        super().__init__(daemon=True)
+        self.turns, self.clock, self.slower, self.pass_s = turns, clock, slower, pass_s
+        self.over, self.passes = False, 0
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        while turns.share == 0.5 and len(begins) < 200:
-            begins.append(begun(turns))
-            time.sleep(0.03)
+    def run(self) -> None:
+        while not self.over:
+            with self.turns:
+                self.clock.now += self.pass_s * (self.slower if self.turns._training else 1.0)
+            self.passes += 1
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.over = True
+        self.join(30)
+
+    def wait(self, passes: int) -> None:
+        end = self.passes + passes
+        while self.passes < end:
+            assert self.is_alive()
+            time.sleep(1e-4)
+
+
+@pytest.mark.parametrize(("slower", "share"), [(1.0, 0.75), (1.4, 0.3125), (2.0, 0.25)])
+@pytest.mark.parametrize("pass_s", [0.004, 0.05])
+def test_now_and_then_training_pauses_and_the_part_is_made_to_fit(slower, share, pass_s):
+    clock = Clock()
+    turns = Beside(torch.device("cpu"), slowdown=1.3, clock=clock)
+    with Engine(turns, clock, slower, pass_s) as engine:
+        for _ in range(100):
+            begun(turns)
+            engine.wait(3)
             turns.end_pass()
-    finally:
-        over.set()
-        thread.join()
-    assert turns.share == pytest.approx(share, abs=0.13)
-    assert set(turns.figures()) == {"alone_s", "beside_s", "training_share"}
+            if turns.share != 0.5:
+                break
+    assert turns.share == share
+    found = turns.figures()
+    assert found["beside_s"] / found["alone_s"] == pytest.approx(slower, rel=0.01)
+
+
+def test_training_does_not_pause_before_there_is_something_to_compare(monkeypatch):
+    """Its passes are so short that few of the engine's fall into each."""
+    clock = Clock()
+    turns = Beside(torch.device("cpu"), clock=clock)
+    pauses = []
+    monkeypatch.setattr(turns._changed, "wait_for", lambda *named, **more: pauses.append(1))
+    for _ in range(30):
+        with turns:
+            begun(turns)
+            clock.now += 0.001
+        turns.end_pass()
+        if len(turns._recent[True]) < 12:
+            assert not pauses
+    assert pauses
 
 
 def test_a_part_that_is_given_is_kept():
@@ -96,8 +134,11 @@ def test_what_cannot_be_asked_for_is_refused():
         turns_on(torch.device("cuda"), 0.5, 1.2)
     with pytest.raises(SymbiosisError, match="for a GPU"):
         turns_on(torch.device("cpu"), None, 1.2)
-    with pytest.raises(SymbiosisError, match="more than 1"):
+    with pytest.raises(SymbiosisError, match=r"1\.1 to 10"):
         turns_on(torch.device("cuda"), None, 1.0)
+    for device in ("cuda", "cpu"):
+        with pytest.raises(SymbiosisError, match="at most 1"):
+            turns_on(torch.device(device), 1.5)
 
 
 def test_cores_are_shared_by_turns():
@@ -123,6 +164,6 @@ def test_the_parts_of_a_gpu_give_the_products_of_all_of_it():
     torch.cuda.synchronize()
     for found in (whole, served, trained):
         assert torch.allclose(found, plain, rtol=1e-3, atol=1e-3)
-    lane = turns._lanes()[2]
+    lane = turns._lane("beside")
     assert 0 < lane.multiprocessors < torch.cuda.get_device_properties(device).multi_processor_count
     torch.cuda.set_stream(torch.cuda.default_stream(device))

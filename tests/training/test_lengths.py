@@ -2,26 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from symbiosis.training.lengths import Lengths, smallest
+from symbiosis.training.fairness import Candidate
+from symbiosis.training.lengths import Lengths, shares_of, smallest
 
 
 def known(*points: tuple[int, float]) -> Lengths:
     lengths = Lengths()
     for rows, seconds in points:
-        for _ in range(3):
+        for _ in range(5):
             lengths.note(rows, seconds)
     return lengths
 
 
-def test_a_size_is_known_when_it_came_often_enough_and_one_long_pass_does_not_count():
-    lengths = Lengths()
-    lengths.note(64, 5.0)  # compiled
-    lengths.note(64, 0.008)
-    assert not lengths.knows(64)
-    lengths.note(64, 0.009)
-    assert lengths.knows(64)
-    assert not lengths.knows(512)
-    assert lengths.seconds(64) == pytest.approx(0.009)
+def jobs(*sizes: int) -> list[Candidate]:
+    return [Candidate(str(number), f"tenant {number}", 1.0, [rows]) for number, rows in enumerate(sizes)]
 
 
 def test_as_many_rows_as_take_no_longer():
@@ -32,6 +26,13 @@ def test_as_many_rows_as_take_no_longer():
     assert Lengths().rows_within(0.001, 4096) == 4096, "nothing is known yet"
 
 
+def test_passes_that_did_more_than_compute_do_not_count():
+    lengths = known((2048, 0.05))
+    lengths.note(2048, 5.0)
+    assert lengths.rows_within(0.05, 4096) == 4096
+    assert lengths.rows_within(0.025, 4096) == 1024
+
+
 def test_only_who_is_small_beside_the_others_is_held_up():
     assert smallest([512] * 8, [1 / 8] * 8, 4096) is None
     assert smallest([64, 4096, 4096], [1 / 3] * 3, 4096) == 0
@@ -39,3 +40,32 @@ def test_only_who_is_small_beside_the_others_is_held_up():
     assert smallest([], [], 4096) is None
     assert smallest([64, 256], [0.2, 0.8], 4096) is None
     assert smallest([1024, 512], [0.9, 0.1], 2048) == 0, "who has paid for most of the device waits least"
+
+
+def test_a_tenant_has_one_share_however_many_sessions_it_opens():
+    ann, bob = Candidate("a", "ann", 1.0, [8]), [Candidate(str(n), "bob", 1.0, [8]) for n in range(7)]
+    assert shares_of([ann, *bob])[0] == pytest.approx(0.5)
+    assert sum(shares_of([ann, *bob])) == pytest.approx(1.0)
+    assert shares_of([ann, Candidate("c", "cid", 3.0, [8])]) == pytest.approx([0.25, 0.75])
+
+
+def test_a_pass_is_no_longer_than_the_smallest_would_take_alone_on_its_share():
+    lengths = known((64, 0.008), (4096, 0.088))
+    among = jobs(64, 1024, 1024, 1024)
+    assert lengths.fair(among, 4096) == (among, 1273), "4 × 8 ms"
+    assert lengths.fair(jobs(1024, 1024, 1024, 1024), 4096)[1] == 4096
+    assert lengths.fair(jobs(64, 2048, 2048), 4096)[1] == 2048 + 64, "nobody is parted who could share a pass"
+    assert lengths.fair(jobs(8, 100, 100), 4096)[1] == 4096, "so few are not cut"
+
+
+def test_a_small_one_is_tried_by_itself_a_few_times_and_no_more():
+    """Also one that never comes with the rows it was tried for."""
+    lengths, among = Lengths(), jobs(64, 2048, 2048)
+    for _ in range(5):
+        assert lengths.fair(among, 4096) == ([among[0]], 4096)
+    assert lengths.fair(among, 4096) == (among, 4096)
+    lengths.forget("0")
+    assert lengths.fair(among, 4096) == ([among[0]], 4096)
+    for _ in range(5):
+        lengths.note(64, 0.01)
+    assert lengths.fair(among, 4096)[0] == among

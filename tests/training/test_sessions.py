@@ -28,6 +28,7 @@ from symbiosis.errors import (
     TooManyRequests,
     UnsupportedAdapter,
 )
+from symbiosis.training import host as host_module
 from symbiosis.training.examples import Example
 from symbiosis.training.host import Host, HostConfig
 from symbiosis.training.making import Maker
@@ -283,6 +284,45 @@ def test_a_pass_that_does_not_fit_into_memory_is_computed_in_smaller_ones(host, 
         too_long.result(60)
     assert rows[0] > 9
     assert worst(gathered(session), gradients) < 1e-5
+
+
+def test_a_lack_of_memory_that_passes_harms_nobody(host, monkeypatch):
+    """What is kept for later passes is given back and the example computed again; later, passes are large again."""
+    session, launch, failures = host.open("ann", lora()), PackedModel.launch, [1]
+
+    def once(self, shares):
+        if failures:
+            raise torch.OutOfMemoryError(f"no memory, {failures.pop()}")
+        return launch(self, shares)
+
+    monkeypatch.setattr(PackedModel, "launch", once)
+    monkeypatch.setattr(host_module, "_FITTED", 3)
+    most = host._rows
+    assert session.forward_backward(examples(5)).result(60).tokens == 4
+    failures.append(2)
+    assert session.forward_backward(examples(5, 6)).result(60).tokens == 9
+    assert host.beside()["pass_rows"] < most
+    for _ in range(30):
+        session.forward_backward(examples(5)).result(60)
+    assert host.beside()["pass_rows"] == most
+
+
+def test_small_batches_of_one_step_beside_large_ones_hold_up_nobody():
+    """Each of a step's batches by itself would never show how long all of them take."""
+    ended = []
+    with Host(base(), HostConfig(max_rows=1024, pass_rows=1024)) as host:
+        small, large = host.open("ann", lora()), host.open("bob", lora())
+        with host._changed:  # all are there before the first pass
+            for step in range(12):
+                for _ in range(4):
+                    small.forward_backward(examples(5))
+                small.optim_step(STEP).add_done_callback(lambda _, step=step: ended.append(("small", step)))
+            for batch in range(3):
+                asked = large.forward_backward(examples(*[60] * 16))
+                asked.add_done_callback(lambda _, batch=batch: ended.append(("large", batch)))
+        for session in (small, large):
+            session.forward(examples(5)).result(60)  # after all others
+    assert ended.index(("large", 2)) < ended.index(("small", 11))
 
 
 def test_when_the_device_is_lost_the_host_stops_with_one_error(host, monkeypatch):

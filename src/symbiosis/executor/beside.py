@@ -38,10 +38,11 @@ _LAST_S = 0.2  # training that ended so recently goes on
 _LATELY_S = 60.0  # somebody was served no longer ago: the next may come at any moment
 _LATELY_PASS_S = 0.1  # as long as it takes to read a prompt meanwhile; shorter ones cost a large model its speed
 _FIRST = 0.5  # of the multiprocessors
-_GRAIN = 16  # parts are multiples of one 16th: GPUs are divided in steps of some multiprocessors
+_GRAIN, _EIGHT = 16, 8  # parts are multiples of one 16th, rounded down to so many multiprocessors: drivers round up
 _FEW, _MANY = 8, 40  # passes of training before a comparison: after a change, and else
 _COMPARED = 12  # passes of the engine without training
-_PAUSE_S = 0.5  # at most
+_PAUSES = 1.5  # times what they took beside training, at most
+_LEAST, _MOST = 1.1, 10.0  # what may be allowed
 _NEARLY = 1.015
 _ACTIVE_S = 0.05  # the engine has computed something no longer ago
 _TAIL = 1.05  # the slowest of a hundred tokens are so much further behind than the one in the middle
@@ -57,15 +58,14 @@ class Lane:
     multiprocessors: int | None = None
 
 
-_NOWHERE = (Lane(None), Lane(None), Lane(None))
-
-
 def turns_on(device: torch.device, share: float | None = None, slowdown: float | None = None) -> Turns:
     """How serving and training share this device, while answers are served.
 
     `share` is training's: of the time on a CPU, of the multiprocessors on a GPU. There it may be found out instead, so
     that a token takes `slowdown` times as long as without training. Raises `SymbiosisError`.
     """
+    if share is not None and not 0 < share <= 1:
+        raise SymbiosisError(f"training_share={share}: expected more than 0, at most 1")
     if device.type == "cuda":
         if share is not None and slowdown is not None:
             raise SymbiosisError("training's share is given, and a slowdown by which to find it: expected one of them")
@@ -80,9 +80,9 @@ def fitting(share: float, slower: float, allowed: float) -> float:
 
     What they lose is about in proportion. At most half as much more or less at a time, and not less for next to nothing.
     """
-    wanted = share * (allowed - 1) / max(slower - 1, 0.01)
-    parts = math.floor(_GRAIN * max(0.5 * share, min(1.5 * share, wanted)) + 1e-6)
-    if parts < _GRAIN * share and slower <= _NEARLY * allowed:
+    now, wanted = _GRAIN * share, _GRAIN * share * (allowed - 1) / max(slower - 1, 0.01)
+    parts = math.floor(max(0.5 * now, min(max(1.5 * now, now + 1), wanted)) + 1e-6)
+    if parts < now and slower <= _NEARLY * allowed:
         return share
     return max(1, min(_GRAIN - 2, parts)) / _GRAIN
 
@@ -103,8 +103,8 @@ class Beside(Turns):
         1.0: all, its kernels only come second.
         """
         super().__init__(1.0, clock)
-        if not 1.0 < slowdown <= 10.0:
-            raise SymbiosisError(f"a slowdown of {slowdown}: expected more than 1, at most 10")
+        if not _LEAST <= slowdown <= _MOST:
+            raise SymbiosisError(f"a slowdown of {slowdown}: expected {_LEAST} to {_MOST}")
         self._device, self._is_given, self._allowed = device, share is not None, slowdown
         self.share = _FIRST if share is None else share
         """Training's, of the multiprocessors, while answers are served."""
@@ -120,12 +120,12 @@ class Beside(Turns):
 
     def __enter__(self) -> None:
         self._trained = self._is_training()
-        self._use(self._lanes()[0])
+        self._use(self._lane("served"))
         super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         super().__exit__(kind, error, trace)
-        if self._trained is self._is_training():
+        if kind is None and self._trained is self._is_training():
             with self._changed:
                 self._recent[self._trained].append(self._ended - self._began)
                 self._changed.notify_all()
@@ -144,7 +144,7 @@ class Beside(Turns):
             self._due -= 1
             if self._due <= 0 and self._clock() - self._ended < _ACTIVE_S:
                 self._compare()
-        self._use(self._lanes()[2 if served else 1])
+        self._use(self._lane("beside" if served else "trained"))
         self._training = True
         if served:
             return Permit(f"beside {self.share}", short_s, beside=True)
@@ -156,16 +156,20 @@ class Beside(Turns):
 
     def _compare(self) -> None:
         """Let the engine compute by itself for a moment, and give training less or more."""
-        beside = list(self._recent[True])
+        self._due = _MANY
         with self._changed:
+            beside = list(self._recent[True])
+            if len(beside) < _COMPARED:
+                self._due = 1
+                return
             self._training_ended = -math.inf
             self._recent[False].clear()
-            self._changed.wait_for(lambda: len(self._recent[False]) == _COMPARED, timeout=_PAUSE_S)
+            pause_s = _PAUSES * _COMPARED * statistics.median(beside)
+            self._changed.wait_for(lambda: len(self._recent[False]) == _COMPARED, timeout=pause_s)
             alone = list(self._recent[False])
+            if len(alone) < _COMPARED:  # the last answer has ended
+                return
             self._recent[True].clear()
-        self._due = _FEW
-        if min(len(alone), len(beside)) < _COMPARED:
-            return
         self._pace = {"beside_s": statistics.median(beside), "alone_s": statistics.median(alone)}
         share = fitting(self.share, _TAIL * self._pace["beside_s"] / self._pace["alone_s"], self._allowed)
         self._due = _MANY if share == self.share else _FEW
@@ -177,17 +181,18 @@ class Beside(Turns):
         """How long passes of the engine take, alone and beside training, and what training has then."""
         return {**self._pace, "training_share": self.share}
 
-    def _lanes(self) -> tuple[Lane, Lane, Lane]:
-        """Of serving, of training, and of training while answers are served."""
+    def _lane(self, whose: str) -> Lane | None:
+        """Serving's, training's, or training's while answers are served; None where there are no streams."""
         if self._device.type != "cuda":
-            return _NOWHERE
+            return None
         with _making:
-            served, trained = _whole(self._device)
-            return served, trained, trained if self.share >= 1.0 else _part(self._device, self.share)
+            if whose == "beside" and self.share < 1.0:
+                return _part(self._device, self.share)
+            return _whole(self._device)[0 if whose == "served" else 1]
 
-    def _use(self, lane: Lane) -> None:
+    def _use(self, lane: Lane | None) -> None:
         """Let the calling thread compute there, after all it has launched elsewhere."""
-        if lane.stream is None:
+        if lane is None:
             return
         now = torch.cuda.current_stream(self._device)
         if now != lane.stream:
@@ -207,10 +212,10 @@ def _whole(device: torch.device) -> tuple[Lane, Lane]:
 @functools.cache
 def _part(device: torch.device, share: float) -> Lane:
     """Training's, on a part of the multiprocessors; on all if the driver cannot."""
-    count = round(share * torch.cuda.get_device_properties(device).multi_processor_count)
+    count = int(share * torch.cuda.get_device_properties(device).multi_processor_count) // _EIGHT * _EIGHT
     low, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
     try:
-        return Lane(*driver.part_stream(device, max(1, count), low))
+        return Lane(*driver.part_stream(device, max(_EIGHT, count), low))
     except driver.DriverError as error:
         _log.warning("training and serving share all multiprocessors: %s", error)
         return _whole(device)[1]
@@ -221,6 +226,13 @@ def _fit_products(multiprocessors: int | None) -> None:
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
     major = (torch.version.cuda or "").partition(".")[0]
     try:
-        ctypes.CDLL(f"libcublas.so.{major}").cublasSetSmCountTarget(handle, ctypes.c_int(multiprocessors or 0))
+        failed = ctypes.CDLL(f"libcublas.so.{major}").cublasSetSmCountTarget(handle, ctypes.c_int(multiprocessors or 0))
     except (OSError, AttributeError) as error:
-        _log.warning("matrix products are made for a whole GPU: %s", error)
+        failed = error
+    if failed:
+        _tell_once(f"matrix products are made for a whole GPU: {failed}")
+
+
+@functools.cache
+def _tell_once(what: str) -> None:
+    _log.warning(what)

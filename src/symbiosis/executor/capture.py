@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -33,3 +33,11 @@ def captured(compute: Callable[[], _Found], pool: Any) -> tuple[torch.cuda.CUDAG
             if collects:
                 gc.enable()
     return graph, found
+
+
+@contextmanager
+def done_on(device: torch.device) -> Iterator[None]:
+    """All that was launched there is done, and nobody captures in here: that would fail, or make their graph fail."""
+    with _one_at_a_time:
+        torch.cuda.synchronize(device)
+        yield

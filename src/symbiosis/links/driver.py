@@ -1,4 +1,4 @@
-"""The CUDA driver's calls that torch does not offer: memory of one process used by another, in place.
+"""The CUDA driver's calls that torch does not offer: memory of one process used by another, in place; parts of a GPU.
 
 The only home of the driver library. Nothing here is loaded before a GPU is
 used. Whoever opens a handle can write to the memory behind it: handles go to

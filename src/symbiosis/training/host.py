@@ -37,7 +37,7 @@ from symbiosis.training.adapter import Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
 from symbiosis.training.coming import Coming
 from symbiosis.training.fairness import Candidate, Fairness
-from symbiosis.training.lengths import Lengths, smallest
+from symbiosis.training.lengths import FEW_ROWS, Lengths
 from symbiosis.training.line import Line
 from symbiosis.training.loss import takes_items
 from symbiosis.training.making import Maker
@@ -58,9 +58,8 @@ operations in the time they move a byte.
 """
 
 
-_FEW_ROWS = 256
-"""A CPU gains hardly anything by passes of more, a GPU by passes of fewer."""
 _SHORT_S, _LONG_S = 0.1, 60.0
+_FITTED = 500  # passes after which larger ones are tried again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,8 +147,11 @@ class Host:
     ) -> None:
         """`turns` are taken with others who compute on the same cores; `sampler` answers prompts. Raises `CannotTrain`."""
         self.config, self._sampler = config, sampler
-        few = min(config.max_rows, _FEW_ROWS if model.device.type == "cpu" else config.max_rows)
-        self._rows = few if config.pass_rows is None else min(config.pass_rows, config.max_rows)
+        few = min(config.max_rows, FEW_ROWS if model.device.type == "cpu" else config.max_rows)
+        self._most = self._rows = few if config.pass_rows is None else min(config.pass_rows, config.max_rows)
+        """Rows of a pass, and how many of them fit into memory as far as is known."""
+        self._fitted = 0
+        """Passes since one did not."""
         self._device = model.device
         usual_s = _SHORT_S if model.device.type == "cpu" else _LONG_S
         self._short_s = usual_s if config.short_pass_s is None else config.short_pass_s
@@ -229,7 +231,7 @@ class Host:
 
     def beside(self) -> dict[str, float | None]:
         """What whoever is served on this device notices, as far as it was measured."""
-        return self._turns.figures()
+        return {**self._turns.figures(), "pass_rows": self._rows}
 
     def _finish(self) -> None:
         """What this thread has launched is done: the thread of passes may compute on another stream."""
@@ -297,6 +299,8 @@ class Host:
             if self._sessions.pop(session.id, None) is not None:
                 self._gone.append(session)
             self._fairness.forget(session.tenant, session.id)
+            for lengths in self._lengths.values():
+                lengths.forget(session.id)
             self._changed.notify_all()
         closed = Closed("this training session was closed")
         self._end(session, closed)
@@ -349,15 +353,17 @@ class Host:
 
     def _round(self) -> bool:
         """Wait for something to do, and do it. Nothing of a session is kept by this thread in between."""
-        if not any(s.ready for s in list(self._sessions.values())):
-            self._deliver()
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._gone or any(s.ready for s in self._sessions.values()))
+            self._changed.wait_for(
+                lambda: self._closing or self._gone or self._later or any(s.ready for s in self._sessions.values())
+            )
             if self._closing:
                 return False
             self._release()
-            if not any(s.ready for s in self._sessions.values()):
-                return True
+            is_idle = not any(s.ready for s in self._sessions.values())
+        if is_idle:
+            self._deliver()
+            return True
         permit = self._turns.begin_pass(self._short_s, lambda: self._closing)
         if permit is None:
             return False
@@ -492,11 +498,11 @@ class Host:
     def _pass(self, permit: Permit) -> None:
         began = time.monotonic()
         with self._changed:
-            room = self._pace.room(self._rows, permit.kind, permit.most_s)
+            room = self._room(permit)
             waiting = {s.id: s for s in self._sessions.values() if s.ready}
             candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(room)) for s in waiting.values()]
-            candidates, room = self._fair([each for each in candidates if each.costs], room, self._lengths[permit.kind])
-            picked = self._fairness.pick(candidates, room)
+            chosen_from, room = self._lengths[permit.kind].fair([each for each in candidates if each.costs], room)
+            picked = self._fairness.pick(chosen_from, room)
             chosen = [(waiting[id], waiting[id].pieces(count)) for id, count in picked.items()]
             cost = sum(sum(each.costs[: picked.get(each.session, 0)]) for each in candidates)
         if not chosen:
@@ -507,10 +513,13 @@ class Host:
         try:
             outcomes = self._computed(shares)
         except torch.OutOfMemoryError:  # nothing of it counts: what waits is picked again, less at a time
-            self._rows = max(1, min(self._rows, cost) // 2)
+            self._rows, self._fitted = max(1, min(self._rows, cost) // 2), 0
             _log.warning("a training pass of %d rows does not fit into memory: at most %d from now on", cost, self._rows)
             self._packed.trim()
             return
+        self._fitted += 1
+        if self._fitted % _FITTED == 0:
+            self._rows = min(self._most, 2 * self._rows)
         seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
         self._pace.note(permit.kind, cost, seconds)
         self._lengths[permit.kind].note(cost, seconds)
@@ -520,23 +529,15 @@ class Host:
         for (session, pieces), outcome in zip(chosen, outcomes, strict=True):
             self._settle(session, [call for call, _ in pieces], outcome)
 
-    def _fair(self, candidates: list[Candidate], room: int, lengths: Lengths) -> tuple[list[Candidate], int]:
-        """Who may be in the next pass, and how many rows, so that it holds up nobody (`lengths`)."""
-        rows = [self._sessions[each.session].batch_rows for each in candidates]
-        shares = [each.weight / sum(each.weight for each in candidates) for each in candidates]
-        at = smallest(rows, shares, room)
-        if at is None or min(room, sum(rows)) <= _FEW_ROWS:
-            return candidates, room
-        if not lengths.knows(rows[at]):
-            return [candidates[at]], room  # by itself, a few times: that is what it would take alone
-        fair = lengths.rows_within(lengths.seconds(rows[at]) / shares[at], room)
-        longest = max(max(each.costs) for each in candidates)  # examples that could share a pass are not parted
-        return candidates, min(room, max(fair, rows[at] + longest, _FEW_ROWS))
+    def _room(self, permit: Permit) -> int:
+        """Rows of the next pass."""
+        room = self._pace.room(self._rows, permit.kind, permit.most_s)
+        return room if self._device.type == "cpu" else max(room, min(self._rows, FEW_ROWS))
 
     def _count(self, **more: float) -> None:
         self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
 
-    def _computed(self, shares: list[Share]) -> list[Outcome | Exception]:
+    def _computed(self, shares: list[Share], *, trimmed: bool = False) -> list[Outcome | Exception]:
         """A pass; if it fails, each share alone, so that only who is at fault fails. Steps are answered while it runs.
 
         Raises `torch.OutOfMemoryError` if less at a time may help.
@@ -553,9 +554,16 @@ class Host:
                 return [*launched.outcomes()]
             except Exception as error:  # noqa: BLE001 - as above
                 failed = error
+        if isinstance(failed, torch.OutOfMemoryError):
+            failed = failed.with_traceback(None)
+            if trimmed or sum(len(share.pieces) for share in shares) > 1:
+                raise failed
+            self._packed.trim()  # one example: what is kept for later passes may be what is in its way
+            try:
+                return self._computed(shares, trimmed=True)
+            except torch.OutOfMemoryError as error:
+                return [error.with_traceback(None)]
         self._check_device(failed)
-        if isinstance(failed, torch.OutOfMemoryError) and sum(len(share.pieces) for share in shares) > 1:
-            raise failed.with_traceback(None)
         if len(shares) == 1:
             return [failed]
         return [self._computed([share])[0] for share in shares]

@@ -17,6 +17,7 @@ from symbiosis import kernels
 from symbiosis.client.fused import fuse
 from symbiosis.client.gates import gate
 from symbiosis.errors import CannotTrain
+from symbiosis.executor.capture import done_on
 from symbiosis.models.source import frozen_copy
 from symbiosis.training.adapter import NOTHING
 from symbiosis.training.attention import use_packed_attention
@@ -168,8 +169,8 @@ class PackedModel:
         if self._replays is not None:
             self._replays.clear()
         if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
-            torch.cuda.empty_cache()
+            with done_on(self._model.device):
+                torch.cuda.empty_cache()
 
     def is_sound(self) -> bool:
         """Whether the device still computes: some of a GPU's errors are for ever."""

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from symbiosis.executor.capture import captured
+from symbiosis.executor.capture import captured, done_on
 from symbiosis.training.pack import Pack
 
 _log = logging.getLogger("symbiosis")
@@ -49,7 +49,7 @@ class Replays:
     """One thread. All graphs of a stream share memory: the next replay writes over what the last one gave."""
 
     def __init__(self, most: int, device: torch.device) -> None:
-        """At most so many graphs are kept of each stream, and those of the last two streams."""
+        """At most so many graphs are kept of each stream, and those of two streams."""
         self._most, self._device = most, device
         self._streams: OrderedDict[int, _Kept] = OrderedDict()
         self._spare: torch.cuda.Stream | None = None
@@ -79,15 +79,15 @@ class Replays:
 
     def clear(self) -> None:
         """Let go of all graphs; what comes often is captured again."""
-        torch.cuda.synchronize(self._device)
-        self._streams.clear()
+        with done_on(self._device):
+            self._streams.clear()
 
     def _kept(self) -> _Kept:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if stream not in self._streams:
-            while len(self._streams) >= _STREAMS:
-                torch.cuda.synchronize(self._device)
-                self._streams.popitem(last=False)
+            while len(self._streams) >= _STREAMS:  # the part that was used last is another now
+                with done_on(self._device):
+                    self._streams.popitem()
             self._streams[stream] = _Kept()
         self._streams.move_to_end(stream)
         return self._streams[stream]
@@ -96,15 +96,17 @@ class Replays:
         stream = torch.cuda.current_stream(self._device)
         if stream == torch.cuda.default_stream(self._device):  # nothing can be captured there
             stream = self._spare = self._spare or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what passes had is not needed beside the graph's own
+        with done_on(self._device):
+            torch.cuda.empty_cache()  # what passes had is not needed beside the graph's own
         frame = pack.frame()
         try:
             with torch.cuda.stream(stream):
                 graph, losses_N = captured(lambda: run(frame), pool)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             _log.warning("a training pass cannot be a CUDA graph: %s", error)
             return None
         finally:
-            torch.cuda.synchronize(self._device)
+            stream.synchronize()
         return _Graph(graph, frame, losses_N)

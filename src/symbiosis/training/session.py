@@ -218,11 +218,6 @@ class Session:
                 room -= cost
         return found
 
-    @property
-    def batch_rows(self) -> int:
-        """Of the first batch that waits, with what is computed of it already."""
-        return sum(next((call.costs for call in self._batches()), ()))
-
     def pieces(self, count: int) -> list[tuple[ForwardBackward, Piece]]:
         """The first examples that wait."""
         found: list[tuple[ForwardBackward, Piece]] = []
