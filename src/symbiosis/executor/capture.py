@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 
+from symbiosis.links import driver
+
 _Found = TypeVar("_Found")
-_one_at_a_time = threading.Lock()  # executor and hosted engine have threads of their own, and there is one garbage collector
 
 
 def captured(compute: Callable[[], _Found], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Found]:
     """A graph on the current stream, with its memory from `pool`, and what `compute` returned."""
     graph = torch.cuda.CUDAGraph()
-    with _one_at_a_time:
+    with driver.capturing:  # executor, hosted engine and training have threads of their own, and there is one garbage collector
         collects = gc.isenabled()
         gc.disable()  # nothing on the GPU may be freed meanwhile
         try:
@@ -33,11 +33,3 @@ def captured(compute: Callable[[], _Found], pool: Any) -> tuple[torch.cuda.CUDAG
             if collects:
                 gc.enable()
     return graph, found
-
-
-@contextmanager
-def done_on(device: torch.device) -> Iterator[None]:
-    """All that was launched there is done, and nobody captures in here: that would fail, or make their graph fail."""
-    with _one_at_a_time:
-        torch.cuda.synchronize(device)
-        yield

@@ -146,8 +146,8 @@ class CudaChannel:
     def close(self) -> None:
         """Whoever waits here goes on, and finds that the executor is gone."""
         self._counters.host[_FAILED] = 0xFFFFFFFF
-        with suppress(RuntimeError):  # a broken context: the tenant goes on all the same
-            torch.cuda.synchronize(self._device)  # no stream of ours writes the counter after this
+        with suppress(RuntimeError), driver.done_on(self._device):
+            pass  # no stream of ours writes the counter after this; a broken context: the tenant goes on all the same
         self._let_go()
         self._counters.close()
         self._memory.close()

@@ -28,6 +28,8 @@ _MPS_ENABLED = 133
 _MULTIPROCESSORS = 1  # a kind of resource
 _RESOURCE_BYTES, _COUNT_AT = 256, 96  # more than any driver writes; where their number lies
 _NON_BLOCKING = _DEFAULT_STREAM = 1
+capturing = threading.Lock()
+"""Held by whoever captures a CUDA graph."""
 
 
 class _Handle(ctypes.Structure):
@@ -86,6 +88,14 @@ def is_shared(device: torch.device) -> bool:
     except DriverError:  # older drivers do not know the question
         return False
     return bool(value.value)
+
+
+@contextmanager
+def done_on(device: torch.device) -> Iterator[None]:
+    """All that was launched there is done, and nobody captures in here: waiting for the device would fail, and their graph."""
+    with capturing:
+        torch.cuda.synchronize(device)
+        yield
 
 
 def part_stream(device: torch.device, count: int, priority: int) -> tuple[torch.cuda.Stream, int]:
@@ -184,8 +194,7 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Waits for the work that uses the memory."""
-        with _on(self._device):
-            torch.cuda.synchronize()
+        with _on(self._device), done_on(self._device):
             _call("cuMemFree_v2", self._pointer)
 
 

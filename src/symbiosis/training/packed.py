@@ -17,7 +17,7 @@ from symbiosis import kernels
 from symbiosis.client.fused import fuse
 from symbiosis.client.gates import gate
 from symbiosis.errors import CannotTrain
-from symbiosis.executor.capture import done_on
+from symbiosis.links.driver import done_on
 from symbiosis.models.source import frozen_copy
 from symbiosis.training.adapter import NOTHING
 from symbiosis.training.attention import use_packed_attention

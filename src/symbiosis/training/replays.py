@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from symbiosis.executor.capture import captured, done_on
+from symbiosis.executor.capture import captured
+from symbiosis.links.driver import done_on
 from symbiosis.training.pack import Pack
 
 _log = logging.getLogger("symbiosis")

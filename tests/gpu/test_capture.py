@@ -1,0 +1,48 @@
+"""A thread that waits for the whole device, and one that captures graphs, do not break each other."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from symbiosis.executor.capture import captured
+from symbiosis.links.driver import done_on
+
+pytestmark = pytest.mark.gpu
+
+
+def test_nobody_waits_for_the_device_while_another_captures():
+    device = torch.device("cuda", 0)
+    over, errors, waits = threading.Event(), [], []
+
+    def wait() -> None:
+        x = torch.ones(256, 256, device=device)
+        try:
+            while not over.is_set():
+                x = x @ x / 256
+                with done_on(device):
+                    torch.cuda.empty_cache()
+                waits.append(1)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            x, pool = torch.ones(64, 64, device=device), torch.cuda.graph_pool_handle()
+            for _ in range(50):
+                graph, found = captured(lambda: sum(x @ x for _ in range(20)), pool)
+                graph.replay()
+                torch.cuda.current_stream(device).synchronize()
+                assert found[0, 0].item() == 64 * 20
+    finally:
+        over.set()
+        thread.join()
+    assert not errors
+    assert waits
