@@ -66,7 +66,8 @@ class Shared:
         """`sizes`: of each job the sequences of a batch, and tokens of each."""
         from peft import LoraConfig
 
-        from symbiosis.training.host import Host, HostConfig
+        from symbiosis.training.config import HostConfig
+        from symbiosis.training.host import Host
 
         self.tokens = [batch * tokens for batch, tokens in sizes]
         rank, layers = SHAPES[shape].lora[3]

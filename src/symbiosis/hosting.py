@@ -35,7 +35,8 @@ from symbiosis.models.source import shared_copy
 from symbiosis.server import store
 from symbiosis.server.limits import RequestLimits
 from symbiosis.server.settings import Settings
-from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.config import HostConfig
+from symbiosis.training.host import Host
 from symbiosis.workshop import NoWorkshop, Workshop
 
 _START_S = 120.0

@@ -15,7 +15,8 @@ from symbiosis.executor.beside import turns_on
 from symbiosis.models.joining import join
 from symbiosis.models.source import ModelSource, load_both, shared_copy
 from symbiosis.sampling import Sampler
-from symbiosis.training.host import Host, HostConfig, HostStats
+from symbiosis.training.config import HostConfig, HostStats
+from symbiosis.training.host import Host
 from symbiosis.training.session import Session
 
 _SHARE = 0.5

@@ -9,7 +9,8 @@ from transformers import LlamaForCausalLM
 
 from symbiosis import kernels
 from symbiosis.executor.beside import Beside
-from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.config import HostConfig
+from symbiosis.training.host import Host
 from symbiosis.training.making import Maker
 from symbiosis.training.optimizer import StepSettings
 from symbiosis.training.packed import PackedModel

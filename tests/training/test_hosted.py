@@ -9,7 +9,8 @@ import symbiosis
 from symbiosis.errors import CannotTrain
 from symbiosis.executor.turns import Turns
 from symbiosis.hosting import _training
-from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.config import HostConfig
+from symbiosis.training.host import Host
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 from tests.training.tasks import Task, lora
 from tests.training.test_passes import BY_NAME, REFUSED

@@ -27,7 +27,8 @@ from symbiosis.errors import (
     TooManyRequests,
 )
 from symbiosis.training.adapter import Trained
-from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.config import HostConfig
+from symbiosis.training.host import Host
 from symbiosis.training.optimizer import StepSettings
 from tests.training.passes import examples
 from tests.training.tasks import TASKS, base, lora

@@ -28,9 +28,10 @@ from symbiosis.errors import (
     TooManyRequests,
     UnsupportedAdapter,
 )
-from symbiosis.training import host as host_module
+from symbiosis.training import portions
+from symbiosis.training.config import HostConfig
 from symbiosis.training.examples import Example
-from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.host import Host
 from symbiosis.training.making import Maker
 from symbiosis.training.optimizer import Optimizer, StepSettings
 from symbiosis.training.packed import PackedModel
@@ -98,10 +99,10 @@ def test_short_sequences_and_steps_have_their_price(host):
     session = host.open("ann", lora())
     session.forward_backward(examples(2, 2, 2)).result(60)
     assert (host.stats.passes, host.stats.rows) == (2, 6)
-    before = host._fairness.counter("ann")
+    before = host._portions.fairness.counter("ann")
     assert before == 3 * 16
     session.optim_step(STEP).result(60)
-    assert host._fairness.counter("ann") > before
+    assert host._portions.fairness.counter("ann") > before
 
 
 def test_a_prefix_counts_though_it_is_no_row(host):
@@ -296,8 +297,8 @@ def test_a_lack_of_memory_that_passes_harms_nobody(host, monkeypatch):
         return launch(self, shares)
 
     monkeypatch.setattr(PackedModel, "launch", once)
-    monkeypatch.setattr(host_module, "_FITTED", 3)
-    most = host._rows
+    monkeypatch.setattr(portions, "_FITTED", 3)
+    most = host.beside()["pass_rows"]
     assert session.forward_backward(examples(5)).result(60).tokens == 4
     failures.append(2)
     assert session.forward_backward(examples(5, 6)).result(60).tokens == 9

@@ -19,8 +19,9 @@ from symbiosis.engine.window import Window
 from symbiosis.executor.turns import Turns
 from symbiosis.links.shm import runtime_folder
 from symbiosis.models.source import shared_copy
+from symbiosis.training.config import HostConfig
 from symbiosis.training.examples import Example
-from symbiosis.training.host import Host, HostConfig
+from symbiosis.training.host import Host
 from symbiosis.workshop import Workshop
 from tests.training.tasks import Task, base
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import math
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,20 +34,20 @@ from symbiosis.training import saving
 from symbiosis.training.adapter import Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
 from symbiosis.training.coming import Coming
-from symbiosis.training.fairness import Candidate, Fairness
-from symbiosis.training.lengths import FEW_ROWS, Lengths
+from symbiosis.training.config import HostConfig, HostStats
+from symbiosis.training.fairness import Candidate
+from symbiosis.training.lengths import FEW_ROWS
 from symbiosis.training.line import Line
 from symbiosis.training.loss import takes_items
 from symbiosis.training.making import Maker
 from symbiosis.training.optimizer import AnyOptimizer
-from symbiosis.training.pace import Pace
 from symbiosis.training.pack import Share
 from symbiosis.training.packed import Outcome, PackedModel
+from symbiosis.training.portions import Portions
 from symbiosis.training.sampling import Sampler
 from symbiosis.training.saving import Progress
 from symbiosis.training.session import Bounds, Session
 
-_log = logging.getLogger("symbiosis")
 _STEP = 2000
 """How many rows a step of as many parameters as the model has would cost.
 
@@ -59,68 +57,6 @@ operations in the time they move a byte.
 
 
 _SHORT_S, _LONG_S = 0.1, 60.0
-_FITTED = 500  # passes after which larger ones are tried again
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostConfig:
-    """Limits of one host. All are checked."""
-
-    max_rows: int = 4096
-    """The longest example, and the most rows, over all sessions, that a pass may have."""
-    pass_rows: int | None = None
-    """Rows of a pass, but for one example that is longer; None: 256 on a CPU, which gains nothing by more, else `max_rows`."""
-    max_examples: int = 1024
-    """Most examples of one forward_backward; they may be computed in several passes."""
-    max_sessions: int = 256
-    tenant_sessions: int = 64
-    max_parameters: int = 1 << 30
-    """Most that are trained at once; each takes 16 bytes with its gradient and what AdamW keeps."""
-    tenant_parameters: int = 1 << 28
-    """Of one tenant, also in one adapter."""
-    max_waiting: int = 64
-    """Most calls of one session that wait at once."""
-    max_waiting_tokens: int = 1 << 20
-    """Most tokens of one session that wait at once; a batch has half of it at most."""
-    tenant_waiting_tokens: int = 1 << 22
-    max_answers: int = 4096
-    """Most answers that are asked for by `sample` and have not come."""
-    tenant_answers: int = 1024
-    graphs: int = 4
-    """Most CUDA graphs of passes that are kept; 0 for none. Each is of one size of a pass, on a GPU."""
-    short_pass_s: float | None = None
-    """How long a pass should take while answers are served beside; a single example may take longer.
-
-    None: 0.1 where both compute on the same cores; a GPU computes them at the same time (`executor/beside.py`), so there
-    it does not matter how long a pass is.
-    """
-
-    def __post_init__(self) -> None:
-        seconds: object = self.short_pass_s
-        if seconds is not None and (type(seconds) not in (int, float) or not 0.001 <= seconds <= 3600):  # type: ignore[operator]
-            raise OutOfRange(f"short_pass_s is {seconds!r}", field="short_pass_s", expected="0.001 to 3600")
-        for name in set(self.__slots__) - {"short_pass_s"}:
-            value, least = getattr(self, name), 0 if name == "graphs" else 1
-            if name == "pass_rows" and value is None:
-                continue
-            if type(value) is not int or not least <= value <= 1 << 31:
-                raise OutOfRange(f"{name} is {value!r}", field=name, expected=f"a whole number from {least} on")
-
-
-@dataclass(frozen=True, slots=True)
-class HostStats:
-    passes: int = 0
-    rows: int = 0
-    sessions: int = 0
-    """Of which the passes were made: 8 sessions in one pass count 8."""
-    seconds: float = 0.0
-    """That passes took."""
-    beside_passes: int = 0
-    """Those while answers were served; all of the above has them too."""
-    beside_rows: int = 0
-    beside_seconds: float = 0.0
-    steps: int = 0
-    """Of optimizers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,18 +83,13 @@ class Host:
     ) -> None:
         """`turns` are taken with others who compute on the same cores; `sampler` answers prompts. Raises `CannotTrain`."""
         self.config, self._sampler = config, sampler
-        few = min(config.max_rows, FEW_ROWS if model.device.type == "cpu" else config.max_rows)
-        self._most = self._rows = few if config.pass_rows is None else min(config.pass_rows, config.max_rows)
-        """Rows of a pass, and how many of them fit into memory as far as is known."""
-        self._fitted = 0
-        """Passes since one did not."""
-        self._device = model.device
-        usual_s = _SHORT_S if model.device.type == "cpu" else _LONG_S
+        self._device, on_cpu = model.device, model.device.type == "cpu"
+        few, usual_s = (FEW_ROWS, _SHORT_S) if on_cpu else (config.max_rows, _LONG_S)
+        self._portions = Portions(min(config.pass_rows or few, config.max_rows), least=1 if on_cpu else FEW_ROWS)
         self._short_s = usual_s if config.short_pass_s is None else config.short_pass_s
-        self._turns, self._pace = turns or Turns(share=1.0), Pace()
+        self._turns = turns or Turns(share=1.0)
         self._later: list[tuple[Future[Any], Any]] = []
-        self._lengths: defaultdict[str, Lengths] = defaultdict(Lengths)
-        """Of each kind of passes."""
+        """Answers to passes that are due."""
         self._packed = PackedModel(model, graphs=config.graphs)
         self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
@@ -176,7 +107,6 @@ class Host:
         self._sessions: dict[str, Session] = {}
         self._gone: list[Session] = []
         """Closed, but the thread may still be computing for them."""
-        self._fairness = Fairness()
         self._ids = itertools.count(1)
         self._stepped = _NO_STEPS
         self._closing = False
@@ -231,7 +161,7 @@ class Host:
 
     def beside(self) -> dict[str, float | None]:
         """What whoever is served on this device notices, as far as it was measured."""
-        return {**self._turns.figures(), "pass_rows": self._rows}
+        return {**self._turns.figures(), "pass_rows": self._portions.rows}
 
     def _finish(self) -> None:
         """What this thread has launched is done: the thread of passes may compute on another stream."""
@@ -298,9 +228,7 @@ class Host:
         with self._changed:
             if self._sessions.pop(session.id, None) is not None:
                 self._gone.append(session)
-            self._fairness.forget(session.tenant, session.id)
-            for lengths in self._lengths.values():
-                lengths.forget(session.id)
+            self._portions.forget(session.tenant, session.id)
             self._changed.notify_all()
         closed = Closed("this training session was closed")
         self._end(session, closed)
@@ -407,7 +335,7 @@ class Host:
                     if session.line.ended is not None:
                         continue  # it was answered when the session ended
                     session.line.done(call)
-                    self._fairness.charge(session.tenant, session.size * self._step_rows / session.weight)
+                    self._portions.fairness.charge(session.tenant, session.size * self._step_rows / session.weight)
                 session.progress = Progress(session.progress.steps + 1, session.progress.batches)
                 self._count(steps=1)
                 launched.append((session, call, norm))
@@ -498,11 +426,10 @@ class Host:
     def _pass(self, permit: Permit) -> None:
         began = time.monotonic()
         with self._changed:
-            room = self._room(permit)
+            room = self._portions.room(permit)
             waiting = {s.id: s for s in self._sessions.values() if s.ready}
             candidates = [Candidate(s.id, s.tenant, s.weight, s.costs(room)) for s in waiting.values()]
-            chosen_from, room = self._lengths[permit.kind].fair([each for each in candidates if each.costs], room)
-            picked = self._fairness.pick(chosen_from, room)
+            picked = self._portions.pick([each for each in candidates if each.costs], permit)
             chosen = [(waiting[id], waiting[id].pieces(count)) for id, count in picked.items()]
             cost = sum(sum(each.costs[: picked.get(each.session, 0)]) for each in candidates)
         if not chosen:
@@ -513,26 +440,16 @@ class Host:
         try:
             outcomes = self._computed(shares)
         except torch.OutOfMemoryError:  # nothing of it counts: what waits is picked again, less at a time
-            self._rows, self._fitted = max(1, min(self._rows, cost) // 2), 0
-            _log.warning("a training pass of %d rows does not fit into memory: at most %d from now on", cost, self._rows)
+            self._portions.too_large(cost)
             self._packed.trim()
             return
-        self._fitted += 1
-        if self._fitted % _FITTED == 0:
-            self._rows = min(self._most, 2 * self._rows)
         seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
-        self._pace.note(permit.kind, cost, seconds)
-        self._lengths[permit.kind].note(cost, seconds)
+        self._portions.note(permit, cost, seconds)
         self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds)
         if permit.beside:
             self._count(beside_passes=1, beside_rows=rows, beside_seconds=seconds)
         for (session, pieces), outcome in zip(chosen, outcomes, strict=True):
             self._settle(session, [call for call, _ in pieces], outcome)
-
-    def _room(self, permit: Permit) -> int:
-        """Rows of the next pass."""
-        room = self._pace.room(self._rows, permit.kind, permit.most_s)
-        return room if self._device.type == "cpu" else max(room, min(self._rows, FEW_ROWS))
 
     def _count(self, **more: float) -> None:
         self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})

@@ -1,0 +1,61 @@
+"""Whose examples go into the next pass, and how many: by `fairness`, and by how long a pass may take.
+
+It may be short since answers are served (`pace`), should hold up nobody's step (`lengths`), and has to fit into memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+
+from symbiosis.executor.turns import Permit
+from symbiosis.training.fairness import Candidate, Fairness
+from symbiosis.training.lengths import Lengths
+from symbiosis.training.pace import Pace
+
+_FITTED = 500  # passes after which larger ones are tried again
+_log = logging.getLogger("symbiosis")
+
+
+class Portions:
+    """The host has the lock."""
+
+    def __init__(self, most: int, *, least: int = 1) -> None:
+        """Rows of a pass; fewer than `least` would take as long."""
+        self._most, self._least = most, min(least, most)
+        self.rows = most
+        """What fits into memory, as far as is known."""
+        self._fitted = 0
+        """Passes since one did not."""
+        self.fairness, self._pace = Fairness(), Pace()
+        self._lengths: defaultdict[str, Lengths] = defaultdict(Lengths)
+        """Of each kind of passes."""
+
+    def room(self, permit: Permit) -> int:
+        """Rows of the next pass, at most."""
+        return max(self._pace.room(self.rows, permit.kind, permit.most_s), min(self._least, self.rows))
+
+    def pick(self, waiting: Sequence[Candidate], permit: Permit) -> dict[str, int]:
+        """How many examples of which sessions, in the order they were chosen."""
+        chosen, room = self._lengths[permit.kind].fair(waiting, self.room(permit))
+        return self.fairness.pick(chosen, room)
+
+    def note(self, permit: Permit, rows: int, seconds: float) -> None:
+        """A pass took so long."""
+        self._pace.note(permit.kind, rows, seconds)
+        self._lengths[permit.kind].note(rows, seconds)
+        self._fitted += 1
+        if self._fitted % _FITTED == 0:
+            self.rows = min(self._most, 2 * self.rows)
+
+    def too_large(self, rows: int) -> None:
+        """A pass of so many did not fit into memory."""
+        self.rows, self._fitted = max(1, min(self.rows, rows) // 2), 0
+        _log.warning("a training pass of %d rows does not fit into memory: at most %d from now on", rows, self.rows)
+
+    def forget(self, tenant: str, session: str) -> None:
+        """It is gone."""
+        self.fairness.forget(tenant, session)
+        for lengths in self._lengths.values():
+            lengths.forget(session)
