@@ -263,6 +263,8 @@ def test_listening_to_the_world_without_tokens_is_refused(folder):
 def test_bad_options_of_serve_are_told(folder):
     assert "unknown policy" in fails("serve", folder, "--policy", "magic")
     assert "expected float32" in fails("serve", folder, "--dtype", "int8")
+    assert "--http" in fails("serve", folder, "--training-slowdown", "1.5")
+    assert "for a GPU" in fails("serve", folder, "--training-slowdown", "1.5", "--http", "127.0.0.1:0")
 
 
 def test_a_folder_without_an_adapter_is_told(server, tmp_path):
