@@ -69,7 +69,7 @@ class Executor:
         self._policy_settings = (max_wait_ms, training_share)
         chosen = _policy(policy, max_wait_ms, training_share)
         if training_slowdown is not None and not hosting:
-            raise SymbiosisError("training_slowdown is for answers over HTTP beside hosted training: expected hosting (--http) too")
+            raise SymbiosisError("training_slowdown is for answers beside hosted training: expected hosting (--http) too")
         turns = turns_on(place, training_share, training_slowdown)
         source = load(model_or_path, device=place, dtype=_dtype(dtype), tokenizer=tokenizer)
         if hosting:
