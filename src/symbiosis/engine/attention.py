@@ -190,7 +190,7 @@ class _Pass:
         self.given = [(self.slots_R[each.start : each.start + each.keys_LTKD.shape[1]], each) for each in given]
         self.single = torch.tensor([span.start for span in single], device=device) if single else None
         self._places = torch.tensor([span.before for span in single], device=device)
-        self._biases: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
+        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
         self._beyond_BT11: Tensor | None = None  # the places after the end of their sequences, if any
         self._page_size, self._longest = page_size, 0
         if single:

@@ -31,7 +31,7 @@ _ROWS = 5
 _CLOSE = 1e-4
 
 
-class Turns:
+class Rotary:
     """Rotary positions of the pass that runs, as all its layers need them."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Straight:
     """What the function needs to know of one layer."""
 
     bank: Bank
-    turns: Turns
+    rotary: Rotary
     memory: Any
     number: int
     heads: int
@@ -91,7 +91,7 @@ class Straight:
         qkv_RAW = _product(rows, self.qkv, of_qkv).view(x_RD.shape[0], -1, width)
         turned = (qkv_RAW.shape[1] + self.heads) // 2
         qk_RAW, v_RKW = qkv_RAW[:, :turned], qkv_RAW[:, turned:]
-        cos, sin = self.turns.of(embeddings)
+        cos, sin = self.rotary.of(embeddings)
         qk_ARW = torch.addcmul(qk_RAW * cos, qk_RAW.roll(width // 2, -1), sin).transpose(0, 1)
         q_HRW, k_KRW = qk_ARW[: self.heads], qk_ARW[self.heads :]
         found = self.memory.attend(self.number, q_HRW, k_KRW, v_RKW.transpose(0, 1), **self.asked)
@@ -146,11 +146,11 @@ class _Witness:
 @torch.inference_mode()
 def straighten(model: PreTrainedModel, bank: Bank) -> None:
     """Let the layers of this model that can be straight be so. They are adapted, and lie together, already."""
-    turns = Turns()
+    rotary = Rotary()
     bank.begin((), ())
     for layer in list(model.modules()):
         if _children(layer) == _LAYER and _looks_usual(layer):
-            straight = _tried(layer, bank, turns)
+            straight = _tried(layer, bank, rotary)
             if straight is not None:
                 mix_in(layer, StraightLayer)
                 object.__setattr__(layer, "symbiosis_straight", straight)
@@ -171,7 +171,7 @@ def _looks_usual(layer: Any) -> bool:
     return all(len({id(each.symbiosis_together) for each in group}) == 1 for group in together)
 
 
-def _tried(layer: Any, bank: Bank, turns: Turns) -> Straight | None:
+def _tried(layer: Any, bank: Bank, rotary: Rotary) -> Straight | None:
     """None if its own code gives something else, or cannot be tried like this."""
     attention, memory, witness = layer.self_attn, layer.self_attn.symbiosis_memory, _Witness()
     width = int(getattr(attention, "head_dim", 0))
@@ -185,7 +185,7 @@ def _tried(layer: Any, bank: Bank, turns: Turns) -> Straight | None:
     try:
         expected = layer(x_1RD, position_embeddings=embeddings)
         straight = Straight(
-            bank, turns, witness, witness.number, attention.q_proj.out_features // width, width,
+            bank, rotary, witness, witness.number, attention.q_proj.out_features // width, width,
             attention.q_proj.symbiosis_together, attention.o_proj.symbiosis_together,
             layer.mlp.gate_proj.symbiosis_together, layer.mlp.down_proj.symbiosis_together,
             _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm), witness.asked,

@@ -177,7 +177,7 @@ class Beside(Turns):
 
     # Both
 
-    def figures(self) -> dict[str, float | None]:
+    def figures(self) -> dict[str, float]:
         """How long passes of the engine take, alone and beside training, and what training has then."""
         return {**self._pace, "training_share": self.share}
 

@@ -129,7 +129,7 @@ class Turns:
             self._waiting = False
             self._changed.notify_all()
 
-    def figures(self) -> dict[str, float | None]:
+    def figures(self) -> dict[str, float]:
         """What the provider may want to know of serving beside training."""
         return {}
 

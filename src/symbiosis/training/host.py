@@ -159,7 +159,7 @@ class Host:
         """Most tokens of an example, virtual ones included."""
         return min(self._bounds.rows, self._bounds.positions)
 
-    def beside(self) -> dict[str, float | None]:
+    def beside(self) -> dict[str, float]:
         """What whoever is served on this device notices, as far as it was measured."""
         return {**self._turns.figures(), "pass_rows": self._portions.rows}
 
