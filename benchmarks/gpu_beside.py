@@ -40,7 +40,7 @@ from benchmarks.tenants import window_of
 WAYS = ("steered",)
 LOADS = ("full", "chat")
 ROUNDS = 5
-TRIES = 8
+TRIES = 3
 """Most parts of the GPU that are tried before a way is measured."""
 
 
@@ -101,13 +101,15 @@ class Serving:
             self._core.add_adapter(f"a{number}", folder / f"a{number}")
         self._came: list[tuple[float, float]] = []
         """Of each token but an answer's first: when it came, and how long after the one before."""
+        self._first: list[tuple[float, float]] = []
+        """Of each answer: when its first token came, and how long after the question."""
         self._error: BaseException | None = None
         self._going = threading.Event()
         self._ending = False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Serving:
-        self._ending, self._came = False, []
+        self._ending, self._came, self._first = False, [], []
         self._going.clear()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -125,6 +127,10 @@ class Serving:
         """Seconds between two tokens of a sequence."""
         return [gap for at, gap in self._came if begin < at <= end]
 
+    def first_between(self, begin: float, end: float) -> list[float]:
+        """Seconds until an answer began."""
+        return [delay for at, delay in self._first if begin < at <= end]
+
     def _run(self) -> None:
         try:
             self._answer()
@@ -140,6 +146,7 @@ class Serving:
         wish = Sampling(temperature=0.0, max_tokens=plan.new if full else plan.chat_new, ignore_eos=True)
         names = [f"a{n // 2 % plan.adapters}" if n % 2 else None for n in range(plan.sequences)]
         last: dict[str, float] = {}
+        since: dict[str, float] = {}
         running: dict[str, Any] = {}
         random, asked, started = Random(0), 0, time.monotonic()
         coming = 0.0
@@ -147,6 +154,7 @@ class Serving:
         def ask(name: str | None) -> None:
             (prompt,) = prompts_of(self._vocabulary, 1, plan.prompt)
             running.update({(request := core.add(prompt, wish, adapter=name)).id: (request, name)})
+            since[request.id] = time.monotonic()
 
         while not self._ending:
             while len(running) < len(names) and (full or time.monotonic() - started >= coming):
@@ -160,6 +168,8 @@ class Serving:
             for request, _, _ in made:
                 if request.id in last:
                     self._came.append((now, now - last[request.id]))
+                else:
+                    self._first.append((now, now - since[request.id]))
                 last[request.id] = now
                 if request.reason is not None:
                     running.pop(request.id)
@@ -207,6 +217,8 @@ def window(serving: Serving | None, training: Shared | None, seconds: float) -> 
         if not gaps:
             raise RuntimeError("no token came in a window: it is too short")
         figures = {"p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "served_per_s": len(gaps) / seconds}
+        if first := serving.first_between(begin, end):
+            figures["first_s"] = statistics.mean(first)
     if training is not None:
         figures["trained_per_s"] = sum(
             tokens / statistics.mean(each) for tokens, each in zip(training.tokens, found, strict=True)
@@ -219,10 +231,9 @@ def settle(way: Any, serving: Serving, training: Shared, seconds: float) -> None
     with serving:
         for _ in range(TRIES):
             before = way.share
-            training.steps(10)
+            training.window(2 * seconds)
             if way.share == before:
                 break
-        time.sleep(0.2 * min(seconds, 2.0))
 
 
 def run(
@@ -280,6 +291,7 @@ def run(
                 ("p50_s", "serving", "training"),
                 ("p99_s", "serving", "training"),
                 ("served_per_s", "serving", "training"),
+                *((("first_s", "serving", "training"),) if load == "chat" else ()),
                 ("trained_per_s", "training", "serving"),
             )
         },
@@ -298,9 +310,10 @@ def line(figures: Any, case: str) -> str:
         "p50_s": (1e3, "ms p50"),
         "p99_s": (1e3, "ms p99"),
         "served_per_s": (1, "tok/s served"),
+        "first_s": (1e3, "ms to the first"),
         "trained_per_s": (1, "tok/s trained"),
     }
-    there = [(figures[name][case], scale, unit) for name, (scale, unit) in shown.items() if case in figures[name]]
+    there = [(figures[name][case], scale, unit) for name, (scale, unit) in shown.items() if case in figures.get(name, ())]
     return ", ".join(f"{scale * found['median']:9.2f} {unit} ({found['ratio']:.2f})" for found, scale, unit in there)
 
 

@@ -13,6 +13,7 @@ compute on the host's CPUs, with a shorter cache, and the executor has the head
 too. Otherwise all of them share the one GPU.
 
     python -m benchmarks.gpu_policies 7b          # about 1.5 minutes on one H200
+    python -m benchmarks.gpu_policies 7b --length 256   # with caches of so many tokens
     python -m benchmarks.gpu_policies 7b --remote --seconds 4
     python -m benchmarks.gpu_policies tiny --cpu  # seconds, for the tests
 """
@@ -51,22 +52,22 @@ def measure(workers: Workers, policy: str, served: Served, batches: Sequence[int
     return figures_of(batches, workers.hear(team), before, after)
 
 
-def connect(workers: Workers, shape: str, served: Served, batches: Sequence[int], *, remote: bool) -> None:
+def connect(workers: Workers, shape: str, served: Served, batches: Sequence[int], length: int, *, remote: bool) -> None:
     """Every tenant, with its cache filled."""
     team = range(len(batches))
     for number in team:
         workers.tell([number], "load", "executor", shape, served.address, 4 if number % 2 else 1)
     workers.hear(team)
     for number, batch in enumerate(batches):
-        workers.tell([number], *(("fill", batch, LENGTH_REMOTE) if remote else ("prefill", batch, LENGTH)))
+        workers.tell([number], *(("fill", batch, LENGTH_REMOTE) if remote else ("prefill", batch, length)))
     workers.hear(team)
 
 
-def run(shape: str, device: str, seconds: float, mps: bool, remote: bool, folder: Path = FOLDER) -> None:
+def run(shape: str, device: str, seconds: float, mps: bool, remote: bool, length: int, folder: Path = FOLDER) -> None:
     console, batches = Console(width=160), BATCHES[shape]
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     with Served(shape, device, head=remote) as served, Workers(len(batches), "cpu" if remote else device) as workers:
-        connect(workers, shape, served, batches, remote=remote)
+        connect(workers, shape, served, batches, length, remote=remote)
         for policy in POLICIES:  # to warm up: what comes again and again becomes a CUDA graph, with any company one
             measure(workers, policy, served, batches, seconds * (5 if policy == "opportunistic" and not remote else 1))
         for repetition in range(REPETITIONS):
@@ -87,17 +88,18 @@ def run(shape: str, device: str, seconds: float, mps: bool, remote: bool, folder
                 "shape": shape,
                 "mps": mps,
                 "tenants_on": "the host's CPUs" if remote else "the same GPU",
-                "plan": {"tenants": list(batches), "seconds": seconds, "repetitions": repetition + 1},
+                "plan": {
+                    "tenants": list(batches),
+                    "length": LENGTH_REMOTE if remote else length,
+                    "seconds": seconds,
+                    "repetitions": repetition + 1,
+                },
                 "medians": {policy: medians(each) for policy, each in runs.items()},
                 "ratios": {key: {policy: each["ratio"] for policy, each in found.items()} for key, found in ratios.items()},
                 "runs": runs,
             }
-            save(
-                f"gpu-policies-{shape}{'-remote' if remote else ''}{'-mps' if mps else ''}",
-                str(__doc__).splitlines()[0],
-                figures,
-                folder,
-            )
+            parts = ["gpu-policies", shape, "remote" * remote, "mps" * mps, "" if length == LENGTH else str(length)]
+            save("-".join(part for part in parts if part), str(__doc__).splitlines()[0], figures, folder)
     show(console, figures)
     console.print("ratios to opportunistic:", figures["ratios"])
 
@@ -105,9 +107,10 @@ def run(shape: str, device: str, seconds: float, mps: bool, remote: bool, folder
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(str(__doc__), shapes=list(BATCHES), shape="7b", seconds=3.0)
     parser.add_argument("--remote", action="store_true", help="tenants on the host's CPUs")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens in the cache of each sequence")
     chosen = parser.parse_args(arguments)
     with mps_daemon(chosen.mps):
-        run(chosen.shape, chosen.device, chosen.seconds, chosen.mps, chosen.remote, chosen.out)
+        run(chosen.shape, chosen.device, chosen.seconds, chosen.mps, chosen.remote, chosen.length, chosen.out)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ FAIR = {
     "tiny": ((1, 8), (4, 8), (2, 16), (1, 32)),
     "gpu": ((1, 64), (16, 64), (8, 128), (2, 256), (4, 512), (1, 1024), (4, 1024), (2, 2048)),
 }
-FAIR_ROWS = {"tiny": (64,), "1b": (4096, 2048), "7b": (4096,)}
+FAIR_ROWS = {"tiny": (64,), "1b": (4096,), "7b": (4096,)}
 FAIR_ROUNDS = 5
 WAYS = ("graphs", "kernels", "loop")
 REPETITIONS = 5
@@ -77,7 +77,7 @@ class Shared:
         with _way(way):
             self.host = Host(
                 model,
-                HostConfig(graphs=4 if way == "graphs" else 0, max_waiting_tokens=room, **limits),
+                HostConfig(max_waiting_tokens=room, **limits, **({} if way == "graphs" else {"graphs": 0})),
                 turns,
             )
             self.sessions = [

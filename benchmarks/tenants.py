@@ -104,13 +104,14 @@ class Tenant:
         return window(self.train_step, begin, end)
 
     def prefill(self, batch: int, length: int) -> None:
-        """Fill a cache for decode steps of `batch` sequences of this length."""
+        """Fill a cache for decode steps of `batch` sequences of this length, all alike."""
         import torch
 
         self.model.eval()
         with torch.no_grad():
-            output = self.model(input_ids=self.random_ids(batch, length), use_cache=True, logits_to_keep=1)
-            self.cache, self.token = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            output = self.model(input_ids=self.random_ids(1, length), use_cache=True, logits_to_keep=1)
+            self.cache, self.token = output.past_key_values, output.logits[:, -1:].argmax(-1).repeat(batch, 1)
+            self.cache.batch_repeat_interleave(batch)
             self.decode_step()
 
     def fill(self, batch: int, length: int) -> None:

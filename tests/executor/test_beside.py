@@ -37,10 +37,10 @@ def test_training_has_a_part_while_answers_are_served_and_short_passes_for_a_min
     with turns:
         assert begun(turns) == Permit("beside 0.5", 60.0, beside=True)
         turns.end_pass()
-    clock.now += 0.5
+    clock.now += 0.05
     assert begun(turns).beside
     turns.end_pass()
-    clock.now += 1.0
+    clock.now += 0.2
     assert begun(turns) == Permit("lately", 0.1)
     turns.end_pass()
     clock.now += 60.0
@@ -48,16 +48,48 @@ def test_training_has_a_part_while_answers_are_served_and_short_passes_for_a_min
     assert turns.begin_pass(60.0, lambda: True) is None
 
 
+def test_who_comes_waits_for_the_pass_that_has_the_whole_gpu_and_for_no_other():
+    turns = Beside(torch.device("cpu"))
+    came = threading.Event()
+
+    def answer() -> None:
+        with turns:
+            came.set()
+
+    assert not begun(turns).beside
+    engine = threading.Thread(target=answer)
+    engine.start()
+    assert not came.wait(0.02)
+    while turns.busy_until() is None:
+        time.sleep(1e-4)
+    turns.end_pass()
+    assert begun(turns).beside, "somebody waits: the next pass has a part"
+    engine.join(30)
+    assert came.is_set()
+    with turns:  # the pass beside is not waited for: nobody will end it
+        assert turns._training
+    turns.end_pass()
+
+
+def test_a_pass_that_is_long_after_all_is_not_waited_for():
+    turns = Beside(torch.device("cpu"))
+    assert begun(turns) == Permit("full")
+    with turns:
+        assert turns._training
+    turns.end_pass()
+
+
 def test_a_part_is_found_that_slows_answers_as_much_as_is_allowed():
     assert fitting(0.5, slower=1.6, allowed=1.3) == 0.25
     assert fitting(0.5, slower=1.4, allowed=1.3) == 0.375
     assert fitting(0.5, slower=1.3, allowed=1.3) == 0.5
     assert fitting(0.5, slower=1.31, allowed=1.3) == 0.5, "not less for next to nothing"
-    assert fitting(0.3125, slower=1.25, allowed=1.3) == 0.375
+    assert fitting(0.375, slower=1.25, allowed=1.3) == 0.375, "nor more"
+    assert fitting(0.375, slower=1.2, allowed=1.3) == 0.5
     assert fitting(0.5, slower=1.2, allowed=1.3) == 0.75
     assert fitting(0.5, slower=0.9, allowed=1.3) == 0.75, "not too much at a time"
-    assert fitting(0.0625, slower=3.0, allowed=1.1) == 0.0625, "some training goes on"
-    assert fitting(0.0625, slower=1.01, allowed=1.3) == 0.125, "and from there it gets more again"
+    assert fitting(0.125, slower=3.0, allowed=1.1) == 0.125, "some training goes on"
+    assert fitting(0.125, slower=1.01, allowed=1.3) == 0.25, "and from there it gets more again"
     assert fitting(0.875, slower=1.0, allowed=1.3) == 0.875, "serving has some to itself"
 
 
@@ -90,7 +122,7 @@ class Engine(threading.Thread):
             time.sleep(1e-4)
 
 
-@pytest.mark.parametrize(("slower", "share"), [(1.0, 0.75), (1.4, 0.3125), (2.0, 0.25)])
+@pytest.mark.parametrize(("slower", "share"), [(1.0, 0.75), (1.4, 0.25), (2.0, 0.25)])
 @pytest.mark.parametrize("pass_s", [0.004, 0.05])
 def test_now_and_then_training_pauses_and_the_part_is_made_to_fit(slower, share, pass_s):
     clock = Clock()

@@ -1,4 +1,4 @@
-"""A thread that waits for the whole device, and one that captures graphs, do not break each other."""
+"""Threads that capture, or wait for the whole device, do not break each other; a capture that fails breaks nothing."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def test_nobody_waits_for_the_device_while_another_captures():
     try:
         with torch.cuda.stream(torch.cuda.Stream(device)):
             x, pool = torch.ones(64, 64, device=device), torch.cuda.graph_pool_handle()
+            _ = x @ x  # the library of products is ready: it cannot be made ready while a graph is captured
             for _ in range(50):
                 graph, found = captured(lambda: sum(x @ x for _ in range(20)), pool)
                 graph.replay()
@@ -46,3 +47,23 @@ def test_nobody_waits_for_the_device_while_another_captures():
         thread.join()
     assert not errors
     assert waits
+
+
+@pytest.mark.parametrize("fail", [torch.cuda.synchronize, lambda: 1 / 0], ids=["the driver", "somebody"])
+def test_after_a_capture_that_failed_everything_works_as_before(fail):
+    device = torch.device("cuda", 0)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        x = torch.ones(64, 64, device=device)
+        _ = x @ x
+
+        def compute() -> torch.Tensor:
+            y = x @ x
+            fail()
+            return y
+
+        with pytest.raises((RuntimeError, ZeroDivisionError)):
+            captured(compute, torch.cuda.graph_pool_handle())
+        assert torch.randn(1 << 20, device=device).isfinite().all()
+        graph, found = captured(lambda: x @ x, torch.cuda.graph_pool_handle())
+        graph.replay()
+        assert found[0, 0].item() == 64

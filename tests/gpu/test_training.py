@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from symbiosis import kernels
 from symbiosis.executor.beside import Beside
@@ -88,6 +88,23 @@ def test_graphs_give_what_the_kernels_give(lengths, hidden, monkeypatch):
     assert graphs_of(packed) == 1
     plain = PackedModel(model).compute(other)
     assert_alike(again, plain, 2e-2)
+
+
+@pytest.mark.parametrize("family", ["in float32", "with capped scores"])
+def test_what_is_computed_by_the_lengths_of_its_sequences_is_no_graph(family):
+    """Or a pass would be computed by the lengths of the one that was captured."""
+    if family == "in float32":
+        model, close = model_in(torch.float32), 1e-4
+    else:
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}
+        config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+        model, close = Gemma2ForCausalLM(config).to("cuda", torch.bfloat16).eval(), 2e-2
+    packed, plain = PackedModel(model, graphs=2), PackedModel(model)
+    for turn in range(6):
+        lengths = [(40 + turn, 70 - turn), (9,), (130 - turn, 33, 5 + turn)]
+        shares = shares_of(model, lengths, CONFIGS[:2])
+        assert_alike(packed.compute(shares), plain.compute(shares), close)
+    assert graphs_of(packed) == 0
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -3,7 +3,8 @@
 Cores are shared by turns (`turns`); a GPU is not. Decoding waits for memory and training for multiprocessors, so both get
 further side by side than one after the other. But a kernel of training fills the whole GPU for as long as it takes, and a
 token needs hundreds of kernels: each would wait for a place, whatever its priority. So while answers are served, training
-has a part of the multiprocessors, and when nobody is served, all; in passes short enough that who comes is not held up.
+has a part of the multiprocessors, and when nobody is served, all. Then its passes are short, and who comes waits for the
+one that runs: an answer that begins a moment later is better than one whose words come haltingly.
 
 How large that part may be depends on the model, the load and the GPU (its power is shared too). So it is found out: now
 and then training pauses for a few passes of the engine, and by how much these are faster, the part becomes smaller or larger.
@@ -36,9 +37,11 @@ SLOWDOWN = 1.3
 _SWITCH_S = 5e-4  # serving and training are threads of one interpreter: a token takes milliseconds
 _LAST_S = 0.2  # training that ended so recently goes on
 _LATELY_S = 60.0  # somebody was served no longer ago: the next may come at any moment
-_LATELY_PASS_S = 0.1  # as long as it takes to read a prompt meanwhile; shorter ones cost a large model its speed
+_LATELY_PASS_S = 0.1  # who comes waits for half of it, on average; shorter ones cost a large model its speed
+_PATIENCE_S = 0.15  # for a pass that takes longer after all
 _FIRST = 0.5  # of the multiprocessors
-_GRAIN, _EIGHT = 16, 8  # parts are multiples of one 16th, rounded down to so many multiprocessors: drivers round up
+_GRAIN = 8  # parts are multiples of one 8th: a part that changes often would have passes made ready for it again and again
+_EIGHT = 8  # and rounded down to so many multiprocessors: drivers round up
 _FEW, _MANY = 8, 40  # passes of training before a comparison: after a change, and else
 _COMPARED = 12  # passes of the engine without training
 _PAUSES = 1.5  # times what they took beside training, at most
@@ -84,11 +87,13 @@ def fitting(share: float, slower: float, allowed: float) -> float:
     parts = math.floor(max(0.5 * now, min(max(1.5 * now, now + 1), wanted)) + 1e-6)
     if parts < now and slower <= _NEARLY * allowed:
         return share
-    return max(1, min(_GRAIN - 2, parts)) / _GRAIN
+    return max(1, min(_GRAIN - 1, parts)) / _GRAIN
 
 
 class Beside(Turns):
     """The thread of the engine and that of hosted training each compute on streams from here from their first pass on."""
+
+    _idle_s = 0.1  # between two passes of the engine there are a few milliseconds as long as it has anything to do
 
     def __init__(
         self,
@@ -111,6 +116,8 @@ class Beside(Turns):
         self._trained = False
         """Beside the engine's pass that runs."""
         self._training_ended = -math.inf
+        self._has_all = False
+        """Training's pass that runs has the whole GPU."""
         self._recent: dict[bool, deque[float]] = {True: deque(maxlen=64), False: deque(maxlen=_COMPARED)}
         """Seconds of the engine's passes, beside training and not."""
         self._pace: dict[str, float] = {}
@@ -119,6 +126,10 @@ class Beside(Turns):
     # The engine's
 
     def __enter__(self) -> None:
+        with self._changed:
+            was_idle, self._wanted = self.busy_until() is None, True
+            if was_idle and self._has_all:
+                self._changed.wait_for(lambda: not self._has_all, timeout=_PATIENCE_S)
         self._trained = self._is_training()
         self._use(self._lane("served"))
         super().__enter__()
@@ -139,20 +150,23 @@ class Beside(Turns):
         """Never waits, but for a comparison; the thread computes on training's part from now on if answers are served."""
         if is_over():
             return None
-        served = self.busy_until() is not None
-        if served and not self._is_given:
+        if self.busy_until() is not None and not self._is_given:
             self._due -= 1
             if self._due <= 0 and self._clock() - self._ended < _ACTIVE_S:
                 self._compare()
+        with self._changed:
+            served = self.busy_until() is not None
+            self._training, self._has_all = True, not served
         self._use(self._lane("beside" if served else "trained"))
-        self._training = True
         if served:
             return Permit(f"beside {self.share}", short_s, beside=True)
         lately = self._clock() - self._ended < _LATELY_S
         return Permit("lately", min(short_s, _LATELY_PASS_S)) if lately else Permit("full")
 
     def end_pass(self) -> None:
-        self._training, self._training_ended = False, self._clock()
+        with self._changed:
+            self._training, self._training_ended, self._has_all = False, self._clock(), False
+            self._changed.notify_all()
 
     def _compare(self) -> None:
         """Let the engine compute by itself for a moment, and give training less or more."""

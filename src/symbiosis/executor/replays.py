@@ -25,11 +25,12 @@ from symbiosis.executor.layers import Rows, run
 from symbiosis.executor.policies import BatchKey
 from symbiosis.executor.runner import Work
 
-_KNOWN, _KNOWN_TOGETHER = 4, 8  # what comes so often comes again
-_SIZES = (4, 8, 16, 32, 64, 128, 256, 512)  # rows
+_KNOWN, _KNOWN_TOGETHER = 4, 64  # what comes so often comes again; companies change, and do without one of their own
+_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # rows
 _ROWS, _ROWS_TOGETHER = 256, 512  # with more rows the GPU takes longer than the launches
 _LAYERS = 4  # of one call: q, k and v, or gate and up
 _MOST, _MOST_OF_ONE = 8192, 1024  # graphs of everybody together, and of one tenant
+_MOST_PARTED = 2048  # companies whose copies are remembered
 _log = logging.getLogger("symbiosis")
 
 
@@ -46,6 +47,7 @@ class Replays:
         self._pool: Any = None
         self._keeper: torch.cuda.CUDAGraph | None = None
         self._works: dict[str, WeakSet[Work]] = {}  # by tenant; they go with their channels
+        self._parted: dict[tuple[int, ...], list[tuple[list[Tensor], list[Tensor]]]] = {}
         self._joints: dict[tuple[int, ...], Callable[[], object] | None] = {}
         self._by_size: dict[tuple[BatchKey, int], Callable[[], object] | None] = {}
         self._seen: dict[Any, int] = {}
@@ -83,7 +85,7 @@ class Replays:
             return None
         if company not in self._joints:
             if not (self._is_known(company, _KNOWN_TOGETHER) and self._has_time()):
-                return self._any_company(works, rows)
+                return self._any_company(company, works, rows)
             _drop_oldest(self._joints, _MOST)
             self._joints[company] = self._made(partial(self._record_joint, works, rows))
         replay = self._joints[company] = self._joints.pop(company)  # again at the end: who is used stays
@@ -92,7 +94,7 @@ class Replays:
         replay()
         return [places for _, _, places in works]
 
-    def _any_company(self, works: Sequence[tuple[str, Work, Rows]], count: int) -> list[Rows] | None:
+    def _any_company(self, company: tuple[int, ...], works: Sequence[tuple[str, Work, Rows]], count: int) -> list[Rows] | None:
         """By the graph of so many rows, whoever they are; the rest of its rows are nobody's."""
         first = works[0][1]
         kind = (first.key, next(size for size in _SIZES if size >= count))
@@ -106,7 +108,12 @@ class Replays:
         replay = self._by_size[kind] = self._by_size.pop(kind)
         if replay is None:
             return self._one_by_one(works)
-        (starts, given), (ends, wanted) = self._copies(works)
+        parted = self._parted.pop(company, None)
+        if parted is None:
+            _drop_oldest(self._parted, _MOST_PARTED)
+            parted = self._copies(works)
+        self._parted[company] = parted
+        (starts, given), (ends, wanted) = parted
         torch._foreach_copy_(starts, given)
         replay()
         torch._foreach_copy_(wanted, ends)

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-_IDLE_S = 1.0  # the engine has computed nothing for so long: it serves nobody
 _PIECE_S = 0.05  # where nobody is served: who comes waits for no more than that
 _LEAST_S = 1e-4
 _WAKE_S = 0.05  # a thread that was told of its turn has begun by then
@@ -43,6 +42,8 @@ class Permit:
 
 class Turns:
     """Used by three threads: the engine's enters and leaves, the executor's and hosted training's begin and end."""
+
+    _idle_s = 1.0  # the engine has computed nothing for so long: it serves nobody
 
     def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.monotonic) -> None:
         """`share` of the time is training's while the engine serves; 1.0: neither heeds the other."""
@@ -101,7 +102,7 @@ class Turns:
         """When the engine's pass will end, or its last one ended; None: it serves nobody."""
         if self._passing:
             return max(self._clock(), self._began + (self._pace_s if math.isfinite(self._pace_s) else 0.0))
-        return self._ended if self._wanted or self._clock() - self._ended < _IDLE_S else None
+        return self._ended if self._wanted or self._clock() - self._ended < self._idle_s else None
 
     def are_taken(self) -> bool:
         """Whether training has to take turns now."""

@@ -52,14 +52,18 @@ def attend(
     """What each row reads from its sequence, [H, R, D], under autograd."""
     spans = pack.spans
     plain = cap is None and (window is None or window >= pack.longest) and all(s.prefix_L2HTD is None for s in spans)
+    alike = all(span.rows == pack.longest for span in spans)
     if plain and q_HRD.is_cuda:
-        if all(span.rows == pack.longest for span in spans):
+        if alike:
             return batched(q_HRD, k_KRD, v_KRD, len(spans), scale)
         if flash.takes(q_HRD):
             return flash.attention(q_HRD, k_KRD, v_KRD, pack.edges_S, pack.longest, scale)
+    pack.by_lengths |= not alike
     sizes = [span.rows for span in spans]
     found: list[Tensor] = []
     for span, q, k, v in zip(spans, *(torch.split(x, sizes, 1) for x in (q_HRD, k_KRD, v_KRD)), strict=True):
+        if not span.rows:
+            continue
         before = 0
         if span.prefix_L2HTD is not None:
             front = span.prefix_L2HTD[layer].to(k.dtype)

@@ -27,11 +27,15 @@ class Grouped:
         head_rows: Sequence[tuple[int, int]],
         most: int,
         device: torch.device,
+        least: int = 1,
     ) -> None:
-        """`rows`: the first of each session, and how many; `head_rows` the same, of those that the head sees; `most` of all."""
+        """`rows`: the first of each session, and how many; `head_rows` the same, of those that the head sees; `most` of all.
+
+        With room for `least` sessions.
+        """
         self.gradients = [torch.zeros_like(flat.values_N) for flat in flats]
         self.lines = {path: line for line, path in enumerate(dict.fromkeys(path for flat in flats for path in flat.paths))}
-        slots = triton.next_power_of_2(len(flats))
+        slots = triton.next_power_of_2(max(least, len(flats)))
         table = torch.zeros(len(self.lines), slots, COLUMNS, dtype=torch.int64)
         scales = torch.zeros(len(self.lines), slots)
         for slot, (flat, gradients_N) in enumerate(zip(flats, self.gradients, strict=True)):

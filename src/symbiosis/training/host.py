@@ -444,7 +444,7 @@ class Host:
             self._packed.trim()
             return
         seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
-        self._portions.note(permit, cost, seconds)
+        self._portions.note(permit, cost, seconds, is_new=self._packed.is_new)
         self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds)
         if permit.beside:
             self._count(beside_passes=1, beside_rows=rows, beside_seconds=seconds)

@@ -26,8 +26,7 @@ if TYPE_CHECKING:  # it needs Triton
 
 Array: TypeAlias = npt.NDArray[np.int64]
 
-_STEP = 128  # rows: longest sequences are counted in these
-_SEQUENCES = 8  # so are sequences
+_LONGEST, _SEQUENCES, _SESSIONS = 512, 16, 8  # at least so many, and powers of two: the kernels skip what is not there
 _DENSE = 0.9  # of all rows have a label: choosing them would cost more than it saves
 
 
@@ -118,12 +117,13 @@ class Pack:
                 self._head_rows[-1].append(len(due))
                 start += rows
         self.longest = max(span.rows for span in self.spans)
-        spare = 0
+        spare = sessions = 0
         if even and any(span.rows != self.longest for span in self.spans):
-            self.longest = -(-self.longest // _STEP) * _STEP
+            self.longest = _power_of_2(self.longest, _LONGEST)
             spare = -start % _step(start)
             self.spans += [Span(min(self.longest, spare - at)) for at in range(0, spare, self.longest)]
-            self.spans += [Span(0)] * (-len(self.spans) % _SEQUENCES)
+            self.spans += [Span(0)] * (_power_of_2(len(self.spans), _SEQUENCES) - len(self.spans))
+            sessions = _SESSIONS
         start += spare
         ids.append(np.zeros(spare, np.int64))
         places.append(np.arange(spare) % self.longest)
@@ -153,22 +153,24 @@ class Pack:
         """What each label's loss counts."""
         self.masks: dict[tuple[int, int, int | None], Tensor] = {}
         """What attention has worked out for this pass."""
+        self.by_lengths = False
+        """Something was computed by how long each sequence is, and not by `edges_S`: this pass is like no other."""
         self._acts: dict[tuple[str, bool], Acts | None] = {}
-        self.grouped = self._grouped()
+        self.grouped = self._grouped(sessions)
 
     @property
     def head_rows(self) -> list[int]:
         """How many rows of each piece the head sees."""
         return [rows for of_share in self._head_rows for rows in of_share]
 
-    def _grouped(self) -> Grouped | None:
-        """Of the sessions whose adapters the kernels take together."""
+    def _grouped(self, least: int) -> Grouped | None:
+        """Of the sessions whose adapters the kernels take together, with room for so many."""
         flats = [share.adapter.flat for share in self.shares if share.adapter.flat is not None]
         if not flats:
             return None
         from symbiosis.training.grouped import Grouped
 
-        return Grouped(flats, self._segments(self._rows), self._segments(self._head_rows), self.rows, self.device)
+        return Grouped(flats, self._segments(self._rows), self._segments(self._head_rows), self.rows, self.device, least)
 
     @property
     def key(self) -> tuple[object, ...] | None:
@@ -227,6 +229,11 @@ def _to(device: torch.device, numbers: npt.NDArray[np.generic]) -> Tensor:
     """There, without waiting for what is computed there."""
     found = torch.from_numpy(numbers)
     return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+def _power_of_2(number: int, least: int) -> int:
+    """The next one from `number` on."""
+    return max(least, 1 << max(0, number - 1).bit_length())
 
 
 def _step(rows: int) -> int:

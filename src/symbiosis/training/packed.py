@@ -79,6 +79,8 @@ class PackedModel:
         """
         self._model = frozen_copy(model).eval()
         self._stage = Stage()
+        self.is_new = False
+        """The last pass was of a kind that had to be made ready: the next one of it will be faster."""
         self._replays = Replays(graphs, self._model.device) if graphs and self._model.device.type == "cuda" else None
         try:
             self._prepare()
@@ -138,7 +140,9 @@ class PackedModel:
         if self._replays is not None and even and pack.key is not None:
             losses_N = self._replays.run(pack, lambda given: self._backward(given, [])[0])
             found: Sequence[Tensor | None] = []
+            self.is_new = self._replays.is_new
         else:
+            self.is_new = False
             losses_N, found = self._backward(pack, [p for *_, p in named])
         by_name: list[dict[str, Tensor]] = [{} for _ in shares]
         for (number, name, _), gradient in zip(named, found, strict=True):

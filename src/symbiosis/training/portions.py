@@ -15,6 +15,7 @@ from symbiosis.training.lengths import Lengths
 from symbiosis.training.pace import Pace
 
 _FITTED = 500  # passes after which larger ones are tried again
+_NEW = 8  # passes of new kinds in a row: then that is how it is
 _log = logging.getLogger("symbiosis")
 
 
@@ -22,29 +23,36 @@ class Portions:
     """The host has the lock."""
 
     def __init__(self, most: int, *, least: int = 1) -> None:
-        """Rows of a pass; fewer than `least` would take as long."""
+        """Rows of a pass; fewer than `least` would take as long. Where that is so (on a GPU) passes are of few sizes, since
+        those that come again and again are faster (`replays`).
+        """
         self._most, self._least = most, min(least, most)
         self.rows = most
         """What fits into memory, as far as is known."""
         self._fitted = 0
         """Passes since one did not."""
+        self._new = 0
+        """The last so many were of new kinds."""
         self.fairness, self._pace = Fairness(), Pace()
         self._lengths: defaultdict[str, Lengths] = defaultdict(Lengths)
         """Of each kind of passes."""
 
     def room(self, permit: Permit) -> int:
         """Rows of the next pass, at most."""
-        return max(self._pace.room(self.rows, permit.kind, permit.most_s), min(self._least, self.rows))
+        room = max(self._pace.room(self.rows, permit.kind, permit.most_s), min(self._least, self.rows))
+        return room if room == self.rows or self._least == 1 else 1 << room.bit_length() - 1
 
     def pick(self, waiting: Sequence[Candidate], permit: Permit) -> dict[str, int]:
         """How many examples of which sessions, in the order they were chosen."""
         chosen, room = self._lengths[permit.kind].fair(waiting, self.room(permit))
         return self.fairness.pick(chosen, room)
 
-    def note(self, permit: Permit, rows: int, seconds: float) -> None:
-        """A pass took so long."""
-        self._pace.note(permit.kind, rows, seconds)
-        self._lengths[permit.kind].note(rows, seconds)
+    def note(self, permit: Permit, rows: int, seconds: float, *, is_new: bool = False) -> None:
+        """A pass took so long, the first ones of its kind longer than others will."""
+        self._new = self._new + 1 if is_new else 0
+        if not is_new or self._new > _NEW:
+            self._pace.note(permit.kind, rows, seconds)
+            self._lengths[permit.kind].note(rows, seconds)
         self._fitted += 1
         if self._fitted % _FITTED == 0:
             self.rows = min(self._most, 2 * self.rows)

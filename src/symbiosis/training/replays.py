@@ -1,15 +1,15 @@
 """Passes as CUDA graphs: one launch instead of some thousands, for passes that differ in numbers only.
 
-A pass of a key that came a few times is captured; its pack becomes the frame into which later packs of that key are
-copied. A graph runs on the multiprocessors of the stream it was captured on, so each stream has graphs of its own.
-Gradients go to where each pack's tables say, which is memory of its own. Capturing takes about as long as a pass;
-what cannot be captured runs as it always did.
+A pass of a key that comes often (`favourites`) is captured; its pack becomes the frame into which later packs of that key
+are copied. What is computed by the lengths of its sequences cannot be one. A graph runs on the multiprocessors of the
+stream it was captured on, so each stream has graphs of its own. Gradients go to where each pack's tables say, which is
+memory of its own. Capturing takes about as long as a pass; what cannot be captured runs as it always did.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,11 +19,10 @@ from torch import Tensor
 
 from symbiosis.executor.capture import captured
 from symbiosis.links.driver import done_on
+from symbiosis.training.favourites import Favourites
 from symbiosis.training.pack import Pack
 
 _log = logging.getLogger("symbiosis")
-_OFTEN = 2  # passes of a key, before one is captured
-_KNOWN = 256  # keys that are counted
 _STREAMS = 2  # on all multiprocessors, and on a part of them
 
 Run: TypeAlias = Callable[[Pack], Tensor]
@@ -40,9 +39,9 @@ class _Graph:
 class _Kept:
     """Graphs of one stream, and their memory."""
 
-    def __init__(self) -> None:
-        self.graphs: OrderedDict[Any, _Graph] = OrderedDict()
-        self.seen: Counter[Any] = Counter()
+    def __init__(self, most: int) -> None:
+        self.graphs: dict[Any, _Graph] = {}
+        self.favourites = Favourites(most)
         self.pool = torch.cuda.graph_pool_handle()
 
 
@@ -53,28 +52,30 @@ class Replays:
         """At most so many graphs are kept of each stream, and those of two streams."""
         self._most, self._device = most, device
         self._streams: OrderedDict[int, _Kept] = OrderedDict()
+        self.is_new = False
+        """The last pass was one of a key that may soon be a graph, or became one: the next will be faster."""
         self._spare: torch.cuda.Stream | None = None
 
     def run(self, pack: Pack, run: Run) -> Tensor:
         kept, key = self._kept(), pack.key
+        kept.favourites.came(key)
         found = kept.graphs.get(key)
+        self.is_new = found is None and not kept.favourites.is_refused(key)
         if found is None:
-            kept.seen[key] += 1
-            if len(kept.seen) > _KNOWN:
-                kept.seen.clear()
-            if kept.seen[key] <= _OFTEN:
-                return run(pack)
+            if not kept.favourites.is_worth(key):
+                losses_N = run(pack)
+                if pack.by_lengths:
+                    kept.favourites.refuse(key)
+                return losses_N
             found = self._captured(pack, run, kept.pool)
             if found is None:
-                kept.seen[key] = -(1 << 62)  # never again
+                kept.favourites.refuse(key)
                 return run(pack)
+            kept.graphs.pop(kept.favourites.keep(key), None)
             kept.graphs[key] = found
-            while len(kept.graphs) > self._most:
-                kept.graphs.popitem(last=False)
         else:
             for old, new in zip(found.frame.tensors, pack.tensors, strict=True):
                 old.copy_(new)
-        kept.graphs.move_to_end(key)
         found.graph.replay()
         return found.losses_N
 
@@ -89,7 +90,7 @@ class Replays:
             while len(self._streams) >= _STREAMS:  # the part that was used last is another now
                 with done_on(self._device):
                     self._streams.popitem()
-            self._streams[stream] = _Kept()
+            self._streams[stream] = _Kept(self._most)
         self._streams.move_to_end(stream)
         return self._streams[stream]
 

@@ -1,0 +1,30 @@
+"""How large passes are: by what was measured, but for the first ones of their kind; on a GPU of few sizes."""
+
+from __future__ import annotations
+
+import math
+
+from symbiosis.executor.turns import Permit
+from symbiosis.training.portions import Portions
+
+LATELY = Permit("lately", 0.1)
+
+
+def test_passes_that_had_to_be_made_ready_tell_nothing():
+    portions = Portions(4096, least=256)
+    portions.note(Permit("full"), 4096, 0.2)
+    assert portions.room(LATELY) == 2048
+    for _ in range(8):
+        portions.note(LATELY, 2048, 0.9, is_new=True)
+        assert portions.room(LATELY) == 2048
+    for _ in range(20):
+        portions.note(LATELY, 2048, 0.9, is_new=True)
+    assert portions.room(LATELY) == 256, "unless all do"
+
+
+def test_short_passes_are_of_few_sizes_where_those_that_come_again_are_faster():
+    portions, on_cores = Portions(3000, least=256), Portions(3000)
+    for each in (portions, on_cores):
+        each.note(LATELY, 1000, 0.1)
+    assert (portions.room(LATELY), on_cores.room(LATELY)) == (512, 1000)
+    assert portions.room(Permit("full", math.inf)) == 3000, "as large as they may be"
