@@ -90,6 +90,28 @@ def test_graphs_give_what_the_kernels_give(lengths, hidden, monkeypatch):
     assert_alike(again, plain, 2e-2)
 
 
+def test_of_streams_the_two_that_were_used_last_keep_their_graphs():
+    model = model_in(torch.bfloat16)
+    packed, shares = PackedModel(model, graphs=2), shares_of(model, LENGTHS["alike"], CONFIGS[:3])
+    whole, part, other = (torch.cuda.Stream() for _ in range(3))
+    torch.cuda.synchronize()
+
+    def compute(stream, times):
+        with torch.cuda.stream(stream):
+            for _ in range(times):
+                packed.compute(shares)
+            assert not packed.is_new
+        return id(packed._replays._streams[stream.cuda_stream])
+
+    kept = compute(whole, 4)
+    compute(part, 4)
+    assert compute(whole, 1) == kept
+    compute(other, 4)
+    for _ in range(3):
+        assert compute(whole, 1) == kept
+        compute(other, 1)
+
+
 @pytest.mark.parametrize("family", ["in float32", "with capped scores"])
 def test_what_is_computed_by_the_lengths_of_its_sequences_is_no_graph(family):
     """Or a pass would be computed by the lengths of the one that was captured."""

@@ -87,9 +87,9 @@ class Replays:
     def _kept(self) -> _Kept:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if stream not in self._streams:
-            while len(self._streams) >= _STREAMS:  # the part that was used last is another now
+            while len(self._streams) >= _STREAMS:  # a part that is no longer used
                 with done_on(self._device):
-                    self._streams.popitem()
+                    self._streams.popitem(last=False)
             self._streams[stream] = _Kept(self._most)
         self._streams.move_to_end(stream)
         return self._streams[stream]
