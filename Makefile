@@ -47,7 +47,7 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own package
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_memory 7b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies 7b --mps
-	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies 7b --remote --seconds 4
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies 7b --remote 8 --seconds 4
 	PYTHONPATH=src $(PYTHON) -m benchmarks.small_and_large 7b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.mixed 7b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.lora 1b --seconds 0.4

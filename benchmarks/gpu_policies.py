@@ -8,13 +8,14 @@ tenants' median steps; ratios are medians of the ratio to "opportunistic" within
 one round of turns. There is no plain case: eight private copies with such
 caches do not fit (`mixed` has smaller ones).
 
-With `--remote` the tenants are not on the executor's GPU, as in the paper: they
-compute on the host's CPUs, with a shorter cache, and the executor has the head
-too. Otherwise all of them share the one GPU.
+With `--remote 8` the tenants are not on the executor's GPU, as in the paper:
+they compute on the host's CPUs, with a shorter cache, and the executor has the
+head too. With `--remote 2` only the first two do, the ones with the smallest
+batches: tenants of very different speed. Otherwise all share the one GPU.
 
     python -m benchmarks.gpu_policies 7b          # about 1.5 minutes on one H200
     python -m benchmarks.gpu_policies 7b --length 256   # with caches of so many tokens
-    python -m benchmarks.gpu_policies 7b --remote --seconds 4
+    python -m benchmarks.gpu_policies 7b --remote 8 --seconds 4
     python -m benchmarks.gpu_policies tiny --cpu  # seconds, for the tests
 """
 
@@ -52,24 +53,27 @@ def measure(workers: Workers, policy: str, served: Served, batches: Sequence[int
     return figures_of(batches, workers.hear(team), before, after)
 
 
-def connect(workers: Workers, shape: str, served: Served, batches: Sequence[int], length: int, *, remote: bool) -> None:
+def connect(workers: Workers, shape: str, served: Served, batches: Sequence[int], length: int, remote: int) -> None:
     """Every tenant, with its cache filled."""
     team = range(len(batches))
     for number in team:
         workers.tell([number], "load", "executor", shape, served.address, 4 if number % 2 else 1)
     workers.hear(team)
     for number, batch in enumerate(batches):
-        workers.tell([number], *(("fill", batch, LENGTH_REMOTE) if remote else ("prefill", batch, length)))
+        workers.tell([number], *(("fill", batch, LENGTH_REMOTE) if number < remote else ("prefill", batch, length)))
     workers.hear(team)
 
 
-def run(shape: str, device: str, seconds: float, mps: bool, remote: bool, length: int, folder: Path = FOLDER) -> None:
+def run(shape: str, device: str, seconds: float, mps: bool, remote: int, length: int, folder: Path = FOLDER) -> None:
     console, batches = Console(width=160), BATCHES[shape]
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
-    with Served(shape, device, head=remote) as served, Workers(len(batches), "cpu" if remote else device) as workers:
-        connect(workers, shape, served, batches, length, remote=remote)
+    remote = min(remote, len(batches))
+    everybody = remote == len(batches)
+    kind = "cpu" if everybody else device
+    with Served(shape, device, head=remote > 0) as served, Workers(len(batches), kind, remote) as workers:
+        connect(workers, shape, served, batches, length, remote)
         for policy in POLICIES:  # to warm up: what comes again and again becomes a CUDA graph, with any company one
-            measure(workers, policy, served, batches, seconds * (5 if policy == "opportunistic" and not remote else 1))
+            measure(workers, policy, served, batches, seconds * (5 if policy == "opportunistic" and not everybody else 1))
         for repetition in range(REPETITIONS):
             for policy in rotated(POLICIES, repetition):
                 found = measure(workers, policy, served, batches, seconds)
@@ -87,10 +91,10 @@ def run(shape: str, device: str, seconds: float, mps: bool, remote: bool, length
                 "script": "gpu_policies",
                 "shape": shape,
                 "mps": mps,
-                "tenants_on": "the host's CPUs" if remote else "the same GPU",
+                "tenants_on": f"the host's CPUs: {remote}, the same GPU: {len(batches) - remote}",
                 "plan": {
                     "tenants": list(batches),
-                    "length": LENGTH_REMOTE if remote else length,
+                    "length": LENGTH_REMOTE if everybody else length,
                     "seconds": seconds,
                     "repetitions": repetition + 1,
                 },
@@ -98,7 +102,13 @@ def run(shape: str, device: str, seconds: float, mps: bool, remote: bool, length
                 "ratios": {key: {policy: each["ratio"] for policy, each in found.items()} for key, found in ratios.items()},
                 "runs": runs,
             }
-            parts = ["gpu-policies", shape, "remote" * remote, "mps" * mps, "" if length == LENGTH else str(length)]
+            parts = [
+                "gpu-policies",
+                shape,
+                "remote" * everybody or f"remote{remote}" * (remote > 0),
+                "mps" * mps,
+                "" if length == LENGTH else str(length),
+            ]
             save("-".join(part for part in parts if part), str(__doc__).splitlines()[0], figures, folder)
     show(console, figures)
     console.print("ratios to opportunistic:", figures["ratios"])
@@ -106,7 +116,7 @@ def run(shape: str, device: str, seconds: float, mps: bool, remote: bool, length
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(str(__doc__), shapes=list(BATCHES), shape="7b", seconds=3.0)
-    parser.add_argument("--remote", action="store_true", help="tenants on the host's CPUs")
+    parser.add_argument("--remote", type=int, default=0, metavar="N", help="so many tenants are on the host's CPUs")
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens in the cache of each sequence")
     chosen = parser.parse_args(arguments)
     with mps_daemon(chosen.mps):

@@ -212,12 +212,13 @@ def work(device: str, pipe: Any) -> None:
 class Workers:
     """Processes to be tenants: importing torch and transformers takes seconds, so they are started once. A context manager."""
 
-    def __init__(self, count: int, device: str) -> None:
+    def __init__(self, count: int, device: str, apart: int = 0) -> None:
+        """The first `apart` of them compute on the host's CPUs instead."""
         context = context_for(device)
         self.pipes, self.processes = [], []
-        for _ in range(count):
+        for number in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(device, theirs), daemon=True)
+            process = context.Process(target=work, args=("cpu" if number < apart else device, theirs), daemon=True)
             process.start()
             theirs.close()  # so that a process that ended is noticed
             self.processes.append(process)

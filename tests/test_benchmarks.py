@@ -56,7 +56,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         (gpu_memory, []),
         (gpu_policies, ["--seconds", "0.2"]),
         (small_and_large, ["--seconds", "0.1"]),
-        (gpu_policies, ["--seconds", "0.2", "--remote"]),
+        (gpu_policies, ["--seconds", "0.2", "--remote", "2"]),
         (mixed, ["--seconds", "0.2"]),
         (gpu_serving, ["--repetitions", "1"]),
         (gpu_training, ["--seconds", "0.1"]),

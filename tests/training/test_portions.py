@@ -26,5 +26,5 @@ def test_short_passes_are_of_few_sizes_where_those_that_come_again_are_faster():
     portions, on_cores = Portions(3000, least=256), Portions(3000)
     for each in (portions, on_cores):
         each.note(LATELY, 1000, 0.1)
-    assert (portions.room(LATELY), on_cores.room(LATELY)) == (512, 1000)
+    assert (portions.room(LATELY), on_cores.room(LATELY)) == (768, 1000)
     assert portions.room(Permit("full", math.inf)) == 3000, "as large as they may be"

@@ -64,5 +64,7 @@ class HostStats:
     """Those while answers were served; all of the above has them too."""
     beside_rows: int = 0
     beside_seconds: float = 0.0
+    new_passes: int = 0
+    """Those of a kind that was not ready yet, on a GPU: the next of it are faster."""
     steps: int = 0
     """Of optimizers."""

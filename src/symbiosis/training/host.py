@@ -445,7 +445,7 @@ class Host:
             return
         seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
         self._portions.note(permit, cost, seconds, is_new=self._packed.is_new)
-        self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds)
+        self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds, new_passes=int(self._packed.is_new))
         if permit.beside:
             self._count(beside_passes=1, beside_rows=rows, beside_seconds=seconds)
         for (session, pieces), outcome in zip(chosen, outcomes, strict=True):

@@ -40,7 +40,7 @@ class Portions:
     def room(self, permit: Permit) -> int:
         """Rows of the next pass, at most."""
         room = max(self._pace.room(self.rows, permit.kind, permit.most_s), min(self._least, self.rows))
-        return room if room == self.rows or self._least == 1 else 1 << room.bit_length() - 1
+        return room if room == self.rows or self._least == 1 else _round(room)
 
     def pick(self, waiting: Sequence[Candidate], permit: Permit) -> dict[str, int]:
         """How many examples of which sessions, in the order they were chosen."""
@@ -67,3 +67,9 @@ class Portions:
         self.fairness.forget(tenant, session)
         for lengths in self._lengths.values():
             lengths.forget(session)
+
+
+def _round(rows: int) -> int:
+    """Down to 256, 384, 512, 768, 1024 …"""
+    power = 1 << rows.bit_length() - 1
+    return power + power // 2 if rows >= power + power // 2 else power
