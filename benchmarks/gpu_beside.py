@@ -70,7 +70,7 @@ class Chosen:
 
     def __init__(self, now: Any) -> None:
         self.now = now
-        self._entered = now
+        self._entered = self._training = now
 
     def __enter__(self) -> None:
         self._entered = self.now
@@ -80,10 +80,11 @@ class Chosen:
         self._entered.__exit__(kind, error, trace)
 
     def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> Any:
-        return self.now.begin_pass(short_s, is_over)
+        self._training = self.now
+        return self._training.begin_pass(short_s, is_over)
 
     def end_pass(self) -> None:
-        self.now.end_pass()
+        self._training.end_pass()
 
 
 class Serving:
@@ -95,7 +96,7 @@ class Serving:
 
         pages = (plan.sequences + 2) * (-(-(plan.prompt + plan.new) // 16) + 1)
         memory = ResidencyConfig(device_bytes=plan.adapter_bytes, host_bytes=plan.adapter_bytes)
-        self._plan, self._load, self._vocabulary = plan, load, model.config.vocab_size
+        self._plan, self.load, self._vocabulary = plan, load, model.config.vocab_size
         self._core = Core(model, pages=pages, residency=memory, turns=turns)
         for number in range(plan.adapters):
             self._core.add_adapter(f"a{number}", folder / f"a{number}")
@@ -142,7 +143,7 @@ class Serving:
     def _answer(self) -> None:
         from symbiosis.engine.sequences import Sampling
 
-        plan, core, full = self._plan, self._core, self._load == "full"
+        plan, core, full = self._plan, self._core, self.load == "full"
         wish = Sampling(temperature=0.0, max_tokens=plan.new if full else plan.chat_new, ignore_eos=True)
         names = [f"a{n // 2 % plan.adapters}" if n % 2 else None for n in range(plan.sequences)]
         last: dict[str, float] = {}
@@ -217,7 +218,10 @@ def window(serving: Serving | None, training: Shared | None, seconds: float) -> 
         if not gaps:
             raise RuntimeError("no token came in a window: it is too short")
         figures = {"p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "served_per_s": len(gaps) / seconds}
-        if first := serving.first_between(begin, end):
+        if serving.load == "chat":
+            first = serving.first_between(begin, end)
+            if not first:
+                raise RuntimeError("no answer began in a window: it is too short")
             figures["first_s"] = statistics.mean(first)
     if training is not None:
         figures["trained_per_s"] = sum(

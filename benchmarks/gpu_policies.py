@@ -94,7 +94,7 @@ def run(shape: str, device: str, seconds: float, mps: bool, remote: int, length:
                 "tenants_on": f"the host's CPUs: {remote}, the same GPU: {len(batches) - remote}",
                 "plan": {
                     "tenants": list(batches),
-                    "length": LENGTH_REMOTE if everybody else length,
+                    "lengths": [LENGTH_REMOTE if number < remote else length for number in range(len(batches))],
                     "seconds": seconds,
                     "repetitions": repetition + 1,
                 },

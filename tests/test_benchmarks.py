@@ -56,6 +56,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         (gpu_memory, []),
         (gpu_policies, ["--seconds", "0.2"]),
         (small_and_large, ["--seconds", "0.1"]),
+        (gpu_policies, ["--seconds", "0.2", "--remote", "3"]),
         (gpu_policies, ["--seconds", "0.2", "--remote", "2"]),
         (mixed, ["--seconds", "0.2"]),
         (gpu_serving, ["--repetitions", "1"]),
@@ -63,6 +64,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         (gpu_training, ["--seconds", "0.1", "--scale"]),
         (gpu_training, ["--seconds", "0.1", "--fair"]),
         (gpu_beside, ["--seconds", "0.3", "--rounds", "1"]),
+        (gpu_beside, ["--seconds", "0.5", "--rounds", "1", "--load", "chat"]),
     ],
     ids=[
         "sharing",
@@ -71,12 +73,14 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         "gpu_policies",
         "small_and_large",
         "remote",
+        "partly remote",
         "mixed",
         "gpu_serving",
         "gpu_training",
         "scale",
         "fair",
         "gpu_beside",
+        "chat",
     ],
 )
 def test_a_benchmark_of_the_gpu_runs_without_one_and_can_be_drawn(benchmark, options, tmp_path):

@@ -1,4 +1,4 @@
-"""On a GPU nobody waits for a turn: training has a part of it while answers are served."""
+"""On a GPU nobody takes turns: training has a part of it while answers are served, and all of it when nobody is."""
 
 from __future__ import annotations
 
@@ -48,35 +48,69 @@ def test_training_has_a_part_while_answers_are_served_and_short_passes_for_a_min
     assert turns.begin_pass(60.0, lambda: True) is None
 
 
-def test_who_comes_waits_for_the_pass_that_has_the_whole_gpu_and_for_no_other():
-    turns = Beside(torch.device("cpu"))
-    came = threading.Event()
+def test_who_comes_waits_for_the_pass_that_has_the_whole_gpu(monkeypatch):
+    clock = Clock()
+    turns = beside(clock)
+    told, waits = [], []
+    monkeypatch.setattr(turns._changed, "notify_all", lambda: told.append(1))
 
-    def answer() -> None:
-        with turns:
-            came.set()
+    def wait_for(is_over, timeout):
+        waits.append(timeout)
+        assert not is_over()
+        before = len(told)
+        turns.end_pass()
+        assert len(told) > before
+        assert is_over()
+        assert begun(turns).beside, "somebody waits: the next pass has a part"
+        assert is_over(), "which is not waited for"
+        turns.end_pass()
+        return True
 
+    monkeypatch.setattr(turns._changed, "wait_for", wait_for)
     assert not begun(turns).beside
-    engine = threading.Thread(target=answer)
-    engine.start()
-    assert not came.wait(0.02)
-    while turns.busy_until() is None:
-        time.sleep(1e-4)
-    turns.end_pass()
-    assert begun(turns).beside, "somebody waits: the next pass has a part"
-    engine.join(30)
-    assert came.is_set()
-    with turns:  # the pass beside is not waited for: nobody will end it
-        assert turns._training
-    turns.end_pass()
-
-
-def test_a_pass_that_is_long_after_all_is_not_waited_for():
-    turns = Beside(torch.device("cpu"))
-    assert begun(turns) == Permit("full")
     with turns:
-        assert turns._training
+        pass
+    assert waits == [0.15]
+
+
+def test_a_pass_that_has_a_part_is_not_waited_for(monkeypatch):
+    clock = Clock()
+    turns = beside(clock)
+    with turns:
+        assert begun(turns).beside
+    clock.now += 5.0  # it takes long
+    monkeypatch.setattr(turns._changed, "wait_for", None)
+    with turns:
+        pass
+
+
+def test_a_pass_that_is_long_after_all_is_waited_for_once(monkeypatch):
+    clock = Clock()
+    turns = beside(clock)
+    waits = []
+    monkeypatch.setattr(turns._changed, "wait_for", lambda is_over, timeout: waits.append(timeout))
+    assert begun(turns) == Permit("full")
+    for _ in range(3):
+        with turns:
+            clock.now += 0.01
+        clock.now += 0.01
+    assert waits == [0.15]
     turns.end_pass()
+
+
+def test_a_pass_that_cannot_begin_has_not_begun(monkeypatch):
+    turns = beside(Clock())
+
+    def use(lane):
+        raise RuntimeError("no such stream")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(turns, "_use", use)
+        with pytest.raises(RuntimeError, match="no such stream"):
+            begun(turns)
+    monkeypatch.setattr(turns._changed, "wait_for", None)
+    with turns:
+        assert not turns._training
 
 
 def test_a_part_is_found_that_slows_answers_as_much_as_is_allowed():
@@ -166,7 +200,7 @@ def test_what_cannot_be_asked_for_is_refused():
         turns_on(torch.device("cuda"), 0.5, 1.2)
     with pytest.raises(SymbiosisError, match="for a GPU"):
         turns_on(torch.device("cpu"), None, 1.2)
-    with pytest.raises(SymbiosisError, match=r"1\.1 to 10"):
+    with pytest.raises(SymbiosisError, match=r"1\.15 to 10"):
         turns_on(torch.device("cuda"), None, 1.0)
     for device in ("cuda", "cpu"):
         with pytest.raises(SymbiosisError, match="at most 1"):

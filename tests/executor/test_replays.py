@@ -116,3 +116,4 @@ def test_calls_that_never_come_again_leave_no_room_taken():
         replays.run(known_as([first, second]))
     assert len(replays._joints) == 1
     assert len(replays._seen) <= 8192
+    assert len(replays._parted) <= 2048

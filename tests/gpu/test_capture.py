@@ -67,3 +67,20 @@ def test_after_a_capture_that_failed_everything_works_as_before(fail):
         graph, found = captured(lambda: x @ x, torch.cuda.graph_pool_handle())
         graph.replay()
         assert found[0, 0].item() == 64
+
+
+def test_captures_that_failed_keep_no_memory():
+    device = torch.device("cuda", 0)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+
+        def compute() -> None:
+            _ = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize()
+
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        for _ in range(4):
+            with pytest.raises(RuntimeError):
+                captured(compute, torch.cuda.graph_pool_handle())
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved(device) < before + (1 << 28)

@@ -39,3 +39,14 @@ def test_what_cannot_be_kept_is_not_tried_again():
     favourites.refuse("a")
     favourites.came("a")
     assert not favourites.is_worth("a")
+    assert not favourites.is_coming("a")
+
+
+def test_what_may_soon_be_kept_is_coming():
+    favourites = Favourites(1)
+    favourites.came("a")
+    assert favourites.is_coming("a")
+    assert kept_after(favourites, "aa") == ["a"]
+    for _ in range(3):
+        favourites.came("b")
+        assert not favourites.is_coming("b"), "there is no room"

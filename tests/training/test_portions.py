@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from symbiosis.executor.turns import Permit
+from symbiosis.training.fairness import Candidate
 from symbiosis.training.portions import Portions
 
 LATELY = Permit("lately", 0.1)
@@ -28,3 +29,16 @@ def test_short_passes_are_of_few_sizes_where_those_that_come_again_are_faster():
         each.note(LATELY, 1000, 0.1)
     assert (portions.room(LATELY), on_cores.room(LATELY)) == (768, 1000)
     assert portions.room(Permit("full", math.inf)) == 3000, "as large as they may be"
+
+
+def test_a_small_job_is_not_held_up_although_its_first_passes_had_to_be_made_ready():
+    portions, full = Portions(4096, least=256), Permit("full")
+    waiting = [Candidate("small", "ann", 1.0, [64]), Candidate("large", "bob", 1.0, [1024] * 4)]
+    sizes = []
+    for turn in range(20):
+        picked = portions.pick(waiting, full)
+        rows = sum(sum(each.costs[: picked.get(each.session, 0)]) for each in waiting)
+        sizes.append(rows)
+        portions.note(full, rows, 0.001 + rows * 1e-4, is_new=turn < 5)
+    assert sizes[0] == 64, "by itself, to see how long it takes"
+    assert sizes[-1] <= 64 + 1024

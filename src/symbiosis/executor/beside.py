@@ -3,8 +3,8 @@
 Cores are shared by turns (`turns`); a GPU is not. Decoding waits for memory and training for multiprocessors, so both get
 further side by side than one after the other. But a kernel of training fills the whole GPU for as long as it takes, and a
 token needs hundreds of kernels: each would wait for a place, whatever its priority. So while answers are served, training
-has a part of the multiprocessors, and when nobody is served, all. Then its passes are short, and who comes waits for the
-one that runs: an answer that begins a moment later is better than one whose words come haltingly.
+has a part of the multiprocessors, and when nobody is served, all. For a while its passes are short then, and who comes
+waits for the one that runs: an answer that begins a moment later is better than one whose words come haltingly.
 
 How large that part may be depends on the model, the load and the GPU (its power is shared too). So it is found out: now
 and then training pauses for a few passes of the engine, and by how much these are faster, the part becomes smaller or larger.
@@ -45,8 +45,8 @@ _EIGHT = 8  # and rounded down to so many multiprocessors: drivers round up
 _FEW, _MANY = 8, 40  # passes of training before a comparison: after a change, and else
 _COMPARED = 12  # passes of the engine without training
 _PAUSES = 1.5  # times what they took beside training, at most
-_LEAST, _MOST = 1.1, 10.0  # what may be allowed
-_NEARLY = 1.015
+_LEAST, _MOST = 1.15, 10.0  # what may be allowed
+_NEARLY = 1.015  # times what is allowed is not too much yet
 _ACTIVE_S = 0.05  # the engine has computed something no longer ago
 _TAIL = 1.1  # the slowest of a hundred tokens are so much further behind than the one in the middle
 _making = threading.Lock()
@@ -81,12 +81,10 @@ def turns_on(device: torch.device, share: float | None = None, slowdown: float |
 def fitting(share: float, slower: float, allowed: float) -> float:
     """The part with which passes are so much slower as is allowed, if this one makes them `slower`.
 
-    What they lose is about in proportion. At most half as much more or less at a time, and not less for next to nothing.
+    What they lose is about in proportion. At most half as much more or less at a time.
     """
-    now, wanted = _GRAIN * share, _GRAIN * share * (allowed - 1) / max(slower - 1, 0.01)
+    now, wanted = _GRAIN * share, _GRAIN * share * (_NEARLY * allowed - 1) / max(slower - 1, 0.01)
     parts = math.floor(max(0.5 * now, min(max(1.5 * now, now + 1), wanted)) + 1e-6)
-    if parts < now and slower <= _NEARLY * allowed:
-        return share
     return max(1, min(_GRAIN - 1, parts)) / _GRAIN
 
 
@@ -157,7 +155,11 @@ class Beside(Turns):
         with self._changed:
             served = self.busy_until() is not None
             self._training, self._has_all = True, not served
-        self._use(self._lane("beside" if served else "trained"))
+        try:
+            self._use(self._lane("beside" if served else "trained"))
+        except BaseException:
+            self.end_pass()
+            raise
         if served:
             return Permit(f"beside {self.share}", short_s, beside=True)
         lately = self._clock() - self._ended < _LATELY_S
@@ -185,7 +187,7 @@ class Beside(Turns):
                 return
             self._recent[True].clear()
         self._pace = {"beside_s": statistics.median(beside), "alone_s": statistics.median(alone)}
-        share = fitting(self.share, _TAIL * self._pace["beside_s"] / self._pace["alone_s"], self._allowed)
+        share = fitting(self.share, self._pace["beside_s"] / self._pace["alone_s"], self._allowed / _TAIL)
         self._due = _MANY if share == self.share else _FEW
         self.share = share
 

@@ -47,8 +47,9 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         graph.capture_end()
     except RuntimeError:
         device = torch.cuda.current_device()
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # later versions of torch have done both
             torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
         spare = torch.cuda.CUDAGraph()
         with suppress(RuntimeError):
             spare.capture_begin(capture_error_mode="thread_local")

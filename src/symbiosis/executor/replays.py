@@ -48,6 +48,7 @@ class Replays:
         self._keeper: torch.cuda.CUDAGraph | None = None
         self._works: dict[str, WeakSet[Work]] = {}  # by tenant; they go with their channels
         self._parted: dict[tuple[int, ...], list[tuple[list[Tensor], list[Tensor]]]] = {}
+        """Copies in and out by company. Those of a channel that is gone are never used again: its numbers do not come back."""
         self._joints: dict[tuple[int, ...], Callable[[], object] | None] = {}
         self._by_size: dict[tuple[BatchKey, int], Callable[[], object] | None] = {}
         self._seen: dict[Any, int] = {}
@@ -87,6 +88,7 @@ class Replays:
             if not (self._is_known(company, _KNOWN_TOGETHER) and self._has_time()):
                 return self._any_company(company, works, rows)
             _drop_oldest(self._joints, _MOST)
+            self._parted.pop(company, None)
             self._joints[company] = self._made(partial(self._record_joint, works, rows))
         replay = self._joints[company] = self._joints.pop(company)  # again at the end: who is used stays
         if replay is None:

@@ -32,7 +32,7 @@ class HostConfig:
     """Most answers that are asked for by `sample` and have not come."""
     tenant_answers: int = 1024
     graphs: int = 16
-    """Most CUDA graphs of passes that are kept; 0 for none. Each is of one size of a pass, on a GPU."""
+    """Most CUDA graphs of passes that are kept, on all of a GPU and on a part; 0 for none. Each is of one kind of pass."""
     short_pass_s: float | None = None
     """How long a pass should take while answers are served beside; a single example may take longer.
 

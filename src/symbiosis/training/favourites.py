@@ -31,6 +31,10 @@ class Favourites:
         if self._passes % _HALVED == 0:
             self._counts = Counter({each: count // 2 for each, count in self._counts.items() if count > 1})
 
+    def is_coming(self, key: Hashable) -> bool:
+        """Whether it may soon be kept, if it is not."""
+        return key not in self._never and (len(self._kept) < self._most or self.is_worth(key))
+
     def is_worth(self, key: Hashable) -> bool:
         """Whether it should be kept, if it is not."""
         if key in self._never or self._counts[key] <= _OFTEN:
@@ -49,9 +53,6 @@ class Favourites:
         if len(self._never) >= _REFUSED:
             self._never.clear()
         self._never.add(key)
-
-    def is_refused(self, key: Hashable) -> bool:
-        return key in self._never
 
     def _rarest(self) -> Hashable:
         return min(self._kept, key=lambda each: self._counts[each])

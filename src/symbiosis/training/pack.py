@@ -75,10 +75,19 @@ class Acts:
 class Pack:
     """A pass before it is computed. Rows of one session lie together."""
 
-    def __init__(self, shares: Sequence[Share], device: torch.device, *, dense: bool = False, even: bool = False) -> None:
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        device: torch.device,
+        *,
+        dense: bool = False,
+        even: bool = False,
+        window: int | None = None,
+    ) -> None:
         """`dense`: where nearly all rows have a label, the head sees all of them, and those without are ignored.
 
-        `even`: with rows of nobody at the end, so that passes of about the same size are of the same.
+        `even`: with rows of nobody at the end, so that passes of about the same size are of the same. `window`: the tokens
+        that a layer sees; sequences that fit are not made out to be longer.
         """
         self.shares = shares
         self.device = device
@@ -119,7 +128,8 @@ class Pack:
         self.longest = max(span.rows for span in self.spans)
         spare = sessions = 0
         if even and any(span.rows != self.longest for span in self.spans):
-            self.longest = _power_of_2(self.longest, _LONGEST)
+            rounded = _power_of_2(self.longest, _LONGEST)
+            self.longest = rounded if window is None or self.longest > window else min(rounded, window)
             spare = -start % _step(start)
             self.spans += [Span(min(self.longest, spare - at)) for at in range(0, spare, self.longest)]
             self.spans += [Span(0)] * (_power_of_2(len(self.spans), _SEQUENCES) - len(self.spans))
@@ -190,6 +200,7 @@ class Pack:
         """One that knows nobody, over the same tensors: others of the key may be copied into it."""
         frame = copy.copy(self)
         frame.shares = ()
+        frame.masks, frame._acts = {}, {}  # what is captured is not computed
         assert self.grouped is not None
         frame.grouped = copy.copy(self.grouped)
         frame.grouped.gradients = []

@@ -73,12 +73,13 @@ class PackedModel:
     """A copy of a model's modules over the very same weights. One thread computes."""
 
     def __init__(self, model: PreTrainedModel, *, graphs: int = 0) -> None:
-        """At most so many CUDA graphs are kept at a time.
+        """At most so many CUDA graphs are kept at a time of each of two streams.
 
         Raises `CannotTrain` if the model computes something else when its sequences lie behind each other.
         """
         self._model = frozen_copy(model).eval()
         self._stage = Stage()
+        self._window: int | None = getattr(model.config.get_text_config(), "sliding_window", None)
         self.is_new = False
         """The last pass was of a kind that had to be made ready: the next one of it will be faster."""
         self._replays = Replays(graphs, self._model.device) if graphs and self._model.device.type == "cuda" else None
@@ -130,7 +131,7 @@ class PackedModel:
         device = self._model.device
         by_kernels = kernels.run_on(device)
         even = self._replays is not None and all(share.adapter.flat is not None and share.learns for share in shares)
-        pack = Pack(shares, device, dense=by_kernels, even=even)
+        pack = Pack(shares, device, dense=by_kernels, even=even, window=self._window)
         named = [
             (number, name, p)
             for number, share in enumerate(shares)

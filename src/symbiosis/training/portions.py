@@ -23,8 +23,8 @@ class Portions:
     """The host has the lock."""
 
     def __init__(self, most: int, *, least: int = 1) -> None:
-        """Rows of a pass; fewer than `least` would take as long. Where that is so (on a GPU) passes are of few sizes, since
-        those that come again and again are faster (`replays`).
+        """Rows of a pass; fewer than `least` would take as long. Where that is so (on a GPU) the room for short ones is of few
+        sizes, since passes that come again and again are faster (`replays`).
         """
         self._most, self._least = most, min(least, most)
         self.rows = most
@@ -50,9 +50,9 @@ class Portions:
     def note(self, permit: Permit, rows: int, seconds: float, *, is_new: bool = False) -> None:
         """A pass took so long, the first ones of its kind longer than others will."""
         self._new = self._new + 1 if is_new else 0
+        self._lengths[permit.kind].note(rows, seconds)
         if not is_new or self._new > _NEW:
             self._pace.note(permit.kind, rows, seconds)
-            self._lengths[permit.kind].note(rows, seconds)
         self._fitted += 1
         if self._fitted % _FITTED == 0:
             self.rows = min(self._most, 2 * self.rows)

@@ -24,6 +24,7 @@ from symbiosis.training.pack import Pack
 
 _log = logging.getLogger("symbiosis")
 _STREAMS = 2  # on all multiprocessors, and on a part of them
+_FAILURES = 3  # captures in a row, after which no more are tried
 
 Run: TypeAlias = Callable[[Pack], Tensor]
 """Computes a pass: returns its losses, and its backward has written the gradients."""
@@ -55,14 +56,16 @@ class Replays:
         self.is_new = False
         """The last pass was one of a key that may soon be a graph, or became one: the next will be faster."""
         self._spare: torch.cuda.Stream | None = None
+        self._failures = 0
 
     def run(self, pack: Pack, run: Run) -> Tensor:
         kept, key = self._kept(), pack.key
         kept.favourites.came(key)
         found = kept.graphs.get(key)
-        self.is_new = found is None and not kept.favourites.is_refused(key)
+        tries = self._failures < _FAILURES
+        self.is_new = found is None and tries and kept.favourites.is_coming(key)
         if found is None:
-            if not kept.favourites.is_worth(key):
+            if not (tries and kept.favourites.is_worth(key)):
                 losses_N = run(pack)
                 if pack.by_lengths:
                     kept.favourites.refuse(key)
@@ -70,6 +73,7 @@ class Replays:
             found = self._captured(pack, run, kept.pool)
             if found is None:
                 kept.favourites.refuse(key)
+                kept.pool = torch.cuda.graph_pool_handle()  # that one may be unusable
                 return run(pack)
             kept.graphs.pop(kept.favourites.keep(key), None)
             kept.graphs[key] = found
@@ -107,8 +111,11 @@ class Replays:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            _log.warning("a training pass cannot be a CUDA graph: %s", error)
+            self._failures += 1
+            last = "; no more are tried" if self._failures == _FAILURES else ""
+            _log.warning("a training pass cannot be a CUDA graph%s: %s", last, error)
             return None
         finally:
             stream.synchronize()
-        return _Graph(graph, frame, losses_N)
+        self._failures = 0
+        return None if frame.by_lengths else _Graph(graph, frame, losses_N)
