@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from symbiosis.chatting import Speaker
-from symbiosis.cli import app, read_tokens
+from symbiosis.cli import app
+from symbiosis.commands.serve import read_tokens
 from symbiosis.errors import SymbiosisError
 from symbiosis.finetuning import METHODS
 from symbiosis.talk import Sampling

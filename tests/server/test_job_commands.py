@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from symbiosis import job_commands
+from symbiosis.commands import jobs
 from tests.server.conftest import ANN, BOB
 from tests.server.test_commands import fails, run
 from tests.server.test_tuning import ROWS, says
@@ -66,10 +66,10 @@ def test_a_narrow_table_of_jobs_leaves_out_columns_and_shortens_nothing(monkeypa
     progress = {"step": 123, "total_steps": 1000, "train_loss": 1.5, "tokens_per_s": 1234.5}
     job = {"id": f"ftjob-{'a' * 24}", "organization_id": "ann", "status": "succeeded", "progress": progress}
     job |= {"queue_position": None, "estimated_finish": None, "fine_tuned_model": f"ft-parrot-{'b' * 8}"}
-    monkeypatch.setattr(job_commands.Site, "jobs", lambda self, limit: [job])
-    monkeypatch.setattr(job_commands.Console, "is_terminal", terminal)
+    monkeypatch.setattr(jobs.Site, "jobs", lambda self, limit: [job])
+    monkeypatch.setattr(jobs.Console, "is_terminal", terminal)
     monkeypatch.setenv("COLUMNS", "80")
-    job_commands.list_jobs("http://127.0.0.1:1", None, 20)
+    jobs.list_jobs("http://127.0.0.1:1", None, 20)
     said = capsys.readouterr().out
     assert all(each in said for each in (job["id"], "succeeded", job["fine_tuned_model"]))
     assert ("1,23" in said) is not terminal
@@ -85,10 +85,10 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
     process = subprocess.Popen(command, **pipes, env=environment, preexec_fn=heeds)  # noqa: PLW1509 - no threads are forked
     client = studio.client(ANN)
     until = time.monotonic() + 60
-    while not (jobs := [job for job in client.fine_tuning.jobs.list() if job.status == "running"]):
+    while not (running := [job for job in client.fine_tuning.jobs.list() if job.status == "running"]):
         assert time.monotonic() < until
         time.sleep(0.1)
-    (job,) = jobs
+    (job,) = running
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from symbiosis.adapter_commands import DEFAULT_SITE, Connect, Key
+from symbiosis.commands.options import DEFAULT_SITE, ConnectSite, Key
 from symbiosis.errors import SymbiosisError, Unreachable
 from symbiosis.site import Site
 
@@ -44,7 +44,7 @@ Id = Annotated[str, typer.Argument(metavar="JOB", help="One of `symbiosis jobs l
 
 @app.command("list", epilog="Example: symbiosis jobs list")
 def list_jobs(
-    connect: Connect = DEFAULT_SITE,
+    connect: ConnectSite = DEFAULT_SITE,
     key: Key = None,
     limit: Annotated[int, typer.Option(min=1, help="Most that are shown, newest first.")] = 20,
 ) -> None:
@@ -81,7 +81,7 @@ def jobs_table(found: list[dict[str, Any]], without: tuple[str, ...] = ()) -> Ta
 
 
 @app.command(epilog="Example: symbiosis jobs show ftjob-…")
-def show(id: Id, connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
+def show(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """All that is known of a job."""
     job = Site(connect, key).job(id)
     table = Table(show_header=False)
@@ -101,7 +101,7 @@ def show(id: Id, connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
 @app.command(epilog="Example: symbiosis jobs watch ftjob-… --plot loss.png")
 def watch(
     id: Id,
-    connect: Connect = DEFAULT_SITE,
+    connect: ConnectSite = DEFAULT_SITE,
     key: Key = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="PNG", show_default=False, help="A picture of the loss.")
@@ -117,7 +117,7 @@ def watch(
 @app.command(epilog="Example: symbiosis jobs events ftjob-…")
 def events(
     id: Id,
-    connect: Connect = DEFAULT_SITE,
+    connect: ConnectSite = DEFAULT_SITE,
     key: Key = None,
     limit: Annotated[int, typer.Option(min=1, help="Most that are shown, of the last.")] = 100,
 ) -> None:
@@ -130,7 +130,7 @@ def events(
 def plot(
     id: Id,
     file: Annotated[Path, typer.Argument(metavar="PNG", help="Where the picture is written.")],
-    connect: Connect = DEFAULT_SITE,
+    connect: ConnectSite = DEFAULT_SITE,
     key: Key = None,
 ) -> None:
     """A picture of the loss, step by step."""
@@ -138,19 +138,19 @@ def plot(
 
 
 @app.command(epilog="Example: symbiosis jobs cancel ftjob-…")
-def cancel(id: Id, connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
+def cancel(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """End a job for good."""
     _say(Site(connect, key).change_job(id, "cancel"))
 
 
 @app.command(epilog="Example: symbiosis jobs pause ftjob-…")
-def pause(id: Id, connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
+def pause(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """Let a job rest; it keeps where it was."""
     _say(Site(connect, key).change_job(id, "pause"))
 
 
 @app.command(epilog="Example: symbiosis jobs resume ftjob-…")
-def resume(id: Id, connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
+def resume(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """Let a paused job go on."""
     _say(Site(connect, key).change_job(id, "resume"))
 

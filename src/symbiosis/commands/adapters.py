@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from symbiosis.commands.options import DEFAULT_SITE, ConnectSite, Key
 from symbiosis.site import Site
-
-DEFAULT_SITE = "http://127.0.0.1:8000"
 
 app = typer.Typer(
     name="adapters",
@@ -21,18 +20,13 @@ app = typer.Typer(
     help="The adapters of a server: list, add, remove, pin.",
     epilog="Example: symbiosis adapters add pirate my-adapter",
 )
-Connect = Annotated[str, typer.Option("--connect", metavar="URL", help="Where `symbiosis serve --http` listens.")]
-Key = Annotated[
-    str | None,
-    typer.Option("--key", metavar="SECRET", envvar="SYMBIOSIS_KEY", show_default=False, help="Your key, if it asks for one."),
-]
 Owner = Annotated[
     str | None, typer.Option("--owner", metavar="TENANT", show_default=False, help="Whose it is, if you are the admin.")
 ]
 
 
 @app.command("list", epilog="Example: symbiosis adapters list")
-def list_adapters(connect: Connect = DEFAULT_SITE, key: Key = None) -> None:
+def list_adapters(connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """Which adapters you can use; the admin sees everybody's."""
     Console().print(adapters_table(Site(connect, key).adapters()))
 
@@ -56,7 +50,7 @@ def adapters_table(found: list[dict[str, Any]]) -> Table:
 def add(
     name: Annotated[str, typer.Argument(help="What requests will call it.")],
     folder: Annotated[Path, typer.Argument(help="A PEFT adapter, as `symbiosis finetune --out` writes it.")],
-    connect: Connect = DEFAULT_SITE,
+    connect: ConnectSite = DEFAULT_SITE,
     key: Key = None,
 ) -> None:
     """Upload an adapter; one of that name is replaced."""
@@ -69,7 +63,7 @@ def add(
 def remove(
     name: Annotated[str, typer.Argument(help="One of `symbiosis adapters list`.")],
     owner: Owner = None,
-    connect: Connect = DEFAULT_SITE,
+    connect: ConnectSite = DEFAULT_SITE,
     key: Key = None,
 ) -> None:
     """Remove an adapter; who is being answered ends with it."""
@@ -82,7 +76,7 @@ def pin(
     name: Annotated[str, typer.Argument(help="One of `symbiosis adapters list`.")],
     off: Annotated[bool, typer.Option("--off", help="Let it go like any other again.")] = False,
     owner: Owner = None,
-    connect: Connect = DEFAULT_SITE,
+    connect: ConnectSite = DEFAULT_SITE,
     key: Key = None,
 ) -> None:
     """Keep an adapter in the device's memory though nobody asks for it. The admin's."""

@@ -1,0 +1,132 @@
+"""`symbiosis chat` and `symbiosis generate`: asking the model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from symbiosis.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, ConnectExecutor, Key, Name, Token, is_given
+from symbiosis.errors import SymbiosisError
+
+if TYPE_CHECKING:
+    from symbiosis.talk import Sampling
+
+err = Console(stderr=True)
+
+app = typer.Typer()
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter", metavar="FOLDER", show_default=False, help="A saved PEFT adapter to speak with.")
+]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token each time.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer.")]
+Seed = Annotated[int | None, typer.Option("--seed", show_default=False, help="Makes sampling repeatable.")]
+
+
+@app.command(epilog="Example: symbiosis chat --adapter pirate --system 'Answer in one sentence.'")
+def chat(
+    ctx: typer.Context,
+    connect: Annotated[
+        str | None,
+        typer.Option(
+            "--connect",
+            metavar="ADDRESS",
+            show_default=False,
+            help=f"Where the executor listens, or a server's http://HOST:PORT. (default: {DEFAULT_ADDRESS}; {DEFAULT_SITE} if "
+            "--adapter is a name)",
+        ),
+    ] = None,
+    token: Token = None,
+    key: Key = None,
+    name: Name = "chat",
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME",
+            show_default=False,
+            help="An adapter of the server; or, with an executor, the folder of one of your own.",
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(show_default=False, help="What the model is told first.")] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.2,
+    seed: Seed = None,
+) -> None:
+    """Talk with the model. Lines come from the terminal, or from a pipe.
+
+    A server (`symbiosis serve --http`) computes everything and has the adapters; with an executor,
+    attention and your adapter are computed here.
+    """
+    from symbiosis import talk
+
+    sampling = _sampling(max_new_tokens, temperature)
+    if connect is None:
+        connect = DEFAULT_ADDRESS if adapter is None or Path(adapter).is_dir() else DEFAULT_SITE
+    over_http = connect.startswith(("http://", "https://"))
+    if is_given(ctx, "token" if over_http else "key"):
+        raise SymbiosisError(f"{connect} takes {'--key, not --token' if over_http else '--token, not --key'}")
+    if over_http:
+        from symbiosis.site import Site
+
+        talk.chat(talk.SiteSpeaker(Site(connect, key), adapter, seed), _lines(), sampling, _write, system)
+        return
+    from symbiosis import chatting
+
+    folder = None if adapter is None else Path(adapter)
+    with chatting.speaker(connect, token=token, name=name, adapter=folder, seed=seed) as speaker:
+        talk.chat(speaker, _lines(), sampling, _write, system)
+
+
+@app.command(epilog="Example: symbiosis generate 'Why is the sky blue?' --max-new-tokens 60")
+def generate(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Each is answered by itself.")],
+    connect: ConnectExecutor = DEFAULT_ADDRESS,
+    token: Token = None,
+    name: Name = "generate",
+    adapter: Adapter = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, with no chat template.")] = False,
+) -> None:
+    """Answer prompts and exit. The text goes to stdout, nothing else does."""
+    from symbiosis import chatting
+
+    sampling = _sampling(max_new_tokens, temperature)
+    with chatting.speaker(connect, token=token, name=name, adapter=adapter, seed=seed) as speaker:
+        for prompt in prompts:
+            if raw:
+                speaker.complete(prompt, sampling, _write)
+            else:
+                speaker.answer([{"role": "user", "content": prompt}], sampling, _write)
+            _write("\n")
+
+
+def _sampling(max_new_tokens: int, temperature: float) -> Sampling:
+    from symbiosis.talk import Sampling
+
+    return Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
+
+
+def _lines() -> Iterator[str]:
+    """What the user says: a prompt at a terminal, plain lines otherwise."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401  # gives input() a history and line editing
+
+    err.print("[dim]/exit or Ctrl-D ends the talk[/dim]")
+    with suppress(EOFError):
+        while True:
+            yield input("> ")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,25 @@
+"""`symbiosis demo`: tenants side by side on the default model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: symbiosis demo --out demo-out --steps 28")
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where adapters, figures and the plot go.")] = Path(
+        "demo-out"
+    ),
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each tenant.")] = 28,
+) -> None:
+    """Three tenants fine-tune at once on the default model (LoRA, IA3, prefix tuning) while a fourth chats."""
+    from symbiosis.demo import run_demo
+
+    if not run_demo(out, steps, Console()):
+        raise typer.Exit(1)

@@ -1,0 +1,315 @@
+"""`symbiosis serve`: the provider's command."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from typer.core import TyperCommand
+
+from symbiosis.commands.options import DEFAULT_ADDRESS, is_given
+from symbiosis.errors import SymbiosisError
+
+DEFAULT_HTTP = "127.0.0.1:8000"
+_SHORT_SECRET = 8
+_FOR_HTTP = (
+    *("key", "admin_key", "adapter", "adapter_root", "uploads", "tenant_adapters", "tenant_adapter_gb", "tenant_requests"),
+    *("tenant_rate", "cache_gb", "adapter_gb", "adapter_host_gb", "max_rows", "max_running", "max_queued", "tenant_queued"),
+    *("jobs", "running_jobs", "tenant_running_jobs"),
+)
+err = Console(stderr=True)
+
+app = typer.Typer()
+
+
+class _Serve(TyperCommand):
+    """`--http` may stand alone: then it is the usual address."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        said: list[str] = []
+        for word, following in zip(args, [*args[1:], ""], strict=True):
+            said += [word] if word != "--http" or re.fullmatch(r"[^-].*:.*|\d+", following) else [word, DEFAULT_HTTP]
+        return super().parse_args(ctx, said)
+
+
+def _limit(name: str, help: str, *, hidden: bool = False) -> Any:
+    return typer.Option(name, min=0, help=help, show_default=not hidden, rich_help_panel="Limits of serving over HTTP")
+
+
+@app.command(cls=_Serve, epilog="Example: symbiosis serve --listen tcp://127.0.0.1:7777 --listen shm://base --http")
+def serve(
+    ctx: typer.Context,
+    model: Annotated[str | None, typer.Argument(show_default=False, help="Folder or hub id; none: the default model.")] = None,
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--listen", metavar="ADDRESS", help=f"tcp://HOST:PORT or shm://NAME; repeatable. (default: {DEFAULT_ADDRESS})"
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the base layers lie: cpu, cuda, cuda:1 …")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(show_default=False, help="float32, bfloat16 or float16; none: as the checkpoint says.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="How calls are batched: opportunistic, lockstep or none.")] = "opportunistic",
+    max_wait_ms: Annotated[
+        float | None, typer.Option("--max-wait-ms", show_default=False, help="Longest that a call is held to gather company.")
+    ] = None,
+    training_share: Annotated[
+        float | None,
+        typer.Option(
+            show_default=False,
+            help="Share for training while somebody decodes: of the time (default: 0.25; 0.1 beside HTTP on a CPU), "
+            "or, beside HTTP on a GPU, of its multiprocessors (default: by --training-slowdown).",
+        ),
+    ] = None,
+    training_slowdown: Annotated[
+        float | None,
+        typer.Option(
+            show_default=False,
+            help="How many times as long a token may take while jobs train beside HTTP on a GPU (default: 1.3).",
+        ),
+    ] = None,
+    token: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--token",
+            metavar="NAME=SECRET",
+            help="A tenant's token; repeatable. Also from SYMBIOSIS_TOKENS, comma-separated, which `ps` does not show.",
+        ),
+    ] = None,
+    host_head: Annotated[bool, typer.Option("--host-head", help="Host the model's head too.")] = False,
+    host_embeddings: Annotated[bool, typer.Option("--host-embeddings", help="Host the embeddings too.")] = False,
+    no_weights: Annotated[bool, typer.Option("--no-weights", help="Never hand a base weight to a tenant.")] = False,
+    no_direct: Annotated[
+        bool, typer.Option("--no-direct", help="Let no tenant map the GPU's memory: calls only, for tenants you do not trust.")
+    ] = False,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            "--http",
+            metavar="[HOST:PORT]",
+            show_default=False,
+            help=f"Serve OpenAI's API too, on the same weights. (alone: at {DEFAULT_HTTP})",
+        ),
+    ] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--key",
+            metavar="NAME=SECRET",
+            help="A tenant's key for HTTP; repeatable. Also from SYMBIOSIS_KEYS.",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            "--admin-key",
+            metavar="SECRET",
+            envvar="SYMBIOSIS_ADMIN_KEY",
+            show_default=False,
+            help="For /metrics and to load and unload adapters.",
+        ),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=FOLDER", help="A PEFT adapter to serve over HTTP; repeatable."),
+    ] = None,
+    adapter_root: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter-root",
+            metavar="FOLDER",
+            show_default=False,
+            help="Where the admin may load adapters from while serving; none: from nowhere.",
+        ),
+    ] = None,
+    uploads: Annotated[
+        Path | None,
+        typer.Option(
+            "--uploads",
+            metavar="FOLDER",
+            show_default=False,
+            help="Keeps the adapters that tenants upload, also for the next server; none: they go when this one does.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        Path | None,
+        typer.Option(
+            "--jobs",
+            metavar="FOLDER",
+            show_default=False,
+            help="Keeps fine-tuning jobs, which go on after a restart. (default: UPLOADS-jobs, beside --uploads)",
+        ),
+    ] = None,
+    running_jobs: Annotated[int, _limit("--running-jobs", "Most fine-tuning jobs at once; others wait.")] = 8,
+    tenant_running_jobs: Annotated[int, _limit("--tenant-running-jobs", "Most of one tenant at once.")] = 4,
+    tenant_adapters: Annotated[int, _limit("--tenant-adapters", "Most adapters that one tenant may upload.")] = 64,
+    tenant_adapter_gb: Annotated[float, _limit("--tenant-adapter-gb", "Most gigabytes that they may have together.")] = 4.0,
+    tenant_requests: Annotated[
+        int | None, _limit("--tenant-requests", "Most requests of one tenant at once. (default: no limit)", hidden=True)
+    ] = None,
+    tenant_rate: Annotated[
+        int | None, _limit("--tenant-rate", "Most requests of one tenant in a minute. (default: no limit)", hidden=True)
+    ] = None,
+    cache_gb: Annotated[
+        float | None, _limit("--cache-gb", "Memory for keys and values. (default: 1024 pages of 16 tokens)", hidden=True)
+    ] = None,
+    adapter_gb: Annotated[float, _limit("--adapter-gb", "Memory for adapters on the device; more are served than fit.")] = 2.0,
+    adapter_host_gb: Annotated[
+        float, _limit("--adapter-host-gb", "Memory of the host for adapters ready to be copied to a GPU.")
+    ] = 4.0,
+    max_rows: Annotated[int, _limit("--max-rows", "Most tokens that one pass computes.")] = 2048,
+    max_running: Annotated[int, _limit("--max-running", "Most answers that are computed at once.")] = 256,
+    max_queued: Annotated[int, _limit("--max-queued", "Most answers that wait; who asks for more gets a 429.")] = 4096,
+    tenant_queued: Annotated[int, _limit("--tenant-queued", "Most answers of one tenant that wait.")] = 1024,
+) -> None:
+    """Hold one base model and serve its layers to tenants, until Ctrl-C."""
+    keys = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key")
+    adapters = read_adapters(adapter or [])
+    for_http = [name for name in _FOR_HTTP if is_given(ctx, name)]
+    if http is None and for_http:
+        raise SymbiosisError(f"--{for_http[0].replace('_', '-')} is for HTTP: give --http too")
+    tokens = read_tokens(token or [], os.environ.get("SYMBIOSIS_TOKENS", ""))
+    secrets = [*(("token", *each) for each in tokens.items()), *(("key", *each) for each in keys.items())]
+    secrets += [("key", "the admin", admin_key)] if admin_key else []
+    for what, name in ((what, name) for what, name, secret in secrets if len(secret) < _SHORT_SECRET):
+        err.print(f"the {what} of {name} is short enough to guess: `openssl rand -hex 16` makes a good one")
+    with err.status("Starting"):
+        from symbiosis.engine.residency import ResidencyConfig
+        from symbiosis.hosting import check_http
+        from symbiosis.jobs.queue import JobLimits
+        from symbiosis.launch import Executor, check_address
+        from symbiosis.server.limits import RequestLimits
+        from symbiosis.server.store import StoreLimits
+
+        if http is not None:
+            check_http(http, keys)
+        for address in listen or [DEFAULT_ADDRESS]:
+            check_address(address, tokens)  # before a big model is loaded for nothing
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
+        task = progress.add_task("Splitting", total=None, visible=False)
+        executor = Executor(
+            model,
+            device,
+            dtype,
+            policy,
+            tokens=tokens,
+            host_head=host_head,
+            host_embeddings=host_embeddings,
+            weights=not no_weights,
+            direct=not no_direct,
+            max_wait_ms=max_wait_ms,
+            training_share=training_share,
+            training_slowdown=training_slowdown,
+            hosting=http is not None,
+            progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
+        )
+    with executor, ExitStack() as stack:
+        stopped = _Stop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stopped)
+        hosting = None
+        if http is not None:
+            hosting = stack.enter_context(
+                executor.host(
+                    http,
+                    keys=keys,
+                    admin_key=admin_key,
+                    adapters=adapters,
+                    adapter_root=adapter_root,
+                    uploads=uploads,
+                    jobs=jobs,
+                    job_limits=JobLimits(running=running_jobs, tenant_running=tenant_running_jobs),
+                    store_limits=StoreLimits(adapters=tenant_adapters, bytes=int(tenant_adapter_gb * 1e9)),
+                    requests=RequestLimits(at_once=tenant_requests, per_minute=tenant_rate),
+                    cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
+                    residency=ResidencyConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
+                    max_rows=max_rows,
+                    max_running=max_running,
+                    max_queued=max_queued,
+                    tenant_queued=min(tenant_queued, max_queued),
+                )
+            )
+        addresses = [executor.listen(address) for address in listen or [DEFAULT_ADDRESS]]
+        typer.echo(f"{executor.stats()['model']}: {executor.split.summary()}")
+        secret = ', token="…"' if tokens else ""
+        typer.echo(
+            "\nA tenant types:\n"
+            "  import symbiosis\n"
+            f'  model = symbiosis.connect("{addresses[0]}"{secret})\n'
+            "  tokenizer = model.symbiosis.tokenizer()\n"
+            '  print(tokenizer.decode(model.generate(**tokenizer("Hello", return_tensors="pt"))[0]))\n'
+        )
+        for address in addresses:
+            typer.echo(f"listening at {address}")
+        if hosting is not None:
+            typer.echo(f"listening at {hosting.url}")
+            _say_what_goes(uploads, jobs)
+        sys.stdout.flush()  # scripts wait for these lines
+        while not stopped.wait(1.0):
+            if not executor.is_serving():
+                raise SymbiosisError("the executor's loop has failed, as the log above says")
+            if hosting is not None:
+                hosting.check()
+        err.print("stopping")
+
+
+def read_adapters(given: list[str]) -> dict[str, Path]:
+    """Names and folders from `NAME=FOLDER`."""
+    adapters: dict[str, Path] = {}
+    for entry in given:
+        name, mark, folder = entry.partition("=")
+        if not mark or not name or not folder:
+            raise SymbiosisError(f"--adapter {entry}: expected NAME=FOLDER")
+        if name in adapters:
+            raise SymbiosisError(f"two adapters are named {name!r}: give each a name of its own")
+        adapters[name] = Path(folder)
+    return adapters
+
+
+def read_tokens(given: list[str], environment: str, what: str = "token") -> dict[str, str]:
+    """Tenants' names and secrets from `NAME=SECRET` or plain `SECRET`. Raises without repeating a secret."""
+    tokens: dict[str, str] = {}
+    plain = 0
+    for entry in [*given, *(part.strip() for part in environment.split(",") if part.strip())]:
+        name, mark, secret = entry.partition("=")
+        if not mark:
+            plain += 1
+            name, secret = f"tenant-{plain}", entry
+        if not name or not secret:
+            raise SymbiosisError(f"a {what} must be NAME=SECRET or SECRET, neither empty")
+        if name in tokens:
+            raise SymbiosisError(f"two {what}s name the tenant {name!r}: give each tenant one")
+        tokens[name] = secret
+    return tokens
+
+
+class _Stop:
+    """Set by signals. One may come while another is handled (`make` passes them on), so no lock is taken."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+
+    def __call__(self, *_: object) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._write, b".")
+
+    def wait(self, seconds: float) -> bool:
+        return bool(select.select([self._read], [], [], seconds)[0])
+
+
+def _say_what_goes(uploads: Path | None, jobs: Path | None) -> None:
+    """Of what tenants bring."""
+    if uploads is None:
+        what = "uploaded and trained adapters" + (", files and fine-tuning jobs" if jobs is None else "")
+        err.print(f"{what} go when this server does: --uploads FOLDER keeps them", soft_wrap=True, highlight=False)
