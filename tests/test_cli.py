@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 from transformers import AutoModelForCausalLM
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from symbiosis.chatting import Speaker
@@ -244,6 +245,13 @@ def test_what_is_no_address_is_told(address):
 def test_a_wrong_or_missing_token_is_told(guarded):
     assert "does not know this token" in fails("generate", "hi", "--connect", guarded, "--token", "wrong")
     assert "asks for a token" in fails("generate", "hi", "--connect", guarded)
+
+
+def test_serve_takes_no_arguments_too():
+    command, usual = get_command(app).commands["serve"], "127.0.0.1:8000"
+    for said, http in (([], None), (["--http"], usual), (["--http", "8001"], "8001"), (["--http", "."], usual)):
+        with command.make_context("serve", list(said)) as context:
+            assert context.params["http"] == http
 
 
 ANYWHERE = ("--listen", "tcp://127.0.0.1:0")  # somebody may serve at the usual address

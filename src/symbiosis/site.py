@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote, urlencode, urlsplit
 
 from symbiosis.errors import BadAdapter, BadAddress, SymbiosisError, Unreachable
@@ -16,6 +16,7 @@ from symbiosis.errors import BadAdapter, BadAddress, SymbiosisError, Unreachable
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
 _TIMEOUT_S = 300.0
 _PIECE = 1 << 20
+_UNAVAILABLE = 503
 _JOBS = "/v1/fine_tuning/jobs"
 
 
@@ -95,9 +96,9 @@ class Site:
 
     def download_adapter(self, name: str, folder: Path) -> None:
         """The two files of an adapter of one's own, as PEFT reads them."""
-        folder.mkdir(parents=True, exist_ok=True)
         for file in FILES.values():
-            with self._ask("GET", f"/v1/adapters/{quote(name, safe='')}/{file}") as response, (folder / file).open("wb") as out:
+            path = f"/v1/adapters/{quote(name, safe='')}/{file}"
+            with self._ask("GET", path) as response, _new(folder / file) as out:
                 while piece := response.read(_PIECE):
                     out.write(piece)
 
@@ -194,7 +195,8 @@ class Site:
         except (OSError, HTTPException) as error:
             raise Unreachable(f"{self._url} broke off ({_why(error)})") from None
         if response.status >= 400:
-            raise self._refusal(response)
+            refusal = self._refusal(response)
+            raise Unreachable(str(refusal)) if response.status == _UNAVAILABLE else refusal
         return response
 
     def _refusal(self, response: HTTPResponse) -> Refusal:
@@ -204,6 +206,14 @@ class Site:
             said = f"{self._url} answered {response.status} {response.reason}"
         hint = ": give your key with --key or SYMBIOSIS_KEY" if response.status == 401 else ""
         return Refusal(f"{said}{hint}")
+
+
+def _new(file: Path) -> BinaryIO:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file.open("wb")
+    except OSError as error:
+        raise SymbiosisError(f"cannot write to {file.parent}: {error.strerror}; choose another folder") from None
 
 
 def _why(error: Exception) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 
 from symbiosis.commands import jobs
+from symbiosis.site import Site
 from tests.server.conftest import ANN, BOB
 from tests.server.test_commands import fails, run
 from tests.server.test_tuning import ROWS, says
@@ -112,3 +113,7 @@ def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
     assert "--key or SYMBIOSIS_KEY" in fails("jobs", "list", "--connect", studio.url)
     assert "give --hosted too" in fails("finetune", data, "--plot", tmp_path / "x.png", "--out", tmp_path / "x")
     assert "--out FOLDER" in fails("finetune", data)
+    before = len(Site(studio.url, ANN).jobs())
+    assert "choose another folder with --out" in run("finetune", data, "--hosted", "--out", data, *at).stderr
+    assert "there is no folder" in run("finetune", data, "--hosted", "--plot", tmp_path / "no" / "x.png", *at).stderr
+    assert len(Site(studio.url, ANN).jobs()) == before, "nothing was trained in vain"

@@ -111,6 +111,7 @@ def watch(
     ] = None,
 ) -> None:
     """Follow a job until it ends. Ctrl-C leaves it running."""
+    _check_places(plot, out)
     _follow(Site(connect, key), id, connect, plot, out)
 
 
@@ -168,6 +169,7 @@ def finetune(
     plot: Path | None,
 ) -> None:
     """Upload, create, follow."""
+    _check_places(plot, out)
     site = Site(connect, key)
     with err.status("Uploading"):
         body: dict[str, Any] = {"model": site.models()[0]["id"], "training_file": site.upload(data)["id"], "seed": seed}
@@ -182,27 +184,41 @@ def finetune(
     _follow(site, job["id"], connect, plot, out)
 
 
+def _check_places(plot: Path | None, out: Path | None) -> None:
+    """Before anything is trained: whether that can be written."""
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SymbiosisError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from None
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise SymbiosisError(f"cannot write {plot}: there is no folder {plot.parent}; choose another file with --plot")
+
+
 def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
+    at = "" if connect == DEFAULT_SITE else f" --connect {connect}"
     try:
         job = _watch(site, id)
+    except Unreachable as error:
+        raise Unreachable(f"{error}. The job may go on there: look with `symbiosis jobs watch {id}{at}`") from None
     except KeyboardInterrupt:
-        at = "" if connect == DEFAULT_SITE else f" --connect {connect}"
         err.print(
             f"the job goes on. Come back with `symbiosis jobs watch {id}{at}`, or end it with `symbiosis jobs cancel {id}{at}`",
             soft_wrap=True,
             highlight=False,
         )
         raise typer.Exit(130) from None
+    name = job["fine_tuned_model"]
+    if job["status"] == "succeeded":
+        typer.echo(f"{name} is served: symbiosis chat --adapter {name} --connect {connect}")
     if plot is not None:
         _plot(site, id, plot)
     if job["status"] != "succeeded":
         why = f": {job['error']['message']}" if job["error"] else ""
         raise SymbiosisError(f"the job {id} is {job['status']}{why}")
-    name = job["fine_tuned_model"]
     if out is not None:
         site.download_adapter(name, out)
         typer.echo(f"adapter written to {out}")
-    typer.echo(f"{name} is served: symbiosis chat --adapter {name} --connect {connect}")
 
 
 def _watch(site: Site, id: str) -> dict[str, Any]:
@@ -213,7 +229,7 @@ def _watch(site: Site, id: str) -> dict[str, Any]:
             try:
                 job = site.job(id)
             except Unreachable:
-                missed += 1
+                missed += 1  # a server that was killed is started again, and its jobs go on
                 if missed > _PATIENCE:
                     raise
             else:
