@@ -33,7 +33,8 @@ def list_adapters(connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
 
 def adapters_table(found: list[dict[str, Any]]) -> Table:
     table = Table(caption=None if found else "none yet: `symbiosis adapters add NAME FOLDER`")
-    for column in ("adapter", "of", "on", "content"):
+    table.add_column("adapter", overflow="fold")  # a name is to be copied
+    for column in ("of", "on", "content"):
         table.add_column(column)
     table.add_column("MB", justify="right")
     table.add_column("pinned")

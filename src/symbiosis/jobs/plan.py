@@ -110,7 +110,7 @@ def length(wishes: Wishes, longest: int) -> Length:
     """Raises `BadPlan`."""
     most = wishes.max_length or min(_USUAL_LENGTH, longest)
     if most > longest:
-        raise BadPlan(f"max_length is {most}, the model takes {longest} tokens at most", field="hyperparameters.max_length")
+        raise BadPlan(f"max_length is {most}, training takes {longest} tokens at most", field="hyperparameters.max_length")
     return Length(max_length=most, truncate=wishes.truncate is not False)
 
 
