@@ -48,7 +48,7 @@ _PAUSES = 1.5  # times what they took beside training, at most
 _LEAST, _MOST = 1.15, 10.0  # what may be allowed
 _NEARLY = 1.015  # times what is allowed is not too much yet
 _ACTIVE_S = 0.05  # the engine has computed something no longer ago
-_TAIL = 1.1  # the slowest of a hundred tokens are so much further behind than the one in the middle
+_TAIL = 1.15  # the slowest of a hundred tokens are so much further behind than the one in the middle
 _making = threading.Lock()
 _log = logging.getLogger("symbiosis")
 
