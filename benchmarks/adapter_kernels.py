@@ -132,7 +132,7 @@ class LowRank:
             )
             for of_a, of_b in zip(self.a, self.b, strict=True)
         ]
-        self.use(low_rank.plan(self.tiles, width, len(widths), self.rmax))
+        self.use(low_rank.plan(self.tiles, width, widths, self.rmax))
 
     def use(self, plan: Any) -> None:
         self.plan = plan

@@ -11,7 +11,19 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.low_rank import NOTHING, Change, Members, Plan, Work, low_rank, reference, tile_rows
+from symbiosis.kernels.low_rank import (
+    NOTHING,
+    Change,
+    Members,
+    Plan,
+    Work,
+    join,
+    low_rank,
+    reference,
+    shrink,
+    spread,
+    tile_rows,
+)
 from symbiosis.kernels.tiles import Segment, Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,8 +65,13 @@ def check(segments, ranks, *, rows, width, widths, dtype=torch.float32, stretche
     reference(x, expected, segments, changes, widths, own_bias)
     tiles = Tiles.of(segments, tile or tile_rows(rows, len(segments)), DEVICE)
     rmax = -(-max(max(r) for r in ranks) // 16) * 16
-    low_rank(x, y, table, Work(tiles, rows, width, Members(widths, DEVICE), max(16, rmax), chosen), own_bias)
+    work, plain = Work(tiles, rows, width, Members(widths, DEVICE), max(16, rmax), chosen), y.clone()
+    low_rank(x, y, table, work, own_bias)
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    shrink(x, table, work, beside=True)
+    spread(table, work, like=x)
+    join(plain, table, work, own_bias)
+    assert torch.equal(plain, y), "a change that was kept is the same"
     return y
 
 

@@ -51,6 +51,7 @@ class Bank:
         self._tiles: Tiles | None = None
         self._head_tiles: Tiles | None = None
         self._works: dict[Any, Any] = {}  # of kernels, for this pass
+        self._beside: Any = None
         # by the adapters themselves: one that left and came back has the same hash and lies elsewhere
         self._companies: OrderedDict[tuple[tuple[Loaded, int, int], ...], Company] = OrderedDict()
         self._stacks = Stacks()
@@ -63,7 +64,7 @@ class Bank:
         if self._rows is not None:
             self._rows.count()
         self._counts = counts if segments else None
-        self._tiles = self._head_tiles = None
+        self._tiles = self._head_tiles = self._beside = None
         self._works = {}
         if self.table is not None and segments:
             from symbiosis.kernels.low_rank import tile_rows
@@ -78,9 +79,13 @@ class Bank:
         assert self.table is not None
         return [SlotSegment(self.table.slot(s.adapter), s.start, s.end - s.start) for s in segments]
 
-    def use(self, tiles: Tiles | None, rows: int) -> None:
-        """Tiles that are filled again and again, of so many rows, all of which the head sees; for all passes until `begin`."""
+    def use(self, tiles: Tiles | None, rows: int, beside: Any = None) -> None:
+        """Tiles that are filled again and again, of so many rows, all of which the head sees; for all passes until `begin`.
+
+        `beside` is a stream on which adapters' products are computed while the layers' own are.
+        """
         self._rows = self._logits = self._counts = None
+        self._beside = beside
         self._tiles = self._head_tiles = tiles
         self._works = {}
         if tiles is not None:
@@ -96,20 +101,33 @@ class Bank:
     def begin_change(self, x_RI: Tensor, together: Together, *, of_head: bool) -> Callable[[Tensor], None] | None:
         """What kernels do to the result of these layers, side by side: call it with that. None if nothing.
 
-        The half that needs only their input is launched now: then the layers' own product covers its end.
+        What needs only their input is launched now.
         """
         tiles = self._head_tiles if of_head else self._tiles
         if self.table is None or tiles is None:
             return None
-        from symbiosis.kernels.low_rank import Work, expand, shrink
+        from symbiosis.kernels.low_rank import Work, expand, join, shrink, spread
 
         key = (tiles, x_RI.shape, tuple(together.widths))
         work = self._works.get(key)
         if work is None:
             work = self._works[key] = Work(tiles, x_RI.shape[0], x_RI.shape[1], together.members, self.table.rank)
-        table = self.table.of(*together.paths)
-        shrink(x_RI, table, work)
-        return lambda y_RO: expand(y_RO, table, work, together.bias_O)
+        table, bias_O, beside = self.table.of(*together.paths), together.bias_O, self._beside
+        if beside is None:
+            shrink(x_RI, table, work)
+            return lambda y_RO: expand(y_RO, table, work, bias_O)
+        here = torch.cuda.current_stream(x_RI.device)
+        work.change_RO  # noqa: B018 - allocated here: memory belongs to a stream
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            shrink(x_RI, table, work, beside=True)
+            spread(table, work, like=x_RI)
+
+        def add(y_RO: Tensor) -> None:
+            here.wait_stream(beside)
+            join(y_RO, table, work, bias_O)
+
+        return add
 
     def _company(self, segments: Sequence[Segment]) -> Company | None:
         if not segments:

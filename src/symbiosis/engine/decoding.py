@@ -9,6 +9,7 @@ another one passes without any. Plain reference: `Runner.compute` without graphs
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from symbiosis.engine.changes import Segment
 from symbiosis.executor.capture import captured
 from symbiosis.kernels.tiles import Span, Tiles
 
+_ALONE = 8  # rows up to which adapters' products are not worth a stream of their own
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _log = logging.getLogger("symbiosis")
 
@@ -48,7 +50,7 @@ class Decoder:
         self._graphs: dict[tuple[int, int, int], _Graph] = {}  # by rows, largest rank and rows of a tile
         self._failed: set[tuple[int, int, int]] = set()
         self._pool: Any = None
-        self._stream: Any = None  # one for all graphs: torch hands out a few, and others have theirs
+        self._streams: tuple[Any, Any] | None = None  # one pair for all graphs: torch hands out a few, and others have theirs
 
     def compute(self, ids: Sequence[int] | Tensor, spans: Sequence[Span], segments: Sequence[Segment]) -> Tensor | None:
         """The logits of all rows, one a sequence, until the next call; None if this must be computed in the usual way."""
@@ -96,21 +98,27 @@ class Decoder:
 
         def compute() -> Tensor:
             self._memory.use(now)
-            self._bank.use(tiles, size)
+            self._bank.use(tiles, size, self._pair()[1] if size > _ALONE and device.type == "cuda" else None)
             ids_1B, places_1B = inputs_2B[:1], inputs_2B[1:]
             logits: Tensor = self._model(input_ids=ids_1B, position_ids=places_1B, use_cache=False).logits[0]
             return logits
 
         return _Graph(inputs_2B, now, tiles, self._captured(compute) if device.type == "cuda" else compute)
 
+    def _pair(self) -> tuple[Any, Any]:
+        """A stream to capture on, and one for adapters' products: these fill what the layers' own leave free of the GPU."""
+        if self._streams is None:
+            low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
+            make = functools.partial(torch.cuda.Stream, self._model.device)
+            self._streams = make(priority=high), make(priority=min(low, high + 1))
+        return self._streams
+
     def _captured(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         device = self._model.device
         stream: Any = torch.cuda.current_stream(device)
         if stream == torch.cuda.default_stream(device):  # nothing can be captured there
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(stream)
-            stream = self._stream
+            self._pair()[0].wait_stream(stream)
+            stream = self._pair()[0]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(stream):

@@ -14,12 +14,17 @@ few rows, which is what decoding with different adapters gives, are multiplied
 row by row without tensor cores: they are bound by reading the weights, which
 begins before the kernel before has ended. The rank's worth of numbers between
 the two is rounded to the model's dtype, as PEFT does. Plain reference: `reference`.
+
+Neither half needs the layer's own result. So both can run beside the product
+that makes it, on another stream: `spread` keeps the change for itself, and
+`join` adds it to the result. Together they give what `expand` gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -34,6 +39,8 @@ _ALIGNMENT = 16  # bytes
 _MOST_SPLITS = 32
 _DECODED = 64  # rows: up to here it may be all decoding
 _FEW = 2  # rows that a program takes one by one, without tensor cores
+_WIDEST = 64  # of the rank at once
+_JOINED = 1024  # columns of a program that joins
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +101,11 @@ class Plan:
     rank_programs: int
     """Programs that share the rank of an adapter."""
     block_k: int
-    """Input columns a program reads at once; all it reads, where tiles have few rows."""
+    """Input columns a program reads at once."""
     block_n: int
-    """Output columns of a program."""
+    """Output columns a program computes at once."""
+    blocks: int = 1
+    """So many of these one after the other, the next being read meanwhile; where tiles have few rows."""
     shrink_warps: int = 4
     expand_warps: int = 4
 
@@ -113,16 +122,14 @@ def most_tiles(rows: int, tile: int) -> int:
     return 2 * -(-rows // tile) if rows <= _DECODED and tile > _FEW else rows
 
 
-def plan(tiles: Tiles, width: int, members: int, rmax: int) -> Plan:
-    programs = tiles.capacity * members
+def plan(tiles: Tiles, width: int, widths: Sequence[int], rmax: int) -> Plan:
+    programs = tiles.capacity * len(widths)
     ranks = -(-rmax // 16)
     if tiles.rows <= _FEW:
-        block_k = 256
-        while -(-width // block_k) > _MOST_SPLITS:
-            block_k *= 2
+        splits = max(4, min(-(-4 * _PROCESSORS // programs), -(-width // 128), _MOST_SPLITS))
         narrow = rmax <= 16
-        small = members == 1 and narrow
-        return Plan(-(-width // block_k), ranks, block_k, 256 if small else 128, expand_warps=2 if narrow and not small else 4)
+        blocks = max(1, min(4, tiles.capacity * sum(widths) // (64 * 1024))) if narrow else 1
+        return Plan(splits, ranks, 128, 64, blocks, shrink_warps=2, expand_warps=1 if narrow else 4)
     many = tiles.rows > 16
     least, wanted = (512, 2) if many else (1024, 4)  # what a part takes is read again by every program of `_expand`
     splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
@@ -185,14 +192,24 @@ def _shrink(  # type: ignore[no-untyped-def]
     for first in range(turn * 16, rank, 16 * rank_programs):
         r = first + tl.arange(0, 16)
         a_rows = a + r.to(tl.int64)[:, None] * width
-        if FEW:  # the span is one block
+        if FEW:
             k = begin + tl.arange(0, BLOCK_K)
             weight = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < end)[None, :], other=0.0)
             wait_for_last(EARLY)
-            for m in range(count):
-                row = tl.load(x + m * x_stride + k, mask=k < end, other=0.0)
-                low = tl.sum(weight.to(tl.float32) * row.to(tl.float32)[None, :], 1)
-                tl.store(parts + m * rmax + r, low, mask=r < rank)
+            first_row = tl.zeros((16, BLOCK_K), dtype=tl.float32)
+            second_row = tl.zeros((16, BLOCK_K), dtype=tl.float32)
+            for _ in range(begin, end, BLOCK_K):
+                row = tl.load(x + k, mask=k < end, other=0.0).to(tl.float32)
+                other = tl.load(x + x_stride + k, mask=(k < end) & (count > 1), other=0.0).to(tl.float32)
+                k += BLOCK_K
+                ahead = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < end)[None, :], other=0.0)
+                first_row += weight.to(tl.float32) * row[None, :]
+                if count > 1:
+                    second_row += weight.to(tl.float32) * other[None, :]
+                weight = ahead
+            tl.store(parts + r, tl.sum(first_row, 1), mask=r < rank)
+            if count > 1:
+                tl.store(parts + rmax + r, tl.sum(second_row, 1), mask=r < rank)
         else:
             wait_for_last(EARLY)
             m = tl.arange(0, BLOCK_M)
@@ -207,10 +224,10 @@ def _shrink(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _stretched(value, stretch, own_bias, y, column, own, mask, HAS_BIAS: tl.constexpr, SEVERAL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _stretched(value, stretch, own_bias, column, own, mask, HAS_BIAS: tl.constexpr, SEVERAL: tl.constexpr):  # type: ignore[no-untyped-def]
     """DoRA: `value` without the layer's own bias, times the stretch. One row or [rows, columns]."""
     if stretch != 0:
-        scale = tl.load(tl.multiple_of(stretch.to(y.dtype), 16) + own, mask=mask, other=1.0).to(tl.float32)
+        scale = tl.load(tl.multiple_of(stretch.to(own_bias.dtype), 16) + own, mask=mask, other=1.0).to(tl.float32)
         if SEVERAL:
             scale = scale[None, :]
         if HAS_BIAS:
@@ -224,35 +241,50 @@ def _stretched(value, stretch, own_bias, y, column, own, mask, HAS_BIAS: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    y_at, change, mask, stretch, own_bias, column, own, inside,
+    FRESH: tl.constexpr, HAS_BIAS: tl.constexpr, SEVERAL: tl.constexpr,
+):  # fmt: skip
+    """A change by itself (`FRESH`), or added to what is there. One row or [rows, columns]; the latter are `inside`."""
+    if not FRESH:
+        change += tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+        change = _stretched(change, stretch, own_bias, column, own, inside, HAS_BIAS, SEVERAL)
+    tl.store(y_at, change.to(y_at.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _expand_few(  # type: ignore[no-untyped-def]
     y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
-    EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr, FRESH: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Row by row, `WIDE` of the rank at a time. The weights are read in the order they lie in."""
-    s, n = tl.arange(0, SPLITS), tl.arange(0, BLOCK_N)
-    inside = n < columns
-    for m in range(count):
-        total = tl.zeros((BLOCK_N,), dtype=tl.float32)
-        for first in range(0, rank, WIDE):
-            r = first + tl.arange(0, WIDE)
-            weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
-            weight = tl.load(weight_at, mask=inside[:, None] & (r < rank)[None, :], other=0.0)
-            wait_for_last(EARLY)
-            low_at = parts + m * rmax + s.to(tl.int64)[:, None] * split_stride + r[None, :]
-            low = tl.sum(tl.load(low_at, mask=(s < splits)[:, None] & (r < rank)[None, :], other=0.0), 0)
-            low = low.to(weight.dtype).to(tl.float32)
-            total += tl.sum(weight.to(tl.float32) * low[None, :], 1)
-        y_at = y + m * y_stride + column + n
-        value = tl.load(y_at, mask=inside, other=0.0).to(tl.float32) + total
-        value = _stretched(value, stretch, own_bias, y, column + n, own + n, inside, HAS_BIAS, False)
-        tl.store(y_at, value.to(y.dtype.element_ty), mask=inside)
+    """One or two rows, block by block. The weights are read in the order they lie in."""
+    s, n, r = tl.arange(0, SPLITS), tl.arange(0, BLOCK_N), tl.arange(0, WIDE)
+    weight_at = b + n.to(tl.int64)[:, None] * rank + r[None, :]
+    weight = tl.load(weight_at, mask=(n < columns)[:, None] & (r < rank)[None, :], other=0.0)
+    wait_for_last(EARLY)
+    low_at = parts + s.to(tl.int64)[:, None] * split_stride + r[None, :]
+    there = (s < splits)[:, None] & (r < rank)[None, :]
+    low = tl.sum(tl.load(low_at, mask=there, other=0.0), 0).to(weight.dtype).to(tl.float32)
+    other = tl.sum(tl.load(low_at + rmax, mask=there & (count > 1), other=0.0), 0).to(weight.dtype).to(tl.float32)
+    for _ in range(0, columns, BLOCK_N):
+        inside = n < columns
+        now = weight.to(tl.float32)
+        weight_at += BLOCK_N * rank
+        weight = tl.load(weight_at, mask=(n + BLOCK_N < columns)[:, None] & (r < rank)[None, :], other=0.0)
+        y_at, change = y + column + n, tl.sum(now * low[None, :], 1)
+        _write(y_at, change, inside, stretch, own_bias, column + n, own + n, inside, FRESH, HAS_BIAS, False)
+        if count > 1:
+            change = tl.sum(now * other[None, :], 1)
+            _write(y_at + y_stride, change, inside, stretch, own_bias, column + n, own + n, inside, FRESH, HAS_BIAS, False)
+        n += BLOCK_N
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand_many(  # type: ignore[no-untyped-def]
     y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
-    EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDE: tl.constexpr,
+    EARLY: tl.constexpr, FRESH: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """All rows at once, `WIDE` of the rank and `SPLITS` of the parts at a time."""
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -272,16 +304,14 @@ def _expand_many(  # type: ignore[no-untyped-def]
         total = tl.dot(low.to(weight.dtype), tl.trans(weight), total, input_precision="ieee")
     mask = rows[:, None] & (n < columns)[None, :]
     y_at = y + m.to(tl.int64)[:, None] * y_stride + (column + n)[None, :]
-    value = tl.load(y_at, mask=mask, other=0.0).to(tl.float32) + total
-    value = _stretched(value, stretch, own_bias, y, column + n, own + n, n < columns, HAS_BIAS, True)
-    tl.store(y_at, value.to(y.dtype.element_ty), mask=mask)
+    _write(y_at, total, mask, stretch, own_bias, column + n, own + n, n < columns, FRESH, HAS_BIAS, True)
 
 
 @triton.jit(do_not_specialize=["rows", "capacity", "splits", "table_stride"])  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
     y, table, tiles, blocks, parts, own_bias, rows, capacity, splits, split_stride, rmax, y_stride, table_stride,
-    EARLY: tl.constexpr, FEW: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr, FRESH: tl.constexpr, FEW: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
+    SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tile, block = tl.program_id(0), blocks + tl.program_id(1) * 4
     let_next_begin(EARLY)
@@ -302,7 +332,7 @@ def _expand(  # type: ignore[no-untyped-def]
         column, own, columns = tl.multiple_of(column, 16), tl.multiple_of(own, 16), tl.multiple_of(columns, 16)
     stretch = tl.load(entry + 3)
     y += start * y_stride
-    b = tl.multiple_of(tl.load(entry + 1).to(y.dtype), 16) + tl.multiple_of(own.to(tl.int64) * rank, 8)
+    b = tl.multiple_of(tl.load(entry + 1).to(own_bias.dtype), 16) + tl.multiple_of(own.to(tl.int64) * rank, 8)
     parts += (member.to(tl.int64) * rows + start) * rmax
     # Rows of b that start at multiples of 16 bytes can be read 16 bytes at a time, if the compiler is told so.
     even = (rank // 8) * 8
@@ -310,73 +340,127 @@ def _expand(  # type: ignore[no-untyped-def]
         if even == rank:
             _expand_few(
                 y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride, rmax, count, y_stride,
-                EARLY, HAS_BIAS, SPLITS, BLOCK_N, WIDE,
+                EARLY, FRESH, HAS_BIAS, SPLITS, BLOCK_N, WIDE,
             )  # fmt: skip
         else:
             _expand_few(
                 y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
-                EARLY, HAS_BIAS, SPLITS, BLOCK_N, 16,
+                EARLY, FRESH, HAS_BIAS, SPLITS, BLOCK_N, WIDE,
             )  # fmt: skip
     elif even == rank:
         _expand_many(
             y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride, rmax, count, y_stride,
-            EARLY, HAS_BIAS, AT_ONCE, BLOCK_M, BLOCK_N, WIDE,
+            EARLY, FRESH, HAS_BIAS, AT_ONCE, BLOCK_M, BLOCK_N, WIDE,
         )  # fmt: skip
     else:
         _expand_many(
             y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
-            EARLY, HAS_BIAS, AT_ONCE, BLOCK_M, BLOCK_N, 16,
+            EARLY, FRESH, HAS_BIAS, AT_ONCE, BLOCK_M, BLOCK_N, 16,
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["capacity", "table_stride"])  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
+    y, change, table, tiles, blocks, own_bias, capacity, y_stride, change_stride, table_stride,
+    EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile, block = tl.program_id(0), blocks + tl.program_id(1) * 4
+    let_next_begin(EARLY)
+    slot = tl.load(tiles + tile)
+    start = tl.load(tiles + capacity + tile).to(tl.int64)
+    count = tl.load(tiles + 2 * capacity + tile)
+    member = tl.load(block)
+    column, own, columns = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
+    if (slot < 0) | (count <= 0):
+        return
+    entry = table + slot.to(tl.int64) * table_stride + member * 4
+    if tl.load(entry + 2) <= 0:
+        return
+    if EVEN:
+        column, own, columns = tl.multiple_of(column, 16), tl.multiple_of(own, 16), tl.multiple_of(columns, 16)
+    stretch, n = tl.load(entry + 3), tl.arange(0, BLOCK_N)
+    inside = n < columns
+    for m in range(count):
+        found = tl.load(change + (start + m) * change_stride + column + n, mask=inside, other=0.0)
+        y_at = y + (start + m) * y_stride + column + n
+        _write(y_at, found, inside, stretch, own_bias, column + n, own + n, inside, False, HAS_BIAS, False)
+
+
 class Work:
-    """What layers of one kind need in a pass: a plan, and room for what `shrink` hands to `expand`.
+    """What layers of one kind need in a pass: a plan, and room for what one kernel hands to the next.
 
     The next call on the same stream may have it again.
     """
 
     def __init__(self, tiles: Tiles, rows: int, width: int, members: Members, rmax: int, chosen: Plan | None = None) -> None:
         self.tiles, self.members = tiles, members
-        self.plan = chosen or plan(tiles, width, len(members), rmax)
+        self.plan = chosen or plan(tiles, width, members.widths, rmax)
         shape = (self.plan.splits, len(members), rows, rmax)
         self.parts_SMRr = torch.empty(shape, dtype=torch.float32, device=members.device)
 
+    @cached_property
+    def change_RO(self) -> Tensor:
+        """What `spread` keeps for `join`."""
+        shape = (self.parts_SMRr.shape[2], sum(self.members.widths))
+        return torch.empty(shape, dtype=torch.float32, device=self.members.device)
 
-def shrink(x_RI: Tensor, table: Tensor, work: Work) -> None:
-    """Rows times `a`, in parts over the input width."""
+
+def shrink(x_RI: Tensor, table: Tensor, work: Work, *, beside: bool = False) -> None:
+    """Rows times `a`, in parts over the input width. `beside`: on another stream than what made the rows."""
     splits, members, rows, rmax = work.parts_SMRr.shape
     tiles, chosen = work.tiles, work.plan
     assert rmax % 16 == 0, rmax
     assert members == table.shape[1], (work.members.widths, table.shape)
     assert rows >= x_RI.shape[0], (rows, x_RI.shape)
     assert (x_RI.stride(1), table.stride(1), table.stride(2)) == (1, 4, 1)
-    few = tiles.rows <= _FEW
-    span = chosen.block_k if few else -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
-    assert splits * span >= x_RI.shape[1], (chosen, x_RI.shape)
+    span = -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
     with torch.cuda.device_of(x_RI):  # type: ignore[no-untyped-call]
         _shrink[(tiles.capacity, splits * chosen.rank_programs, members)](
             x_RI, table, tiles.device_3T, work.parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
             chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
-            FEW=few, BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k,
-            num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device),
+            FEW=tiles.rows <= _FEW, BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k,
+            num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device, meeting=beside),
         )  # fmt: skip
 
 
 def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None) -> None:
     """The parts together times `b`, added to y, [R, O*] in place. `own_bias_O` is in y already; only DoRA asks for it."""
+    _launch_expand(y_RO, y_RO if own_bias_O is None else own_bias_O, table, work, has_bias=own_bias_O is not None, fresh=False)
+
+
+def spread(table: Tensor, work: Work, like: Tensor) -> None:
+    """The parts together times `b`, kept in `work`. `like` has the dtype of the weights."""
+    _launch_expand(work.change_RO, like, table, work, has_bias=False, fresh=True)
+
+
+def _launch_expand(y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, *, has_bias: bool, fresh: bool) -> None:
     splits, _, rows, rmax = work.parts_SMRr.shape
     tiles, members, chosen = work.tiles, work.members, work.plan
     assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
-    blocks, few = members.blocks(chosen.block_n), tiles.rows <= _FEW
+    few = tiles.rows <= _FEW and rmax <= _WIDEST
+    blocks = members.blocks(chosen.block_n * chosen.blocks if few else chosen.block_n)
     block_m, every = max(16, tiles.rows), triton.next_power_of_2(splits)
-    wide = 16 if tiles.rows > 16 else min(64, triton.next_power_of_2(rmax))
+    wide = 16 if tiles.rows > 16 else min(_WIDEST, triton.next_power_of_2(rmax))
     with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
         _expand[(tiles.capacity, blocks.shape[0])](
-            y_RO, table, tiles.device_3T, blocks, work.parts_SMRr, y_RO if own_bias_O is None else own_bias_O,
+            y_RO, table, tiles.device_3T, blocks, work.parts_SMRr, own_bias_O,
             rows, tiles.capacity, splits, work.parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
-            FEW=few, HAS_BIAS=own_bias_O is not None, EVEN=members.even, SPLITS=every,
+            FRESH=fresh, FEW=few, HAS_BIAS=has_bias, EVEN=members.even, SPLITS=every,
             AT_ONCE=max(1, min(8, every, 8192 // (block_m * wide))), BLOCK_M=block_m, BLOCK_N=chosen.block_n, WIDE=wide,
             num_warps=chosen.expand_warps, num_stages=1, **early(y_RO.device),
+        )  # fmt: skip
+
+
+def join(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None) -> None:
+    """What `spread` kept added to y, in place, as `expand` does it. y and the change may come from different streams."""
+    tiles, members = work.tiles, work.members
+    assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
+    blocks = members.blocks(_JOINED)
+    with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
+        _join[(tiles.capacity, blocks.shape[0])](
+            y_RO, work.change_RO, table, tiles.device_3T, blocks, y_RO if own_bias_O is None else own_bias_O,
+            tiles.capacity, y_RO.stride(0), work.change_RO.stride(0), table.stride(0),
+            HAS_BIAS=own_bias_O is not None, EVEN=members.even, BLOCK_N=_JOINED, **early(y_RO.device, meeting=True),
         )  # fmt: skip
 
 

@@ -17,11 +17,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def early(device: torch.device) -> dict[str, Any]:
-    """The settings of a launch there: `EARLY` for the kernel, and the driver's where it can."""
+def early(device: torch.device, *, meeting: bool = False) -> dict[str, Any]:
+    """The settings of a launch there: `EARLY` for the kernel, and the driver's where it can.
+
+    `meeting`: of a kernel where streams part or meet. It begins when all before it has ended; the next may still be early.
+    """
     if device.type != "cuda":
         return {"EARLY": False}
-    return _early(torch.cuda.current_device() if device.index is None else device.index)
+    found = _early(torch.cuda.current_device() if device.index is None else device.index)
+    return {"EARLY": found["EARLY"]} if meeting else found
 
 
 @cache
