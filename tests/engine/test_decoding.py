@@ -66,7 +66,8 @@ def test_an_engine_over_joined_layers_gives_the_same_tokens(tmp_path):
 @needs_kernels
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", [LLAMA, BY_NAME["gemma2"]] if "gemma2" in BY_NAME else [LLAMA], ids=lambda a: a.name)
-def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(architecture, tmp_path):
+@pytest.mark.parametrize("times", [1, 5], ids=["few", "many"])
+def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(times, architecture, tmp_path):
     base = architecture.model().eval().to(DEVICE)
     join(base)
     for number, rank in enumerate((2, 16, 40)):
@@ -74,10 +75,10 @@ def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(archit
         targets = ALL if number else ["q_proj", "down_proj"]
         config = LoraConfig(r=rank, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
         get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / f"a{number}")
-    core = Core(base, pages=64, page_size=16)
+    core = Core(base, pages=128, page_size=16)
     for number in range(3):
         core.add_adapter(f"a{number}", tmp_path / f"a{number}")
-    names = [None, "a0", "a0", "a1", "a2", "a2", None]
+    names = [None, "a0", "a0", "a1", "a2", "a2", None] * times
     wish = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
     for length, name in enumerate(names, 3):
         core.add(list(range(1, length)), wish, adapter=name)

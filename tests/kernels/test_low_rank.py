@@ -119,10 +119,12 @@ def test_a_prompt_beside_single_rows(tile):
 @pytest.mark.parametrize("splits", [1, 3, 8])
 @pytest.mark.parametrize("rank_programs", [1, 3])
 @pytest.mark.parametrize("tile", [1, 2, 16])
-def test_other_plans_give_the_same(splits, rank_programs, tile):
+@pytest.mark.parametrize(("ranks", "blocks"), [((70, 32), 1), ((48, 32), 2)])
+def test_other_plans_give_the_same(splits, rank_programs, tile, ranks, blocks):
     block_k = 256 // splits if tile <= 2 and splits != 3 else 128 if tile <= 2 else 32
-    chosen = Plan(splits=splits, rank_programs=rank_programs, block_k=block_k, block_n=64)
-    check([Segment(0, 0, 1), Segment(1, 1, 7)], [[70], [32]], rows=8, width=200, widths=[100], tile=tile, chosen=chosen)
+    chosen = Plan(splits=splits, rank_programs=rank_programs, block_k=block_k, block_n=32, blocks=blocks)
+    changes = [[rank] for rank in ranks]
+    check([Segment(0, 0, 1), Segment(1, 1, 7)], changes, rows=8, width=200, widths=[100], tile=tile, chosen=chosen)
 
 
 def test_tiles_are_filled_again_in_place_and_the_rest_is_idle():

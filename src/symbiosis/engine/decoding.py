@@ -25,7 +25,6 @@ from symbiosis.engine.changes import Segment
 from symbiosis.executor.capture import captured
 from symbiosis.kernels.tiles import Span, Tiles
 
-_ALONE = 8  # rows up to which adapters' products are not worth a stream of their own
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _log = logging.getLogger("symbiosis")
 
@@ -98,7 +97,7 @@ class Decoder:
 
         def compute() -> Tensor:
             self._memory.use(now)
-            self._bank.use(tiles, size, self._pair()[1] if size > _ALONE and device.type == "cuda" else None)
+            self._bank.use(tiles, size, self._pair()[1] if device.type == "cuda" else None)
             ids_1B, places_1B = inputs_2B[:1], inputs_2B[1:]
             logits: Tensor = self._model(input_ids=ids_1B, position_ids=places_1B, use_cache=False).logits[0]
             return logits

@@ -101,7 +101,7 @@ class Plan:
     rank_programs: int
     """Programs that share the rank of an adapter."""
     block_k: int
-    """Input columns a program reads at once."""
+    """Input columns a program reads at once; all it reads, where tiles have few rows."""
     block_n: int
     """Output columns a program computes at once."""
     blocks: int = 1
@@ -126,10 +126,13 @@ def plan(tiles: Tiles, width: int, widths: Sequence[int], rmax: int) -> Plan:
     programs = tiles.capacity * len(widths)
     ranks = -(-rmax // 16)
     if tiles.rows <= _FEW:
-        splits = max(4, min(-(-4 * _PROCESSORS // programs), -(-width // 128), _MOST_SPLITS))
-        narrow = rmax <= 16
-        blocks = max(1, min(4, tiles.capacity * sum(widths) // (64 * 1024))) if narrow else 1
-        return Plan(splits, ranks, 128, 64, blocks, shrink_warps=2, expand_warps=1 if narrow else 4)
+        block_k = 256
+        while -(-width // block_k) > _MOST_SPLITS:
+            block_k *= 2
+        splits = -(-width // block_k)
+        if rmax > 16:
+            return Plan(splits, ranks, block_k, 128)
+        return Plan(splits, ranks, block_k, 64, max(1, min(4, tiles.capacity * sum(widths) // 65536)), expand_warps=1)
     many = tiles.rows > 16
     least, wanted = (512, 2) if many else (1024, 4)  # what a part takes is read again by every program of `_expand`
     splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
@@ -192,24 +195,14 @@ def _shrink(  # type: ignore[no-untyped-def]
     for first in range(turn * 16, rank, 16 * rank_programs):
         r = first + tl.arange(0, 16)
         a_rows = a + r.to(tl.int64)[:, None] * width
-        if FEW:
+        if FEW:  # the span is one block
             k = begin + tl.arange(0, BLOCK_K)
             weight = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < end)[None, :], other=0.0)
             wait_for_last(EARLY)
-            first_row = tl.zeros((16, BLOCK_K), dtype=tl.float32)
-            second_row = tl.zeros((16, BLOCK_K), dtype=tl.float32)
-            for _ in range(begin, end, BLOCK_K):
-                row = tl.load(x + k, mask=k < end, other=0.0).to(tl.float32)
-                other = tl.load(x + x_stride + k, mask=(k < end) & (count > 1), other=0.0).to(tl.float32)
-                k += BLOCK_K
-                ahead = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < end)[None, :], other=0.0)
-                first_row += weight.to(tl.float32) * row[None, :]
-                if count > 1:
-                    second_row += weight.to(tl.float32) * other[None, :]
-                weight = ahead
-            tl.store(parts + r, tl.sum(first_row, 1), mask=r < rank)
-            if count > 1:
-                tl.store(parts + rmax + r, tl.sum(second_row, 1), mask=r < rank)
+            for m in range(count):
+                row = tl.load(x + m * x_stride + k, mask=k < end, other=0.0)
+                low = tl.sum(weight.to(tl.float32) * row.to(tl.float32)[None, :], 1)
+                tl.store(parts + m * rmax + r, low, mask=r < rank)
         else:
             wait_for_last(EARLY)
             m = tl.arange(0, BLOCK_M)
@@ -256,7 +249,7 @@ def _write(  # type: ignore[no-untyped-def]
 def _expand_few(  # type: ignore[no-untyped-def]
     y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
     EARLY: tl.constexpr, FRESH: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDE: tl.constexpr,
+    AHEAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One or two rows, block by block. The weights are read in the order they lie in."""
     s, n, r = tl.arange(0, SPLITS), tl.arange(0, BLOCK_N), tl.arange(0, WIDE)
@@ -270,8 +263,9 @@ def _expand_few(  # type: ignore[no-untyped-def]
     for _ in range(0, columns, BLOCK_N):
         inside = n < columns
         now = weight.to(tl.float32)
-        weight_at += BLOCK_N * rank
-        weight = tl.load(weight_at, mask=(n + BLOCK_N < columns)[:, None] & (r < rank)[None, :], other=0.0)
+        if AHEAD:
+            weight_at += BLOCK_N * rank
+            weight = tl.load(weight_at, mask=(n + BLOCK_N < columns)[:, None] & (r < rank)[None, :], other=0.0)
         y_at, change = y + column + n, tl.sum(now * low[None, :], 1)
         _write(y_at, change, inside, stretch, own_bias, column + n, own + n, inside, FRESH, HAS_BIAS, False)
         if count > 1:
@@ -311,7 +305,8 @@ def _expand_many(  # type: ignore[no-untyped-def]
 def _expand(  # type: ignore[no-untyped-def]
     y, table, tiles, blocks, parts, own_bias, rows, capacity, splits, split_stride, rmax, y_stride, table_stride,
     EARLY: tl.constexpr, FRESH: tl.constexpr, FEW: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
-    SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     tile, block = tl.program_id(0), blocks + tl.program_id(1) * 4
     let_next_begin(EARLY)
@@ -340,12 +335,12 @@ def _expand(  # type: ignore[no-untyped-def]
         if even == rank:
             _expand_few(
                 y, b, parts, own_bias, stretch, column, own, columns, even, splits, split_stride, rmax, count, y_stride,
-                EARLY, FRESH, HAS_BIAS, SPLITS, BLOCK_N, WIDE,
+                EARLY, FRESH, HAS_BIAS, SPLITS, BLOCK_N, AHEAD, WIDE,
             )  # fmt: skip
         else:
             _expand_few(
                 y, b, parts, own_bias, stretch, column, own, columns, rank, splits, split_stride, rmax, count, y_stride,
-                EARLY, FRESH, HAS_BIAS, SPLITS, BLOCK_N, WIDE,
+                EARLY, FRESH, HAS_BIAS, SPLITS, BLOCK_N, AHEAD, WIDE,
             )  # fmt: skip
     elif even == rank:
         _expand_many(
@@ -413,12 +408,14 @@ def shrink(x_RI: Tensor, table: Tensor, work: Work, *, beside: bool = False) -> 
     assert members == table.shape[1], (work.members.widths, table.shape)
     assert rows >= x_RI.shape[0], (rows, x_RI.shape)
     assert (x_RI.stride(1), table.stride(1), table.stride(2)) == (1, 4, 1)
-    span = -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
+    few = tiles.rows <= _FEW
+    span = chosen.block_k if few else -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
+    assert splits * span >= x_RI.shape[1], (chosen, x_RI.shape)
     with torch.cuda.device_of(x_RI):  # type: ignore[no-untyped-call]
         _shrink[(tiles.capacity, splits * chosen.rank_programs, members)](
             x_RI, table, tiles.device_3T, work.parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
             chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
-            FEW=tiles.rows <= _FEW, BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k,
+            FEW=few, BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k,
             num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device, meeting=beside),
         )  # fmt: skip
 
@@ -446,8 +443,8 @@ def _launch_expand(y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, 
             y_RO, table, tiles.device_3T, blocks, work.parts_SMRr, own_bias_O,
             rows, tiles.capacity, splits, work.parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
             FRESH=fresh, FEW=few, HAS_BIAS=has_bias, EVEN=members.even, SPLITS=every,
-            AT_ONCE=max(1, min(8, every, 8192 // (block_m * wide))), BLOCK_M=block_m, BLOCK_N=chosen.block_n, WIDE=wide,
-            num_warps=chosen.expand_warps, num_stages=1, **early(y_RO.device),
+            AT_ONCE=max(1, min(8, every, 8192 // (block_m * wide))), BLOCK_M=block_m, BLOCK_N=chosen.block_n,
+            AHEAD=chosen.blocks > 1, WIDE=wide, num_warps=chosen.expand_warps, num_stages=1, **early(y_RO.device),
         )  # fmt: skip
 
 
