@@ -130,6 +130,8 @@ def run_demo(out: Path, steps: int, console: Console) -> bool:
     default_model_folder()  # fetched here, where its progress shows
     out.mkdir(parents=True, exist_ok=True)
     run = Run(TENANTS, steps)
+    if not console.is_terminal:
+        console.print(f"three tenants fine-tune for {steps} steps and a fourth chats; a report follows in some minutes")
     with _executor(out) as (executor, addresses):
         _run_tenants(run, out, executor, addresses, console)
     with console.status("Checking with plain transformers + PEFT, without Symbiosis"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
@@ -60,7 +61,9 @@ class Site:
         return found
 
     def add_adapter(self, name: str, folder: Path) -> dict[str, Any]:
-        """Upload the two files of a PEFT folder. Raises `BadAdapter` if they are not there."""
+        """Upload the two files of a PEFT folder. Raises `BadAdapter` if they are not there, or it cannot be called so."""
+        if "/" in name or not name:  # would be another path than that of adapters
+            raise BadAdapter(f"{name!r} is no name for an adapter: expected letters, digits, dots, dashes and underscores")
         sizes = {}
         for field, file in FILES.items():
             if not (folder / file).is_file():
@@ -191,9 +194,16 @@ class Site:
                 "or say where it is with --connect"
             ) from None
         try:
-            response = connection.getresponse()
+            peeks = self._kind is HTTPConnection and connection.sock is not None
+            speaks = not peeks or connection.sock.recv(1, socket.MSG_PEEK) in (b"H", b"")
+            response = connection.getresponse() if speaks else None
         except (OSError, HTTPException) as error:
             raise Unreachable(f"{self._url} broke off ({_why(error)})") from None
+        if response is None:  # its words would end in no line, and be waited for
+            raise Unreachable(
+                f"what answers at {self._url} does not speak HTTP: tenants' own address (7777, if nothing else was said) is "
+                "not that of HTTP (8000); say where it is with --connect"
+            )
         if response.status >= 400:
             refusal = self._refusal(response)
             raise Unreachable(str(refusal)) if response.status == _UNAVAILABLE else refusal

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from symbiosis.adapters.parts import Adapter
-from symbiosis.engine.desk import Refused
+from symbiosis.engine.desk import Refused, Settled
 from symbiosis.engine.engine import Core
 from symbiosis.engine.window import News, Window, text, whole
-from symbiosis.errors import BadMessage, SymbiosisError
+from symbiosis.errors import BadAdapter, BadMessage, SymbiosisError
 from symbiosis.training import events
 from symbiosis.training.host import Host
 from symbiosis.training.jobs import JobOrder, Jobs
@@ -21,15 +23,17 @@ _MAX_PATH = 4096
 _MAX_COUNT = (1 << 31) - 1
 _RECIPE = {each.name for each in fields(Recipe)}
 _ORDER = {each.name for each in fields(JobOrder)} | {"op"}
+_log = logging.getLogger("symbiosis")
 
 
 class Workshop:
     """A room of the window. Jobs of a peer that is gone are ended; nothing of them is remembered here."""
 
-    operations = ("train", "stop_training")
+    operations = ("train", "stop_training", "check_adapter")
 
     def __init__(self, window: Window, core: Core, host: Host) -> None:
         self._window, self._core, self._host = window, core, host
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-checks")
         self.jobs = Jobs(host, self._say, self._serve)
         window.desk.more_figures = self._figures
         window.add(self)
@@ -37,6 +41,8 @@ class Workshop:
     def do(self, ticket: str, body: Mapping[str, Any]) -> None:
         if body.get("op") == "stop_training":
             self.jobs.stop(ticket)
+        elif body.get("op") == "check_adapter":
+            self._checks.submit(self._check, ticket, _adapter(body.get("adapter")))
         else:
             try:
                 order = _order(ticket, body)
@@ -50,8 +56,20 @@ class Workshop:
                 self.jobs.abandon(id)
 
     def close(self) -> None:
+        self._checks.shutdown(wait=False, cancel_futures=True)
         self.jobs.close()
         self._host.close()
+
+    def _check(self, ticket: str, adapter: dict[str, Any]) -> None:
+        """On a thread of its own: what a config names is looked for in the whole model."""
+        try:
+            self._host.check(adapter)
+            self._window.say(Settled(ticket, {}))
+        except SymbiosisError as error:
+            self._window.say(Refused(ticket, error))
+        except Exception:  # noqa: BLE001 - PEFT may raise anything, and who asked waits
+            _log.exception("an adapter could not be checked")
+            self._window.say(Refused(ticket, BadAdapter("this adapter cannot be trained here: the server's log says why")))
 
     def _serve(self, name: str, adapter: Adapter, folder: Path) -> int:
         """On a job's thread; only the name is changed by the stepping one."""
@@ -79,7 +97,7 @@ class NoWorkshop:
         window.add(self)
 
     def do(self, ticket: str, body: Mapping[str, Any]) -> None:
-        if body.get("op") == "train":
+        if body.get("op") != "stop_training":
             raise self._why
 
     def leave(self, peer: str) -> None:
@@ -95,9 +113,7 @@ def _order(ticket: str, raw: Mapping[str, Any]) -> JobOrder:
     if body.keys() != _ORDER:
         wrong = sorted(str(key) for key in body.keys() ^ _ORDER)
         raise BadMessage(f"train: {wrong[0]!r:.60} is missing, or not known")
-    adapter, recipe = body["adapter"], body["recipe"]
-    if not isinstance(adapter, dict):
-        raise BadMessage("adapter: expected an object, a PEFT config")
+    adapter, recipe = _adapter(body["adapter"]), body["recipe"]
     if not isinstance(recipe, dict) or not recipe.keys() <= _RECIPE:
         raise BadMessage(f"recipe: expected an object with some of {', '.join(sorted(_RECIPE))}")
     weight = body["weight"]
@@ -127,6 +143,12 @@ def _order(ticket: str, raw: Mapping[str, Any]) -> JobOrder:
         serve_as=None if body["serve_as"] is None else text(body, "serve_as"),
         serve_checkpoints=body["serve_checkpoints"],
     )
+
+
+def _adapter(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadMessage("adapter: expected an object, a PEFT config")
+    return value
 
 
 def _count(body: dict[str, Any], name: str, least: int) -> int:

@@ -101,4 +101,9 @@ def test_more_steps_than_are_done_and_longer_than_the_model():
     with pytest.raises(BadPlan, match="takes 100 tokens"):
         plan.length(Wishes(max_length=101), 100)
     assert plan.length(Wishes(), 100).max_length == 100
+    assert plan.length(Wishes(peft_method="prefix"), 100).max_length == 84
+    with pytest.raises(BadPlan, match="takes 84 tokens beside 16 virtual ones"):
+        plan.length(Wishes(peft_method="prompt", max_length=90), 100)
+    with pytest.raises(BadPlan, match="100 virtual tokens leave none"):
+        plan.length(Wishes(adapter={"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 100}), 100)
     assert plan.length(Wishes(truncate=False), 10_000) == plan.Length(max_length=2048, truncate=False)

@@ -66,6 +66,8 @@ def test_what_goes_wrong_is_one_line_that_helps(hotel, world, tmp_path):
     assert "not known here" in fails("adapters", "list", *at, "--key", "wrong")
     assert "no adapter 'nobody'" in fails("adapters", "remove", "nobody", *at, "--key", ANN)
     assert "adapter_config.json" in fails("adapters", "add", "x", tmp_path, *at, "--key", ANN)
+    assert "letters, digits" in fails("adapters", "add", "../evil", world.root / "pirate", *at, "--key", ANN)
+    assert "letters, digits" in fails("adapters", "add", "..", world.root / "pirate", *at, "--key", ANN)
     assert "the admin's" in fails("adapters", "pin", "judge", *at, "--key", ANN)
     assert "--key, not --token" in fails("chat", *at, "--token", "x")
     assert "--token, not --key" in fails("chat", "--connect", "tcp://127.0.0.1:1", "--key", "x")
@@ -106,3 +108,8 @@ def test_a_server_that_is_none_of_ours_is_told_apart(said):
         Thread(target=other.serve_forever, daemon=True).start()
         assert "is it a Symbiosis server?" in fails("adapters", "list", "--connect", f"http://127.0.0.1:{other.server_port}")
         other.shutdown()
+
+
+def test_tenants_own_address_is_not_waited_for(serve):
+    """Who listens there greets at once, in no line, and waits for a greeting."""
+    assert "does not speak HTTP" in fails("jobs", "list", "--connect", serve("tcp").address.replace("tcp://", "http://"))

@@ -372,6 +372,9 @@ BAD_HYPERPARAMETERS = {
     "both rates": {"learning_rate": 1e-3, "learning_rate_multiplier": 1},
     "unknown": {"momentum": 0.9},
     "huge config": {"adapter": {"peft_type": "LORA", "target_modules": ["x" * 500] * 200}},
+    "targets that the model has not": {"targets": ["nosuch_proj"]},
+    "a layer that is not linear": {"targets": ["input_layernorm"]},
+    "a prompt longer than training takes": {"peft_method": "prompt", "virtual_tokens": 4000},
 }
 
 
@@ -391,12 +394,10 @@ def test_the_old_place_of_hyperparameters_and_auto(ann):
     assert 0 <= job.seed < 1 << 31
 
 
-def test_targets_that_the_model_has_not_fail_the_job_with_a_reason(ann):
-    job = created(ann, {**FAST, "targets": ["nosuch_proj"]})
-    while (found := ann.fine_tuning.jobs.retrieve(job.id)).status in ("queued", "running"):
-        time.sleep(0.05)
-    assert (found.status, found.error.code) == ("failed", "unsupported_adapter")
-    assert "names nothing" in found.error.message
+def test_targets_that_the_model_has_not_are_named_before_there_is_a_job(ann):
+    before = [job.id for job in ann.fine_tuning.jobs.list()]
+    assert "names nothing" in refusal(ann, hyperparameters={"targets": ["nosuch_proj"]})
+    assert [job.id for job in ann.fine_tuning.jobs.list()] == before
 
 
 def test_files_have_limits(school, ann):

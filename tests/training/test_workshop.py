@@ -308,6 +308,26 @@ def test_a_hostile_order_is_refused_and_nothing_is_left(wrong, tmp_path, there):
     assert there.window.is_alive()
 
 
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+CHECKED = {
+    "fine": (LORA, None),
+    "nothing": ({**LORA, "target_modules": ["nothing"]}, "unsupported_adapter"),
+    "large": ({**LORA, "r": 1 << 20}, "bad_adapter"),
+    "text": ("lora", "bad_message"),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKED)
+def test_an_adapter_is_checked_without_a_job(kind, there):
+    adapter, refused = CHECKED[kind]
+    there.peer.send(op="check_adapter", id=f"check-{kind}", adapter=adapter)
+    there.peer.wait_for(lambda: there.peer.of(f"check-{kind}"))
+    (event,) = there.peer.of(f"check-{kind}")
+    assert event.get("refused", {}).get("code") == refused
+    assert ("settled" in event) == (refused is None)
+    assert not there.host._sessions
+
+
 def test_a_missing_field_and_a_second_job_of_the_same_id(tmp_path, there):
     sent = order(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "twice")
     there.peer.send(**{key: value for key, value in sent.items() if key != "final"})

@@ -107,10 +107,20 @@ class Plan:
 
 
 def length(wishes: Wishes, longest: int) -> Length:
-    """Raises `BadPlan`."""
-    most = wishes.max_length or min(_USUAL_LENGTH, longest)
-    if most > longest:
-        raise BadPlan(f"max_length is {most}, training takes {longest} tokens at most", field="hyperparameters.max_length")
+    """What of the `longest` an example may have itself. The wishes were checked. Raises `BadPlan`."""
+    virtual = int(adapter_of(wishes).get("num_virtual_tokens") or 0)
+    if virtual >= longest:
+        raise BadPlan(
+            f"{virtual} virtual tokens leave none for examples: training takes {longest} tokens at most, these included",
+            field="hyperparameters.virtual_tokens" if wishes.adapter is None else "hyperparameters.adapter",
+        )
+    most = wishes.max_length or min(_USUAL_LENGTH, longest - virtual)
+    if most > longest - virtual:
+        beside = f" beside {virtual} virtual ones" if virtual else ""
+        raise BadPlan(
+            f"max_length is {most}, training takes {longest - virtual} tokens{beside} at most",
+            field="hyperparameters.max_length",
+        )
     return Length(max_length=most, truncate=wishes.truncate is not False)
 
 

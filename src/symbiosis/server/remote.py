@@ -81,7 +81,7 @@ class Remote:
         return Begun(self, orders)
 
     async def ask(self, op: str, **body: Any) -> dict[str, Any]:
-        """load, unload, pin or stats; raises what the engine answers with."""
+        """load, unload, pin, stats or check_adapter; raises what the engine answers with."""
         id, inbox = await self.open({"op": op, **body})
         try:
             event = await inbox.get()

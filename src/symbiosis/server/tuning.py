@@ -175,6 +175,7 @@ class Tuning:
         wishes = wish.wishes()
         plan.check(wishes)
         plan.length(wishes, self._longest)
+        await self._remote.ask("check_adapter", adapter=plan.adapter_of(wishes))
         wanted = Wanted(
             tenant=caller.tenant,
             owner=caller.owner,

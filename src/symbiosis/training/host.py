@@ -149,6 +149,10 @@ class Host:
                 self._sessions[session.id] = session
         return session
 
+    def check(self, adapter: Mapping[str, Any]) -> None:
+        """Whether a session could have it. Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge`."""
+        self._maker.check(adapter)
+
     @property
     def facts(self) -> ModelFacts:
         """What adapters of this model are checked against."""

@@ -69,17 +69,8 @@ class Maker:
         self.facts = ModelFacts.of(model)
 
     def make(self, asked: PeftConfig | Mapping[str, Any], *, seed: int, admit: Callable[[int], None] | None = None) -> Trained:
-        """Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge`, or what `admit` raises of about so many parameters.
-
-        All before anything is made.
-        """
-        raw = {**self._completed(_as_written(asked)), "task_type": "CAUSAL_LM"}
-        settings = parse(raw, self._limits)
-        _refuse(raw, settings)
-        config = self._exact(raw, settings)
-        size = self._size(raw, settings)
-        if size > self._max_parameters:
-            raise TooLarge(f"this adapter would have {size} parameters, at most {self._max_parameters} are trained here")
+        """Raises what `check` raises, or what `admit` raises of about so many parameters, all before anything is made."""
+        raw, settings, config, size = self._checked(asked)
         if admit is not None:
             admit(size)
         with _typed(), _seeded(seed):
@@ -110,6 +101,21 @@ class Maker:
             method=method,
             flat=Flat(parameters, parts) if by_kernels else None,
         )
+
+    def check(self, asked: PeftConfig | Mapping[str, Any]) -> None:
+        """Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge` if it cannot be made."""
+        self._checked(asked)
+
+    def _checked(self, asked: PeftConfig | Mapping[str, Any]) -> tuple[dict[str, Any], Settings, PeftConfig, int]:
+        """The config as it would stand in a file, what it means, what PEFT is told, and about how many parameters it has."""
+        raw = {**self._completed(_as_written(asked)), "task_type": "CAUSAL_LM"}
+        settings = parse(raw, self._limits)
+        _refuse(raw, settings)
+        config = self._exact(raw, settings)
+        size = self._size(raw, settings)
+        if size > self._max_parameters:
+            raise TooLarge(f"this adapter would have {size} parameters, at most {self._max_parameters} are trained here")
+        return raw, settings, config, size
 
     def _completed(self, raw: dict[str, Any]) -> dict[str, Any]:
         """With what PEFT would fill in for this architecture."""
