@@ -103,3 +103,24 @@ def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(times,
             core.wait(1.0)
     assert compared >= 5
     assert runner._decoder._graphs, "no graph was made"
+
+
+@needs_kernels
+@pytest.mark.gpu
+def test_graphs_of_larger_ranks_take_the_place_of_others(tmp_path):
+    base = LLAMA.model().eval().to(DEVICE)
+    join(base)
+    core, wish = Core(copy.deepcopy(base), pages=16, page_size=16), Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for rank in (8, 40):  # nobody without an adapter: no other graph keeps the memory they share
+        config = LoraConfig(r=rank, target_modules=ALL, init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / str(rank))
+        core.add_adapter(str(rank), tmp_path / str(rank))
+        core.add([1, 2, 3], wish, adapter=str(rank))
+        while not core.is_idle():
+            passes = core.passes
+            core.step()
+            if core.passes == passes:
+                core.wait(1.0)
+    decoder = core._runner._decoder
+    assert not decoder._failed
+    assert [rank for _, rank, _ in decoder._graphs] == [64]

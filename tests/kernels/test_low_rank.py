@@ -68,7 +68,8 @@ def check(segments, ranks, *, rows, width, widths, dtype=torch.float32, stretche
     work, plain = Work(tiles, rows, width, Members(widths, DEVICE), max(16, rmax), chosen), y.clone()
     low_rank(x, y, table, work, own_bias)
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    shrink(x, table, work, beside=True)
+    work.make_room()
+    shrink(x, table, work, meeting=True)
     spread(table, work, like=x)
     join(plain, table, work, own_bias)
     assert torch.equal(plain, y), "a change that was kept is the same"

@@ -117,10 +117,10 @@ class Bank:
             shrink(x_RI, table, work)
             return lambda y_RO: expand(y_RO, table, work, bias_O)
         here = torch.cuda.current_stream(x_RI.device)
-        work.change_RO  # noqa: B018 - allocated here: memory belongs to a stream
+        work.make_room()  # here: memory belongs to a stream
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
-            shrink(x_RI, table, work, beside=True)
+            shrink(x_RI, table, work, meeting=True)
             spread(table, work, like=x_RI)
 
         def add(y_RO: Tensor) -> None:

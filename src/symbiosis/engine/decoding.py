@@ -62,15 +62,8 @@ class Decoder:
         kind = (size, rank, tile_rows(size, len(segments)) if rank else 0)
         if kind in self._failed:
             return None
-        graph = self._graphs.get(kind)
-        try:
-            if graph is None:
-                for old in [key for key in self._graphs if 0 < key[1] < rank]:
-                    del self._graphs[old]  # ranks only grow
-                graph = self._graphs[kind] = self._make(size, kind[2])
-        except Exception as error:  # noqa: BLE001 - whatever stands in the way of a graph, the usual way is still there
-            _log.warning("%d rows of %s cannot be a CUDA graph (%r)", size, type(self._model).__name__, error)
-            self._failed.add(kind)
+        graph = self._graphs.get(kind) or self._added(kind)
+        if graph is None:
             return None
         spare = [0] * (size - len(ids))
         known = [] if isinstance(ids, Tensor) else [[*ids, *spare]]
@@ -83,6 +76,21 @@ class Decoder:
         if graph.tiles is not None:
             graph.tiles.fill(self._bank.by_slot(segments))
         return graph.replay()[: len(ids)]
+
+    def _added(self, kind: tuple[int, int, int]) -> _Graph | None:
+        """A graph of this kind from now on; None if there can be none."""
+        size, rank, tile = kind
+        try:
+            graph = self._make(size, tile)
+        except Exception as error:  # noqa: BLE001 - whatever stands in the way of a graph, the usual way is still there
+            _log.warning("%d rows of %s cannot be a CUDA graph (%r)", size, type(self._model).__name__, error)
+            self._failed.add(kind)
+            self._pool = None  # it may be unusable; graphs that have it keep it
+            return None
+        for old in [key for key in self._graphs if 0 < key[1] < rank]:
+            del self._graphs[old]  # ranks only grow. Only now: a pool that no graph has cannot be had by another
+        self._graphs[kind] = graph
+        return graph
 
     def _make(self, size: int, tile: int) -> _Graph:
         """`tile` is 0 where there are no adapters."""
@@ -105,7 +113,10 @@ class Decoder:
         return _Graph(inputs_2B, now, tiles, self._captured(compute) if device.type == "cuda" else compute)
 
     def _pair(self) -> tuple[Any, Any]:
-        """A stream to capture on, and one for adapters' products: these fill what the layers' own leave free of the GPU."""
+        """A stream to capture on, and one for adapters' products, which fill what the layers' own leave free of the GPU.
+
+        Hosted training beside them comes after both.
+        """
         if self._streams is None:
             low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
             make = functools.partial(torch.cuda.Stream, self._model.device)
@@ -121,8 +132,11 @@ class Decoder:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(stream):
-            compute()  # kernels are compiled, libraries choose theirs
-            stream.synchronize()
+            try:
+                compute()  # kernels are compiled, libraries choose theirs
+            finally:  # whatever it raises: what was launched reads memory that is free then
+                for each in (stream, self._pair()[1]):
+                    each.synchronize()
             graph, logits = captured(compute, self._pool)
         torch.cuda.current_stream(device).wait_stream(stream)
 

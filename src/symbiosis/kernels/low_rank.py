@@ -11,8 +11,8 @@ rank. No atomics: results do not depend on timing. All that changes from pass to
 pass is in device memory, so that a CUDA graph can be replayed for other rows
 and adapters; and numbers that change are no reason to compile again. Tiles of
 few rows, which is what decoding with different adapters gives, are multiplied
-row by row without tensor cores: they are bound by reading the weights, which
-begins before the kernel before has ended. The rank's worth of numbers between
+row by row without tensor cores (but for ranks above 64): they are bound by reading the weights,
+which begins before the kernel before has ended. The rank's worth of numbers between
 the two is rounded to the model's dtype, as PEFT does. Plain reference: `reference`.
 
 Neither half needs the layer's own result. So both can run beside the product
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import triton
@@ -41,6 +40,7 @@ _DECODED = 64  # rows: up to here it may be all decoding
 _FEW = 2  # rows that a program takes one by one, without tensor cores
 _WIDEST = 64  # of the rank at once
 _JOINED = 1024  # columns of a program that joins
+_ENOUGH = 1024  # programs: what would be more of them goes into the next block of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,9 @@ def plan(tiles: Tiles, width: int, widths: Sequence[int], rmax: int) -> Plan:
             block_k *= 2
         splits = -(-width // block_k)
         if rmax > 16:
-            return Plan(splits, ranks, block_k, 128)
-        return Plan(splits, ranks, block_k, 64, max(1, min(4, tiles.capacity * sum(widths) // 65536)), expand_warps=1)
+            return Plan(splits, ranks, block_k, block_n=128)
+        blocks = max(1, min(4, tiles.capacity * sum(widths) // (64 * _ENOUGH)))
+        return Plan(splits, ranks, block_k, block_n=64, blocks=blocks, expand_warps=1)
     many = tiles.rows > 16
     least, wanted = (512, 2) if many else (1024, 4)  # what a part takes is read again by every program of `_expand`
     splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
@@ -359,6 +360,7 @@ def _join(  # type: ignore[no-untyped-def]
     y, change, table, tiles, blocks, own_bias, capacity, y_stride, change_stride, table_stride,
     EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Never launched early: all before it, on both streams, has ended."""
     tile, block = tl.program_id(0), blocks + tl.program_id(1) * 4
     let_next_begin(EARLY)
     slot = tl.load(tiles + tile)
@@ -384,7 +386,7 @@ def _join(  # type: ignore[no-untyped-def]
 class Work:
     """What layers of one kind need in a pass: a plan, and room for what one kernel hands to the next.
 
-    The next call on the same stream may have it again.
+    Another layer may have it once this one's change is added.
     """
 
     def __init__(self, tiles: Tiles, rows: int, width: int, members: Members, rmax: int, chosen: Plan | None = None) -> None:
@@ -393,15 +395,17 @@ class Work:
         shape = (self.plan.splits, len(members), rows, rmax)
         self.parts_SMRr = torch.empty(shape, dtype=torch.float32, device=members.device)
 
-    @cached_property
-    def change_RO(self) -> Tensor:
-        """What `spread` keeps for `join`."""
-        shape = (self.parts_SMRr.shape[2], sum(self.members.widths))
-        return torch.empty(shape, dtype=torch.float32, device=self.members.device)
+        self.change_RO = torch.empty(0, 0, dtype=torch.float32, device=members.device)
+        """What `spread` keeps for `join`, once there is room for it."""
+
+    def make_room(self) -> None:
+        """For `change_RO`, on the stream that `join` will be launched on."""
+        if not self.change_RO.numel():
+            self.change_RO = self.change_RO.new_empty(self.parts_SMRr.shape[2], sum(self.members.widths))
 
 
-def shrink(x_RI: Tensor, table: Tensor, work: Work, *, beside: bool = False) -> None:
-    """Rows times `a`, in parts over the input width. `beside`: on another stream than what made the rows."""
+def shrink(x_RI: Tensor, table: Tensor, work: Work, *, meeting: bool = False) -> None:
+    """Rows times `a`, in parts over the input width. `meeting`: on another stream than what made the rows."""
     splits, members, rows, rmax = work.parts_SMRr.shape
     tiles, chosen = work.tiles, work.plan
     assert rmax % 16 == 0, rmax
@@ -416,7 +420,7 @@ def shrink(x_RI: Tensor, table: Tensor, work: Work, *, beside: bool = False) -> 
             x_RI, table, tiles.device_3T, work.parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
             chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
             FEW=few, BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k,
-            num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device, meeting=beside),
+            num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device, meeting=meeting),
         )  # fmt: skip
 
 
@@ -431,6 +435,7 @@ def spread(table: Tensor, work: Work, like: Tensor) -> None:
 
 
 def _launch_expand(y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, *, has_bias: bool, fresh: bool) -> None:
+    """Without a bias, `own_bias_O` only tells the weights' dtype: of what is fresh, y has another."""
     splits, _, rows, rmax = work.parts_SMRr.shape
     tiles, members, chosen = work.tiles, work.members, work.plan
     assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
