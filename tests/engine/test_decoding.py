@@ -73,7 +73,8 @@ def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(times,
     for number, rank in enumerate((2, 16, 40)):
         torch.manual_seed(number)
         targets = ALL if number else ["q_proj", "down_proj"]
-        config = LoraConfig(r=rank, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+        options = {"init_lora_weights": False, "use_dora": number == 1, "task_type": "CAUSAL_LM"}
+        config = LoraConfig(r=rank, target_modules=targets, **options)
         get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / f"a{number}")
     core = Core(base, pages=128, page_size=16)
     for number in range(3):
