@@ -160,8 +160,9 @@ def test_weights_that_cannot_be_read_in_place_are_refused():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CUDA graph")
+@pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])
 @pytest.mark.parametrize("tile", [2, 16])
-def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile):
+def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile, beside):
     torch.manual_seed(0)
     width, widths, dtype = 512, [512, 128], torch.bfloat16
     changes, table = adapters([[16, 8], [64, 0], [24, 24]], width, widths, dtype)
@@ -172,12 +173,27 @@ def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile):
         Members(widths, DEVICE),
     )
     work = Work(tiles, 8, width, members, 64)
-    start = y.clone()
-    low_rank(x, y, table, work)
+    start, other = y.clone(), torch.cuda.Stream()
+    work.make_room()
+
+    def compute() -> None:
+        if not beside:
+            low_rank(x, y, table, work)
+            return
+        here = torch.cuda.current_stream()
+        other.wait_stream(here)
+        with torch.cuda.stream(other):
+            shrink(x, table, work, meeting=True)
+            spread(table, work, like=x)
+        y.mul_(1.0)  # stands in for the layer's own product
+        here.wait_stream(other)
+        join(y, table, work)
+
+    compute()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        low_rank(x, y, table, work)
+        compute()
     for segments in ([Segment(0, 0, 8)], [Segment(1, 0, 1), Segment(2, 1, 1), Segment(0, 4, 3)], []):
         y.copy_(start)
         expected = start.clone()
