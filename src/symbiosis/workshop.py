@@ -13,7 +13,7 @@ from symbiosis.adapters.parts import Adapter
 from symbiosis.engine.desk import Refused, Settled
 from symbiosis.engine.engine import Core
 from symbiosis.engine.window import News, Window, text, whole
-from symbiosis.errors import BadAdapter, BadMessage, SymbiosisError
+from symbiosis.errors import BadAdapter, BadMessage, Closed, SymbiosisError
 from symbiosis.training import events
 from symbiosis.training.host import Host
 from symbiosis.training.jobs import JobOrder, Jobs
@@ -42,7 +42,11 @@ class Workshop:
         if body.get("op") == "stop_training":
             self.jobs.stop(ticket)
         elif body.get("op") == "check_adapter":
-            self._checks.submit(self._check, ticket, _adapter(body.get("adapter")))
+            adapter = _adapter(body.get("adapter"))
+            try:
+                self._checks.submit(self._check, ticket, adapter)
+            except RuntimeError:
+                raise Closed("this server is ending") from None
         else:
             try:
                 order = _order(ticket, body)

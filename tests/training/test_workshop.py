@@ -328,6 +328,15 @@ def test_an_adapter_is_checked_without_a_job(kind, there):
     assert not there.host._sessions
 
 
+def test_who_asks_while_the_server_ends_is_refused_and_the_window_stays():
+    with site() as here:
+        here.workshop.close()
+        here.peer.send(op="check_adapter", id="late", adapter=LORA)
+        here.peer.wait_for(lambda: here.peer.of("late"))
+        assert here.peer.of("late")[0]["refused"]["code"] == "closed"
+        assert here.window.is_alive()
+
+
 def test_a_missing_field_and_a_second_job_of_the_same_id(tmp_path, there):
     sent = order(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "twice")
     there.peer.send(**{key: value for key, value in sent.items() if key != "final"})
