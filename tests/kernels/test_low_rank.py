@@ -17,6 +17,7 @@ from symbiosis.kernels.low_rank import (
     Members,
     Plan,
     Work,
+    expand,
     join,
     low_rank,
     reference,
@@ -160,9 +161,9 @@ def test_weights_that_cannot_be_read_in_place_are_refused():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CUDA graph")
-@pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])
+@pytest.mark.parametrize("way", ["one stream", "beside", "kept"])
 @pytest.mark.parametrize("tile", [2, 16])
-def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile, beside):
+def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile, way):
     torch.manual_seed(0)
     width, widths, dtype = 512, [512, 128], torch.bfloat16
     changes, table = adapters([[16, 8], [64, 0], [24, 24]], width, widths, dtype)
@@ -177,17 +178,21 @@ def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile, beside):
     work.make_room()
 
     def compute() -> None:
-        if not beside:
+        if way == "one stream":
             low_rank(x, y, table, work)
             return
         here = torch.cuda.current_stream()
         other.wait_stream(here)
         with torch.cuda.stream(other):
             shrink(x, table, work, meeting=True)
-            spread(table, work, like=x)
+            if way == "kept":
+                spread(table, work, like=x)
         y.mul_(1.0)  # stands in for the layer's own product
         here.wait_stream(other)
-        join(y, table, work)
+        if way == "kept":
+            join(y, table, work)
+        else:
+            expand(y, table, work, meeting=True)
 
     compute()
     torch.cuda.synchronize()

@@ -117,15 +117,20 @@ class Bank:
             shrink(x_RI, table, work)
             return lambda y_RO: expand(y_RO, table, work, bias_O)
         here = torch.cuda.current_stream(x_RI.device)
-        work.make_room()  # here: memory belongs to a stream
+        if work.plan.kept:
+            work.make_room()  # here: memory belongs to a stream
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             shrink(x_RI, table, work, meeting=True)
-            spread(table, work, like=x_RI)
+            if work.plan.kept:
+                spread(table, work, like=x_RI)
 
         def add(y_RO: Tensor) -> None:
             here.wait_stream(beside)
-            join(y_RO, table, work, bias_O)
+            if work.plan.kept:
+                join(y_RO, table, work, bias_O)
+            else:
+                expand(y_RO, table, work, bias_O, meeting=True)
 
         return add
 

@@ -15,15 +15,16 @@ row by row without tensor cores (but for ranks above 64): they are bound by read
 which begins before the kernel before has ended. The rank's worth of numbers between
 the two is rounded to the model's dtype, as PEFT does. Plain reference: `reference`.
 
-Neither half needs the layer's own result. So both can run beside the product
-that makes it, on another stream: `spread` keeps the change for itself, and
-`join` adds it to the result. Together they give what `expand` gives.
+Neither half needs the layer's own result. So `shrink` can run beside the product
+that makes it, on another stream; and, where there is much to read, `b` can too:
+`spread` keeps the change for itself, and `join` adds it to the result. Together they give what `expand` gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -40,6 +41,7 @@ _DECODED = 64  # rows: up to here it may be all decoding
 _FEW = 2  # rows that a program takes one by one, without tensor cores
 _WIDEST = 64  # of the rank at once
 _JOINED = 1024  # columns of a program that joins
+_KEPT = 200_000  # numbers of a change: fewer are added in place
 _ENOUGH = 1024  # programs: what would be more of them goes into the next block of one
 
 
@@ -106,6 +108,8 @@ class Plan:
     """Output columns a program computes at once."""
     blocks: int = 1
     """So many of these one after the other, the next being read meanwhile; where tiles have few rows."""
+    kept: bool = False
+    """Whether beside a product the second half, too, is worth it, with one more launch to join it."""
     shrink_warps: int = 4
     expand_warps: int = 4
 
@@ -129,11 +133,11 @@ def plan(tiles: Tiles, width: int, widths: Sequence[int], rmax: int) -> Plan:
         block_k = 256
         while -(-width // block_k) > _MOST_SPLITS:
             block_k *= 2
-        splits = -(-width // block_k)
+        splits, kept = -(-width // block_k), tiles.capacity * sum(widths) >= _KEPT
         if rmax > 16:
-            return Plan(splits, ranks, block_k, block_n=128)
+            return Plan(splits, ranks, block_k, block_n=128, kept=kept)
         blocks = max(1, min(4, tiles.capacity * sum(widths) // (64 * _ENOUGH)))
-        return Plan(splits, ranks, block_k, block_n=64, blocks=blocks, expand_warps=1)
+        return Plan(splits, ranks, block_k, block_n=64, blocks=blocks, kept=kept, expand_warps=1)
     many = tiles.rows > 16
     least, wanted = (512, 2) if many else (1024, 4)  # what a part takes is read again by every program of `_expand`
     splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
@@ -424,17 +428,23 @@ def shrink(x_RI: Tensor, table: Tensor, work: Work, *, meeting: bool = False) ->
         )  # fmt: skip
 
 
-def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None) -> None:
-    """The parts together times `b`, added to y, [R, O*] in place. `own_bias_O` is in y already; only DoRA asks for it."""
-    _launch_expand(y_RO, y_RO if own_bias_O is None else own_bias_O, table, work, has_bias=own_bias_O is not None, fresh=False)
+def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None, *, meeting: bool = False) -> None:
+    """The parts together times `b`, added to y, [R, O*] in place. `own_bias_O` is in y already; only DoRA asks for it.
+
+    `meeting`: y and the parts come from different streams.
+    """
+    bias_O, settings = (y_RO if own_bias_O is None else own_bias_O), early(y_RO.device, meeting=meeting)
+    _launch_expand(y_RO, bias_O, table, work, settings, has_bias=own_bias_O is not None, fresh=False)
 
 
 def spread(table: Tensor, work: Work, like: Tensor) -> None:
     """The parts together times `b`, kept in `work`. `like` has the dtype of the weights."""
-    _launch_expand(work.change_RO, like, table, work, has_bias=False, fresh=True)
+    _launch_expand(work.change_RO, like, table, work, early(like.device), has_bias=False, fresh=True)
 
 
-def _launch_expand(y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, *, has_bias: bool, fresh: bool) -> None:
+def _launch_expand(
+    y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, settings: dict[str, Any], *, has_bias: bool, fresh: bool
+) -> None:
     """Without a bias, `own_bias_O` only tells the weights' dtype: of what is fresh, y has another."""
     splits, _, rows, rmax = work.parts_SMRr.shape
     tiles, members, chosen = work.tiles, work.members, work.plan
@@ -449,7 +459,7 @@ def _launch_expand(y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, 
             rows, tiles.capacity, splits, work.parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
             FRESH=fresh, FEW=few, HAS_BIAS=has_bias, EVEN=members.even, SPLITS=every,
             AT_ONCE=max(1, min(8, every, 8192 // (block_m * wide))), BLOCK_M=block_m, BLOCK_N=chosen.block_n,
-            AHEAD=chosen.blocks > 1, WIDE=wide, num_warps=chosen.expand_warps, num_stages=1, **early(y_RO.device),
+            AHEAD=chosen.blocks > 1, WIDE=wide, num_warps=chosen.expand_warps, num_stages=1, **settings,
         )  # fmt: skip
 
 
