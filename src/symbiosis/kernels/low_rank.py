@@ -41,7 +41,6 @@ _DECODED = 64  # rows: up to here it may be all decoding
 _FEW = 2  # rows that a program takes one by one, without tensor cores
 _WIDEST = 64  # of the rank at once
 _JOINED = 1024  # columns of a program that joins
-_KEPT = 200_000  # numbers of a change: fewer are added in place
 _ENOUGH = 1024  # programs: what would be more of them goes into the next block of one
 
 
@@ -133,11 +132,11 @@ def plan(tiles: Tiles, width: int, widths: Sequence[int], rmax: int) -> Plan:
         block_k = 256
         while -(-width // block_k) > _MOST_SPLITS:
             block_k *= 2
-        splits, kept = -(-width // block_k), tiles.capacity * sum(widths) >= _KEPT
+        splits = -(-width // block_k)
         if rmax > 16:
-            return Plan(splits, ranks, block_k, block_n=128, kept=kept)
+            return Plan(splits, ranks, block_k, block_n=128, kept=True)
         blocks = max(1, min(4, tiles.capacity * sum(widths) // (64 * _ENOUGH)))
-        return Plan(splits, ranks, block_k, block_n=64, blocks=blocks, kept=kept, expand_warps=1)
+        return Plan(splits, ranks, block_k, block_n=64, blocks=blocks, kept=True, expand_warps=1)
     many = tiles.rows > 16
     least, wanted = (512, 2) if many else (1024, 4)  # what a part takes is read again by every program of `_expand`
     splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
