@@ -40,6 +40,8 @@ from benchmarks.tenants import window_of
 WAYS = ("steered",)
 LOADS = ("full", "chat")
 ROUNDS = 5
+PARTS = (50, 95, 99)
+"""In a hundred: so many gaps between tokens are shorter."""
 TRIES, NEW = 5, 2
 """A way is measured after so many windows, or once it has kept its part of the GPU for one and had so few new passes in it."""
 
@@ -217,7 +219,8 @@ def window(serving: Serving | None, training: Shared | None, seconds: float) -> 
         gaps = serving.between(begin, end)
         if not gaps:
             raise RuntimeError("no token came in a window: it is too short")
-        figures = {"p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "served_per_s": len(gaps) / seconds}
+        figures = {f"p{part}_s": quantile(gaps, part / 100) for part in PARTS}
+        figures["served_per_s"] = len(gaps) / seconds
         if serving.load == "chat":
             first = serving.first_between(begin, end)
             if not first:
@@ -260,6 +263,7 @@ def run(
     size = (SHAPES[shape].batch, SHAPES[shape].tokens)
     runs: dict[str, list[dict[str, float]]] = {"serving": [], "training": [], **{name: [] for name in ways}}
     failed: dict[str, str] = {}
+    shares: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as place:
         write_adapters(model, plan.adapters, plan.rank, Path(place))
         training = Shared(shared_copy(model), shape, "graphs", [size] * plan.jobs, turns=turns)
@@ -282,6 +286,8 @@ def run(
                     runs[case].append(
                         window(None if case == "training" else serving, None if case == "serving" else training, seconds)
                     )
+                    if case in ways:
+                        shares[case].append(ways[case].share)
         finally:
             training.close()
     figures = {
@@ -292,14 +298,13 @@ def run(
         "figures": {
             name: compared({case: [each[name] for each in runs[case]] for case in cases if case != other}, alone)
             for name, alone, other in (
-                ("p50_s", "serving", "training"),
-                ("p99_s", "serving", "training"),
+                *((f"p{part}_s", "serving", "training") for part in PARTS),
                 ("served_per_s", "serving", "training"),
                 *((("first_s", "serving", "training"),) if load == "chat" else ()),
                 ("trained_per_s", "training", "serving"),
             )
         },
-        "measured": {name: way.figures() for name, way in ways.items()},
+        "measured": {name: {**way.figures(), "training_shares": shares[name]} for name, way in ways.items()},
         "failed": failed,
     }
     save(f"gpu-beside-{shape}{'' if load == 'full' else '-chat'}", str(__doc__).splitlines()[0], figures, folder)
@@ -311,8 +316,7 @@ def run(
 
 def line(figures: Any, case: str) -> str:
     shown = {
-        "p50_s": (1e3, "ms p50"),
-        "p99_s": (1e3, "ms p99"),
+        **{f"p{part}_s": (1e3, f"ms p{part}") for part in PARTS},
         "served_per_s": (1, "tok/s served"),
         "first_s": (1e3, "ms to the first"),
         "trained_per_s": (1, "tok/s trained"),

@@ -106,6 +106,13 @@ class Shared:
         self._run([[None] * count for count in counts], end)
         return ended
 
+    def alone(self, counts: Sequence[int]) -> list[float]:
+        """The same of each job by itself, one after the other."""
+        return [
+            self.finish([count if number == which else 0 for number, count in enumerate(counts)])[which]
+            for which in range(len(counts))
+        ]
+
     def _run(self, tasks: Sequence[Any], on_end: Callable[[int], None] = lambda number: None) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in tasks]
         errors: list[BaseException] = []
@@ -309,28 +316,28 @@ def scaled(model: Any, shape: str, way: str, device: str, seconds: float, consol
 
 
 def fair(model: Any, shape: str, way: str, seconds: float, pass_rows: Sequence[int], console: Console) -> dict[str, Any]:
-    """Jobs of very different size begin together: when each has ended, against 8 times what it takes alone."""
+    """Jobs of very different size begin together: when each has ended, against 8 times what it takes alone.
+
+    That is the mean of just before and just after: the host's speed varies.
+    """
     sizes = FAIR["tiny" if shape == "tiny" else "gpu"]
     names = [f"{batch} × {tokens}" for batch, tokens in sizes]
     figures: dict[str, Any] = {}
     with _way(way):
         for rows in pass_rows:
             shared = Shared(model, shape, way, sizes, pass_rows=rows)
-            only = [[number == other for other in range(len(sizes))] for number in range(len(sizes))]
-            for each in only:
-                shared.finish([5 * is_it for is_it in each])  # kernels are compiled and graphs captured
-            once = [max(shared.finish([5 * is_it for is_it in each])) / 5 for each in only]
-            counts = [max(5, round(seconds / each)) for each in once]
+            shared.alone([5] * len(sizes))  # kernels are compiled and graphs captured
+            counts = [max(5, round(seconds * 5 / end)) for end in shared.alone([5] * len(sizes))]
             shared.finish([-(-count // 4) for count in counts])
             ratios: dict[str, list[float]] = {name: [] for name in names}
             ends: dict[str, list[float]] = {name: [] for name in names}
+            before = shared.alone(counts)
             for _ in range(FAIR_ROUNDS):
-                alone = [
-                    max(shared.finish([count * is_it for count, is_it in zip(counts, each, strict=True)])) for each in only
-                ]
-                for name, end, by_itself in zip(names, shared.finish(counts), alone, strict=True):
-                    ends[name].append(end)
-                    ratios[name].append(end / (len(sizes) * by_itself))
+                together, after = shared.finish(counts), shared.alone(counts)
+                for number, name in enumerate(names):
+                    ends[name].append(together[number])
+                    ratios[name].append(together[number] / (len(sizes) * statistics.mean((before[number], after[number]))))
+                before = after
             shared.close()
             found = {
                 name: {"steps": count, "end_s": statistics.median(ends[name]), "ratio": statistics.median(ratios[name])}
