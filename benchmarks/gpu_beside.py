@@ -85,8 +85,8 @@ class Chosen:
         self._training = self.now
         return self._training.begin_pass(short_s, is_over)
 
-    def end_pass(self) -> None:
-        self._training.end_pass()
+    def end_pass(self, *, is_new: bool = False) -> None:
+        self._training.end_pass(is_new=is_new)
 
 
 class Serving:

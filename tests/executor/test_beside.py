@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from symbiosis.errors import SymbiosisError
-from symbiosis.executor.beside import Beside, fitting, turns_on
+from symbiosis.executor.beside import Beside, turns_on
 from symbiosis.executor.turns import Permit, Turns
 
 
@@ -113,20 +113,6 @@ def test_a_pass_that_cannot_begin_has_not_begun(monkeypatch):
         assert not turns._training
 
 
-def test_a_part_is_found_that_slows_answers_as_much_as_is_allowed():
-    assert fitting(0.5, slower=1.6, allowed=1.3) == 0.25
-    assert fitting(0.5, slower=1.4, allowed=1.3) == 0.375
-    assert fitting(0.5, slower=1.3, allowed=1.3) == 0.5
-    assert fitting(0.5, slower=1.31, allowed=1.3) == 0.5, "not less for next to nothing"
-    assert fitting(0.375, slower=1.25, allowed=1.3) == 0.375, "nor more"
-    assert fitting(0.375, slower=1.2, allowed=1.3) == 0.5
-    assert fitting(0.5, slower=1.2, allowed=1.3) == 0.75
-    assert fitting(0.5, slower=0.9, allowed=1.3) == 0.75, "not too much at a time"
-    assert fitting(0.125, slower=3.0, allowed=1.1) == 0.125, "some training goes on"
-    assert fitting(0.125, slower=1.01, allowed=1.3) == 0.25, "and from there it gets more again"
-    assert fitting(0.875, slower=1.0, allowed=1.3) == 0.875, "serving has some to itself"
-
-
 class Engine(threading.Thread):
     """Passes without pause; `slower` times as long while training computes. Time is the clock's."""
 
@@ -156,13 +142,13 @@ class Engine(threading.Thread):
             time.sleep(1e-4)
 
 
-@pytest.mark.parametrize(("slower", "share"), [(1.0, 0.75), (1.4, 0.25), (2.0, 0.25)])
+@pytest.mark.parametrize(("slower", "share"), [(1.0, 0.75), (1.4, 0.375), (2.0, 0.25)])
 @pytest.mark.parametrize("pass_s", [0.004, 0.05])
 def test_now_and_then_training_pauses_and_the_part_is_made_to_fit(slower, share, pass_s):
     clock = Clock()
     turns = Beside(torch.device("cpu"), slowdown=1.3, clock=clock)
     with Engine(turns, clock, slower, pass_s) as engine:
-        for _ in range(100):
+        for _ in range(300):
             begun(turns)
             engine.wait(3)
             turns.end_pass()
@@ -179,14 +165,37 @@ def test_training_does_not_pause_before_there_is_something_to_compare(monkeypatc
     turns = Beside(torch.device("cpu"), clock=clock)
     pauses = []
     monkeypatch.setattr(turns._changed, "wait_for", lambda *named, **more: pauses.append(1))
-    for _ in range(30):
+    for _ in range(100):
         with turns:
             begun(turns)
             clock.now += 0.001
         turns.end_pass()
-        if len(turns._recent[True]) < 12:
+        if len(turns._recent[True]) < 64:
             assert not pauses
     assert pauses
+
+
+def test_what_was_slow_beside_passes_that_were_made_ready_does_not_count_until_that_is_how_it_is():
+    clock = Clock()
+    turns = beside(clock)
+    for number in range(10):
+        with turns:
+            clock.now += 0.001
+        begun(turns)
+        with turns:
+            clock.now += 0.003 if number % 2 else 0.001
+        turns.end_pass(is_new=number % 2 == 1)
+    assert set(map(round_ms, turns._recent[True])) == {1}
+    for _ in range(20):
+        begun(turns)
+        with turns:
+            clock.now += 0.003
+        turns.end_pass(is_new=True)
+    assert list(map(round_ms, turns._recent[True])).count(3) == 13, "not the first seven, nor the one before them"
+
+
+def round_ms(seconds: float) -> int:
+    return round(1e3 * seconds)
 
 
 def test_a_part_that_is_given_is_kept():

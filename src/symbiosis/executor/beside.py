@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from symbiosis.errors import SymbiosisError
+from symbiosis.executor.steering import Steering, tail
 from symbiosis.executor.turns import Permit, Turns
 from symbiosis.links import driver
 
@@ -39,16 +40,14 @@ _LAST_S = 0.2  # training that ended so recently goes on
 _LATELY_S = 60.0  # somebody was served no longer ago: the next may come at any moment
 _LATELY_PASS_S = 0.1  # who comes waits for half of it, on average; shorter ones cost a large model its speed
 _PATIENCE_S = 0.15  # for a pass that takes longer after all
-_FIRST = 0.5  # of the multiprocessors
-_GRAIN = 8  # parts are multiples of one 8th: a part that changes often would have passes made ready for it again and again
 _EIGHT = 8  # and rounded down to so many multiprocessors: drivers round up
 _FEW, _MANY = 8, 40  # passes of training before a comparison: after a change, and else
-_COMPARED = 12  # passes of the engine without training
+_BESIDE, _COMPARED = 64, 12  # passes of the engine with training, at least, and without
+_REMEMBERED = 256  # of those with it
+_NEW = 8  # passes of training in a row that had to be made ready: then that is how it is
 _PAUSES = 1.5  # times what they took beside training, at most
-_LEAST, _MOST = 1.2, 10.0  # what may be allowed; more than the tail alone
-_NEARLY = 1.015  # times what is allowed is not too much yet
+_LEAST, _MOST = 1.2, 10.0  # what may be allowed
 _ACTIVE_S = 0.05  # the engine has computed something no longer ago
-_TAIL = 1.15  # the slowest of a hundred tokens are so much further behind than the one in the middle
 _making = threading.Lock()
 _log = logging.getLogger("symbiosis")
 
@@ -78,16 +77,6 @@ def turns_on(device: torch.device, share: float | None = None, slowdown: float |
     return Turns() if share is None else Turns(share)
 
 
-def fitting(share: float, slower: float, allowed: float) -> float:
-    """The part with which passes are so much slower as is allowed, if this one makes them `slower`.
-
-    What they lose is about in proportion. At most half as much more or less at a time.
-    """
-    now, wanted = _GRAIN * share, _GRAIN * share * (_NEARLY * allowed - 1) / max(slower - 1, 0.01)
-    parts = math.floor(max(0.5 * now, min(max(1.5 * now, now + 1), wanted)) + 1e-6)
-    return max(1, min(_GRAIN - 1, parts)) / _GRAIN
-
-
 class Beside(Turns):
     """The thread of the engine and that of hosted training each compute on streams from here from their first pass on."""
 
@@ -108,18 +97,26 @@ class Beside(Turns):
         super().__init__(1.0, clock)
         if not _LEAST <= slowdown <= _MOST:
             raise SymbiosisError(f"a slowdown of {slowdown}: expected {_LEAST} to {_MOST}")
-        self._device, self._is_given, self._allowed = device, share is not None, slowdown
-        self.share = _FIRST if share is None else share
-        """Training's, of the multiprocessors, while answers are served."""
+        self._device, self._given = device, share
+        self._steering = Steering(slowdown)
         self._trained = False
         """Beside the engine's pass that runs."""
         self._training_ended = -math.inf
         self._has_all = False
         """Training's pass that runs has the whole GPU."""
-        self._recent: dict[bool, deque[float]] = {True: deque(maxlen=64), False: deque(maxlen=_COMPARED)}
+        self._recent: dict[bool, deque[float]] = {True: deque(maxlen=_REMEMBERED), False: deque(maxlen=_COMPARED)}
         """Seconds of the engine's passes, beside training and not."""
+        self._during = 0
+        """How many of them came since training's pass began."""
+        self._new = 0
+        """The last so many passes of training had to be made ready."""
         self._pace: dict[str, float] = {}
         self._due = _FEW
+
+    @property
+    def share(self) -> float:
+        """Training's, of the multiprocessors, while answers are served."""
+        return self._steering.share if self._given is None else self._given
 
     # The engine's
 
@@ -137,6 +134,7 @@ class Beside(Turns):
         if kind is None and self._trained is self._is_training():
             with self._changed:
                 self._recent[self._trained].append(self._ended - self._began)
+                self._during += self._trained
                 self._changed.notify_all()
 
     def _is_training(self) -> bool:
@@ -148,13 +146,13 @@ class Beside(Turns):
         """Never waits, but for a comparison; the thread computes on training's part from now on if answers are served."""
         if is_over():
             return None
-        if self.busy_until() is not None and not self._is_given:
+        if self.busy_until() is not None and self._given is None:
             self._due -= 1
             if self._due <= 0 and self._clock() - self._ended < _ACTIVE_S:
                 self._compare()
         with self._changed:
             served = self.busy_until() is not None
-            self._training, self._has_all = True, not served
+            self._training, self._has_all, self._during = True, not served, 0
         try:
             self._use(self._lane("beside" if served else "trained"))
         except BaseException:
@@ -165,8 +163,13 @@ class Beside(Turns):
         lately = self._clock() - self._ended < _LATELY_S
         return Permit("lately", min(short_s, _LATELY_PASS_S)) if lately else Permit("full")
 
-    def end_pass(self) -> None:
+    def end_pass(self, *, is_new: bool = False) -> None:
+        """Passes that have to be made ready take the interpreter, too: what the engine's took meanwhile does not count."""
         with self._changed:
+            self._new = self._new + 1 if is_new else 0
+            if 0 < self._new <= _NEW:
+                for _ in range(min(self._during, len(self._recent[True]))):
+                    self._recent[True].pop()
             self._training, self._training_ended, self._has_all = False, self._clock(), False
             self._changed.notify_all()
 
@@ -175,7 +178,7 @@ class Beside(Turns):
         self._due = _MANY
         with self._changed:
             beside = list(self._recent[True])
-            if len(beside) < _COMPARED:
+            if len(beside) < _BESIDE:
                 self._due = 1
                 return
             self._training_ended = -math.inf
@@ -186,10 +189,8 @@ class Beside(Turns):
             if len(alone) < _COMPARED:  # the last answer has ended
                 return
             self._recent[True].clear()
-        self._pace = {"beside_s": statistics.median(beside), "alone_s": statistics.median(alone)}
-        share = fitting(self.share, self._pace["beside_s"] / self._pace["alone_s"], self._allowed / _TAIL)
-        self._due = _MANY if share == self.share else _FEW
-        self.share = share
+        self._pace = {"beside_s": statistics.median(beside), "tail_s": tail(beside), "alone_s": statistics.median(alone)}
+        self._due = _FEW if self._steering.compare(beside, alone) else _MANY
 
     # Both
 

@@ -153,8 +153,8 @@ class Turns:
             self._changed.notify_all()
         return None
 
-    def end_pass(self) -> None:
-        """The pass is computed."""
+    def end_pass(self, *, is_new: bool = False) -> None:
+        """The pass is computed. `is_new`: it had to be made ready, others of its kind will be faster."""
         with self._changed:
             self._training = False
             now = self._clock()

@@ -299,10 +299,11 @@ class Host:
         permit = self._turns.begin_pass(self._short_s, lambda: self._closing)
         if permit is None:
             return False
+        new = self.stats.new_passes
         try:
             self._turn(permit)
         finally:
-            self._turns.end_pass()
+            self._turns.end_pass(is_new=self.stats.new_passes > new)
         return True
 
     def _turn(self, permit: Permit) -> None:
