@@ -65,10 +65,11 @@ def measure(
         memory[mode] = [used_bytes(device) - before + (0 if mode == "plain" else shared)]
     rates: dict[str, list[float]] = {mode: [] for mode in modes}
     steps: dict[str, list[float]] = {mode: [] for mode in modes}
-    # One tenant is bound by its host, whose speed varies; several by the GPU.
-    for repetition in range(7 if count == 1 else 5):
+    # Several tenants are bound by the GPU, one by its host, whose speed varies from second to second: many short windows.
+    rounds, length = (21, seconds / 3) if count == 1 else (5, seconds)
+    for repetition in range(rounds):
         for mode in rotated(modes, repetition):
-            found = workers.window(teams[mode], "train_until", seconds)
+            found = workers.window(teams[mode], "train_until", length)
             rates[mode].append(sum(tokens / statistics.mean(each) for each in found))
             steps[mode].append(statistics.mean(statistics.median(each) for each in found))
     figures = {"tokens_per_s": rates, "step_s": steps, "memory_bytes": memory}
