@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
-from symbiosis.client.layers import VirtualLayer
+from symbiosis.client.layers import VirtualConv1D, VirtualLayer, VirtualLinear
 from symbiosis.errors import BadCall, CannotMerge, CannotSave, CannotSplit
 from tests.parity.architectures import ARCHITECTURES, _made
 from tests.parity.pair import adapted, assert_same_gradients, connected, gradients, trainable, twin
@@ -187,6 +187,83 @@ def test_a_trained_bias_stays_with_its_tenant():
                     parameter.add_(1.0)
             torch.testing.assert_close(changed, reference(**GPT2.batch()).logits, atol=1e-4, rtol=0)
     assert all(torch.equal(p, original[n]) for n, p in plain.named_parameters())
+
+
+def in_place(layer: nn.Module) -> None:
+    layer.bias.mul_(3.0).add_(0.5)
+
+
+def by_data(layer: nn.Module) -> None:
+    layer.bias.data.mul_(3.0).add_(0.5)
+
+
+def other_data(layer: nn.Module) -> None:
+    layer.bias.data = 3.0 * layer.bias.data + 0.5
+
+
+def other_parameter(layer: nn.Module) -> None:
+    layer.bias = nn.Parameter(3.0 * layer.bias.detach() + 0.5)
+
+
+def by_vector(layer: nn.Module) -> None:
+    nn.utils.vector_to_parameters(3.0 * nn.utils.parameters_to_vector([layer.bias]) + 0.5, [layer.bias])
+
+
+@pytest.mark.parametrize("path", ["transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_fc"])
+@pytest.mark.parametrize("change", [in_place, by_data, other_data, other_parameter, by_vector])
+@pytest.mark.parametrize("then", [lambda model: model, copy.deepcopy, lambda model: model.to(torch.float32)])
+def test_a_bias_that_a_tenant_changes_in_any_way_is_its_own(path, change, then):
+    plain = GPT2.model()
+    with connected(twin(plain), "inproc") as model, torch.no_grad():
+        for each in (plain, model):
+            change(each.get_submodule(path))
+        torch.testing.assert_close(then(model)(**GPT2.batch()).logits, plain(**GPT2.batch()).logits, atol=1e-5, rtol=0)
+
+
+def test_a_copy_whose_biases_nobody_changed_leaves_them_to_the_executor():
+    plain = GPT2.model()
+    with connected(plain, "inproc") as model, torch.no_grad():
+        copied = copy.deepcopy(model)
+        assert all(m.bias_is_shared() for m in copied.modules() if isinstance(m, VirtualLinear | VirtualConv1D))
+        assert torch.equal(copied(**GPT2.batch()).logits, plain(**GPT2.batch()).logits)
+
+
+def test_a_bias_where_there_was_none_and_one_for_a_single_call(pair):
+    plain, model = twin(pair[0]), pair[1]
+    for each in (plain, model):
+        each.model.layers[0].self_attn.q_proj.bias = nn.Parameter(torch.linspace(-1, 1, 32), requires_grad=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**LLAMA.batch()).logits, plain(**LLAMA.batch()).logits, atol=1e-5, rtol=0)
+    reference = GPT2.model()
+    name = "transformer.h.0.attn.c_attn.bias"
+    with connected(twin(reference), "inproc") as other, torch.no_grad():
+        given = {name: reference.get_parameter(name) + 1.0}
+        found, expected = (torch.func.functional_call(each, given, (), GPT2.batch()).logits for each in (other, reference))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(other(**GPT2.batch()).logits, reference(**GPT2.batch()).logits, atol=1e-5, rtol=0)
+
+
+def test_parts_of_a_block_that_somebody_watches_or_replaces_are_called(pair):
+    plain, model = twin(pair[0]), pair[1]
+    heard = []
+    parts = [each.model.layers[0].mlp.up_proj for each in (plain, model)]
+    for part in parts:
+        part.forward = lambda x, forward=part.forward: 2 * forward(x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**LLAMA.batch()).logits, plain(**LLAMA.batch()).logits, atol=1e-5, rtol=0)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(type(module).__name__))
+    try:
+        with torch.no_grad():
+            model(**LLAMA.batch())
+    finally:
+        handle.remove()
+    assert heard.count("VirtualLinear") == 2 * 7
+    for part in parts:
+        del part.forward
+    model.model.layers[1].mlp.down_proj.register_full_backward_pre_hook(lambda *_: heard.append("back"))
+    shared = adapted(model, lora())
+    shared(**LLAMA.batch()).loss.backward()
+    assert heard.count("back") == 1
 
 
 def test_writing_to_a_weight_changes_only_this_tenants_layer():

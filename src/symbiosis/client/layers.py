@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.client.bias import SharedBias
 from symbiosis.client.calls import call_block, call_embedding, call_experts, call_matrices, call_transposed
 from symbiosis.client.direct import MappedParameter
 from symbiosis.client.groups import Groups
@@ -210,24 +212,31 @@ class _VirtualMatrix(VirtualLayer):
 
     def note_bias(self) -> None:
         """Remember the bias as it is now: the executor's."""
-        self._bias_version = self.bias._version if self.bias is not None else 0
+        self._shared_bias = SharedBias.of(self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        unchanged = self.bias is None or self.bias._version == self._bias_version
+        unchanged = self._shared_bias.is_still(self.bias)
         super()._apply(fn, recurse)
         if unchanged:
             self.note_bias()
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        unchanged, made = self._shared_bias.is_still(self.bias), super().__deepcopy__(memo)
+        if unchanged:
+            made.note_bias()
+        return made
+
     def bias_is_shared(self) -> bool:
         """Whether the executor's bias is this layer's bias, and nobody trains it right now."""
         bias = self.bias
-        return bias is None or (bias._version == self._bias_version and not (bias.requires_grad and torch.is_grad_enabled()))
+        if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+            return False
+        return self._shared_bias.is_still(bias)
 
     def pristine(self) -> bool:
         """Whether the executor would compute exactly this layer, bias included."""
-        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
-        return not (hooked or self.is_local) and self.bias_is_shared()
+        return not (is_watched(self) or self.is_local) and self.bias_is_shared()
 
     def product(self, x: Tensor) -> Tensor:
         """x @ Wᵀ and nothing else."""
@@ -367,9 +376,15 @@ class VirtualBlock(nn.Module):
         parts = tuple(self.modules())
         if len(parts) != len(self._parts) or any(a is not b for a, b in zip(parts, self._parts, strict=True)):
             return False
-        if any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in parts[1:]):
+        if _has_any_global_hook() or any(map(is_watched, parts[1:])):  # type: ignore[no-untyped-call]
             return False
         return all(matrix.pristine() for matrix in self._matrices)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody wants to know when this module is called, or has put another function in the place of its own."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in vars(module)
 
 
 def _asking_method() -> str:
