@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from symbiosis.client.session import Session, answer_widths
+from symbiosis.errors import BadCall
+from symbiosis.kernels.first_order import first_order
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 _OPPOSITE = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Direction.FORWARD}
@@ -19,6 +21,16 @@ _OPPOSITE = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Directio
 
 def _differentiable(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
+
+
+def _check_plain(tensor: Tensor) -> None:
+    """Raise `BadCall` if more is to be known of a tensor than its numbers: what the executor answers says nothing of that."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise BadCall("derivatives in forward mode (jvp, jacfwd) cannot be computed through the executor: use backward mode")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise BadCall(
+            "torch.func's transforms cannot see through the executor: use torch.autograd, or a full copy of the model"
+        )
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -40,6 +52,8 @@ def _ask(
     training: bool,
     with_bias: tuple[bool, ...] = (),
 ) -> tuple[Tensor, ...]:
+    for tensor in tensors:
+        _check_plain(tensor)
     rows = tuple(_rows(t) for t in tensors)
     if rows[0].shape[0] == 0:
         return tuple(rows[0].new_empty(0, width) for width in answer_widths(layers, direction, rows))
@@ -59,13 +73,16 @@ class _MatrixCall(torch.autograd.Function):
         return tuple(_shaped(result, *x.shape[:-1], result.shape[-1]) for result in results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         present = [(layer, grad) for layer, grad in zip(ctx.layers, grads, strict=True) if grad is not None]
         if not present or not ctx.needs_input_grad[0]:
             return None, None, None, None, None
+        back = _OPPOSITE[ctx.direction]
+        if torch.is_grad_enabled():  # somebody will differentiate this again: a product like any other
+            parts = [_MatrixCall.apply(grad, ctx.session, (layer,), (), back)[0] for layer, grad in present]  # type: ignore[no-untyped-call]
+            return torch.stack(parts).sum(0).view(ctx.shape), None, None, None, None
         layers, tensors = tuple(layer for layer, _ in present), tuple(grad for _, grad in present)
-        result = _ask(ctx.session, layers, _OPPOSITE[ctx.direction], tensors, training=True)[0]
+        result = _ask(ctx.session, layers, back, tensors, training=True)[0]
         return result.view(ctx.shape), None, None, None, None
 
 
@@ -95,7 +112,7 @@ class _BlockCall(torch.autograd.Function):
         return _shaped(result, *x.shape[:-1], layer.out_width)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         result = _ask(ctx.session, (ctx.layer,), Direction.BACKWARD, (x, grad), training=True)[0]
@@ -120,7 +137,7 @@ class _ExpertsCall(torch.autograd.Function):
         return _ask(session, (layer,), Direction.FORWARD, (x, index, weight), training=training)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, index, weight = ctx.saved_tensors
         dx, dweight = _ask(ctx.session, (ctx.layer,), Direction.BACKWARD, (x, index, weight, grad), training=True)

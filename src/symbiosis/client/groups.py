@@ -56,11 +56,11 @@ class Groups:
     def call(self, layer: LayerSpec, x: Tensor, seen: Tensor, *, with_bias: bool) -> Tensor:
         """x @ Wᵀ, plus the bias if asked for. `seen` is what the layer was called with, `x` the same after any cast."""
         me = _Member(layer, with_bias)
-        if seen.is_inference():
-            # no version counter: a change in place between two calls could not be seen
+        if seen.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(seen):
+            # no version counter: a change in place between two calls could not be seen; or no numbers of its own
             return self._ask((me,), x)[0]
         run: _Run = getattr(self._local, "run", None) or _Run()
-        key = (seen._version, x.dtype, x.requires_grad, torch.is_grad_enabled())
+        key = (seen._version, seen.data_ptr(), x.dtype, x.requires_grad, torch.is_grad_enabled())
         if run.tensor() is seen and run.key == key:
             run.members.append(me)
             result = run.waiting.pop(me, None)

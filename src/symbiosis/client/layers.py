@@ -47,6 +47,7 @@ class VirtualLayer(nn.Module):
         # asks for a module's first parameter finds one, though there are no weights.
         self._parameters["like"] = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
         self._fetched: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
         self._changed: dict[str, Tensor] = {}
         self._read: set[str] = set()
         self._mapped: dict[str, Tensor] = {}
@@ -71,11 +72,20 @@ class VirtualLayer(nn.Module):
 
     @property
     def is_local(self) -> bool:
+        if self._fetched:
+            self._notice_changes()
         return bool(self._changed) or any(self._parameters.get(name) is not None for name in self._hosted)
+
+    def _notice_changes(self) -> None:
+        """Fetched numbers may be written to at any time, through whatever shares their memory."""
+        for name, weight in list(self._fetched.items()):
+            if weight._version != self._versions.get(name):
+                self.change(name, weight)
+                return
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_hosted", ()) and self._parameters.get(name) is None:
-            return VirtualWeight(self, name)
+            return VirtualWeight(self, name, alias=False)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -104,6 +114,7 @@ class VirtualLayer(nn.Module):
             _log.info("fetching %s.%s: a method needs its numbers", self.spec.paths[0], name)
             with torch.inference_mode(False):
                 self._fetched[name] = self._fetch(name).to(self.device, self.dtype)
+            self._versions[name] = self._fetched[name]._version
         return self._fetched[name]
 
     def _fetch(self, name: str) -> Tensor:
@@ -117,10 +128,10 @@ class VirtualLayer(nn.Module):
     def has_fetched(self, name: str) -> bool:
         return name in self._fetched
 
-    def keep_if_changed(self, name: str, before: int) -> None:
-        """After somebody computed with a fetched weight: if it was written to, it is the tenant's now."""
+    def keep_if_changed(self, name: str, before: int, *, always: bool = False) -> None:
+        """After somebody computed with a fetched weight: if it was written to, or can be unseen, it is the tenant's now."""
         weight = self._fetched.get(name)
-        if weight is not None and weight._version != before:
+        if weight is not None and (always or weight._version != before):
             self.change(name, weight)
 
     def change(self, name: str, value: Tensor) -> None:
@@ -145,10 +156,21 @@ class VirtualLayer(nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         if requires_grad:
             self.make_parameters(trainable=True)
-        return super().requires_grad_(requires_grad)
+        return nn.Module.requires_grad_(self, requires_grad)
+
+    def check_frozen(self) -> None:
+        """Raise `BadCall` if somebody means to train this layer among all others: its weight is not here."""
+        like = self._parameters.get("like")
+        if like is not None and like.requires_grad and torch.is_grad_enabled():
+            raise BadCall(
+                f"{self.spec.paths[0]} should be trained, but its weight is in the executor, which never changes it. Train an "
+                "adapter (PEFT) and freeze the base, or call requires_grad_(True) on this very layer before you make the "
+                "optimizer: then it becomes your own"
+            )
 
     def _drop_unread(self) -> None:
         """Forget fetched numbers that were read before, but not since the last call (initialisation reads once)."""
+        self._notice_changes()
         for name in list(self._fetched):
             if name in self._read:
                 self._read.discard(name)
@@ -159,7 +181,9 @@ class VirtualLayer(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._notice_changes()
         self._fetched = {name: fn(weight) for name, weight in self._fetched.items()}
+        self._versions = {name: weight._version for name, weight in self._fetched.items()}
         self._changed = {name: fn(weight) for name, weight in self._changed.items()}
         return self
 
@@ -236,7 +260,10 @@ class _VirtualMatrix(VirtualLayer):
 
     def pristine(self) -> bool:
         """Whether the executor would compute exactly this layer, bias included."""
-        return not (is_watched(self) or self.is_local) and self.bias_is_shared()
+        like = self._parameters.get("like")
+        if is_watched(self) or self.is_local or (like is not None and like.requires_grad):
+            return False
+        return self.bias_is_shared()
 
     def product(self, x: Tensor) -> Tensor:
         """x @ Wᵀ and nothing else."""
@@ -251,17 +278,18 @@ class _VirtualMatrix(VirtualLayer):
         return call_transposed(self.session, self.spec, x)
 
     def forward(self, x: Tensor) -> Tensor:
-        direct = self._direct
-        if direct is not None and x.dtype is direct.dtype and x.device == direct.device:
-            return F.linear(x, direct, self._parameters.get("bias"))
+        self.check_frozen()
         if self._fetched:
             self._drop_unread()
+        direct = self._direct
+        if direct is not None and x.dtype is direct.dtype and x.device == direct.device:
+            return F.linear(x, direct, self.bias)
         if self.is_local:
             weight = self.fetched("weight")
             return F.linear(x, weight if isinstance(self, nn.Linear) else weight.T, self.bias)
         rows, shared = self._cast(x), self.bias_is_shared()
         result = self.groups.call(self.spec, rows, x, with_bias=shared and self.bias is not None)
-        return result if shared else result + self.bias.to(result.dtype)
+        return result if shared or self.bias is None else result + self.bias.to(result.dtype)
 
 
 class VirtualLinear(_VirtualMatrix, nn.Linear):
@@ -294,6 +322,7 @@ class VirtualEmbedding(VirtualLayer, nn.Embedding):
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
 
     def forward(self, ids: Tensor) -> Tensor:
+        self.check_frozen()
         if self._fetched:
             self._drop_unread()
         if self.is_local or self._mapped:
@@ -302,8 +331,34 @@ class VirtualEmbedding(VirtualLayer, nn.Embedding):
         return call_embedding(self.session, self.spec, ids).to(self.dtype)
 
 
+class AsMade:
+    """A module and its parts as they were when they were put in the place of the executor's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = tuple(module.modules())
+        self._settings = [_settings(part) for part in self._parts]
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether all is still so, in one mode, and nobody watches what happens inside."""
+        parts = tuple(module.modules())
+        if len(parts) != len(self._parts) or any(a is not b for a, b in zip(parts, self._parts, strict=True)):
+            return False
+        if _has_any_global_hook() or any(map(is_watched, parts[1:])):  # type: ignore[no-untyped-call]
+            return False
+        return all(part.training is module.training for part in parts) and self._settings == [_settings(p) for p in parts]
+
+
+def _settings(part: nn.Module) -> dict[str, Any]:
+    """What decides what a module computes, besides its weights: its code, and plain settings such as a dropout's."""
+    code = next(vars(kind)["forward"] for kind in type(part).__mro__ if kind.__module__ != __name__ and "forward" in vars(kind))
+    plain = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str) and k[0] != "_" and k != "training"}
+    return {**plain, "forward": code}
+
+
 class VirtualExperts(VirtualLayer):
     """Mixed into the class of an MoE's experts; the router that chooses among them stays with the tenant."""
+
+    _as_made: AsMade
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_hosted", ()) and self._parameters.get(name) is None:
@@ -323,8 +378,9 @@ class VirtualExperts(VirtualLayer):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
-        for name in sorted(self._hosted):
-            weight: Any = VirtualWeight(self, name)
+        for name, _ in self.spec.weights:
+            weight: Any = self._parameters.get(name)  # whoever looked at the one before may have made them all real
+            weight = VirtualWeight(self, name, alias=False) if weight is None else weight
             yield f"{prefix}.{name}" if prefix else name, weight
 
     def make_parameters(self, *, trainable: bool) -> None:
@@ -332,7 +388,10 @@ class VirtualExperts(VirtualLayer):
         self.__class__ = type(self).__bases__[1]  # with weights of its own it is an ordinary module again
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = self._inputs(args, kwargs)
+        self.check_frozen()
+        if self._fetched:
+            self._drop_unread()
+        inputs = None if self.is_local or not self._as_made.holds(self) else self._inputs(args, kwargs)
         if inputs is None:
             self.make_parameters(trainable=False)
             return self.forward(*args, **kwargs)
@@ -356,7 +415,7 @@ class VirtualBlock(nn.Module):
     """Mixed into the class of a row-wise sub-module: one call for all of it while no adapter is inside."""
 
     _block: LayerSpec
-    _parts: tuple[nn.Module, ...]
+    _as_made: AsMade
     _matrices: tuple[_VirtualMatrix, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -373,12 +432,7 @@ class VirtualBlock(nn.Module):
             return False
         if torch.is_autocast_enabled(x.device.type):
             return False
-        parts = tuple(self.modules())
-        if len(parts) != len(self._parts) or any(a is not b for a, b in zip(parts, self._parts, strict=True)):
-            return False
-        if _has_any_global_hook() or any(map(is_watched, parts[1:])):  # type: ignore[no-untyped-call]
-            return False
-        return all(matrix.pristine() for matrix in self._matrices)
+        return self._as_made.holds(self) and all(matrix.pristine() for matrix in self._matrices)
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -413,5 +467,5 @@ def make_block(module: nn.Module, spec: LayerSpec) -> None:
     mix_in(module, VirtualBlock)
     parts = tuple(module.modules())
     object.__setattr__(module, "_block", spec)
-    object.__setattr__(module, "_parts", parts)
+    object.__setattr__(module, "_as_made", AsMade(module))
     object.__setattr__(module, "_matrices", tuple(part for part in parts if isinstance(part, _VirtualMatrix)))

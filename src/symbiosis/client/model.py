@@ -15,6 +15,7 @@ from symbiosis.client.download import download
 from symbiosis.client.fused import fuse
 from symbiosis.client.groups import Groups
 from symbiosis.client.layers import (
+    AsMade,
     VirtualConv1D,
     VirtualEmbedding,
     VirtualExperts,
@@ -159,3 +160,4 @@ def _make_experts(module: nn.Module, spec: LayerSpec, session: Session, dtype: t
         del module._parameters[name]
     mix_in(module, VirtualExperts)
     VirtualLayer._become(module, spec, session, dtype, torch.device("cpu"))  # type: ignore[arg-type]
+    object.__setattr__(module, "_as_made", AsMade(module))

@@ -13,13 +13,15 @@ What is asked of it decides what happens, cheapest first:
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from symbiosis.errors import CannotMerge
+from symbiosis.errors import BadCall, CannotMerge
 from symbiosis.types import LayerKind
 
 if TYPE_CHECKING:
@@ -37,6 +39,13 @@ _METADATA = {
     _T.stride, _T.is_contiguous, _T.storage_offset, _T.get_device, _T.is_inference, _T.__len__, _T.is_signed,
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
 }  # fmt: skip
+_STATE = {
+    getattr(_T, name).__get__ for name in ("requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad")
+} | {_T.grad.__set__, _T.requires_grad.__set__, _T.requires_grad_}  # fmt: skip
+_ESCAPES = {_T.numpy, _T.__array__, _T.__dlpack__}  # whoever has the memory can write to it unseen
+_IN_PLACE = {
+    getattr(_T, name) for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_", "copy_")
+}
 _SAME = {_T.detach, _T.contiguous, _T.data.__get__, _T.requires_grad_, _T.clone, torch.clone, torch.detach}
 _CASTS = {_T.float: torch.float32, _T.double: torch.float64, _T.half: torch.float16, _T.bfloat16: torch.bfloat16}
 _TRANSPOSE = {_T.T.__get__, _T.mT.__get__, _T.t, torch.t}
@@ -55,6 +64,14 @@ class VirtualWeight(torch.Tensor):
     parameter: str
     turned: bool
     plus: Tensor | None
+    alias: bool
+    """Not the layer's own: whoever gives this one other numbers changes no layer."""
+    is_copy: bool
+    """Cast, or with a change added, and"""
+    own: Tensor | None
+    """its numbers, once somebody has asked for them."""
+    _plus_version: int
+    _graded: bool
 
     @staticmethod
     def __new__(
@@ -65,12 +82,19 @@ class VirtualWeight(torch.Tensor):
         turned: bool = False,
         dtype: torch.dtype | None = None,
         plus: Tensor | None = None,
+        alias: bool = True,
     ) -> VirtualWeight:
         shape = dict(layer.spec.weights)[name]
         self: VirtualWeight = torch.Tensor._make_wrapper_subclass(
             cls, tuple(reversed(shape)) if turned else shape, dtype=dtype or layer.dtype, device=layer.device
         )
         self.layer, self.parameter, self.turned, self.plus = layer, name, turned, plus
+        self.alias, self.own = alias, None
+        self.is_copy = plus is not None or self.dtype is not layer.dtype
+        self._plus_version, self._graded = 0 if plus is None else plus._version, torch.is_grad_enabled()
+        if self.is_copy:
+            copies = [copy for copy in layer.__dict__.get("_copies", ()) if copy() is not None]
+            layer.__dict__["_copies"] = [*copies, weakref.ref(self)]
         return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -82,17 +106,37 @@ class VirtualWeight(torch.Tensor):
     def numbers(self) -> Tensor:
         """The weight itself, fetched. Raises `WeightsWithheld`, or `CannotMerge` when asked in order to merge."""
         refuse_to_merge(self.layer)
-        weight = self.layer.fetched(self.parameter)
+        if self.own is not None:
+            return self.own
+        weight = self.made
+        weight = self.layer.fetched(self.parameter) if weight is None else weight
         if self.turned:
             weight = weight.transpose(0, 1)
-        weight = weight.to(self.dtype)
-        return weight if self.plus is None else weight + self.plus
+        if not self.is_copy:
+            return weight
+        if not self.is_whole():
+            raise BadCall(f"{self!r} plus a change: the change was written to before the sum was used. Clone it before you do")
+        with torch.set_grad_enabled(self._graded):  # when it was made
+            weight = weight.to(self.dtype)
+            self.own = weight if self.plus is None else weight + self.plus
+        return self.own
+
+    def is_whole(self) -> bool:
+        """Whether what it was made of is still what it was."""
+        return self.plus is None or self.plus._version == self._plus_version
+
+    @property
+    def made(self) -> Tensor | None:
+        """The tenant's own parameter, if the layer has one by now."""
+        return self.layer._parameters.get(self.parameter)
 
     @property
     def by_outputs(self) -> bool | None:
         """True if this is [outputs, inputs] of a matrix, False if [inputs, outputs], None if no plain matrix."""
         kind = self.layer.spec.kind
-        if kind not in (LayerKind.LINEAR, LayerKind.CONV1D) or self.plus is not None or self.layer.is_local:
+        if kind not in (LayerKind.LINEAR, LayerKind.CONV1D) or self.plus is not None or self.own is not None:
+            return None
+        if self.layer.is_local:
             return None
         return (kind is LayerKind.LINEAR) != self.turned
 
@@ -102,13 +146,18 @@ class VirtualWeight(torch.Tensor):
         answer = _cheap_answer(func, args, kwargs)
         if answer is not NotImplemented:
             return answer
-        holders = [a for a in (*args, *kwargs.values()) if isinstance(a, VirtualWeight)]
-        versions = {id(w.layer): (w.layer, w.parameter, w.numbers_version()) for w in holders}
+        holders = list(_holders((args, kwargs)))
+        for copy in [copy() for weight in holders for copy in weight.layer.__dict__.get("_copies", ())]:
+            if copy is not None and copy.is_whole():
+                copy.numbers()  # before anybody writes to what it is a copy of
+        versions = {(id(w.layer), w.parameter): (w, w.numbers_version()) for w in holders if w.own is None and w.made is None}
+        numbers = _plain(args)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*_plain(args), **_plain(kwargs))
-        for layer, name, before in versions.values():
-            layer.keep_if_changed(name, before)
-        return result
+            result = func(*numbers, **_plain(kwargs))
+        for weight, before in versions.values():
+            weight.layer.keep_if_changed(weight.parameter, before, always=func in _ESCAPES)
+        written = func in _IN_PLACE and isinstance(args[0], VirtualWeight) and result is numbers[0]
+        return args[0] if written else result
 
     def numbers_version(self) -> int:
         refuse_to_merge(self.layer)
@@ -117,6 +166,16 @@ class VirtualWeight(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_plain(args), **_plain(kwargs or {}))
+
+
+def _holders(value: Any) -> Iterator[VirtualWeight]:
+    if isinstance(value, VirtualWeight):
+        yield value
+    elif isinstance(value, dict):
+        yield from _holders(list(value.values()))
+    elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        for item in value:
+            yield from _holders(item)
 
 
 def _plain(value: Any) -> Any:
@@ -132,13 +191,15 @@ def _plain(value: Any) -> Any:
 
 def _cheap_answer(func: Any, args: Any, kwargs: Any) -> Any:
     """The answer where the numbers are not needed, else NotImplemented."""
+    if func in _STATE and isinstance(args[0], VirtualWeight) and not args[0].alias and args[0].made is not None:
+        return func(args[0].made, *args[1:], **kwargs)  # whoever held it when it became a parameter trains that
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func is F.linear:
         return _linear(*args, **kwargs)
     if func in _PRODUCT:
-        return _product(*args, **kwargs)
+        return NotImplemented if kwargs or len(args) != 2 else _product(*args)
     weight = args[0] if args else None
     if func in _ADD and not kwargs and len(args) == 2:
         return _sum(args[0], args[1])
@@ -146,19 +207,38 @@ def _cheap_answer(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if func == _T.data.__set__:
         refuse_to_merge(weight.layer)
-        weight.layer.change(weight.parameter, _plain(args[1]).detach())
+        if weight.alias:
+            weight.own = _plain(args[1]).detach()
+        else:
+            weight.layer.change(weight.parameter, _plain(args[1]).detach())
         return None
-    if func == _T.requires_grad.__set__ or (func is _T.requires_grad_ and (len(args) == 1 or args[1])):
-        if func is _T.requires_grad_ or args[1]:
-            weight.layer.make_parameters(trainable=True)
-        return weight
-    if func in _NORM:
+    if func == _T.requires_grad.__set__ or func is _T.requires_grad_:
+        return _asked_to_train(weight, *args[1:], **kwargs)
+    if func in _NORM and weight.own is None:
         return _norm(weight, *args[1:], **kwargs)
     return _view(func, weight, args, kwargs)
 
 
+def _asked_to_train(weight: VirtualWeight, requires_grad: bool = True) -> Any:
+    """The layer's own weight becomes a parameter; an alias a tensor that shares its memory, as with a plain layer."""
+    if not requires_grad:
+        return weight
+    if weight.is_copy or weight.turned or not weight.alias:
+        if weight.alias:
+            return weight.numbers().detach().requires_grad_()
+        if weight.made is None:
+            weight.layer.make_parameters(trainable=True)
+        return weight.layer._parameters[weight.parameter].requires_grad_()  # type: ignore[union-attr]
+    numbers = weight.numbers()
+    if weight.made is None:
+        weight.layer.change(weight.parameter, numbers)
+    return numbers.detach().requires_grad_()
+
+
 def _view(func: Any, weight: VirtualWeight, args: Any, kwargs: Any) -> Any:
     """Casts, transposes and aliases stay virtual."""
+    if weight.own is not None:
+        return NotImplemented
 
     def again(*, turned: bool = weight.turned, dtype: torch.dtype = weight.dtype) -> VirtualWeight:
         return VirtualWeight(weight.layer, weight.parameter, turned=turned, dtype=dtype, plus=weight.plus)
@@ -183,11 +263,11 @@ def _view(func: Any, weight: VirtualWeight, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(weight, VirtualWeight) or isinstance(x, VirtualWeight) or weight.by_outputs is None:
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    if not isinstance(weight, VirtualWeight) or isinstance(input, VirtualWeight) or weight.by_outputs is None:
         return NotImplemented
     layer = weight.layer
-    result = layer.product(x) if weight.by_outputs else layer.transposed_product(x)
+    result = layer.product(input) if weight.by_outputs else layer.transposed_product(input)
     return result if bias is None else result + _plain(bias)
 
 

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from symbiosis.kernels.first_order import first_order
 
 _BLOCK = 4096
 
@@ -71,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses_R
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, upstream_R: Tensor) -> tuple[Tensor, None, None]:
         logits_RV, labels_R, sums_R = ctx.saved_tensors
         rows, width = logits_RV.shape

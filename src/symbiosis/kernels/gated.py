@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from symbiosis.kernels.first_order import first_order
 from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
@@ -69,7 +69,7 @@ class _Gated(torch.autograd.Function):
         return _launch(gate_RW, up_RW)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, upstream_RW: Tensor) -> tuple[Tensor, Tensor]:
         gate_RW, up_RW = ctx.saved_tensors
         (rows, width), upstream_RW = gate_RW.shape, upstream_RW.contiguous()

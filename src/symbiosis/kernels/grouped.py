@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from symbiosis.kernels.first_order import first_order
 from symbiosis.kernels.tiles import Segment, Tiles
 
 TILE = 32
@@ -228,7 +228,7 @@ class _Grouped(torch.autograd.Function):
         return y_RO
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, upstream_RO: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
         x_RI, low_Rr, weight_OI, table, scales_J = ctx.saved_tensors
         upstream_RO = upstream_RO.contiguous()

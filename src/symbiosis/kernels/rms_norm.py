@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from symbiosis.kernels.first_order import first_order
 from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
@@ -79,7 +79,7 @@ class _RmsNorm(torch.autograd.Function):
         return _launch(x, weight_W, epsilon, twice)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight_W = ctx.saved_tensors
         width, upstream = weight_W.numel(), upstream.contiguous()

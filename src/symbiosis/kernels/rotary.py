@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from symbiosis.kernels.first_order import first_order
 from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
@@ -97,7 +97,7 @@ class _Rotary(torch.autograd.Function):
         return _launch(q, k, cos, sin, back=False)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, None, None]:
         return *_launch(q, k, *ctx.saved_tensors, back=True), None, None
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from symbiosis.kernels.first_order import first_order
 
 _WIDEST = 256
 
@@ -31,7 +32,7 @@ class _Flash(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, sums, edges, *random = ctx.saved_tensors
         n = ctx.longest

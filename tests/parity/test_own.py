@@ -1,0 +1,289 @@
+"""Whatever a tenant does to weights and modules gives what it gives on a plain model, or an error that says why not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from symbiosis.errors import BadCall
+from tests.parity.architectures import ARCHITECTURES
+from tests.parity.pair import assert_same_gradients, connected, gradients, trainable, twin
+
+BY_NAME = {a.name: a for a in ARCHITECTURES}
+LLAMA, GPT2, MIXTRAL = BY_NAME["llama"], BY_NAME["gpt2"], BY_NAME["mixtral"]
+
+
+def q(model):
+    return model.model.layers[0].self_attn.q_proj
+
+
+def up(model):
+    return model.model.layers[0].mlp.up_proj
+
+
+def experts(model):
+    return next(module for module in model.modules() if type(module).__name__ == "MixtralExperts")
+
+
+def logits_alike(architecture, change, **options):
+    """The same change to a plain model and to a connected one."""
+    plain = architecture.model()
+    with connected(twin(plain), "inproc", **options) as model:
+        for each in (plain, model):
+            change(each)
+        with torch.no_grad():
+            expected, found = (each(**architecture.batch()).logits for each in (plain, model))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def held_cast(model):
+    weight = q(model).weight.data.double()
+    weight.div_(3.0).round_().clamp_(-0.02, 0.02)
+    weight[0] = 3.0
+    q(model).weight.data.copy_(weight)
+
+
+def kept_copy(model):
+    before = up(model).weight.double()
+    up(model).weight.data.mul_(2)
+    up(model).weight.data.sub_(before.float())
+
+
+def sums(model):
+    change = torch.full_like(q(model).weight, 0.01)
+    changed = q(model).weight + change
+    q(model).weight.data.mul_(10)
+    changed.clamp_(-0.02, 0.02)
+    q(model).weight.data.add_(changed)
+
+
+def numpy_write(model):
+    q(model).weight.detach().numpy()[0] = 9.0
+
+
+def added_in_place(model):
+    q(model).weight += 0.1
+
+
+WRITES = {
+    "a view": lambda model: q(model).weight.view(4, 8, 32)[1].zero_(),
+    "a row": lambda model: q(model).weight[3].mul_(5),
+    "rows of data": lambda model: up(model).weight.data[3:9].mul_(5),
+    "a chunk": lambda model: q(model).weight.chunk(2)[0].mul_(5),
+    "flat": lambda model: q(model).weight.reshape(-1).mul_(5),
+    "set by a view of data": lambda model: q(model).weight.data.view(4, 8, 32)[1].fill_(0.0),
+    "several at once": lambda model: torch._foreach_mul_([q(model).weight, up(model).weight], 3.0),
+    "numpy": numpy_write,
+    "+=": added_in_place,
+    "a cast that is written to and copied back": held_cast,
+    "a copy from before": kept_copy,
+    "a sum": sums,
+    "data of a transpose": lambda model: setattr(q(model).weight.T, "data", torch.zeros(32, 32)),
+    "data of an alias": lambda model: setattr(q(model).weight.detach(), "data", torch.zeros(32, 32)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("direct", [False, True], ids=["executor", "direct"])
+def test_writes_by_any_way_are_the_tenants_own(write, direct):
+    plain = LLAMA.model()
+    with connected(twin(plain), "inproc") as other, torch.no_grad():
+        untouched = other(**LLAMA.batch()).logits
+        logits_alike(LLAMA, torch.no_grad()(write))
+        assert torch.equal(other(**LLAMA.batch()).logits, untouched)
+    if direct:
+        import symbiosis
+
+        with symbiosis.Executor(twin(plain)) as executor, torch.no_grad():
+            model, other = (symbiosis.connect(executor, mode="direct") for _ in range(2))
+            for each in (plain, model):
+                write(each)
+            torch.testing.assert_close(model(**LLAMA.batch()).logits, plain(**LLAMA.batch()).logits, atol=1e-5, rtol=0)
+            assert torch.equal(other(**LLAMA.batch()).logits, untouched), "nobody else's"
+
+
+def test_a_sum_whose_change_was_written_to_is_refused():
+    with connected(LLAMA.model(), "inproc") as model, torch.no_grad():
+        change = torch.ones(32, 32)
+        changed = q(model).weight + change
+        change.zero_()
+        with pytest.raises(BadCall, match="Clone"):
+            changed.sum()
+
+
+@pytest.mark.parametrize("way", ["held", "returned", "set"])
+def test_weights_that_were_held_before_they_were_trained_are_trained(way):
+    plain = LLAMA.model()
+    with connected(twin(plain), "inproc") as model:
+        for each in (plain, model):
+            each.requires_grad_(False)
+            weights = [q(each).weight, up(each).weight]
+            if way == "returned":
+                weights = [weight.requires_grad_(True) for weight in weights]
+            elif way == "set":
+                for weight in weights:
+                    weight.requires_grad = True
+            else:
+                for weight in weights:
+                    weight.requires_grad_()
+            optimizer = torch.optim.SGD(weights, lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                each(**LLAMA.batch(seed=step)).loss.backward()
+                optimizer.step()
+            assert all(weight.grad is not None and weight.requires_grad for weight in weights)
+        with torch.no_grad():
+            torch.testing.assert_close(model(**LLAMA.batch()).logits, plain(**LLAMA.batch()).logits, atol=1e-5, rtol=0)
+
+
+def test_not_to_be_trained_is_not_trained():
+    with connected(LLAMA.model(), "inproc") as model:
+        q(model).weight.requires_grad_(requires_grad=False)
+        assert not q(model).is_local
+        alias = q(model).weight.detach().requires_grad_()
+        assert type(alias) is torch.Tensor
+        assert alias.is_leaf
+        assert not q(model).weight.requires_grad
+
+
+@pytest.mark.parametrize("scope", ["model", "layer", "names"])
+def test_full_fine_tuning_is_refused_rather_than_half_done(scope):
+    with connected(LLAMA.model(), "inproc") as model:
+        model.requires_grad_(False)
+        layer = q(model)
+        if scope == "model":
+            model.requires_grad_(True)
+        elif scope == "layer":
+            model.model.layers[1].requires_grad_(True)
+        else:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad = "layers.1" in name
+        with pytest.raises(BadCall, match=r"requires_grad_\(True\) on this very layer"):
+            model(**LLAMA.batch())
+        with torch.no_grad():
+            model(**LLAMA.batch())
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        adapted(**LLAMA.batch()).loss.backward()
+        layer.requires_grad_(True)
+        assert layer.is_local
+
+
+def test_dropout_inside_a_block_is_heeded():
+    def only_dropout(model):
+        model.eval()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.train()
+
+    def other_dropout(model):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.3
+
+    for change in (only_dropout, other_dropout):
+        plain = GPT2.model()
+        with connected(twin(plain), "inproc") as model, torch.no_grad():
+            found = []
+            for each in (plain, model):
+                change(each)
+                torch.manual_seed(0)
+                found.append(each(**GPT2.batch()).logits)
+            torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
+
+
+def test_code_that_is_patched_is_run(monkeypatch):
+    kind = type(LLAMA.model().model.layers[0].mlp)
+    plain = LLAMA.model()
+    with connected(twin(plain), "inproc") as model, torch.no_grad():
+        model(**LLAMA.batch())
+        forward = kind.forward
+        monkeypatch.setattr(kind, "forward", lambda self, x: 2 * forward(self, x))
+        torch.testing.assert_close(model(**LLAMA.batch()).logits, plain(**LLAMA.batch()).logits, atol=1e-5, rtol=0)
+
+
+EXPERTS = {
+    "weights": lambda model: [p.data.mul_(2) for p in experts(model).parameters()],
+    "one of an expert": lambda model: experts(model).gate_up_proj[0].mul_(20),
+    "the activation": lambda model: setattr(experts(model), "act_fn", nn.GELU()),
+    "a hook on the activation": lambda model: experts(model).act_fn.register_forward_hook(lambda *given: 2 * given[-1]),
+}
+
+
+@pytest.mark.parametrize("change", EXPERTS.values(), ids=EXPERTS)
+def test_experts_that_a_tenant_changes_are_its_own(change):
+    logits_alike(MIXTRAL, torch.no_grad()(change))
+
+
+def test_adapters_on_all_parameters_of_experts():
+    plain = MIXTRAL.model()
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    with connected(twin(plain), "inproc") as model:
+        found = []
+        for each in (plain, model):
+            torch.manual_seed(0)
+            config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
+            adapted = get_peft_model(each, config)
+            found.append(gradients(adapted, MIXTRAL.batch()))
+            assert trainable(adapted)
+        assert_same_gradients(*found)
+    with connected(MIXTRAL.model(), "inproc") as model:
+        experts(model).requires_grad_(True)
+        assert all(p.requires_grad for p in experts(model).parameters())
+
+
+def test_second_derivatives_are_right_or_refused():
+    plain = LLAMA.model().requires_grad_(False)
+    with connected(twin(plain), "inproc") as model:
+        model.requires_grad_(False)
+        x = torch.randn(3, 32)
+        found = [torch.autograd.functional.hvp(lambda x, m=m: q(m)(x).pow(3).sum(), x, x)[1] for m in (model, plain)]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        block = model.model.layers[0].mlp
+        with pytest.raises(BadCall, match="second derivatives"):
+            torch.autograd.functional.hvp(lambda x: block(x).sum(), x, x)
+        rows = x.clone().requires_grad_()
+        with pytest.raises(BadCall, match="second derivatives"):
+            torch.autograd.grad((rows + block(rows)).sum(), rows, create_graph=True)
+
+
+def test_forward_mode_and_transforms_are_refused():
+    with connected(LLAMA.model(), "inproc") as model, torch.no_grad():
+        x = torch.randn(3, 32)
+        for part in (q(model), model.model.layers[0].mlp):
+            with forward_ad.dual_level(), pytest.raises(BadCall, match="forward mode"):
+                part(forward_ad.make_dual(x, x))
+            with pytest.raises(BadCall, match=r"torch\.func"):
+                torch.func.vmap(part)(x[:, None])
+
+
+def test_a_bias_that_is_taken_away_and_ways_to_write_a_product():
+    logits_alike(BY_NAME["qwen2"], lambda model: setattr(q(model), "bias", None))
+    with connected(LLAMA.model(), "inproc") as model, torch.no_grad():
+        x, weight = torch.randn(3, 32), q(model).weight
+        expected = q(model)(x)
+        torch.testing.assert_close(F.linear(input=x, weight=weight), expected)
+        place = torch.empty(3, 32)
+        assert torch.matmul(x, weight.T, out=place) is place
+        torch.testing.assert_close(place, expected)
+
+
+def test_rows_that_lie_elsewhere_are_other_rows():
+    plain = LLAMA.model()
+    with connected(twin(plain), "inproc") as model, torch.no_grad():
+        for _ in range(3):
+            start = torch.randn(3, 32)
+            found = []
+            for each in (plain, model):
+                x = copy.deepcopy(start)
+                attention = each.model.layers[0].self_attn
+                first = attention.q_proj(x)
+                x.data = 2 * start
+                found.append(torch.cat([first, attention.k_proj(x), attention.v_proj(x)], dim=1))
+            torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
