@@ -41,7 +41,7 @@ _METADATA = {
 }  # fmt: skip
 _STATE = {
     getattr(_T, name).__get__ for name in ("requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad")
-} | {_T.grad.__set__, _T.requires_grad.__set__, _T.requires_grad_}  # fmt: skip
+} | {_T.grad.__set__, _T.data.__set__, _T.requires_grad.__set__, _T.requires_grad_}  # fmt: skip
 _ESCAPES = {_T.numpy, _T.__array__, _T.__dlpack__}  # whoever has the memory can write to it unseen
 _IN_PLACE = {
     getattr(_T, name) for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_", "copy_")
