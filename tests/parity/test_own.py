@@ -108,6 +108,24 @@ def test_writes_by_any_way_are_the_tenants_own(write, direct):
             assert torch.equal(other(**LLAMA.batch()).logits, untouched), "nobody else's"
 
 
+def test_inference_mode_which_counts_no_versions():
+    plain = LLAMA.model()
+    with connected(twin(plain), "inproc") as model, torch.inference_mode():
+        found = []
+        for each in (plain, model):
+            torch.manual_seed(0)
+            config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, init_lora_weights=False)
+            with torch.inference_mode(False):
+                adapted = get_peft_model(each, config).eval()
+            found.append(adapted(**LLAMA.batch()).logits)
+        torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
+    plain = LLAMA.model()
+    with connected(twin(plain), "inproc") as model, torch.inference_mode():
+        q(model).weight.sum()
+        model.to(torch.float64)
+        torch.testing.assert_close(model(**LLAMA.batch()).logits.float(), plain(**LLAMA.batch()).logits, atol=1e-5, rtol=0)
+
+
 def test_a_sum_whose_change_was_written_to_is_refused():
     with connected(LLAMA.model(), "inproc") as model, torch.no_grad():
         change = torch.ones(32, 32)

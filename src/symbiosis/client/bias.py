@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from symbiosis.client.versions import version_of
+
 
 @dataclass(frozen=True, slots=True)
 class SharedBias:
@@ -23,17 +25,13 @@ class SharedBias:
         if bias is None:
             return cls(None, 0, None, None)
         numbers = bias.detach().clone() if bias.device.type == "cpu" else None
-        return cls(bias, bias.data_ptr(), _version(bias), numbers)
+        return cls(bias, bias.data_ptr(), version_of(bias), numbers)
 
     def is_still(self, bias: Tensor | None) -> bool:
         if bias is not self._parameter:
             return False
         if bias is None:
             return True
-        if (bias.data_ptr(), _version(bias)) != (self._address, self._version):
+        if (bias.data_ptr(), version_of(bias)) != (self._address, self._version):
             return False
         return self._numbers is None or torch.equal(bias, self._numbers)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version

@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from symbiosis.client.calls import call_block, call_embedding, call_experts, cal
 from symbiosis.client.direct import MappedParameter
 from symbiosis.client.groups import Groups
 from symbiosis.client.session import Session
+from symbiosis.client.versions import version_of
 from symbiosis.client.weight import VirtualWeight
 from symbiosis.errors import BadCall, WeightsWithheld
 from symbiosis.types import LayerSpec
@@ -47,9 +49,10 @@ class VirtualLayer(nn.Module):
         # asks for a module's first parameter finds one, though there are no weights.
         self._parameters["like"] = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
         self._fetched: dict[str, Tensor] = {}
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, int | None] = {}
         self._changed: dict[str, Tensor] = {}
         self._read: set[str] = set()
+        self._copies: list[weakref.ref[VirtualWeight]] = []  # casts and sums that somebody holds
         self._mapped: dict[str, Tensor] = {}
 
     def map(self, weights: dict[str, Tensor]) -> None:
@@ -79,7 +82,7 @@ class VirtualLayer(nn.Module):
     def _notice_changes(self) -> None:
         """Fetched numbers may be written to at any time, through whatever shares their memory."""
         for name, weight in list(self._fetched.items()):
-            if weight._version != self._versions.get(name):
+            if version_of(weight) != self._versions.get(name):
                 self.change(name, weight)
                 return
 
@@ -114,7 +117,7 @@ class VirtualLayer(nn.Module):
             _log.info("fetching %s.%s: a method needs its numbers", self.spec.paths[0], name)
             with torch.inference_mode(False):
                 self._fetched[name] = self._fetch(name).to(self.device, self.dtype)
-            self._versions[name] = self._fetched[name]._version
+            self._versions[name] = version_of(self._fetched[name])
         return self._fetched[name]
 
     def _fetch(self, name: str) -> Tensor:
@@ -128,10 +131,10 @@ class VirtualLayer(nn.Module):
     def has_fetched(self, name: str) -> bool:
         return name in self._fetched
 
-    def keep_if_changed(self, name: str, before: int, *, always: bool = False) -> None:
+    def keep_if_changed(self, name: str, before: int | None, *, always: bool = False) -> None:
         """After somebody computed with a fetched weight: if it was written to, or can be unseen, it is the tenant's now."""
         weight = self._fetched.get(name)
-        if weight is not None and (always or weight._version != before):
+        if weight is not None and (always or version_of(weight) != before):
             self.change(name, weight)
 
     def change(self, name: str, value: Tensor) -> None:
@@ -183,7 +186,7 @@ class VirtualLayer(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._notice_changes()
         self._fetched = {name: fn(weight) for name, weight in self._fetched.items()}
-        self._versions = {name: weight._version for name, weight in self._fetched.items()}
+        self._versions = {name: version_of(weight) for name, weight in self._fetched.items()}
         self._changed = {name: fn(weight) for name, weight in self._changed.items()}
         return self
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from symbiosis.client.versions import version_of
 from symbiosis.errors import BadCall, CannotMerge
 from symbiosis.types import LayerKind
 
@@ -70,7 +71,7 @@ class VirtualWeight(torch.Tensor):
     """Cast, or with a change added, and"""
     own: Tensor | None
     """its numbers, once somebody has asked for them."""
-    _plus_version: int
+    _plus_version: int | None
     _graded: bool
 
     @staticmethod
@@ -91,10 +92,9 @@ class VirtualWeight(torch.Tensor):
         self.layer, self.parameter, self.turned, self.plus = layer, name, turned, plus
         self.alias, self.own = alias, None
         self.is_copy = plus is not None or self.dtype is not layer.dtype
-        self._plus_version, self._graded = 0 if plus is None else plus._version, torch.is_grad_enabled()
+        self._plus_version, self._graded = None if plus is None else version_of(plus), torch.is_grad_enabled()
         if self.is_copy:
-            copies = [copy for copy in layer.__dict__.get("_copies", ()) if copy() is not None]
-            layer.__dict__["_copies"] = [*copies, weakref.ref(self)]
+            layer._copies = [*(copy for copy in layer._copies if copy() is not None), weakref.ref(self)]
         return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -123,7 +123,7 @@ class VirtualWeight(torch.Tensor):
 
     def is_whole(self) -> bool:
         """Whether what it was made of is still what it was."""
-        return self.plus is None or self.plus._version == self._plus_version
+        return self.plus is None or version_of(self.plus) == self._plus_version
 
     @property
     def made(self) -> Tensor | None:
@@ -147,7 +147,7 @@ class VirtualWeight(torch.Tensor):
         if answer is not NotImplemented:
             return answer
         holders = list(_holders((args, kwargs)))
-        for copy in [copy() for weight in holders for copy in weight.layer.__dict__.get("_copies", ())]:
+        for copy in [copy() for weight in holders for copy in weight.layer._copies]:
             if copy is not None and copy.is_whole():
                 copy.numbers()  # before anybody writes to what it is a copy of
         versions = {(id(w.layer), w.parameter): (w, w.numbers_version()) for w in holders if w.own is None and w.made is None}
@@ -159,9 +159,9 @@ class VirtualWeight(torch.Tensor):
         written = func in _IN_PLACE and isinstance(args[0], VirtualWeight) and result is numbers[0]
         return args[0] if written else result
 
-    def numbers_version(self) -> int:
+    def numbers_version(self) -> int | None:
         refuse_to_merge(self.layer)
-        return self.layer.fetched(self.parameter)._version
+        return version_of(self.layer.fetched(self.parameter))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
