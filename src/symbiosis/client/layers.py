@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import logging
+import operator
 import sys
 import weakref
 from collections.abc import Iterator
@@ -338,24 +339,44 @@ class AsMade:
     """A module and its parts as they were when they were put in the place of the executor's."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = tuple(module.modules())
-        self._settings = [_settings(part) for part in self._parts]
+        self._parts = [_Part(part) for part in module.modules()]
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether all is still so, in one mode, and nobody watches what happens inside."""
-        parts = tuple(module.modules())
-        if len(parts) != len(self._parts) or any(a is not b for a, b in zip(parts, self._parts, strict=True)):
+        """Whether all is still so, in one mode, and nobody watches what happens inside. Asked in every call."""
+        if self._parts[0].module is not module or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
-        if _has_any_global_hook() or any(map(is_watched, parts[1:])):  # type: ignore[no-untyped-call]
-            return False
-        return all(part.training is module.training for part in parts) and self._settings == [_settings(p) for p in parts]
+        training = module.training
+        return all(part.is_same(training) and (part.module is module or not is_watched(part.module)) for part in self._parts)
 
 
-def _settings(part: nn.Module) -> dict[str, Any]:
-    """What decides what a module computes, besides its weights: its code, and plain settings such as a dropout's."""
-    code = next(vars(kind)["forward"] for kind in type(part).__mro__ if kind.__module__ != __name__ and "forward" in vars(kind))
-    plain = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str) and k[0] != "_" and k != "training"}
-    return {**plain, "forward": code}
+class _Part:
+    """One module, and what decides what it computes besides weights: its code, its parts, and settings such as a dropout's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._children = module, list(module._modules.values())
+        own = {kind for kind in type(module).__mro__ if kind.__module__ == __name__}
+        self._kind = next(kind for kind in type(module).__mro__ if kind not in own and "forward" in vars(kind))
+        self._code, self._called = vars(self._kind)["forward"], type(module).forward
+        self._settings, self._size = self._plain(), len(vars(module))
+
+    def is_same(self, training: bool) -> bool:
+        module, size = self.module, len(vars(self.module))
+        if module.training is not training or type(module).forward is not self._called:
+            return False
+        if vars(self._kind).get("forward") is not self._code:
+            return False
+        children = module._modules.values()
+        if len(children) != len(self._children) or any(map(operator.is_not, children, self._children)):
+            return False
+        if size != self._size:  # something is there that was not: plain settings are not, or they count
+            if self._plain() != self._settings:
+                return False
+            self._size = size
+        return all(map(operator.eq, map(vars(module).get, self._settings), self._settings.values()))
+
+    def _plain(self) -> dict[str, Any]:
+        plain = vars(self.module).items()
+        return {k: v for k, v in plain if isinstance(v, int | float | str | None) and k[0] != "_" and k != "training"}
 
 
 class VirtualExperts(VirtualLayer):
