@@ -52,6 +52,9 @@ class LayerSpec:
     experts: int = 0
     """For experts: how many there are. For embeddings: how many rows."""
 
+    def __hash__(self) -> int:  # looked up in every call: by one number, not by all fields
+        return self.handle
+
     def to_json(self) -> dict[str, Any]:
         return {
             "handle": self.handle,

@@ -61,3 +61,12 @@ def test_gradients_are_the_references(shape, dtype, twice):
         norm(mine, weight, 1e-6, twice=twice).backward(upstream)
         found.append(mine.grad)
     torch.testing.assert_close(*found, rtol=APART[dtype], atol=3 * APART[dtype])
+
+
+def test_rows_that_begin_anywhere_after_rows_that_are_aligned():
+    """A launch that was prepared for aligned rows is not used for others, nor one for other distances."""
+    flat, weight = torch.randn(4 * 64 + 8, device=DEVICE), torch.rand(64, device=DEVICE)
+    for offset, rows, stride in ((0, 4, 64), (1, 4, 64), (0, 2, 66), (3, 1, 1), (0, 4, 64)):
+        x = flat.as_strided((rows, 64), (stride, 1), offset)
+        for _ in range(2):
+            torch.testing.assert_close(rms_norm(x, weight, 1e-5, twice=True), plain_norm(x, weight, 1e-5, twice=True))

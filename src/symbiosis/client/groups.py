@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from symbiosis.types import LayerSpec
 _Key = tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
+class _Member(NamedTuple):
     """A layer as it is called: with the executor's bias or without."""
 
     layer: LayerSpec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,16 @@ def answer_widths(layers: tuple[LayerSpec, ...], direction: Direction, rows: tup
     return [layers[0].in_width]
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What all calls of some layers with rows of some widths have in common."""
+
+    handles: tuple[int, ...]
+    widths: list[int]
+    rows: int
+    """The most that one call takes."""
+
+
 class Session:
     """What stands behind `model.symbiosis`. Copies of a model share it; it cannot be pickled."""
 
@@ -36,6 +47,7 @@ class Session:
         self.manifest = manifest
         self.limits = limits
         self._link = link
+        self._forms: dict[Any, _Form] = {}
         self._row_squares: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
@@ -65,25 +77,29 @@ class Session:
         with_bias: tuple[bool, ...] = (),
     ) -> tuple[Tensor, ...]:
         """One layer call; cut into several where it is longer than the executor takes. Rows are 2-D."""
-        count, step = rows[0].shape[0], self._rows_per_call(layers, direction, rows)
-        handles = tuple(layer.handle for layer in layers)
-        if any(with_bias):
-            handles = tuple(handle | (WITH_BIAS * flag) for handle, flag in zip(handles, with_bias, strict=True))
-        widths = answer_widths(layers, direction, rows)
-        parts = []
-        for start in range(0, count, step):
-            part = rows if count <= step else tuple(t[start : start + step] for t in rows)
-            message = Message(Kind.CALL, layers=handles, direction=direction, training=training, tensors=part)
-            parts.append(self._link.call(message, widths))
+        key = (layers, direction, with_bias, *[(t.shape[1], t.dtype) for t in rows])
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = self._form(layers, direction, rows, with_bias)
+        count, parts = rows[0].shape[0], []
+        for start in range(0, count, form.rows):
+            part = rows if count <= form.rows else tuple(t[start : start + form.rows] for t in rows)
+            message = Message(Kind.CALL, layers=form.handles, direction=direction, training=training, tensors=part)
+            parts.append(self._link.call(message, form.widths))
         results = parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
         device = rows[0].device
         return results if results[0].device == device else tuple(result.to(device) for result in results)
 
-    def _rows_per_call(self, layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> int:
+    def _form(
+        self, layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...], with_bias: tuple[bool, ...]
+    ) -> _Form:
+        widths = answer_widths(layers, direction, rows)
         sent = sum(t.shape[1] * t.element_size() for t in rows)
         size = rows[0].element_size() if rows[0].is_floating_point() else 8  # ids are answered in the layer's dtype
-        wire = max(sent, size * sum(answer_widths(layers, direction, rows)))
-        return max(1, min(self.limits.max_rows, (self.limits.max_bytes - _SPARE_BYTES) // wire))
+        wire = max(sent, size * sum(widths))
+        flags = with_bias or (False,) * len(layers)
+        handles = tuple(layer.handle | (WITH_BIAS * flag) for layer, flag in zip(layers, flags, strict=True))
+        return _Form(handles, widths, max(1, min(self.limits.max_rows, (self.limits.max_bytes - _SPARE_BYTES) // wire)))
 
     def fetch_weight(self, layer: LayerSpec, name: str) -> Tensor:
         """A base weight itself. Raises `WeightsWithheld` where the provider does not allow it."""

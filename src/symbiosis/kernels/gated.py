@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from symbiosis.kernels.first_order import first_order
-from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
+from symbiosis.kernels.launching import Launcher
+from symbiosis.kernels.overlap import can_be_early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
 _BLOCK = 1024
@@ -51,14 +52,15 @@ def _back(gate, up, upstream, gate_grad, up_grad, width, gate_stride, up_stride,
     tl.store(gate_grad + row * width + column, (rounded(grad * u, kind) * slope).to(kind), mask=mask)
 
 
+_launch_gated, _launch_back = Launcher(_gated), Launcher(_back)
+
+
 def _launch(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
-    rows, width = gate_RW.shape
+    (rows, width), early = gate_RW.shape, can_be_early(gate_RW.device)
     out = torch.empty(rows, width, dtype=gate_RW.dtype, device=gate_RW.device)
     if rows:
-        with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-            _gated[(rows, triton.cdiv(width, _BLOCK))](
-                gate_RW, up_RW, out, width, gate_RW.stride(0), up_RW.stride(0), BLOCK=_BLOCK, **early(out.device)
-            )
+        grid, strides = (rows, triton.cdiv(width, _BLOCK), 1), (gate_RW.stride(0), up_RW.stride(0))
+        _launch_gated(grid, out, gate_RW, up_RW, out, width, *strides, early, _BLOCK, early=early)
     return out
 
 
@@ -75,10 +77,8 @@ class _Gated(torch.autograd.Function):
         (rows, width), upstream_RW = gate_RW.shape, upstream_RW.contiguous()
         gate_grad, up_grad = (torch.empty(rows, width, dtype=gate_RW.dtype, device=gate_RW.device) for _ in range(2))
         if rows:
-            with torch.cuda.device_of(gate_RW):  # type: ignore[no-untyped-call]
-                _back[(rows, triton.cdiv(width, _BLOCK))](
-                    gate_RW, up_RW, upstream_RW, gate_grad, up_grad, width, gate_RW.stride(0), up_RW.stride(0), BLOCK=_BLOCK
-                )
+            grid, strides = (rows, triton.cdiv(width, _BLOCK), 1), (gate_RW.stride(0), up_RW.stride(0))
+            _launch_back(grid, gate_RW, gate_RW, up_RW, upstream_RW, gate_grad, up_grad, width, *strides, _BLOCK)
         return gate_grad, up_grad
 
 

@@ -22,16 +22,17 @@ def early(device: torch.device, *, meeting: bool = False) -> dict[str, Any]:
 
     `meeting`: of a kernel where streams part or meet. It begins when all before it has ended; the next may still be early.
     """
-    if device.type != "cuda":
-        return {"EARLY": False}
-    found = _early(torch.cuda.current_device() if device.index is None else device.index)
-    return {"EARLY": found["EARLY"]} if meeting else found
+    able = can_be_early(device)
+    return {"EARLY": True, "launch_pdl": True} if able and not meeting else {"EARLY": able}
+
+
+def can_be_early(device: torch.device) -> bool:
+    return device.type == "cuda" and _able(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @cache
-def _early(index: int) -> dict[str, Any]:
-    able = torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+def _able(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

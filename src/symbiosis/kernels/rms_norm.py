@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from symbiosis.kernels.first_order import first_order
-from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
+from symbiosis.kernels.launching import Launcher
+from symbiosis.kernels.overlap import can_be_early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
 _WIDEST = 16384
@@ -60,14 +61,16 @@ def _warps(width: int) -> int:
     return min(16, max(1, int(triton.next_power_of_2(width)) // 512))
 
 
+_launch_norm, _launch_back = Launcher(_norm), Launcher(_back)
+
+
 def _launch(x: Tensor, weight_W: Tensor, epsilon: float, twice: bool) -> Tensor:
-    width = weight_W.numel()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        _norm[(x.numel() // width,)](
-            x, weight_W, out, width, x.stride(-2), epsilon, TWICE=twice, WIDTH=triton.next_power_of_2(width),
-            num_warps=_warps(width), **early(x.device),
-        )  # fmt: skip
+    width, early = weight_W.numel(), can_be_early(x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch_norm(
+        (x.numel() // width, 1, 1), x, x, weight_W, out, width, x.stride(-2), epsilon, early, twice,
+        triton.next_power_of_2(width), warps=_warps(width), early=early,
+    )  # fmt: skip
     return out
 
 
@@ -83,12 +86,11 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight_W = ctx.saved_tensors
         width, upstream = weight_W.numel(), upstream.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            _back[(x.numel() // width,)](
-                x, weight_W, upstream, out, width, x.stride(-2), ctx.epsilon, WIDTH=triton.next_power_of_2(width),
-                num_warps=_warps(width),
-            )  # fmt: skip
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _launch_back(
+            (x.numel() // width, 1, 1), x, x, weight_W, upstream, out, width, x.stride(-2), ctx.epsilon,
+            triton.next_power_of_2(width), warps=_warps(width),
+        )  # fmt: skip
         return out, None, None, None
 
 

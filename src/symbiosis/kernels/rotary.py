@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from symbiosis.kernels.first_order import first_order
-from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
+from symbiosis.kernels.launching import Launcher
+from symbiosis.kernels.overlap import can_be_early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
 
@@ -71,6 +72,9 @@ def _rotate(  # type: ignore[no-untyped-def]
     _turn(k, k_out, cos_1, cos_2, sin_1, sin_2, k_heads, half, kh, koh, BACK, K_HEADS, HALF)
 
 
+_launch_rotate = Launcher(_rotate)
+
+
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
@@ -78,15 +82,14 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tu
     if q.numel() + k.numel() == 0:
         return q_out, k_out
     together = cos.shape[0] == 1  # one table for all sequences
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        _rotate[(batch * tokens,)](
-            q, k, q_out, k_out, cos, sin, tokens, width // 2,
-            q_heads, *q.stride()[:3], *q_out.stride()[:3],
-            k.shape[1], *k.stride()[:3], *k_out.stride()[:3],
-            0 if together else cos.stride(0), cos.stride(1), 0 if together else sin.stride(0), sin.stride(1),
-            BACK=back, Q_HEADS=triton.next_power_of_2(q_heads), K_HEADS=triton.next_power_of_2(k.shape[1]),
-            HALF=triton.next_power_of_2(width // 2), **early(q.device),
-        )  # fmt: skip
+    early, strides = can_be_early(q.device), [x.stride()[:3] for x in (q, q_out, k, k_out)]
+    _launch_rotate(
+        (batch * tokens, 1, 1), q, q, k, q_out, k_out, cos, sin, tokens, width // 2,
+        q_heads, *strides[0], *strides[1], k.shape[1], *strides[2], *strides[3],
+        0 if together else cos.stride(0), cos.stride(1), 0 if together else sin.stride(0), sin.stride(1),
+        early, back, triton.next_power_of_2(q_heads), triton.next_power_of_2(k.shape[1]), triton.next_power_of_2(width // 2),
+        early=early,
+    )  # fmt: skip
     return q_out, k_out
 
 

@@ -65,6 +65,14 @@ def _views(memory: Tensor, shapes: Iterable[tuple[torch.Size, torch.dtype]]) -> 
     ]
 
 
+def _copy(targets: list[Tensor], sources: tuple[Tensor, ...] | list[Tensor]) -> None:
+    """In one launch; of a single tensor it is sooner launched by itself."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0], non_blocking=True)
+    else:
+        torch._foreach_copy_(targets, sources)
+
+
 class CudaChannel:
     """The executor's end."""
 
@@ -136,7 +144,7 @@ class CudaChannel:
         here = [self._start + offset for offset in offsets]
         if [t.data_ptr() for t in message.tensors] != here:  # not computed in place
             shapes = [(t.shape, t.dtype) for t in message.tensors]
-            torch._foreach_copy_(_views(self._answers, shapes), message.tensors)
+            _copy(_views(self._answers, shapes), message.tensors)
 
     def _let_go(self) -> None:
         """The tenant's stream goes on, and its next call finds that the executor is gone."""
@@ -223,14 +231,16 @@ class CudaCaller:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan
         self._check()
-        torch._foreach_copy_(plan.calls, tensors)  # one launch for all of them
+        _copy(plan.calls, tensors)
         at = _slot(self._next)
         self._host[at : at + len(plan.frame)] = plan.frame
         self._counters.write(stream, _ARRIVED, self._next)
         self._counters.wait(stream, _DONE, self._next)
         self._next += 1
+        if len(plan.answers) == 1 and self._device == self._theirs:
+            return (plan.answers[0].clone(),)
         results = [torch.empty_like(place, device=self._device) for place in plan.answers]
-        torch._foreach_copy_(results, plan.answers)
+        _copy(results, plan.answers)
         return tuple(results)
 
     def _plan(self, message: Message, widths: list[int]) -> _Plan:
