@@ -19,9 +19,9 @@ USUAL = {"llama", "mistral", "qwen2"}
 SPANS = [Span(0, 1, 5, [0, 1]), Span(1, 3, 0, [2]), Span(4, 3, 0, [3]), Span(7, 3, 4, [4, 5])]
 
 
-def served(architecture):
+def served(architecture, device="cpu", dtype=torch.float32):
     torch.manual_seed(0)
-    model = architecture.model().eval()
+    model = architecture.model().eval().to(device, dtype)
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     memory = KeyValues(
@@ -30,8 +30,8 @@ def served(architecture):
         width=width,
         pages=8,
         page_size=4,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        dtype=dtype,
+        device=torch.device(device),
     )
     memory._memory.normal_()
     join(model)

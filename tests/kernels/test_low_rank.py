@@ -11,6 +11,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
+from symbiosis.kernels.kept import join
 from symbiosis.kernels.low_rank import (
     NOTHING,
     Change,
@@ -18,7 +19,6 @@ from symbiosis.kernels.low_rank import (
     Plan,
     Work,
     expand,
-    join,
     low_rank,
     reference,
     shrink,
@@ -64,15 +64,14 @@ def check(segments, ranks, *, rows, width, widths, dtype=torch.float32, stretche
     own_bias = random(sum(widths), dtype=dtype) if bias else None
     expected = y.clone()
     reference(x, expected, segments, changes, widths, own_bias)
-    tiles = Tiles.of(segments, tile or tile_rows(rows, len(segments)), DEVICE)
+    tiles = Tiles.of(segments, tile or tile_rows(rows, len(segments)), DEVICE, reach=rows)
     rmax = -(-max(max(r) for r in ranks) // 16) * 16
     work, plain = Work(tiles, rows, width, Members(widths, DEVICE), max(16, rmax), chosen), y.clone()
     low_rank(x, y, table, work, own_bias)
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     work.make_room()
     shrink(x, table, work, meeting=True)
-    spread(table, work, like=x)
-    join(plain, table, work, own_bias)
+    join(plain, spread(table, work, like=x, own_bias_O=own_bias), work.members)
     assert torch.equal(plain, y), "a change that was kept is the same"
     return y
 
@@ -170,7 +169,7 @@ def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile, way):
     x, y, tiles, members = (
         random(8, width, dtype=dtype),
         random(8, 640, dtype=dtype),
-        Tiles(8, tile, DEVICE),
+        Tiles(8, tile, DEVICE, reach=8),
         Members(widths, DEVICE),
     )
     work = Work(tiles, 8, width, members, 64)
@@ -185,12 +184,11 @@ def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile, way):
         other.wait_stream(here)
         with torch.cuda.stream(other):
             shrink(x, table, work, meeting=True)
-            if way == "kept":
-                spread(table, work, like=x)
+            kept = spread(table, work, like=x) if way == "kept" else None
         y.mul_(1.0)  # stands in for the layer's own product
         here.wait_stream(other)
-        if way == "kept":
-            join(y, table, work)
+        if kept is not None:
+            join(y, kept, members)
         else:
             expand(y, table, work, meeting=True)
 

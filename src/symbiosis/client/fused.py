@@ -51,7 +51,7 @@ class FusedNorm(nn.Module):
         weight = self.weight
         if not x.is_cuda or x.dtype is not weight.dtype or torch.is_autocast_enabled("cuda"):
             return super().forward(x)
-        return _normalised(x, weight, _epsilon(self), twice=self.symbiosis_twice)
+        return _normalised(x, weight, epsilon_of(self), twice=self.symbiosis_twice)
 
 
 class FusedNormAtOnce(FusedNorm):
@@ -69,7 +69,7 @@ def _normalised(x: Tensor, weight: Tensor, epsilon: float, *, twice: bool) -> Te
     return plain_norm(x, weight, epsilon, twice=twice)
 
 
-def _epsilon(norm: nn.Module) -> float:
+def epsilon_of(norm: nn.Module) -> float:
     epsilon = getattr(norm, "variance_epsilon", None)
     return float(norm.eps if epsilon is None else epsilon)  # type: ignore[arg-type]
 
@@ -90,7 +90,7 @@ def _norm_like(module: nn.Module) -> type[FusedNorm] | None:
     probe._parameters = {"weight": nn.Parameter(torch.rand(len(weight), generator=generator).to(weight), requires_grad=False)}
     expected = probe(x)
     for kind in (FusedNorm, FusedNormAtOnce):
-        found = plain_norm(x, probe._parameters["weight"], _epsilon(module), twice=kind.symbiosis_twice)  # type: ignore[arg-type]
+        found = plain_norm(x, probe._parameters["weight"], epsilon_of(module), twice=kind.symbiosis_twice)  # type: ignore[arg-type]
         if found.dtype is expected.dtype and _alike(found, expected):
             return kind
     return None

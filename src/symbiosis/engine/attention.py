@@ -72,6 +72,25 @@ class KeyValues:
             source, target = (torch.tensor(numbers, device=self._memory.device) for numbers in zip(*pages, strict=True))
             by_page[:, :, target] = by_page[:, :, source]
 
+    def enter_and_attend(
+        self,
+        layer: int,
+        qkv_RO: Tensor,
+        embeddings: tuple[Tensor, Tensor],
+        kept: Any = None,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+    ) -> Tensor:
+        """The same by kernels, of queries, keys and values side by side and without their rotary positions yet.
+
+        `embeddings` are the cosines and sines of these, [1, R, D]. Something of `kernels.kept` may be `kept` of the three.
+        """
+        assert isinstance(self._pass, _KernelPass), "begin() comes first"
+        keys, values = self._memory[layer, 0], self._memory[layer, 1]
+        return self._pass.enter_and_attend(layer, qkv_RO, embeddings, kept, keys, values, scale=scale, window=window, cap=cap)
+
     def attend(
         self, layer: int, q_HRD: Tensor, k_KRD: Tensor, v_KRD: Tensor, *, scale: float, window: int | None, cap: float | None
     ) -> Tensor:
@@ -247,10 +266,33 @@ class _KernelPass:
 
         q_RHD, k_RKD, v_RKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_RHD, k_RKD, v_RKD))
         store(k_RKD, v_RKD, self._now.slots_R, keys, values)
+        self._give(layer, keys, values)
+        return attend(q_RHD, keys, values, self._now, scale=scale, window=window, cap=cap)
+
+    def enter_and_attend(
+        self,
+        layer: int,
+        qkv_RO: Tensor,
+        embeddings: tuple[Tensor, Tensor],
+        kept: Any,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+    ) -> Tensor:
+        from symbiosis.kernels.entering import enter
+        from symbiosis.kernels.paged_attention import attend
+
+        q_RHD = enter(qkv_RO, embeddings[0][0], embeddings[1][0], self._now.slots_R, keys, values, kept)
+        self._give(layer, keys, values)
+        return attend(q_RHD, keys, values, self._now, scale=scale, window=window, cap=cap)
+
+    def _give(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for slots, given in self._given:
             keys.index_copy_(0, slots, given.keys_LTKD[layer].to(keys.dtype))
             values.index_copy_(0, slots, given.values_LTKD[layer].to(values.dtype))
-        return attend(q_RHD, keys, values, self._now, scale=scale, window=window, cap=cap)
 
 
 def use_pages(model: PreTrainedModel, memory: KeyValues) -> None:

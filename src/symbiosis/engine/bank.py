@@ -9,7 +9,7 @@ adapter on a layer, no work there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,46 @@ class Table(Protocol):
 
     def slot(self, adapter: Loaded) -> int:
         """Its line."""
+
+
+class Pending:
+    """What adapters do to the result of a product: begun before it, due after it."""
+
+    def __init__(self, x_RI: Tensor, table: Tensor, work: Any, bias_O: Tensor | None, beside: Any) -> None:
+        """`beside` is a stream on which it is computed while the product is, if any."""
+        from symbiosis.kernels.low_rank import shrink, spread
+
+        self._table, self._work, self._bias_O, self._beside = table, work, bias_O, beside
+        self._kept: Any = None
+        if beside is None:
+            shrink(x_RI, table, work)
+            return
+        self._here = torch.cuda.current_stream(x_RI.device)
+        if work.plan.kept:
+            work.make_room()  # here: memory belongs to a stream
+        beside.wait_stream(self._here)
+        with torch.cuda.stream(beside):
+            shrink(x_RI, table, work, meeting=True)
+            if work.plan.kept:
+                self._kept = spread(table, work, like=x_RI, own_bias_O=bias_O)
+
+    def settle(self, y_RO: Tensor) -> Any:
+        """Add it to the result, in place, or return it (`kernels.kept`) if it was kept: for a kernel that adds it by itself."""
+        from symbiosis.kernels.low_rank import expand
+
+        if self._beside is not None:
+            self._here.wait_stream(self._beside)
+        if self._kept is None:
+            expand(y_RO, self._table, self._work, self._bias_O, meeting=self._beside is not None)
+        return self._kept
+
+    def add(self, y_RO: Tensor) -> None:
+        """Add it to the result, in place."""
+        from symbiosis.kernels.kept import join
+
+        kept = self.settle(y_RO)
+        if kept is not None:
+            join(y_RO, kept, self._work.members)
 
 
 class Bank:
@@ -98,41 +138,21 @@ class Bank:
                 f"a layer of this model sees {rows} rows of a pass of {self._counts[of_head]}: adapters cannot be applied"
             )
 
-    def begin_change(self, x_RI: Tensor, together: Together, *, of_head: bool) -> Callable[[Tensor], None] | None:
-        """What kernels do to the result of these layers, side by side: call it with that. None if nothing.
+    def begin_change(self, x_RI: Tensor, together: Together, *, of_head: bool) -> Pending | None:
+        """What kernels do to the result of these layers, side by side. None if nothing.
 
         What needs only their input is launched now.
         """
         tiles = self._head_tiles if of_head else self._tiles
         if self.table is None or tiles is None:
             return None
-        from symbiosis.kernels.low_rank import Work, expand, join, shrink, spread
+        from symbiosis.kernels.low_rank import Work
 
         key = (tiles, x_RI.shape, tuple(together.widths))
         work = self._works.get(key)
         if work is None:
             work = self._works[key] = Work(tiles, x_RI.shape[0], x_RI.shape[1], together.members, self.table.rank)
-        table, bias_O, beside = self.table.of(*together.paths), together.bias_O, self._beside
-        if beside is None:
-            shrink(x_RI, table, work)
-            return lambda y_RO: expand(y_RO, table, work, bias_O)
-        here = torch.cuda.current_stream(x_RI.device)
-        if work.plan.kept:
-            work.make_room()  # here: memory belongs to a stream
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            shrink(x_RI, table, work, meeting=True)
-            if work.plan.kept:
-                spread(table, work, like=x_RI)
-
-        def add(y_RO: Tensor) -> None:
-            here.wait_stream(beside)
-            if work.plan.kept:
-                join(y_RO, table, work, bias_O)
-            else:
-                expand(y_RO, table, work, bias_O, meeting=True)
-
-        return add
+        return Pending(x_RI, self.table.of(*together.paths), work, together.bias_O, self._beside)
 
     def _company(self, segments: Sequence[Segment]) -> Company | None:
         if not segments:

@@ -101,7 +101,7 @@ class Decoder:
         inputs_2B = torch.zeros(2, size, dtype=torch.int64, device=device)
         now = Pass(rows=size, max_pages=self._max_pages, page_size=self._memory.page_size, device=device)
         now.fill([])
-        tiles = Tiles(most_tiles(size, tile), tile, device) if tile else None
+        tiles = Tiles(most_tiles(size, tile), tile, device, reach=size) if tile else None
 
         def compute() -> Tensor:
             self._memory.use(now)

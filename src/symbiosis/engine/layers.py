@@ -54,7 +54,7 @@ class AdaptedLinear(Adapted):
         change = self.symbiosis_bank.begin_change(rows, together, of_head=self.symbiosis_head)
         result = self._product(rows, together)
         if change is not None:
-            change(result)
+            change.add(result)
         if effect is not None:
             effect.after(rows, result, together.bias_O)
         parts = torch.split(result, together.widths, 1) if len(together.paths) > 1 else [result]

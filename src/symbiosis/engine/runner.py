@@ -18,6 +18,7 @@ from symbiosis.engine.changes import Loaded, Segment, Virtual
 from symbiosis.engine.decoding import Decoder
 from symbiosis.engine.layers import adapt, adapt_together
 from symbiosis.engine.passes import Chunk, Pass
+from symbiosis.engine.short import shorten
 from symbiosis.engine.straight import straighten
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
@@ -45,6 +46,7 @@ class Runner:
             if kernels.run_on(model.device):
                 fuse(model)
                 gate(model)
+                shorten(model, self._bank)
             elif model.device.type == "cpu":
                 straighten(model, self._bank)
             found = self._probe(ids)

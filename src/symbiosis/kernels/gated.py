@@ -1,6 +1,6 @@
 """The middle of a gated MLP, silu(gate) * up, in one launch forward and one back; only gate and up are kept.
 
-R = rows, W = width; gate and up may lie side by side. Plain reference: `reference`.
+R = rows, W = width; gate and up may lie side by side, with a change of both beside them (`kept`). Plain reference: `reference`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from symbiosis.kernels.first_order import first_order
+from symbiosis.kernels.kept import Kept, arguments, facts, joined
 from symbiosis.kernels.launching import Launcher
 from symbiosis.kernels.overlap import can_be_early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
@@ -25,16 +26,26 @@ def reference(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
     return F.silu(gate_RW) * up_RW
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gated(gate, up, out, width, gate_stride, up_stride, EARLY: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["table_stride"])  # type: ignore[untyped-decorator]
+def _gated(  # type: ignore[no-untyped-def]
+    gate, up, out, width, gate_stride, up_stride, change, table, slots, own_bias, change_stride, table_stride,
+    KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     let_next_begin(EARLY)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
+    kind: tl.constexpr = out.dtype.element_ty
     wait_for_last(EARLY)
     g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    value = rounded(g / (1.0 + tl.exp(-g)), out.dtype.element_ty) * u
-    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=mask)
+    if KEPT:
+        of_gate, gate_stretch = facts(table, slots, row, 0, table_stride)
+        of_up, up_stretch = facts(table, slots, row, 1, table_stride)
+        second = width + column
+        g = joined(g, change, own_bias, of_gate, gate_stretch, row, column, column, mask, change_stride, kind, HAS_BIAS)
+        u = joined(u, change, own_bias, of_up, up_stretch, row, second, column, mask, change_stride, kind, HAS_BIAS)
+    value = rounded(g / (1.0 + tl.exp(-g)), kind) * u
+    tl.store(out + row * width + column, value.to(kind), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -55,12 +66,14 @@ def _back(gate, up, upstream, gate_grad, up_grad, width, gate_stride, up_stride,
 _launch_gated, _launch_back = Launcher(_gated), Launcher(_back)
 
 
-def _launch(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
+def _launch(gate_RW: Tensor, up_RW: Tensor, kept: Kept | None = None) -> Tensor:
     (rows, width), early = gate_RW.shape, can_be_early(gate_RW.device)
     out = torch.empty(rows, width, dtype=gate_RW.dtype, device=gate_RW.device)
     if rows:
         grid, strides = (rows, triton.cdiv(width, _BLOCK), 1), (gate_RW.stride(0), up_RW.stride(0))
-        _launch_gated(grid, out, gate_RW, up_RW, out, width, *strides, early, _BLOCK, early=early)
+        rest = arguments(kept, gate_RW)
+        # what was kept comes from another stream: streams meet here
+        _launch_gated(grid, out, gate_RW, up_RW, out, width, *strides, *rest, early, _BLOCK, early=early and kept is None)
     return out
 
 
@@ -82,10 +95,11 @@ class _Gated(torch.autograd.Function):
         return gate_grad, up_grad
 
 
-def gated(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
-    """Rows may lie at any distance, the numbers of a row next to each other."""
+def gated(gate_RW: Tensor, up_RW: Tensor, kept: Kept | None = None) -> Tensor:
+    """Rows may lie at any distance, the numbers of a row next to each other. What is `kept` has no gradient."""
     assert gate_RW.shape == up_RW.shape, (gate_RW.shape, up_RW.shape)
     assert gate_RW.stride(1) == up_RW.stride(1) == 1, (gate_RW.stride(), up_RW.stride())
     if torch.is_grad_enabled() and (gate_RW.requires_grad or up_RW.requires_grad):
+        assert kept is None
         return _Gated.apply(gate_RW, up_RW)  # type: ignore[no-untyped-call,no-any-return]
-    return _launch(gate_RW, up_RW)
+    return _launch(gate_RW, up_RW, kept)

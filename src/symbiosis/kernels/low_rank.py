@@ -17,7 +17,7 @@ the two is rounded to the model's dtype, as PEFT does. Plain reference: `referen
 
 Neither half needs the layer's own result. So `shrink` can run beside the product
 that makes it, on another stream; and, where there is much to read, `b` can too:
-`spread` keeps the change for itself, and `join` adds it to the result. Together they give what `expand` gives.
+`spread` keeps the change for whoever reads the result (`kept`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from symbiosis.kernels.kept import Kept, stretched
 from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
 from symbiosis.kernels.tiles import Segment, Tiles
 
@@ -40,7 +41,6 @@ _MOST_SPLITS = 32
 _DECODED = 64  # rows: up to here it may be all decoding
 _FEW = 2  # rows that a program takes one by one, without tensor cores
 _WIDEST = 64  # of the rank at once
-_JOINED = 1024  # columns of a program that joins
 _ENOUGH = 1024  # programs: what would be more of them goes into the next block of one
 
 
@@ -108,7 +108,7 @@ class Plan:
     blocks: int = 1
     """So many of these one after the other, the next being read meanwhile; where tiles have few rows."""
     kept: bool = False
-    """Whether beside a product the second half, too, is worth it, with one more launch to join it."""
+    """Whether beside a product the second half, too, is worth it."""
     shrink_warps: int = 4
     expand_warps: int = 4
 
@@ -221,23 +221,6 @@ def _shrink(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _stretched(value, stretch, own_bias, column, own, mask, HAS_BIAS: tl.constexpr, SEVERAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """DoRA: `value` without the layer's own bias, times the stretch. One row or [rows, columns]."""
-    if stretch != 0:
-        scale = tl.load(tl.multiple_of(stretch.to(own_bias.dtype), 16) + own, mask=mask, other=1.0).to(tl.float32)
-        if SEVERAL:
-            scale = scale[None, :]
-        if HAS_BIAS:
-            bias = tl.load(own_bias + column, mask=mask, other=0.0).to(tl.float32)
-            if SEVERAL:
-                bias = bias[None, :]
-            value = (value - bias) * scale + bias
-        else:
-            value = value * scale
-    return value
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
     y_at, change, mask, stretch, own_bias, column, own, inside,
     FRESH: tl.constexpr, HAS_BIAS: tl.constexpr, SEVERAL: tl.constexpr,
@@ -245,7 +228,7 @@ def _write(  # type: ignore[no-untyped-def]
     """A change by itself (`FRESH`), or added to what is there. One row or [rows, columns]; the latter are `inside`."""
     if not FRESH:
         change += tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
-        change = _stretched(change, stretch, own_bias, column, own, inside, HAS_BIAS, SEVERAL)
+        change = stretched(change, stretch, own_bias, column, own, inside, HAS_BIAS, SEVERAL)
     tl.store(y_at, change.to(y_at.dtype.element_ty), mask=mask)
 
 
@@ -358,34 +341,6 @@ def _expand(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["capacity", "table_stride"])  # type: ignore[untyped-decorator]
-def _join(  # type: ignore[no-untyped-def]
-    y, change, table, tiles, blocks, own_bias, capacity, y_stride, change_stride, table_stride,
-    EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Never launched early: all before it, on both streams, has ended."""
-    tile, block = tl.program_id(0), blocks + tl.program_id(1) * 4
-    let_next_begin(EARLY)
-    slot = tl.load(tiles + tile)
-    start = tl.load(tiles + capacity + tile).to(tl.int64)
-    count = tl.load(tiles + 2 * capacity + tile)
-    member = tl.load(block)
-    column, own, columns = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
-    if (slot < 0) | (count <= 0):
-        return
-    entry = table + slot.to(tl.int64) * table_stride + member * 4
-    if tl.load(entry + 2) <= 0:
-        return
-    if EVEN:
-        column, own, columns = tl.multiple_of(column, 16), tl.multiple_of(own, 16), tl.multiple_of(columns, 16)
-    stretch, n = tl.load(entry + 3), tl.arange(0, BLOCK_N)
-    inside = n < columns
-    for m in range(count):
-        found = tl.load(change + (start + m) * change_stride + column + n, mask=inside, other=0.0)
-        y_at = y + (start + m) * y_stride + column + n
-        _write(y_at, found, inside, stretch, own_bias, column + n, own + n, inside, False, HAS_BIAS, False)
-
-
 class Work:
     """What layers of one kind need in a pass: a plan, and room for what one kernel hands to the next.
 
@@ -399,10 +354,10 @@ class Work:
         self.parts_SMRr = torch.empty(shape, dtype=torch.float32, device=members.device)
 
         self.change_RO = torch.empty(0, 0, dtype=torch.float32, device=members.device)
-        """What `spread` keeps for `join`, once there is room for it."""
+        """What `spread` keeps, once there is room for it."""
 
     def make_room(self) -> None:
-        """For `change_RO`, on the stream that `join` will be launched on."""
+        """For `change_RO`, on the stream that it will be read on."""
         if not self.change_RO.numel():
             self.change_RO = self.change_RO.new_empty(self.parts_SMRr.shape[2], sum(self.members.widths))
 
@@ -436,9 +391,10 @@ def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = 
     _launch_expand(y_RO, bias_O, table, work, settings, has_bias=own_bias_O is not None, fresh=False)
 
 
-def spread(table: Tensor, work: Work, like: Tensor) -> None:
+def spread(table: Tensor, work: Work, like: Tensor, own_bias_O: Tensor | None = None) -> Kept:
     """The parts together times `b`, kept in `work`. `like` has the dtype of the weights."""
     _launch_expand(work.change_RO, like, table, work, early(like.device), has_bias=False, fresh=True)
+    return Kept(work.change_RO, table, work.tiles.slots_R, own_bias_O)
 
 
 def _launch_expand(
@@ -459,19 +415,6 @@ def _launch_expand(
             FRESH=fresh, FEW=few, HAS_BIAS=has_bias, EVEN=members.even, SPLITS=every,
             AT_ONCE=max(1, min(8, every, 8192 // (block_m * wide))), BLOCK_M=block_m, BLOCK_N=chosen.block_n,
             AHEAD=chosen.blocks > 1, WIDE=wide, num_warps=chosen.expand_warps, num_stages=1, **settings,
-        )  # fmt: skip
-
-
-def join(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None) -> None:
-    """What `spread` kept added to y, in place, as `expand` does it. y and the change may come from different streams."""
-    tiles, members = work.tiles, work.members
-    assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
-    blocks = members.blocks(_JOINED)
-    with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
-        _join[(tiles.capacity, blocks.shape[0])](
-            y_RO, work.change_RO, table, tiles.device_3T, blocks, y_RO if own_bias_O is None else own_bias_O,
-            tiles.capacity, y_RO.stride(0), work.change_RO.stride(0), table.stride(0),
-            HAS_BIAS=own_bias_O is not None, EVEN=members.even, BLOCK_N=_JOINED, **early(y_RO.device, meeting=True),
         )  # fmt: skip
 
 

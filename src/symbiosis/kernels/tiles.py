@@ -6,6 +6,7 @@ number of programs is fixed, can be replayed for other rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,17 +36,20 @@ class Span:
 
 
 class Tiles:
-    """The rows of a pass cut into at most `capacity` tiles of at most `rows` rows of one segment, on the device."""
+    """The rows of a pass cut into at most `capacity` tiles of at most `rows` rows of one segment, on the device.
 
-    def __init__(self, capacity: int, rows: int, device: torch.device | str) -> None:
+    Of the first `reach` rows of the pass, `slots_R` has the slots too.
+    """
+
+    def __init__(self, capacity: int, rows: int, device: torch.device | str, reach: int = 0) -> None:
         self.capacity, self.rows = capacity, rows
-        self.device_3T = torch.zeros(3, capacity, dtype=torch.int32, device=device)
-        self.device_3T[0] = -1
+        self._device = torch.full((3 * capacity + reach,), -1, dtype=torch.int32, device=device)
+        self.device_3T, self.slots_R = self._device[: 3 * capacity].view(3, capacity), self._device[3 * capacity :]
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], rows: int, device: torch.device | str) -> Tiles:
+    def of(cls, segments: Sequence[Segment], rows: int, device: torch.device | str, reach: int = 0) -> Tiles:
         """Just as many tiles as these take."""
-        tiles = cls(max(1, sum(-(-s.count // rows) for s in segments if s.slot >= 0)), rows, device)
+        tiles = cls(max(1, sum(-(-s.count // rows) for s in segments if s.slot >= 0)), rows, device, reach)
         tiles.fill(segments)
         return tiles
 
@@ -60,5 +64,8 @@ class Tiles:
         if len(cut) > self.capacity:
             raise ValueError(f"{len(cut)} tiles where there is room for {self.capacity}")
         cut += [(-1, 0, 0)] * (self.capacity - len(cut))
-        host_3T = torch.tensor(list(zip(*cut, strict=True)), dtype=torch.int32, pin_memory=self.device_3T.is_cuda)
-        self.device_3T.copy_(host_3T, non_blocking=True)
+        slots = [-1] * len(self.slots_R)
+        for s in segments:
+            slots[s.start : s.start + s.count] = [s.slot] * s.count
+        numbers = [*itertools.chain(*zip(*cut, strict=True)), *slots[: len(self.slots_R)]]
+        self._device.copy_(torch.tensor(numbers, dtype=torch.int32, pin_memory=self._device.is_cuda), non_blocking=True)

@@ -1,0 +1,121 @@
+"""Decoder layers of the usual kind in nine launches instead of twelve, for GPUs; with adapters, instead of sixteen.
+
+A pass that decodes reads all weights once, and waits between any two kernels.
+So what comes after a product is one kernel that does all of it up to the next:
+adds what adapters changed beside the product, adds the rows from before and
+norms the sum, for the layer's own MLP or for the layer that follows. Plain
+reference: the layer's own code (`usual`).
+
+R = rows of a pass, D = width of the model, W = width of a head.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from symbiosis.client.fused import FusedNorm, epsilon_of
+from symbiosis.client.layers import mix_in
+from symbiosis.engine.bank import Bank, Pending
+from symbiosis.engine.effects import Together
+from symbiosis.engine.usual import Usual, UsualLayer, Witness, tried, usual_layers
+
+
+class Short:
+    """The function of one layer."""
+
+    def __init__(self, usual: Usual, bank: Bank) -> None:
+        if not all(_fits(norm) for norm in (usual.norm, usual.next_norm)):
+            raise ValueError("norms of another kind")
+        self.usual, self._bank = usual, bank
+        self.follower: Short | None = None
+        """The layer whose rows are this one's result."""
+        self._ready: tuple[Tensor, Tensor] | None = None  # rows that come next, held so that nothing else can lie there
+
+    def compute(self, x_RD: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor | None:
+        from symbiosis.kernels.gated import gated
+
+        bank, usual, follower = self._bank, self.usual, self.follower
+        ready, self._ready = self._ready, None
+        parts = (usual.qkv, usual.out, usual.gate_up, usual.down)
+        if any(bank.effect(part, of_head=False) is not None for part in parts):
+            return None
+        bank.check(x_RD.shape[0], of_head=False)
+        is_ready = ready is not None and (ready[0].data_ptr(), ready[0].shape) == (x_RD.data_ptr(), x_RD.shape)
+        rows = ready[1] if ready is not None and is_ready else usual.norm(x_RD)
+        qkv_RO, pending = self._product(rows, usual.qkv)
+        found = usual.memory.enter_and_attend(usual.number, qkv_RO, embeddings, _settled(pending, qkv_RO), **usual.asked)
+        y_RD, pending = self._product(found.reshape(x_RD.shape[0], -1), usual.out)
+        x_RD, rows = _summed(x_RD, y_RD, pending, usual.next_norm)
+        gate_up, pending = self._product(rows, usual.gate_up)
+        gate, up = gate_up.chunk(2, dim=1)
+        y_RD, pending = self._product(gated(gate, up, _settled(pending, gate_up)), usual.down)
+        if follower is None:
+            if pending is not None:
+                pending.add(y_RD)
+            return x_RD + y_RD
+        follower._ready = _summed(x_RD, y_RD, pending, follower.usual.norm)
+        return follower._ready[0]
+
+    def _product(self, x_RI: Tensor, together: Together) -> tuple[Tensor, Pending | None]:
+        """Of these layers, and what adapters do to it, which is not added yet."""
+        pending = self._bank.begin_change(x_RI, together, of_head=False)
+        return together.product(x_RI), pending
+
+
+def _settled(pending: Pending | None, y_RO: Tensor) -> Any:
+    """What is kept for the next kernel, if anything."""
+    return None if pending is None else pending.settle(y_RO)
+
+
+def _summed(x_RD: Tensor, y_RD: Tensor, pending: Pending | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """Rows with what a layer gives for them, and the norm of that."""
+    from symbiosis.kernels.residual_norm import residual_norm
+
+    kept = _settled(pending, y_RD)
+    return residual_norm(x_RD, y_RD, norm.weight, epsilon_of(norm), twice=norm.symbiosis_twice, kept=kept)
+
+
+def _fits(norm: Any) -> bool:
+    from symbiosis.kernels.rms_norm import fits
+
+    return isinstance(norm, FusedNorm) and fits(norm.weight[None], norm.weight)
+
+
+class _Witness(Witness):
+    def enter_and_attend(
+        self, layer: int, qkv_RO: Tensor, embeddings: tuple[Tensor, Tensor], kept: Any, **asked: Any
+    ) -> Tensor:
+        from symbiosis.kernels.rotary import reference
+
+        heads, key_heads = self.heads  # as the layer's own code has told
+        qkv_ARW = qkv_RO.view(len(qkv_RO), heads + 2 * key_heads, -1).transpose(0, 1)
+        q_HRW, k_KRW, v_KRW = qkv_ARW.tensor_split([heads, heads + key_heads])
+        q_1HRW, k_1KRW = reference(q_HRW[None], k_KRW[None], *embeddings)
+        return self.attend(layer, q_1HRW[0], k_1KRW[0], v_KRW, **asked)
+
+
+class ShortLayer(UsualLayer):
+    """Mixed into the class of a decoder layer."""
+
+
+@torch.inference_mode()
+def shorten(model: PreTrainedModel, bank: Bank) -> None:
+    """Let the layers of this model that can be short be so. They are adapted, lie together and have fused norms already."""
+    bank.begin((), ())
+    shorts: dict[Any, Any] = {}
+    for layer in usual_layers(model):
+        short = tried(layer, lambda usual: Short(usual, bank), _Witness())
+        if short is not None:
+            mix_in(layer, ShortLayer)
+            object.__setattr__(layer, "symbiosis_function", short)
+            shorts[layer] = short
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList):
+            for layer, after in itertools.pairwise(layers):
+                if layer in shorts and after in shorts:
+                    shorts[layer].follower = shorts[after]
