@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 from symbiosis.client.fused import fuse
 from symbiosis.engine import short
 from symbiosis.engine.short import ShortLayer, shorten
-from tests.engine.test_straight import SPANS, USUAL, served
+from tests.engine.test_straight import SPANS, UNUSUAL, USUAL, logits, served
 from tests.parity.architectures import ARCHITECTURES
 
 pytestmark = pytest.mark.gpu if torch.cuda.is_available() else []
@@ -83,3 +84,17 @@ def test_without_fused_norms_nothing_is_short():
     model, _, bank = served(next(a for a in ARCHITECTURES if a.name == "llama"), DEVICE, torch.float32)
     shorten(model, bank)
     assert not any(isinstance(layer, ShortLayer) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("make", UNUSUAL)
+@torch.inference_mode()
+def test_what_only_looks_usual_computes_what_its_own_code_computes(make, dtype):
+    model, memory, bank = served(SimpleNamespace(model=make), DEVICE, dtype)
+    fuse(model)
+    before = copy.deepcopy(memory._memory)
+    expected = logits(model, memory, bank)
+    shorten(model, bank)
+    memory._memory.copy_(before)
+    room = (1e-5 if dtype is torch.float32 else 2e-3) * float(expected.abs().max())
+    torch.testing.assert_close(logits(model, memory, bank), expected, rtol=0, atol=room)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from symbiosis.engine.attention import KeyValues, Span, use_pages
 from symbiosis.engine.bank import Bank
 from symbiosis.engine.layers import adapt, adapt_together
 from symbiosis.engine.straight import Norm, StraightLayer, straighten
+from symbiosis.engine.usual import restore
 from symbiosis.models.joining import join
 from tests.parity.architectures import ARCHITECTURES
 
@@ -77,6 +81,73 @@ def test_a_layer_whose_code_does_something_else_keeps_it():
     straighten(model, bank)
     assert not isinstance(odd, StraightLayer)
     assert isinstance(plain, StraightLayer)
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def partly_turned():
+    """Attention that turns a part of each head, as much as positions are wide."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    config = Glm4MoeConfig(**SMALL, head_dim=16, moe_intermediate_size=16, first_k_dense_replace=2, **experts)
+    assert config.rope_parameters["partial_rotary_factor"] == 0.5
+    return Glm4MoeForCausalLM(config)
+
+
+def scaled_residuals():
+    """Layers that add half of what others do, and little of it."""
+    config = GraniteConfig(**SMALL, residual_multiplier=0.5, attention_multiplier=0.25, initializer_range=0.006)
+    return GraniteForCausalLM(config)
+
+
+def linear_of_its_own_kind():
+    class OwnLinear(nn.Linear):
+        pass
+
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    for module in model.model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OwnLinear
+    return model
+
+
+UNUSUAL = [partly_turned, scaled_residuals, linear_of_its_own_kind]
+
+
+def logits(model, memory, bank):
+    device = model.device
+    bank.begin((), ())
+    memory.begin(SPANS)
+    places = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]], device=device)
+    return model(input_ids=torch.arange(10, device=device)[None], position_ids=places, use_cache=False).logits
+
+
+@pytest.mark.parametrize("make", UNUSUAL)
+@torch.inference_mode()
+def test_what_only_looks_usual_computes_what_its_own_code_computes(make):
+    model, memory, bank = served(SimpleNamespace(model=make))
+    before = copy.deepcopy(memory._memory)
+    expected = logits(model, memory, bank)
+    straighten(model, bank)
+    memory._memory.copy_(before)
+    torch.testing.assert_close(logits(model, memory, bank), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_layers_can_have_their_own_code_back():
+    model, _, bank = served(next(a for a in ARCHITECTURES if a.name == "llama"))
+    kinds = [type(layer) for layer in model.model.layers]
+    straighten(model, bank)
+    assert kinds != [type(layer) for layer in model.model.layers]
+    restore(model)
+    assert kinds == [type(layer) for layer in model.model.layers]
 
 
 @torch.inference_mode()

@@ -70,3 +70,16 @@ def test_rows_that_begin_anywhere_after_rows_that_are_aligned():
         x = flat.as_strided((rows, 64), (stride, 1), offset)
         for _ in range(2):
             torch.testing.assert_close(rms_norm(x, weight, 1e-5, twice=True), plain_norm(x, weight, 1e-5, twice=True))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="streams")
+def test_a_norm_that_may_begin_early_waits_for_a_copy():
+    """Kernels may begin before the kernel before has ended; a copy is none."""
+    weight = torch.rand(4096, device=DEVICE)
+    source = torch.zeros(8192, 4096, device=DEVICE)
+    for number in range(1, 50):
+        source.fill_(0.1 * number)
+        copied = source.clone()
+        found = rms_norm(copied[-64:], weight, 1e-5, twice=False)
+        del copied
+        torch.testing.assert_close(found, plain_norm(source[-64:], weight, 1e-5, twice=False), rtol=1e-5, atol=1e-5)

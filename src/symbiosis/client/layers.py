@@ -357,10 +357,11 @@ class _Part:
         own = {kind for kind in type(module).__mro__ if kind.__module__ == __name__}
         self._kind = next(kind for kind in type(module).__mro__ if kind not in own and "forward" in vars(kind))
         self._code, self._called = vars(self._kind)["forward"], type(module).forward
-        self._settings, self._size = self._plain(), len(vars(module))
+        self._names = tuple(vars(module))
+        self._settings = {name: value for name, value in vars(module).items() if _is_setting(name)}
 
     def is_same(self, training: bool) -> bool:
-        module, size = self.module, len(vars(self.module))
+        module, now = self.module, vars(self.module)
         if module.training is not training or type(module).forward is not self._called:
             return False
         if vars(self._kind).get("forward") is not self._code:
@@ -368,15 +369,23 @@ class _Part:
         children = module._modules.values()
         if len(children) != len(self._children) or any(map(operator.is_not, children, self._children)):
             return False
-        if size != self._size:  # something is there that was not: plain settings are not, or they count
-            if self._plain() != self._settings:
+        if tuple(now) != self._names:
+            if any(_is_setting(name) and isinstance(now[name], _PLAIN) for name in now.keys() - self._settings.keys()):
                 return False
-            self._size = size
-        return all(map(operator.eq, map(vars(module).get, self._settings), self._settings.values()))
+            self._names = tuple(now)
+        return all(now.get(name) is value or _same(now.get(name), value) for name, value in self._settings.items())
 
-    def _plain(self) -> dict[str, Any]:
-        plain = vars(self.module).items()
-        return {k: v for k, v in plain if isinstance(v, int | float | str | None) and k[0] != "_" and k != "training"}
+
+_PLAIN = int | float | str | None
+
+
+def _is_setting(name: str) -> bool:
+    return name[0] != "_" and name != "training"
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Of a setting: the same number or word. Of anything else, the same kind of thing."""
+    return type(now) is type(before) and (not isinstance(before, _PLAIN) or now == before)
 
 
 class VirtualExperts(VirtualLayer):

@@ -49,6 +49,7 @@ class Pending:
         from symbiosis.kernels.low_rank import shrink, spread
 
         self._table, self._work, self._bias_O, self._beside = table, work, bias_O, beside
+        self._rows: Tensor | None = x_RI  # read on another stream: nothing else may lie there until that is waited for
         self._kept: Any = None
         if beside is None:
             shrink(x_RI, table, work)
@@ -68,6 +69,7 @@ class Pending:
 
         if self._beside is not None:
             self._here.wait_stream(self._beside)
+        self._rows = None
         if self._kept is None:
             expand(y_RO, self._table, self._work, self._bias_O, meeting=self._beside is not None)
         return self._kept

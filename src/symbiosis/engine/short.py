@@ -34,20 +34,19 @@ class Short:
         self.usual, self._bank = usual, bank
         self.follower: Short | None = None
         """The layer whose rows are this one's result."""
-        self._ready: tuple[Tensor, Tensor] | None = None  # rows that come next, held so that nothing else can lie there
+        self._ready: tuple[Tensor, Tensor] | None = None
+        """Rows that come next, and their norm. Held so that nothing else can lie there; nobody writes to them in between."""
 
     def compute(self, x_RD: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor | None:
         from symbiosis.kernels.gated import gated
 
         bank, usual, follower = self._bank, self.usual, self.follower
-        ready, self._ready = self._ready, None
         parts = (usual.qkv, usual.out, usual.gate_up, usual.down)
         if any(bank.effect(part, of_head=False) is not None for part in parts):
+            self._ready = None
             return None
         bank.check(x_RD.shape[0], of_head=False)
-        is_ready = ready is not None and (ready[0].data_ptr(), ready[0].shape) == (x_RD.data_ptr(), x_RD.shape)
-        rows = ready[1] if ready is not None and is_ready else usual.norm(x_RD)
-        qkv_RO, pending = self._product(rows, usual.qkv)
+        qkv_RO, pending = self._product(self._normed(x_RD), usual.qkv)
         found = usual.memory.enter_and_attend(usual.number, qkv_RO, embeddings, _settled(pending, qkv_RO), **usual.asked)
         y_RD, pending = self._product(found.reshape(x_RD.shape[0], -1), usual.out)
         x_RD, rows = _summed(x_RD, y_RD, pending, usual.next_norm)
@@ -60,6 +59,13 @@ class Short:
             return x_RD + y_RD
         follower._ready = _summed(x_RD, y_RD, pending, follower.usual.norm)
         return follower._ready[0]
+
+    def _normed(self, x_RD: Tensor) -> Tensor:
+        """By the layer before, if it has given these very rows."""
+        ready, self._ready = self._ready, None
+        if ready is not None and (ready[0].data_ptr(), ready[0].shape) == (x_RD.data_ptr(), x_RD.shape):
+            return ready[1]
+        return self.usual.norm(x_RD)  # type: ignore[no-any-return]
 
     def _product(self, x_RI: Tensor, together: Together) -> tuple[Tensor, Pending | None]:
         """Of these layers, and what adapters do to it, which is not added yet."""

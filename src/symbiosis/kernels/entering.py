@@ -104,6 +104,7 @@ def enter(
     assert qkv_RO.stride(1) == cos_RD.stride(1) == sin_RD.stride(1) == keys_SKD.stride(2) == values_SKD.stride(2) == 1
     assert keys_SKD.dtype == values_SKD.dtype, (keys_SKD.dtype, values_SKD.dtype)
     assert width % 2 == 0, width
+    assert cos_RD.shape == sin_RD.shape == (rows, width), (cos_RD.shape, sin_RD.shape, rows, width)
     q_RHD = torch.empty(rows, q_heads, width, dtype=qkv_RO.dtype, device=qkv_RO.device)
     half = int(triton.next_power_of_2(width // 2))
     heads = max(1, min(int(triton.next_power_of_2(q_heads)), _AT_ONCE // (2 * half)))

@@ -39,7 +39,10 @@ class Kept:
 
 
 def arguments(kept: Kept | None, like: Tensor) -> tuple[Any, ...]:
-    """What kernels take for it: change, table, slots, own bias, two strides; and the constants KEPT and HAS_BIAS."""
+    """What every kernel that adds it takes, one after the other.
+
+    change, table, slots, own_bias, change_stride, table_stride, KEPT, HAS_BIAS
+    """
     if kept is None:
         return like, like, like, like, 0, 0, False, False
     bias_O = like if kept.bias_O is None else kept.bias_O

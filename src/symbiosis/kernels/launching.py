@@ -17,7 +17,10 @@ _REMEMBER = 4096  # kinds of arguments, by kernel
 
 
 class Launcher:
-    """Of one kernel. Numbers are of one kind only if they are equal: the compiler may look at anything of them."""
+    """Of one kernel. Numbers are of one kind only if they are equal: the compiler may look at anything of them.
+
+    In one place stand numbers of one type only, whole ones, fractions or truths.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel

@@ -43,8 +43,10 @@ class Tiles:
 
     def __init__(self, capacity: int, rows: int, device: torch.device | str, reach: int = 0) -> None:
         self.capacity, self.rows = capacity, rows
-        self._device = torch.full((3 * capacity + reach,), -1, dtype=torch.int32, device=device)
-        self.device_3T, self.slots_R = self._device[: 3 * capacity].view(3, capacity), self._device[3 * capacity :]
+        self._spare = -3 * capacity % 4  # each part starts at a multiple of 16 bytes: kernels are compiled for that
+        self._device = torch.full((3 * capacity + self._spare + reach,), -1, dtype=torch.int32, device=device)
+        self.device_3T = self._device[: 3 * capacity].view(3, capacity)
+        self.slots_R = self._device[3 * capacity + self._spare :]
 
     @classmethod
     def of(cls, segments: Sequence[Segment], rows: int, device: torch.device | str, reach: int = 0) -> Tiles:
@@ -64,8 +66,9 @@ class Tiles:
         if len(cut) > self.capacity:
             raise ValueError(f"{len(cut)} tiles where there is room for {self.capacity}")
         cut += [(-1, 0, 0)] * (self.capacity - len(cut))
-        slots = [-1] * len(self.slots_R)
-        for s in segments:
+        reach = len(self.slots_R)
+        slots = [-1] * reach
+        for s in segments if reach else ():
             slots[s.start : s.start + s.count] = [s.slot] * s.count
-        numbers = [*itertools.chain(*zip(*cut, strict=True)), *slots[: len(self.slots_R)]]
+        numbers = [*itertools.chain(*zip(*cut, strict=True)), *[0] * self._spare, *slots[:reach]]
         self._device.copy_(torch.tensor(numbers, dtype=torch.int32, pin_memory=self._device.is_cuda), non_blocking=True)

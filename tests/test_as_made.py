@@ -1,0 +1,93 @@
+"""Whether a block is still what the executor computes in its place."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from symbiosis.client.layers import AsMade
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(2, 2), nn.Dropout(0.1)
+        self.scale, self.limit, self.extra, self.odd = 2.0, None, [1], float("nan")
+
+    def forward(self, x):
+        return self.linear(self.dropout(x)) * self.scale
+
+
+def same_again(block):
+    block.scale = float("2.0")
+
+
+def something_of_no_account(block):
+    block._note = 7
+    block.other_list = [2]
+
+
+def setting(name, value):
+    def change(block):
+        setattr(block, name, value)
+
+    return change
+
+
+def one_gone_and_one_come(block):
+    del block.extra
+    block.other = 5.0
+
+
+CHANGES = {
+    "a number": setting("scale", 3.0),
+    "a number to a tensor": setting("scale", torch.tensor([1.0, 2.0])),
+    "nothing to a number": setting("limit", 7.0),
+    "a list to a number": setting("extra", 3.0),
+    "a new number": setting("new", 1),
+    "one gone and one come": one_gone_and_one_come,
+    "a part's setting": lambda block: setattr(block.dropout, "p", 0.5),
+    "a part": setting("linear", nn.Linear(2, 2)),
+    "a part more": setting("gate", nn.Identity()),
+    "a part's mode": lambda block: block.dropout.eval(),
+    "a part's hook": lambda block: block.linear.register_forward_hook(lambda *_: None),
+    "a part's function": lambda block: setattr(block.linear, "forward", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_noticed(change):
+    block = Block()
+    made = AsMade(block)
+    assert made.holds(block)
+    change(block)
+    assert not made.holds(block)
+
+
+@pytest.mark.parametrize("change", [same_again, something_of_no_account, nn.Module.eval])
+def test_what_changes_nothing_is_not(change):
+    block = Block()
+    made = AsMade(block)
+    change(block)
+    assert made.holds(block)
+    assert made.holds(block)
+
+
+def test_patched_classes_are_noticed(monkeypatch):
+    block = Block()
+    made = AsMade(block)
+    monkeypatch.setattr(nn.Linear, "forward", lambda _, x: x)
+    assert not made.holds(block)
+
+
+def test_a_copy_has_its_own():
+    block = Block()
+    object.__setattr__(block, "made", AsMade(block))
+    other = copy.deepcopy(block)
+    assert other.made.holds(other)
+    assert not other.made.holds(block)
+    block.scale = 3.0
+    assert other.made.holds(other)
