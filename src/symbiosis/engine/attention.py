@@ -72,25 +72,6 @@ class KeyValues:
             source, target = (torch.tensor(numbers, device=self._memory.device) for numbers in zip(*pages, strict=True))
             by_page[:, :, target] = by_page[:, :, source]
 
-    def enter_and_attend(
-        self,
-        layer: int,
-        qkv_RO: Tensor,
-        embeddings: tuple[Tensor, Tensor],
-        kept: Any = None,
-        *,
-        scale: float,
-        window: int | None,
-        cap: float | None,
-    ) -> Tensor:
-        """The same by kernels, of queries, keys and values side by side and without their rotary positions yet.
-
-        `embeddings` are the cosines and sines of these, [1, R, D]. Something of `kernels.kept` may be `kept` of the three.
-        """
-        assert isinstance(self._pass, _KernelPass), "begin() comes first"
-        keys, values = self._memory[layer, 0], self._memory[layer, 1]
-        return self._pass.enter_and_attend(layer, qkv_RO, embeddings, kept, keys, values, scale=scale, window=window, cap=cap)
-
     def attend(
         self, layer: int, q_HRD: Tensor, k_KRD: Tensor, v_KRD: Tensor, *, scale: float, window: int | None, cap: float | None
     ) -> Tensor:
@@ -128,6 +109,25 @@ class KeyValues:
             out_BcKGD = out_RHD[rows].view(-1, count, keys.shape[1], groups, v.shape[-1])
             out_BcKGD.copy_(found.view(*found.shape[:2], groups, count, -1).permute(0, 3, 1, 2, 4))
         return out_RHD
+
+    def enter_and_attend(
+        self,
+        layer: int,
+        qkv_RO: Tensor,
+        embeddings: tuple[Tensor, Tensor],
+        kept: Any = None,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+    ) -> Tensor:
+        """The same by kernels, of queries, keys and values side by side and without their rotary positions yet.
+
+        `embeddings` are the cosines and sines of these, [1, R, D]. Something of `kernels.kept` may be `kept` of the three.
+        """
+        assert isinstance(self._pass, _KernelPass), "begin() comes first"
+        keys, values = self._memory[layer, 0], self._memory[layer, 1]
+        return self._pass.enter_and_attend(layer, qkv_RO, embeddings, kept, keys, values, scale=scale, window=window, cap=cap)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Tensor:
