@@ -12,10 +12,12 @@ from symbiosis.client.layers import AsMade
 
 
 class Block(nn.Module):
+    factor = 1.0
+
     def __init__(self):
         super().__init__()
         self.linear, self.dropout = nn.Linear(2, 2), nn.Dropout(0.1)
-        self.scale, self.limit, self.extra, self.odd = 2.0, None, [1], float("nan")
+        self.scale, self.limit, self.extra, self.odd, self.act = 2.0, None, [1], float("nan"), torch.relu
 
     def forward(self, x):
         return self.linear(self.dropout(x)) * self.scale
@@ -42,7 +44,17 @@ def one_gone_and_one_come(block):
     block.other = 5.0
 
 
+def none_then_a_number(block):
+    block.added = torch.tensor(1.0)
+    assert block.made.holds(block)
+    block.added = 3.0
+
+
 CHANGES = {
+    "what was of no account to a number": none_then_a_number,
+    "something in the place of a class's": setting("factor", torch.tensor(3.0)),
+    "a function": setting("act", torch.tanh),
+    "a function of its own": setting("_helper", lambda x: x),
     "a number": setting("scale", 3.0),
     "a number to a tensor": setting("scale", torch.tensor([1.0, 2.0])),
     "nothing to a number": setting("limit", 7.0),
@@ -62,6 +74,7 @@ CHANGES = {
 def test_a_change_is_noticed(change):
     block = Block()
     made = AsMade(block)
+    object.__setattr__(block, "made", made)
     assert made.holds(block)
     change(block)
     assert not made.holds(block)
@@ -80,6 +93,17 @@ def test_patched_classes_are_noticed(monkeypatch):
     block = Block()
     made = AsMade(block)
     monkeypatch.setattr(nn.Linear, "forward", lambda _, x: x)
+    assert not made.holds(block)
+
+
+def test_a_sub_class_that_gets_a_function_of_its_own_is_noticed():
+    class Other(Block):
+        pass
+
+    block = Other()
+    made = AsMade(block)
+    assert made.holds(block)
+    Other.forward = lambda _, x: x
     assert not made.holds(block)
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from symbiosis.errors import BadCall
+import symbiosis
+from symbiosis.errors import BadCall, ModelChanged
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import assert_same_gradients, connected, gradients, trainable, twin
 
@@ -305,3 +306,69 @@ def test_rows_that_lie_elsewhere_are_other_rows():
                 x.data = 2 * start
                 found.append(torch.cat([first, attention.k_proj(x), attention.v_proj(x)], dim=1))
             torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("architecture", [LLAMA, GPT2, MIXTRAL], ids=lambda a: a.name)
+def test_a_whole_checkpoint_that_is_loaded_is_what_is_computed(architecture, strict):
+    other = architecture.model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    weights = other.state_dict()
+
+    def load(model):
+        assert not model.load_state_dict(weights, strict=strict).unexpected_keys
+
+    logits_alike(architecture, load)
+
+
+def test_a_checkpoint_without_base_weights_leaves_the_executors():
+    plain = LLAMA.model()
+    with connected(twin(plain), "inproc") as model:
+        model.load_state_dict(model.state_dict())
+        assert not q(model).is_local
+        found = model.load_state_dict({"model.norm.weight": plain.model.norm.weight}, strict=False)
+        assert not q(model).is_local
+        assert not any(key.endswith(".like") for key in found.missing_keys)
+
+
+@pytest.mark.parametrize("targets", [["c_attn"], ["c_fc", "c_proj"]])
+@pytest.mark.parametrize("init", [True, False])
+def test_dora_on_layers_whose_inputs_come_first(init, targets):
+    plain, found = GPT2.model(), []
+    options = {"target_modules": targets, "use_dora": True, "init_lora_weights": init, "fan_in_fan_out": True}
+    with connected(twin(plain), "inproc") as model:
+        for each in (plain, model):
+            torch.manual_seed(1)
+            found.append(gradients(get_peft_model(each, LoraConfig(r=3, task_type="CAUSAL_LM", **options)), GPT2.batch()))
+    assert_same_gradients(found[1], found[0])
+
+
+def test_rows_that_are_cut_off_between_two_layers_have_a_gradient_of_their_own():
+    plain = LLAMA.model().requires_grad_(False)
+    with connected(twin(plain), "inproc") as model:
+        for _ in range(2):  # the second time it is known who follows whom
+            for each in (plain, model.requires_grad_(False)):
+                attention, start = each.model.layers[0].self_attn, torch.ones(1, 2, each.config.hidden_size, requires_grad=True)
+                rows = start * 2.0
+                attention.q_proj(rows)
+                rows.detach_().requires_grad_()
+                attention.k_proj(rows).sum().backward()
+                assert start.grad is None
+                assert rows.grad is not None
+
+
+def test_an_executor_that_comes_back_with_other_biases_is_not_used():
+    plain = BY_NAME["qwen2"].model()
+    other = twin(plain)
+    with torch.no_grad():
+        q(other).bias.add_(1.0)
+    with symbiosis.Executor(plain) as executor:
+        address = executor.listen("tcp://127.0.0.1:0")
+        model = symbiosis.connect(address, grace_s=20)
+    with symbiosis.Executor(other) as executor:
+        executor.listen(address)
+        with pytest.raises(ModelChanged, match="connect again"):
+            model(torch.ones(1, 3, dtype=torch.int64))
+        model.symbiosis.close()

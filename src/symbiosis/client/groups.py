@@ -59,7 +59,7 @@ class Groups:
             # no version counter: a change in place between two calls could not be seen; or no numbers of its own
             return self._ask((me,), x)[0]
         run: _Run = getattr(self._local, "run", None) or _Run()
-        key = (seen._version, seen.data_ptr(), x.dtype, x.requires_grad, torch.is_grad_enabled())
+        key = (seen._version, seen.data_ptr(), x.dtype, x.requires_grad, seen.is_leaf, torch.is_grad_enabled())
         if run.tensor() is seen and run.key == key:
             run.members.append(me)
             result = run.waiting.pop(me, None)

@@ -191,6 +191,19 @@ class VirtualLayer(nn.Module):
         self._changed = {name: fn(weight) for name, weight in self._changed.items()}
         return self
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str], *more: Any
+    ) -> None:
+        """A checkpoint that has this layer's weights makes them the tenant's own; one that has not leaves the executor's."""
+        hosted = {prefix + name: name for name in self._hosted if self._parameters.get(name) is None}
+        others = {key: value for key, value in state_dict.items() if key.startswith(prefix) and key not in hosted}
+        if "like" in self._parameters:
+            others.setdefault(f"{prefix}like", self._parameters["like"])
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing, *more)
+        for key, name in hosted.items():
+            if key in state_dict:
+                self.change(name, state_dict[key].detach().to(self.device, self.dtype, copy=True))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
@@ -354,24 +367,27 @@ class _Part:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self._children = module, list(module._modules.values())
-        own = {kind for kind in type(module).__mro__ if kind.__module__ == __name__}
-        self._kind = next(kind for kind in type(module).__mro__ if kind not in own and "forward" in vars(kind))
+        kinds = [kind for kind in type(module).__mro__ if kind.__module__ != __name__]
+        self._kind = next(kind for kind in kinds if "forward" in vars(kind))
+        self._before = kinds[: kinds.index(self._kind)]  # these have none of their own
         self._code, self._called = vars(self._kind)["forward"], type(module).forward
         self._names = tuple(vars(module))
-        self._settings = {name: value for name, value in vars(module).items() if _is_setting(name)}
+        self._settings = {name: value for name, value in vars(module).items() if _is_setting(name, value)}
 
     def is_same(self, training: bool) -> bool:
         module, now = self.module, vars(self.module)
         if module.training is not training or type(module).forward is not self._called:
             return False
-        if vars(self._kind).get("forward") is not self._code:
+        if vars(self._kind).get("forward") is not self._code or any("forward" in vars(kind) for kind in self._before):
             return False
         children = module._modules.values()
         if len(children) != len(self._children) or any(map(operator.is_not, children, self._children)):
             return False
         if tuple(now) != self._names:
-            if any(_is_setting(name) and isinstance(now[name], _PLAIN) for name in now.keys() - self._settings.keys()):
+            new = {name: now[name] for name in now if name not in self._names and _is_setting(name, now[name])}
+            if any(isinstance(value, _PLAIN) or callable(value) or hasattr(type(module), name) for name, value in new.items()):
                 return False
+            self._settings.update(new)  # of no account, as long as they stay so
             self._names = tuple(now)
         return all(now.get(name) is value or _same(now.get(name), value) for name, value in self._settings.items())
 
@@ -379,13 +395,13 @@ class _Part:
 _PLAIN = int | float | str | None
 
 
-def _is_setting(name: str) -> bool:
-    return name[0] != "_" and name != "training"
+def _is_setting(name: str, value: Any) -> bool:
+    return (name[0] != "_" or callable(value)) and name != "training"
 
 
 def _same(now: Any, before: Any) -> bool:
-    """Of a setting: the same number or word. Of anything else, the same kind of thing."""
-    return type(now) is type(before) and (not isinstance(before, _PLAIN) or now == before)
+    """Of a setting: the same number or word. Of anything else that is not called, the same kind of thing."""
+    return type(now) is type(before) and not callable(before) and (not isinstance(before, _PLAIN) or now == before)
 
 
 class VirtualExperts(VirtualLayer):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -221,7 +222,7 @@ def _cheap_answer(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _asked_to_train(weight: VirtualWeight, requires_grad: bool = True) -> Any:
     """The layer's own weight becomes a parameter; an alias a tensor that shares its memory, as with a plain layer."""
-    if not requires_grad:
+    if not requires_grad or _is_asked_by("transpose"):  # PEFT's makes a parameter of what it only reads
         return weight
     if weight.is_copy or weight.turned or not weight.alias:
         if weight.alias:
@@ -351,13 +352,20 @@ def _low_rank(change: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def refuse_to_merge(layer: VirtualLayer) -> None:
     """Raise `CannotMerge` if PEFT is merging an adapter right now: that would pull the base model into the tenant."""
-    frame = sys._getframe(1)
+    if _is_asked_by(*_MERGES):
+        raise CannotMerge(
+            f"{layer.spec.paths[0]} lives in the executor, so an adapter cannot be merged into it. Save the adapter "
+            "(save_pretrained) and merge it into a full copy of the model with plain PEFT, or serve it unmerged"
+        )
+
+
+def _is_asked_by(*names: str) -> bool:
+    """Whether one of these functions of PEFT is running right now."""
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(40):
-        if frame.f_code.co_name in _MERGES and "peft" in frame.f_code.co_filename:
-            raise CannotMerge(
-                f"{layer.spec.paths[0]} lives in the executor, so an adapter cannot be merged into it. Save the adapter "
-                "(save_pretrained) and merge it into a full copy of the model with plain PEFT, or serve it unmerged"
-            )
-        if frame.f_back is None:
-            return
+        if frame is None:
+            return False
+        if frame.f_code.co_name in names and "peft" in frame.f_code.co_filename:
+            return True
         frame = frame.f_back
+    return False
