@@ -40,7 +40,7 @@ class Workshop:
 
     def do(self, ticket: str, body: Mapping[str, Any]) -> None:
         if body.get("op") == "stop_training":
-            self.jobs.stop(ticket)
+            (self.jobs.abandon if body.get("at_once") is True else self.jobs.stop)(ticket)
         elif body.get("op") == "check_adapter":
             adapter = _adapter(body.get("adapter"))
             try:

@@ -107,3 +107,30 @@ def test_more_steps_than_are_done_and_longer_than_the_model():
     with pytest.raises(BadPlan, match="100 virtual tokens leave none"):
         plan.length(Wishes(adapter={"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 100}), 100)
     assert plan.length(Wishes(truncate=False), 10_000) == plan.Length(max_length=2048, truncate=False)
+
+
+def test_too_many_steps_are_told_as_they_were_asked_for():
+    with pytest.raises(BadPlan, match="ask for fewer") as caught:
+        made(n_steps=1001)
+    assert caught.value.field == "hyperparameters.n_steps"
+    with pytest.raises(BadPlan, match="fewer epochs") as caught:
+        made(n_epochs=1000.0, batch_size=1)
+    assert caught.value.field == "hyperparameters.n_epochs"
+
+
+def test_when_to_validate_without_anything_to_validate_with_is_refused():
+    with pytest.raises(BadPlan, match="no validation_file") as caught:
+        made(evaluate_every=3)
+    assert caught.value.field == "hyperparameters.evaluate_every"
+
+
+@pytest.mark.parametrize("warmup", [11, 1000000, 1.5])
+def test_a_warmup_that_never_ends_or_is_no_number_of_steps_is_refused(warmup):
+    with pytest.raises(BadPlan, match="whole number of steps") as caught:
+        made(n_steps=10, warmup=warmup)
+    assert caught.value.field == "hyperparameters.warmup"
+
+
+@pytest.mark.parametrize("warmup", [0, 0.5, 1, 10])
+def test_other_warmups_are_taken(warmup):
+    assert made(n_steps=10, warmup=warmup).recipe["warmup_steps"] == warmup

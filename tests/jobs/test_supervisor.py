@@ -37,6 +37,7 @@ class Engine:
 
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     inbox: asyncio.Queue[Any] | None = None
 
@@ -48,8 +49,10 @@ class Engine:
     def forget(self, id: str) -> None:
         pass
 
-    async def stop_training(self, id: str) -> None:
+    async def stop_training(self, id: str, *, at_once: bool = False) -> None:
         self.stopped.append(id)
+        if at_once:
+            self.dropped.append(id)
 
     async def ask(self, op: str, **body: Any) -> dict[str, Any]:
         self.asked.append((op, body))
@@ -325,6 +328,7 @@ async def test_a_job_that_ends_while_it_is_paused_has_ended(world):
     supervisor, engine = await world.start()
     await until(lambda: engine.told)
     await supervisor.pause(job)
+    assert not engine.dropped
     engine.finish("0")
     await until(lambda: world.state(job) is State.SUCCEEDED)
     with pytest.raises(WrongState):
@@ -337,6 +341,7 @@ async def test_what_ends_after_it_was_cancelled_is_put_away(world):
     supervisor, engine = await world.start()
     await until(lambda: engine.told)
     await supervisor.cancel(job)
+    assert engine.dropped == ["0"], "nobody wants what it would still do"
     engine.finish("0")
     await until(lambda: engine.asked)
     assert engine.asked == [("unload", {"name": "ann:ft-ftjob-one"})]

@@ -40,7 +40,9 @@ def test_the_admins_routes_are_not_the_tenants(hotel):
         if not is_tenants(path) and path not in OPEN_PATHS:
             assert hotel.ask(method, path, ANN).status_code == 403, path
             assert hotel.ask(method, path, CHIEF).status_code != 403, path
-    assert hotel.ask("GET", "/v1/nothing", ANN).status_code == 403  # a route nobody listed is the admin's
+    for key in (ANN, CHIEF):
+        assert hotel.ask("GET", "/v1/nothing", key).status_code == 404
+    assert hotel.ask("POST", "/v1/embeddings", ANN, json={}).status_code == 400  # refused by name, to everybody
 
 
 def test_a_tenant_with_its_key_is_served_and_counted_by_name(hotel):

@@ -352,6 +352,16 @@ def test_a_missing_field_and_a_second_job_of_the_same_id(tmp_path, there):
     assert ends(there.peer, "twice") == ["stopped"]
 
 
+def test_a_job_that_nobody_wants_any_more_ends_without_its_steps_under_way(tmp_path, there):
+    there.peer.send(**order(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "unwanted"))
+    there.peer.wait_for(lambda: there.peer.said("unwanted", "step"))
+    there.peer.send(op="stop_training", id="unwanted", at_once=True)
+    there.peer.wait_for(lambda: ends(there.peer, "unwanted"))
+    assert ends(there.peer, "unwanted") == ["failed"]
+    (said,) = there.peer.said("unwanted", "failed")
+    assert said["code"] == "closed"
+
+
 def test_a_checkpoint_of_another_step_is_refused(tmp_path, there):
     there.peer.send(**order(PLAIN, tmp_path, "made", checkpoint_every=4))
     there.peer.wait("made")

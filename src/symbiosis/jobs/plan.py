@@ -183,9 +183,19 @@ def make(wishes: Wishes, *, examples: int, tokens: int, validates: bool, seed: i
     epochs = wishes.n_epochs or 3
     steps = wishes.n_steps or math.ceil(epochs * math.ceil(math.ceil(examples / batch) / together))
     if steps > max_steps:
+        asked = "n_epochs" if wishes.n_steps is None else "n_steps"
+        less = "fewer epochs, or larger batches" if wishes.n_steps is None else "ask for fewer"
+        raise BadPlan(f"these would be {steps} steps, at most {max_steps} are done: {less}", field=f"hyperparameters.{asked}")
+    if wishes.evaluate_every is not None and not validates:
         raise BadPlan(
-            f"these would be {steps} steps, at most {max_steps} are done: fewer epochs, or larger batches",
-            field="hyperparameters.n_epochs",
+            "evaluate_every says when to validate, and there is no validation_file: give one, or leave it out",
+            field="hyperparameters.evaluate_every",
+        )
+    warmup = wishes.warmup or 0
+    if warmup > steps or (warmup > 1 and warmup != int(warmup)):
+        raise BadPlan(
+            f"warmup is {warmup:g} of {steps} steps: expected a share below 1, or a whole number of steps up to that",
+            field="hyperparameters.warmup",
         )
     rate = wishes.learning_rate or _usual_rate(wishes, adapter) * (wishes.learning_rate_multiplier or 1.0)
     recipe = {

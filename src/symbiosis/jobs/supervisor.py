@@ -49,7 +49,7 @@ class Engine(Protocol):
 
     def forget(self, id: str) -> None: ...
 
-    async def stop_training(self, id: str) -> None: ...
+    async def stop_training(self, id: str, *, at_once: bool = False) -> None: ...
 
     async def ask(self, op: str, **body: Any) -> dict[str, Any]: ...
 
@@ -190,7 +190,7 @@ class Supervisor:
         job = await asyncio.to_thread(self._change, id, change, message)
         live = [key for key, each in self._live.items() if each.job == id]
         for key in live:
-            await self._tell_stop(key)
+            await self._tell_stop(key, at_once=job.state.is_end)
         if not live and job.state.is_end and id not in self._validating:
             await asyncio.to_thread(self._folder.remove_work, id)
         self.wake()
@@ -201,9 +201,10 @@ class Supervisor:
         with suppress(WrongState):
             await self._surely(lambda: asyncio.to_thread(self._notes.fail, id, _told(error)))
 
-    async def _tell_stop(self, key: str) -> None:
+    async def _tell_stop(self, key: str, *, at_once: bool = False) -> None:
+        """`at_once`: nobody wants what it would still do."""
         with suppress(EngineLost):
-            await self._engine.stop_training(key)
+            await self._engine.stop_training(key, at_once=at_once)
 
     # Starting
 
@@ -309,7 +310,7 @@ class Supervisor:
         self._begun[job.tenant] = next(self._numbers)
         now = await asyncio.to_thread(self._records.job, job.id)
         if self._closing or now.state is not State.RUNNING:  # cancelled or paused while it was sent
-            await self._tell_stop(key)
+            await self._tell_stop(key, at_once=now.state.is_end)
 
     def _noted_start(self, id: str) -> tuple[Job, Checkpoint | None]:
         with self._records.transaction():

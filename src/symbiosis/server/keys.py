@@ -11,15 +11,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.errors import Forbidden, SymbiosisError, Unauthorized
 from symbiosis.server.bodies import drain
-from symbiosis.server.failures import response_of
+from symbiosis.server.failures import BadRequest, response_of
 from symbiosis.server.settings import ADMIN
 
 OPEN_PATHS = frozenset({"/health"})
 """Say only that somebody is there."""
 TENANTS_PATHS = frozenset(
-    {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/adapters", "/v1/files", "/v1/fine_tuning/jobs"}
+    {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
+    | {"/v1/adapters", "/v1/files", "/v1/fine_tuning/jobs"}
     | {"/tokenize", "/detokenize"}
 )
+ADMINS_PATHS = frozenset({"/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_lora_adapter"})
+"""Only for the error: whatever else is not named here is the admin's too."""
 TENANTS_FOLDERS = ("/v1/models/", "/v1/adapters/", "/v1/files/", "/v1/fine_tuning/jobs/")
 
 
@@ -90,6 +93,8 @@ class Guard:
             try:
                 caller = self._keys.caller(_text(headers.get(b"authorization")))
                 if not is_tenants(scope["path"]) and not caller.is_admin:
+                    if scope["path"] not in ADMINS_PATHS:
+                        raise BadRequest(f"there is no {scope['path']}", code="not_found", status=404)
                     raise Forbidden("this is the admin's: use the key given with --admin-key")
                 if self._hosts is not None and _host(headers.get(b"host", b"")) not in self._hosts:
                     raise Forbidden("a server without keys is called by an address of this machine, such as 127.0.0.1")

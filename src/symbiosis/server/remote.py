@@ -114,10 +114,10 @@ class Remote:
         if not self.lost.is_set():
             await self._line.send({"op": "cancel", "id": id, "number": number})
 
-    async def stop_training(self, id: str) -> None:
-        """Let a job stop after the steps under way; its end comes to its inbox."""
+    async def stop_training(self, id: str, *, at_once: bool = False) -> None:
+        """Let a job stop after the steps under way, or after the pass under way; its end comes to its inbox."""
         if not self.lost.is_set():
-            await self._line.send({"op": "stop_training", "id": id})
+            await self._line.send({"op": "stop_training", "id": id, "at_once": at_once})
 
     async def _read(self) -> None:
         try:
