@@ -214,7 +214,7 @@ class OutOfRange(SymbiosisError):
     code = "out_of_range"
 
     def __init__(self, message: str, *, field: str = "", expected: str = "") -> None:
-        super().__init__(message)
+        super().__init__(f"{message}, expected {expected}" if expected else message)
         self.field = field
         self.expected = expected
 

@@ -21,7 +21,7 @@ def within(name: str, value: object, least: float, most: float, *, whole: bool =
     expected = f"{'an integer' if whole else 'a number'} from {least:g} to {most:g}"
     # NaN is in no range; a bool is an int to Python, not to us
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        raise OutOfRange(f"{name} is {value!r}, expected {expected}", field=name, expected=expected)
+        raise OutOfRange(f"{name} is {value!r}", field=name, expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

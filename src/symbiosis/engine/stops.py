@@ -128,7 +128,7 @@ class StopStrings:
         for stop in stops:
             if not isinstance(stop, str) or not 1 <= len(stop) <= 1024:
                 expected = "strings of 1 to 1024 characters"
-                raise OutOfRange(f"stop has {stop!r:.80}, expected {expected}", field="stop", expected=expected)
+                raise OutOfRange(f"stop has {stop!r:.80}", field="stop", expected=expected)
         self.stopped: str | None = None
         """The stop string that was met."""
         self._include = include
