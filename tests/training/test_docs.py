@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
-from tests.training.tasks import base
+from symbiosis.models.default import default_model_folder
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
-def test_the_page(tmp_path, capsys):
+def test_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    exec(block, {"model": base(), "LoraConfig": LoraConfig, "folder": tmp_path})
+    exec(block, {})
     assert "Done(step=3, total=3" in capsys.readouterr().out
     for name in ("by hand", "by a job"):
-        PeftModel.from_pretrained(copy.deepcopy(base()), tmp_path / name)
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(default_model_folder()), tmp_path / "adapters" / name)
 
 
 def test_every_module_is_named():
