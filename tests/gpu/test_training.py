@@ -90,6 +90,64 @@ def test_graphs_give_what_the_kernels_give(lengths, hidden, monkeypatch):
     assert_alike(again, plain, 2e-2)
 
 
+LARGE, SMALLER = [(512,) * 8] * 3, [[(512,) * 8] * 2, [(512,) * 8], [(512,) * 5] * 3]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["default stream", "a stream of its own"])
+def test_passes_that_are_no_graphs_have_the_memory_of_graphs(apart):
+    model = model_in(torch.bfloat16)
+    packed, plain = PackedModel(model, graphs=4), PackedModel(model)
+    expected = {len(lengths): plain.compute(shares_of(model, lengths, CONFIGS[:3])) for lengths in SMALLER[:2]}
+    plain.trim()
+    with torch.cuda.stream(torch.cuda.Stream() if apart else torch.cuda.default_stream()):
+        for _ in range(4):
+            packed.compute(shares_of(model, LARGE, CONFIGS[:3]))
+        assert graphs_of(packed) == 1
+        before = torch.cuda.memory_reserved()
+        large = packed.compute(shares_of(model, LARGE, CONFIGS[:3]))
+        found = {len(lengths): packed.compute(shares_of(model, lengths, CONFIGS[:3])) for lengths in SMALLER}
+        again = packed.compute(shares_of(model, LARGE, CONFIGS[:3]))
+    assert graphs_of(packed) == 1
+    assert torch.cuda.memory_reserved() < 1.1 * before
+    for sessions, each in expected.items():
+        assert_alike(found[sessions], each, 2e-2)
+    assert_alike(again, large, 1e-6)
+
+
+def test_a_graph_that_is_larger_begins_anew():
+    model = model_in(torch.bfloat16)
+    packed = PackedModel(model, graphs=4)
+    reserved = []
+    for lengths, kept in [(SMALLER[1], 1), (SMALLER[0], 1), (LARGE, 1), (SMALLER[0], 2), (SMALLER[1], 3)]:
+        for _ in range(4):
+            packed.compute(shares_of(model, lengths, CONFIGS[:3]))
+        assert graphs_of(packed) == kept
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[4] < 1.1 * reserved[2]
+
+
+def test_what_a_model_keeps_for_later_passes_is_not_written_over(monkeypatch, caplog):
+    model = model_in(torch.bfloat16)
+    packed = PackedModel(model, graphs=4)
+    kept = {}
+    plain = LlamaForCausalLM.forward
+
+    def forward(self, *args, **named):
+        rows = named["position_ids"].shape[1]
+        if rows not in kept:
+            kept[rows] = torch.full((1 << 20,), float(rows), device="cuda")
+        return plain(self, *args, **named)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    for lengths in [LARGE, *SMALLER, LARGE]:
+        for _ in range(4):
+            packed.compute(shares_of(model, lengths, CONFIGS[:3]))
+    assert len(kept) == 4
+    for rows, values in kept.items():
+        assert torch.equal(values, torch.full_like(values, rows))
+    assert "keeps what training passes compute" in caplog.text
+
+
 def test_of_streams_the_two_that_were_used_last_keep_their_graphs():
     model = model_in(torch.bfloat16)
     packed, shares = PackedModel(model, graphs=2), shares_of(model, LENGTHS["alike"], CONFIGS[:3])

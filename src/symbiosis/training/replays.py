@@ -4,13 +4,18 @@ A pass of a key that comes often (`favourites`) is captured; its pack becomes th
 are copied. What is computed by the lengths of its sequences cannot be one. A graph runs on the multiprocessors of the
 stream it was captured on, so each stream has graphs of its own. Gradients go to where each pack's tables say, which is
 memory of its own. Capturing takes about as long as a pass; what cannot be captured runs as it always did.
+
+All graphs of a stream, and the passes between them that are none, have the same memory, for only one of them runs at a
+time: as much as the largest needs. One that is larger than those before starts anew, since its parts would not fit
+into what theirs left.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -35,6 +40,8 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     frame: Pack
     losses_N: Tensor
+    pool: torch.cuda.MemPool
+    """Goes last."""
 
 
 class _Kept:
@@ -43,11 +50,20 @@ class _Kept:
     def __init__(self, most: int) -> None:
         self.graphs: dict[Any, _Graph] = {}
         self.favourites = Favourites(most)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.MemPool()
+        self.rows = 0
+        """Of the largest."""
+
+    def begin_anew(self) -> None:
+        """With another memory, and without graphs. Nothing may be running."""
+        self.graphs.clear()
+        self.favourites.keep_none()
+        self.pool = torch.cuda.MemPool()
+        self.rows = 0
 
 
 class Replays:
-    """One thread. All graphs of a stream share memory: the next replay writes over what the last one gave."""
+    """One thread. The next pass of a stream writes over what the last one gave."""
 
     def __init__(self, most: int, device: torch.device) -> None:
         """At most so many graphs are kept of each stream, and those of two streams."""
@@ -57,6 +73,8 @@ class Replays:
         """The last pass was one of a key that may soon be a graph, or became one: the next will be faster."""
         self._spare: torch.cuda.Stream | None = None
         self._failures = 0
+        self._shares = True
+        """Passes that are no graphs have the graphs' memory."""
 
     def run(self, pack: Pack, run: Run) -> Tensor:
         kept, key = self._kept(), pack.key
@@ -66,14 +84,11 @@ class Replays:
         self.is_new = found is None and tries and kept.favourites.is_coming(key)
         if found is None:
             if not (tries and kept.favourites.is_worth(key)):
-                losses_N = run(pack)
-                if pack.by_lengths:
-                    kept.favourites.refuse(key)
-                return losses_N
-            found = self._captured(pack, run, kept.pool)
+                return self._launched(pack, run, kept)
+            found = self._captured(pack, run, kept)
             if found is None:
                 kept.favourites.refuse(key)
-                kept.pool = torch.cuda.graph_pool_handle()  # that one may be unusable
+                kept.pool = torch.cuda.MemPool()  # that one may be unusable
                 return run(pack)
             kept.graphs.pop(kept.favourites.keep(key), None)
             kept.graphs[key] = found
@@ -98,16 +113,56 @@ class Replays:
         self._streams.move_to_end(stream)
         return self._streams[stream]
 
-    def _captured(self, pack: Pack, run: Run, pool: Any) -> _Graph | None:
+    def _launched(self, pack: Pack, run: Run, kept: _Kept) -> Tensor:
+        """A pass that is no graph, in the memory of those there are."""
+
+        def computed() -> Tensor:
+            frame = pack.frame()  # what it works out on the way goes with it
+            losses_N = run(frame)
+            if frame.by_lengths:
+                kept.favourites.refuse(pack.key)
+            return losses_N
+
+        if not (kept.graphs and self._shares):
+            return computed()
+        is_first = kept.favourites.is_first(pack.key)
+        before = _held(kept.pool) if is_first else 0
+        with self._where_graphs_are():
+            with torch.cuda.use_mem_pool(kept.pool, self._device):
+                found_N = computed()
+            losses_N = found_N.clone()
+        del found_N
+        if is_first and _held(kept.pool) > before:  # graphs would write over what the model has kept for later passes
+            _log.warning("the model keeps what training passes compute: those that are no graphs get memory of their own now")
+            self._shares = False
+            self.clear()
+        return losses_N
+
+    @contextmanager
+    def _where_graphs_are(self) -> Iterator[None]:
+        """On the stream that they were captured on: memory belongs to a stream."""
+        here, there = torch.cuda.current_stream(self._device), self._capturing_stream()
+        there.wait_stream(here)
+        with torch.cuda.stream(there):
+            yield
+        here.wait_stream(there)
+
+    def _capturing_stream(self) -> torch.cuda.Stream:
         stream = torch.cuda.current_stream(self._device)
         if stream == torch.cuda.default_stream(self._device):  # nothing can be captured there
             stream = self._spare = self._spare or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return stream
+
+    def _captured(self, pack: Pack, run: Run, kept: _Kept) -> _Graph | None:
+        stream = self._capturing_stream()
         with done_on(self._device):
+            if pack.rows > kept.rows:
+                kept.begin_anew()
             torch.cuda.empty_cache()  # what passes had is not needed beside the graph's own
         frame = pack.frame()
         try:
             with torch.cuda.stream(stream):
-                graph, losses_N = captured(lambda: run(frame), pool)
+                graph, losses_N = captured(lambda: run(frame), kept.pool.id)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -117,5 +172,10 @@ class Replays:
             return None
         finally:
             stream.synchronize()
-        self._failures = 0
-        return None if frame.by_lengths else _Graph(graph, frame, losses_N)
+        self._failures, kept.rows = 0, max(kept.rows, pack.rows)
+        return None if frame.by_lengths else _Graph(graph, frame, losses_N, kept.pool)
+
+
+def _held(pool: torch.cuda.MemPool) -> int:
+    """Bytes that somebody has of it."""
+    return sum(segment["allocated_size"] for segment in pool.snapshot())  # type: ignore[no-untyped-call]
