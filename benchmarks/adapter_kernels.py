@@ -120,7 +120,7 @@ class LowRank:
         self.rmax = -(-rank // 16) * 16
         self.members = low_rank.Members(widths, bench.device)
         segments = [Segment(n, n * rows, rows) for n in range(adapters)]
-        tile = low_rank.tile_rows(adapters * rows, adapters)
+        tile = low_rank.tile_rows(adapters * rows, adapters, self.rmax)
         self.tiles = Tiles.of(segments, tile, bench.device)
         if rows * adapters <= 64:  # as a graph has it: room for any batch of so many rows
             self.tiles = Tiles(low_rank.most_tiles(adapters * rows, tile), tile, bench.device)

@@ -13,7 +13,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 pytest.importorskip("triton")
 
 from symbiosis.kernels import entering, gated, residual_norm
-from symbiosis.kernels.low_rank import NOTHING, Change, Members, Work, low_rank, shrink, spread
+from symbiosis.kernels.low_rank import NOTHING, Change, Members, Work, expand, low_rank, shrink, spread
 from symbiosis.kernels.tiles import Segment, Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,3 +108,55 @@ def test_no_rows():
     none = torch.empty(0, 16, device=DEVICE)
     slots = torch.empty(0, dtype=torch.int32, device=DEVICE)
     assert entering.enter(empty, none, none, slots, keys, keys.clone()).shape == (0, 2, 16)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="streams are a GPU's")
+@pytest.mark.parametrize("late", ["change", "result"])
+@pytest.mark.parametrize("consumer", ["residual", "gate", "expand"])
+def test_whoever_adds_it_waits_for_both_streams(consumer, late):
+    """Also in a graph, where it is launched before they have ended."""
+    width, out, dtype = 512, 512, torch.bfloat16
+    widths = [out // 2] * 2 if consumer == "gate" else [out]
+    changes = [[Change(random(8, width, dtype=dtype, scale=0.1), random(w, 8, dtype=dtype)) for w in widths] for _ in range(4)]
+    table = torch.tensor([[each.entry() for each in of_members] for of_members in changes]).to(DEVICE)
+    tiles = Tiles.of([Segment(n, n, 1) for n in range(4)], 2, DEVICE, reach=4)
+    work, other = Work(tiles, 4, width, Members(widths, DEVICE), 16), torch.cuda.Stream()
+    work.make_room()
+    x, weight = random(4, width, dtype=dtype), random(width, out, dtype=dtype, scale=0.1)
+
+    def wait(who):
+        if late == who:
+            torch.cuda._sleep(300_000)
+
+    def compute(apart):
+        here = torch.cuda.current_stream()
+        if apart:
+            other.wait_stream(here)
+            with torch.cuda.stream(other):
+                wait("change")
+                shrink(x, table, work, meeting=True)
+                kept = spread(table, work, like=x) if consumer != "expand" else None
+        wait("result")
+        y = x @ weight
+        if apart:
+            here.wait_stream(other)
+        else:
+            kept = None
+            low_rank(x, y, table, work)
+        if consumer == "gate":
+            return gated.gated(*y.chunk(2, dim=1), kept)
+        if apart and consumer == "expand":
+            expand(y, table, work)
+        return residual_norm.residual_norm(x, y, x[0], 1e-5, twice=True, kept=kept)[0]
+
+    compute(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = compute(True)
+    for _ in range(20):
+        x.normal_()
+        expected = compute(False).clone()
+        work.change_RO.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(found, expected)

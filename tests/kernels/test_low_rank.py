@@ -64,9 +64,9 @@ def check(segments, ranks, *, rows, width, widths, dtype=torch.float32, stretche
     own_bias = random(sum(widths), dtype=dtype) if bias else None
     expected = y.clone()
     reference(x, expected, segments, changes, widths, own_bias)
-    tiles = Tiles.of(segments, tile or tile_rows(rows, len(segments)), DEVICE, reach=rows)
-    rmax = -(-max(max(r) for r in ranks) // 16) * 16
-    work, plain = Work(tiles, rows, width, Members(widths, DEVICE), max(16, rmax), chosen), y.clone()
+    rmax = max(16, -(-max(max(r) for r in ranks) // 16) * 16)
+    tiles = Tiles.of(segments, tile or tile_rows(rows, len(segments), rmax), DEVICE, reach=rows)
+    work, plain = Work(tiles, rows, width, Members(widths, DEVICE), rmax, chosen), y.clone()
     low_rank(x, y, table, work, own_bias)
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     work.make_room()
@@ -82,6 +82,13 @@ def check(segments, ranks, *, rows, width, widths, dtype=torch.float32, stretche
 def test_any_rank_and_width(rank, count, dtype):
     segments = [Segment(0, 1, count), Segment(1, 1 + count, count)]
     check(segments, [[rank], [rank]], rows=8, width=600, widths=[530], dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [20, 33, 64, 300])
+@pytest.mark.parametrize("rank", [36, 64])
+def test_many_rows_of_one_adapter(rank, rows, dtype):
+    check([Segment(0, 0, rows - 1)], [[rank, rank]], rows=rows, width=300, widths=[530, 16], dtype=dtype)
 
 
 @pytest.mark.parametrize(("width", "out"), [(16, 16), (513, 77), (1024, 512), (100, 1030)])
@@ -190,7 +197,7 @@ def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile, way):
         if kept is not None:
             join(y, kept, members)
         else:
-            expand(y, table, work, meeting=True)
+            expand(y, table, work)
 
     compute()
     torch.cuda.synchronize()

@@ -71,7 +71,7 @@ class Pending:
             self._here.wait_stream(self._beside)
         self._rows = None
         if self._kept is None:
-            expand(y_RO, self._table, self._work, self._bias_O, meeting=self._beside is not None)
+            expand(y_RO, self._table, self._work, self._bias_O)
         return self._kept
 
     def add(self, y_RO: Tensor) -> None:
@@ -112,7 +112,7 @@ class Bank:
             from symbiosis.kernels.low_rank import tile_rows
 
             most = max(segment.end for segment in segments)
-            size, device = tile_rows(most, len(segments)), self.table.device
+            size, device = tile_rows(most, len(segments), self.table.rank), self.table.device
             self._tiles = Tiles.of(self.by_slot(segments), size, device)
             self._head_tiles = Tiles.of(self.by_slot(logits), size, device) if logits else None
 

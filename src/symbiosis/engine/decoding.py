@@ -59,7 +59,7 @@ class Decoder:
         if size is None or any(len(span.pages) > self._max_pages for span in spans):
             return None
         rank = self._bank.table.rank if segments and self._bank.table is not None else 0
-        kind = (size, rank, tile_rows(size, len(segments)) if rank else 0)
+        kind = (size, rank, tile_rows(size, len(segments), rank) if rank else 0)
         if kind in self._failed:
             return None
         graph = self._graphs.get(kind) or self._added(kind)

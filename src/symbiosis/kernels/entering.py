@@ -114,6 +114,6 @@ def enter(
             (rows, q_blocks + 2 * k_blocks, 1), qkv_RO, qkv_RO, cos_RD, sin_RD, slots_R, q_RHD, keys_SKD, values_SKD,
             q_heads, k_heads, width // 2, q_blocks, k_blocks, qkv_RO.stride(0), cos_RD.stride(0), sin_RD.stride(0),
             *keys_SKD.stride()[:2], *values_SKD.stride()[:2], *arguments(kept, qkv_RO), early, heads, half,
-            early=early and kept is None,  # streams meet where something was kept
+            early=early,
         )  # fmt: skip
     return q_RHD

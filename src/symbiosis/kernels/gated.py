@@ -72,8 +72,7 @@ def _launch(gate_RW: Tensor, up_RW: Tensor, kept: Kept | None = None) -> Tensor:
     if rows:
         grid, strides = (rows, triton.cdiv(width, _BLOCK), 1), (gate_RW.stride(0), up_RW.stride(0))
         rest = arguments(kept, gate_RW)
-        # what was kept comes from another stream: streams meet here
-        _launch_gated(grid, out, gate_RW, up_RW, out, width, *strides, *rest, early, _BLOCK, early=early and kept is None)
+        _launch_gated(grid, out, gate_RW, up_RW, out, width, *strides, *rest, early, _BLOCK, early=early)
     return out
 
 

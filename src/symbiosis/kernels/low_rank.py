@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -41,6 +40,7 @@ _MOST_SPLITS = 32
 _DECODED = 64  # rows: up to here it may be all decoding
 _FEW = 2  # rows that a program takes one by one, without tensor cores
 _WIDEST = 64  # of the rank at once
+_LEAST = 1024  # input columns of a part: what it takes is read again by every program of `_expand`
 _ENOUGH = 1024  # programs: what would be more of them goes into the next block of one
 
 
@@ -102,7 +102,7 @@ class Plan:
     rank_programs: int
     """Programs that share the rank of an adapter."""
     block_k: int
-    """Input columns a program reads at once; all it reads, where tiles have few rows."""
+    """Input columns of two bytes that a program reads at once; all it reads, where tiles have few rows."""
     block_n: int
     """Output columns a program computes at once."""
     blocks: int = 1
@@ -113,10 +113,12 @@ class Plan:
     expand_warps: int = 4
 
 
-def tile_rows(rows: int, segments: int) -> int:
+def tile_rows(rows: int, segments: int, rmax: int) -> int:
     """How many rows a tile should have in a pass of so many, of so many adapters."""
     if rows <= _DECODED and rows < 16 * segments:  # mostly another adapter in every row
         return _FEW
+    if 16 < rows <= _DECODED and segments == 1 and rmax > 32:  # much to read, once for all rows
+        return 32 if rows <= 32 else 64
     return 16 if rows <= 256 else 64
 
 
@@ -138,12 +140,12 @@ def plan(tiles: Tiles, width: int, widths: Sequence[int], rmax: int) -> Plan:
         blocks = max(1, min(4, tiles.capacity * sum(widths) // (64 * _ENOUGH)))
         return Plan(splits, ranks, block_k, block_n=64, blocks=blocks, kept=True, expand_warps=1)
     many = tiles.rows > 16
-    least, wanted = (512, 2) if many else (1024, 4)  # what a part takes is read again by every program of `_expand`
-    splits = max(1, min(-(-width // least), -(-_PROCESSORS * wanted // programs), _MOST_SPLITS))
-    spare = _PROCESSORS * wanted // (programs * splits)
-    rank_programs = max(1, min(ranks, spare)) if many else ranks
-    block_n, warps = (256, 4) if many or rmax <= 16 else (128, 8)
-    return Plan(splits, rank_programs, 64 if many else 128, block_n, expand_warps=warps)
+    wanted = _PROCESSORS // (programs * ranks) if many else -(-_PROCESSORS * 4 // programs)
+    splits = max(1, min(-(-width // _LEAST), wanted, _MOST_SPLITS))
+    block_k = 128 if many and programs * ranks * splits > _PROCESSORS else 256
+    busy = tiles.capacity * sum(widths) >= 128 * _PROCESSORS  # with blocks of 256
+    block_n, warps = (256, 4) if rmax <= 16 or (many and busy) else (128, 8)
+    return Plan(splits, ranks, block_k, block_n, expand_warps=warps)
 
 
 def reference(
@@ -371,35 +373,34 @@ def shrink(x_RI: Tensor, table: Tensor, work: Work, *, meeting: bool = False) ->
     assert rows >= x_RI.shape[0], (rows, x_RI.shape)
     assert (x_RI.stride(1), table.stride(1), table.stride(2)) == (1, 4, 1)
     few = tiles.rows <= _FEW
-    span = chosen.block_k if few else -(-x_RI.shape[1] // (splits * chosen.block_k)) * chosen.block_k
+    block_k = chosen.block_k if few else 2 * chosen.block_k // x_RI.element_size()
+    span = block_k if few else -(-x_RI.shape[1] // (splits * block_k)) * block_k
     assert splits * span >= x_RI.shape[1], (chosen, x_RI.shape)
     with torch.cuda.device_of(x_RI):  # type: ignore[no-untyped-call]
         _shrink[(tiles.capacity, splits * chosen.rank_programs, members)](
             x_RI, table, tiles.device_3T, work.parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
             chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
-            FEW=few, BLOCK_M=max(16, tiles.rows), BLOCK_K=chosen.block_k,
+            FEW=few, BLOCK_M=max(16, tiles.rows), BLOCK_K=block_k,
             num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device, meeting=meeting),
         )  # fmt: skip
 
 
-def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None, *, meeting: bool = False) -> None:
+def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None) -> None:
     """The parts together times `b`, added to y, [R, O*] in place. `own_bias_O` is in y already; only DoRA asks for it.
 
-    `meeting`: y and the parts come from different streams.
+    y and the parts may come from different streams.
     """
-    bias_O, settings = (y_RO if own_bias_O is None else own_bias_O), early(y_RO.device, meeting=meeting)
-    _launch_expand(y_RO, bias_O, table, work, settings, has_bias=own_bias_O is not None, fresh=False)
+    bias_O = y_RO if own_bias_O is None else own_bias_O
+    _launch_expand(y_RO, bias_O, table, work, has_bias=own_bias_O is not None, fresh=False)
 
 
 def spread(table: Tensor, work: Work, like: Tensor, own_bias_O: Tensor | None = None) -> Kept:
     """The parts together times `b`, kept in `work`. `like` has the dtype of the weights."""
-    _launch_expand(work.change_RO, like, table, work, early(like.device), has_bias=False, fresh=True)
+    _launch_expand(work.change_RO, like, table, work, has_bias=False, fresh=True)
     return Kept(work.change_RO, table, work.tiles.slots_R, own_bias_O)
 
 
-def _launch_expand(
-    y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, settings: dict[str, Any], *, has_bias: bool, fresh: bool
-) -> None:
+def _launch_expand(y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, *, has_bias: bool, fresh: bool) -> None:
     """Without a bias, `own_bias_O` only tells the weights' dtype: of what is fresh, y has another."""
     splits, _, rows, rmax = work.parts_SMRr.shape
     tiles, members, chosen = work.tiles, work.members, work.plan
@@ -407,14 +408,14 @@ def _launch_expand(
     few = tiles.rows <= _FEW and rmax <= _WIDEST
     blocks = members.blocks(chosen.block_n * chosen.blocks if few else chosen.block_n)
     block_m, every = max(16, tiles.rows), triton.next_power_of_2(splits)
-    wide = 16 if tiles.rows > 16 else min(_WIDEST, triton.next_power_of_2(rmax))
+    wide = min(_WIDEST, triton.next_power_of_2(rmax))
     with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
         _expand[(tiles.capacity, blocks.shape[0])](
             y_RO, table, tiles.device_3T, blocks, work.parts_SMRr, own_bias_O,
             rows, tiles.capacity, splits, work.parts_SMRr.stride(0), rmax, y_RO.stride(0), table.stride(0),
             FRESH=fresh, FEW=few, HAS_BIAS=has_bias, EVEN=members.even, SPLITS=every,
             AT_ONCE=max(1, min(8, every, 8192 // (block_m * wide))), BLOCK_M=block_m, BLOCK_N=chosen.block_n,
-            AHEAD=chosen.blocks > 1, WIDE=wide, num_warps=chosen.expand_warps, num_stages=1, **settings,
+            AHEAD=chosen.blocks > 1, WIDE=wide, num_warps=chosen.expand_warps, num_stages=1, **early(y_RO.device),
         )  # fmt: skip
 
 

@@ -63,6 +63,6 @@ def residual_norm(
         _launch(
             (rows, 1, 1), x_RW, x_RW, y_RW, weight_W, total_RW, out_RW, width, x_RW.stride(0), y_RW.stride(0), epsilon,
             *arguments(kept, x_RW), early, twice, wide,
-            warps=min(16, max(1, wide // 512)), early=early and kept is None,  # streams meet where something was kept
+            warps=min(16, max(1, wide // 512)), early=early,
         )  # fmt: skip
     return total_RW, out_RW
