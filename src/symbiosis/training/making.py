@@ -200,6 +200,10 @@ class Maker:
 
 def _as_written(config: PeftConfig | Mapping[str, Any]) -> dict[str, Any]:
     """A config as it would stand in a file. Raises `BadAdapter` if it could not."""
+    if not isinstance(config, PeftConfig | Mapping):
+        raise BadAdapter(
+            f"adapter is {shown(config)}, expected a config of PEFT, such as LoraConfig(r=8), or the same as a dict"
+        )
     found = config.to_dict() if isinstance(config, PeftConfig) else dict(config)
     try:
         written = json.dumps({k: sorted(v) if isinstance(v, set) else v for k, v in found.items()}, allow_nan=False)
