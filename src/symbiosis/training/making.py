@@ -187,9 +187,10 @@ class Maker:
     def _size(self, raw: Mapping[str, Any], settings: Settings) -> int:
         """How many parameters it would have, about."""
         if isinstance(settings, PromptSettings):
-            row = settings.width * (2 * self.facts.layers if settings.method is Method.PREFIX_TUNING else 1)
+            width = settings.width or 0  # `_completed` has filled it in
+            row = width * (2 * self.facts.layers if settings.method is Method.PREFIX_TUNING else 1)
             inner = int(raw.get("encoder_hidden_size") or 0)
-            encoder = inner * (settings.width + row + (inner if settings.method is Method.P_TUNING else 0))
+            encoder = inner * (width + row + (inner if settings.method is Method.P_TUNING else 0))
             projected = raw.get("prefix_projection") or settings.method is Method.P_TUNING
             return settings.tokens * row + (encoder if projected else 0)
         modules = [(path, self.facts.modules[path]) for path in settings.targets.paths(self.facts)]
