@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from symbiosis.client.layers import AsMade
+from symbiosis.client.as_made import AsMade
+from symbiosis.client.block import VirtualBlock
+from symbiosis.client.mixing import mix_in
 
 
 class Block(nn.Module):
@@ -93,6 +95,15 @@ def test_patched_classes_are_noticed(monkeypatch):
     block = Block()
     made = AsMade(block)
     monkeypatch.setattr(nn.Linear, "forward", lambda _, x: x)
+    assert not made.holds(block)
+
+
+def test_a_patched_class_behind_what_is_mixed_in_is_noticed(monkeypatch):
+    block = Block()
+    mix_in(block, VirtualBlock)
+    made = AsMade(block)
+    assert made.holds(block)
+    monkeypatch.setattr(Block, "forward", lambda _, x: x)
     assert not made.holds(block)
 
 

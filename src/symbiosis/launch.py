@@ -26,6 +26,7 @@ from symbiosis.links.tcp import TcpLink, TcpPort
 from symbiosis.messages import Kind, Message
 from symbiosis.models.joining import join
 from symbiosis.models.part import load_weights, store_bytes, store_weights, unpack_tokenizer
+from symbiosis.models.place import device_of, dtype_of
 from symbiosis.models.source import ModelSource, load, shared_copy
 from symbiosis.models.split import Progress, Split, split
 from symbiosis.types import BlobRef, Limits, Manifest
@@ -65,13 +66,13 @@ class Executor:
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.tokens = _check_tokens(tokens or {})
-        place = _device(device)
+        place = device_of(device)
         self._policy_settings = (max_wait_ms, training_share)
         chosen = _policy(policy, max_wait_ms, training_share)
         if training_slowdown is not None and not hosting:
             raise SymbiosisError("training_slowdown is for answers beside hosted training: expected hosting (--http) too")
         turns = turns_on(place, training_share, training_slowdown)
-        source = load(model_or_path, device=place, dtype=_dtype(dtype), tokenizer=tokenizer)
+        source = load(model_or_path, device=place, dtype=dtype_of(dtype), tokenizer=tokenizer)
         if hosting:
             join(source.model)
         self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
@@ -227,7 +228,7 @@ def connect(
         raise SymbiosisError(f"privacy={privacy!r}: this version has no privacy modes; activations travel as they are")
     if mode not in MODES:
         raise SymbiosisError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
-    hello, place = {"name": name or ""}, _device(device or "cpu")
+    hello, place = {"name": name or ""}, device_of(device or "cpu")
     link: Link
     if isinstance(address, Executor):
         link = address.link(hello)
@@ -278,27 +279,6 @@ def _policy(policy: str | Policy, max_wait_ms: float | None, training_share: flo
             raise SymbiosisError(f"training_share is for the policy 'opportunistic', not for {policy!r}")
         settings["training_share"] = training_share
     return POLICIES[policy](**settings)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    """A device that is there. Raises `SymbiosisError`."""
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise SymbiosisError(f"device={device!r}: expected cpu, cuda or cuda:N") from None
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        seen = f"torch sees {torch.cuda.device_count()} GPUs" if torch.version.cuda else "this torch was built without CUDA"
-        raise SymbiosisError(f"device={str(place)!r}: there is no such GPU here ({seen})")
-    return place
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if isinstance(dtype, str):
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise SymbiosisError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
-        return found
-    return dtype
 
 
 def _check_tokens(tokens: Mapping[str, str]) -> dict[str, str]:

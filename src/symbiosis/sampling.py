@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from symbiosis.adapters.folder import from_memory
@@ -24,6 +24,7 @@ from symbiosis.errors import OutOfRange
 from symbiosis.training.adapter import Snapshot
 from symbiosis.training.sampling import Answer as AnyAnswer
 
+_SETTINGS = [each.name for each in fields(Sampling)]
 _DEFAULTS = {"temperature": 0.0, "max_tokens": 32}
 
 
@@ -85,10 +86,12 @@ class Sampler:
         self, tenant: str, prompts: Sequence[str | Sequence[int]], n: int, virtual: int, settings: Mapping[str, Any]
     ) -> Asked:
         within("n", n, 1, 128, whole=True)
-        if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence) for prompt in prompts):
-            raise OutOfRange(
-                "prompts are no list of prompts", field="prompts", expected="a list of texts, or of lists of tokens"
-            )
+        for prompt in prompts:
+            if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+                raise OutOfRange(f"a prompt is {prompt!r:.80}", field="prompts", expected="a text, or a list of token ids")
+        for name in settings:
+            if name not in _SETTINGS:
+                raise OutOfRange(f"{name!r} is no setting", field=name, expected=f"some of n, number, {', '.join(_SETTINGS)}")
         tokens = [tokens_of(prompt, self._tokenizer) for prompt in prompts]
         return Asked(self, tenant, tokens, n, virtual, Sampling(**{**_DEFAULTS, **settings}))
 

@@ -11,9 +11,11 @@ from peft import PeftConfig
 from transformers import PreTrainedModel
 
 from symbiosis.engine.engine import Core
+from symbiosis.errors import OutOfRange
 from symbiosis.executor.beside import turns_on
 from symbiosis.models.joining import join
-from symbiosis.models.source import ModelSource, load_both, shared_copy
+from symbiosis.models.place import device_of, dtype_of
+from symbiosis.models.source import ModelSource, check_plain, load_both, shared_copy
 from symbiosis.sampling import Sampler
 from symbiosis.training.config import HostConfig, HostStats
 from symbiosis.training.host import Host
@@ -27,7 +29,8 @@ class Studio:
 
     `model` is a transformers model, which is the studio's from now on, a folder, a hub id, or nothing: the
     default model. Prompts may be text if there is a tokenizer. Raises `CannotTrain` or `CannotServe` with the reason if
-    this model cannot be trained in shared passes, or not be sampled from.
+    this model cannot be trained in shared passes, or not be sampled from; `UnknownModel` if there is none; `OutOfRange` or
+    `SymbiosisError` if a setting is wrong.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class Studio:
         tokenizer: Any = None,
         *,
         device: str = "cpu",
-        dtype: torch.dtype | None = None,
+        dtype: str | torch.dtype | None = None,
         training: HostConfig = HostConfig(),  # noqa: B008 - frozen
         training_share: float | None = None,
         **engine: Any,
@@ -46,10 +49,17 @@ class Studio:
         While prompts are answered, training has `training_share` of the time (half, if it is not given), or of a GPU's
         multiprocessors (if it is not given, as many as let a token take 1.3 times as long).
         """
+        if tokenizer is not None and not callable(tokenizer):
+            raise OutOfRange(
+                f"tokenizer is {tokenizer!r:.80}", field="tokenizer", expected="a tokenizer of transformers, or None"
+            )
+        if not isinstance(training, HostConfig):
+            raise OutOfRange(f"training is {training!r:.80}", field="training", expected="a HostConfig")
         if not isinstance(model, PreTrainedModel):
-            model, found = load_both(model, device=torch.device(device), dtype=dtype)
+            model, found = load_both(model, device=device_of(device), dtype=dtype_of(dtype))
             tokenizer = tokenizer or found
         shared: PreTrainedModel = model
+        check_plain(shared)
         join(shared)
         self.tokenizer = tokenizer
         """The model's own if it was loaded here; None if there is none."""

@@ -22,7 +22,7 @@ from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.files import Limits
 from symbiosis.adapters.folder import read
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter, from_code
-from tests.adapters.wild import base, config_of, save, set_config, split_file, write_file
+from tests.adapters.wild import base, config_of, drop_config, save, set_config, split_file, write_file
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -65,6 +65,10 @@ def raw_config(text: str | bytes) -> Change:
 
 def setting(**changes: Any) -> Change:
     return lambda folder: set_config(folder, **changes)
+
+
+def without(*keys: str) -> Change:
+    return lambda folder: drop_config(folder, *keys)
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
@@ -132,14 +136,16 @@ BAD: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "rank too large": ("lora", setting(r=513), (CONFIG, "'r'", "512")),
     "rank is true": ("lora", setting(r=True), (CONFIG, "'r'")),
     "rank is a text": ("lora", setting(r="4"), (CONFIG, "'r'")),
-    "rank is missing": ("lora", setting(r=None), (CONFIG, "'r'")),
+    "rank is null": ("lora", setting(r=None), (CONFIG, "'r'")),
+    "alpha is null": ("lora", setting(lora_alpha=None), (CONFIG, "lora_alpha", "a number")),
     "alpha overflows": ("lora", raw_config('{"peft_type":"LORA","r":4,"target_modules":["q"],"lora_alpha":1e999}'), ("lora_alpha",)),
     "alpha is absurd": ("lora", setting(lora_alpha=1e300), (CONFIG, "lora_alpha")),
     "dora is a text": ("lora", setting(use_dora="yes"), (CONFIG, "use_dora")),
     "bias of another kind": ("lora", setting(bias="some"), (CONFIG, "bias")),
     "targets are a number": ("lora", setting(target_modules=7), (CONFIG, "target_modules")),
     "targets have a number": ("lora", setting(target_modules=["q_proj", 7]), (CONFIG, "target_modules")),
-    "targets are missing": ("lora", setting(target_modules=None), (CONFIG, "target_modules")),
+    "targets are null": ("lora", setting(target_modules=None), (CONFIG, "no target_modules", "save_pretrained")),
+    "targets are missing": ("lora", without("target_modules"), (CONFIG, "no target_modules", "save_pretrained")),
     "targets are a broken expression": ("lora", setting(target_modules="(q_proj"), (CONFIG, "target_modules")),
     "targets are nested deeply": ("lora", setting(target_modules="(" * 5000 + ")" * 5000), (CONFIG, "target_modules")),
     "a rank pattern that is a list": ("lora", setting(rank_pattern=["q_proj"]), (CONFIG, "rank_pattern")),
@@ -149,6 +155,7 @@ BAD: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "modules to save that are no names": ("lora", setting(modules_to_save=[[]]), (CONFIG, "modules_to_save")),
     "a token twice": ("tokens", setting(trainable_token_indices=[3, 3]), (CONFIG, "trainable_token_indices")),
     "a negative token": ("tokens", setting(trainable_token_indices=[3, -1]), (CONFIG, "trainable_token_indices")),
+    "virtual tokens are not said": ("prompt", without("num_virtual_tokens"), (CONFIG, "no num_virtual_tokens", "whole number")),
     "no virtual tokens": ("prompt", setting(num_virtual_tokens=0), (CONFIG, "num_virtual_tokens")),
     "too many virtual tokens": ("prefix", setting(num_virtual_tokens=1 << 30), (CONFIG, "num_virtual_tokens")),
     "IA3 without feedforward": ("ia3", setting(feedforward_modules=None), (CONFIG, "feedforward_modules")),

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.folder import read
 from symbiosis.adapters.parts import Adapter, LowRank, Scaling, Tokens, Whole
+from symbiosis.errors import BadAdapter
 from tests.adapters.formulas import logits
-from tests.adapters.wild import NAMES, base, save, served_by_peft, set_config
+from tests.adapters.wild import NAMES, base, config_of, drop_config, save, served_by_peft, set_config
 from tests.parity.architectures import ARCHITECTURES, MORE
 
 
@@ -133,6 +134,49 @@ def test_a_method_is_what_peft_computes(case, tmp_path):
     save(name, config, tmp_path)
     adapter = same_as_peft(name, tmp_path)
     assert adapter.bytes > 0
+
+
+SPARSE: dict[str, tuple[str, PeftConfig, tuple[str, ...]]] = {
+    "no alpha": ("llama", lora(lora_alpha=8), ("lora_alpha",)),
+    "no alpha with rslora": ("llama", lora(lora_alpha=8, use_rslora=True), ("lora_alpha",)),
+    "no alpha on Conv1D": ("gpt2", lora(("c_attn",), lora_alpha=8), ("lora_alpha", "fan_in_fan_out")),
+    "neither rank nor alpha": ("llama", lora(r=8), ("r", "lora_alpha")),
+    "neither, but patterns": ("llama", lora(r=8, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}), ("r", "lora_alpha")),
+    "no width": ("llama", prompt(num_virtual_tokens=3), ("token_dim",)),
+}
+"""With what is dropped from the config."""
+LITTLE: dict[str, tuple[str, PeftConfig, tuple[str, ...]]] = {
+    "lora": ("llama", lora(r=8), ("target_modules",)),
+    "ia3": ("llama", ia3(("k_proj", "down_proj"), ["down_proj"]), ("target_modules", "feedforward_modules")),
+    "prefix": ("llama", prefix(num_virtual_tokens=3), ("num_virtual_tokens",)),
+    "prompt": ("gpt2", prompt(num_virtual_tokens=3), ("num_virtual_tokens",)),
+}
+"""With what is kept besides the method and the task."""
+
+
+@pytest.mark.parametrize("case", SPARSE)
+def test_keys_that_are_absent_have_the_defaults_of_peft(case, tmp_path):
+    name, config, dropped = SPARSE[case]
+    save(name, config, tmp_path)
+    whole = read(tmp_path, ModelFacts.of(base(name)))
+    drop_config(tmp_path, *dropped)
+    assert same_as_peft(name, tmp_path).hash == whole.hash
+
+
+@pytest.mark.parametrize("case", LITTLE)
+def test_a_config_of_little_more_than_its_method_is_read_as_peft_does(case, tmp_path):
+    name, config, kept = LITTLE[case]
+    save(name, config, tmp_path)
+    whole = read(tmp_path, ModelFacts.of(base(name)))
+    drop_config(tmp_path, *(config_of(tmp_path).keys() - {"peft_type", "task_type", *kept}))
+    assert same_as_peft(name, tmp_path).hash == whole.hash
+
+
+def test_an_absent_rank_is_still_compared_with_the_tensors(tmp_path):
+    save("llama", lora(r=4), tmp_path)
+    drop_config(tmp_path, "r")
+    with pytest.raises(BadAdapter, match=r"\[4, 32\].*\[8, 32\]"):
+        read(tmp_path, ModelFacts.of(base("llama")))
 
 
 def test_parts_say_what_the_method_does(tmp_path):

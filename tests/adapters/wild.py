@@ -59,6 +59,10 @@ def set_config(folder: Path, **changes: Any) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config_of(folder) | changes))
 
 
+def drop_config(folder: Path, *keys: str) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in config_of(folder).items() if k not in keys}))
+
+
 def split_file(folder: Path) -> tuple[dict[str, Any], bytes]:
     """Header and data of the safetensors file."""
     raw = (folder / "adapter_model.safetensors").read_bytes()

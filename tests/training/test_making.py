@@ -7,6 +7,7 @@ import copy
 import time
 
 import pytest
+import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, get_peft_model
 from peft.tuners.ia3 import IA3Layer
 
@@ -25,6 +26,14 @@ def test_a_config_may_be_plain_json(maker):
     made = maker.make({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, seed=1)
     assert set(made.parts) == {f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)}
     assert {part.scale for part in made.parts.values()} == {2.0}
+
+
+def test_what_a_config_does_not_say_is_pefts_default(maker):
+    found, plain = (maker.make(config, seed=1) for config in ({"peft_type": "LORA"}, LoraConfig(task_type="CAUSAL_LM")))
+    assert set(found.parts) == set(plain.parts)
+    for path, part in found.parts.items():
+        assert part.scale == plain.parts[path].scale == 1.0
+        assert torch.equal(part.a_rI, plain.parts[path].a_rI)
 
 
 def test_targets_that_are_not_named_are_pefts_usual(maker):

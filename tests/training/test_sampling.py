@@ -186,7 +186,7 @@ def test_what_is_wrong_is_refused_at_once(studio):
         session.sample(PROMPTS, max_tokens=100_000)
     with pytest.raises(CannotServe, match="tokenizer"):
         session.sample(["text"])
-    with pytest.raises(TypeError, match="tempreature"):
+    with pytest.raises(OutOfRange, match=r"'tempreature' is no setting, expected some of .*temperature"):
         session.sample(PROMPTS, tempreature=1.0)
     with Host(base()) as host, pytest.raises(CannotServe, match="Studio"):
         host.open("ann", lora()).sample(PROMPTS)

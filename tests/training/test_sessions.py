@@ -449,7 +449,7 @@ def test_files_that_do_not_fit_change_nothing(host, tmp_path):
         session.save(tmp_path / "early", optimizer=True).result(60)
     session.optim_step(STEP)
     session.save(tmp_path / "it", optimizer=True).result(60)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(OutOfRange, match="not empty"):
         session.save(tmp_path / "it").result(60)
     for config in (
         lora(r=5, lora_bias=True),

@@ -68,7 +68,8 @@ class PromptSettings:
 
     method: Method
     tokens: int
-    width: int
+    width: int | None
+    """As of heads and layers: None if the config leaves it to the model."""
     heads: int | None
     layers: int | None
     saved: tuple[str, ...] = field(default=())
@@ -107,6 +108,8 @@ _LORA_REFUSED = {
     "enable_lora": "LoRA on parts of a merged layer (PEFT 0.2) is not served",
 }
 
+_RANK, _ALPHA = 8, 8.0
+"""PEFT's, of a config that does not say."""
 _PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
 _CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
@@ -135,8 +138,8 @@ def _lora(fields: Fields, limits: Limits) -> LoraSettings:
         raise Fields.wrong("bias", bias, "none, all or lora_only")
     found = LoraSettings(
         targets=_targets(fields, effort),
-        rank=fields.integer("r", 1, limits.max_rank),
-        alpha=fields.number("lora_alpha"),
+        rank=fields.integer("r", 1, limits.max_rank, default=_RANK),
+        alpha=fields.number("lora_alpha", default=_ALPHA),
         ranks=tuple(
             (Pattern(key, "rank_pattern", effort), Fields.checked_integer(f"rank_pattern[{key}]", value, 1, limits.max_rank))
             for key, value in fields.table("rank_pattern").items()
@@ -175,7 +178,10 @@ def _check_init(value: Any) -> None:
 def _targets(fields: Fields, effort: Effort) -> Targets:
     chosen = fields.names_or_text("target_modules")
     if chosen is None:
-        raise BadAdapter(f"{CONFIG} has no target_modules: expected the names PEFT's `save_pretrained` writes")
+        raise BadAdapter(
+            f"{CONFIG} has no target_modules, which PEFT would guess by the architecture: expected the names of the adapted "
+            "modules, as PEFT's `save_pretrained` writes them"
+        )
     excluded = fields.names_or_text("exclude_modules")
     layers = fields.take("layers_to_transform")
     layers = [layers] if type(layers) is int else layers or []
@@ -215,7 +221,10 @@ def _ia3(fields: Fields) -> Ia3Settings:
     effort = Effort()
     feedforward = fields.names_or_text("feedforward_modules")
     if feedforward is None:
-        raise BadAdapter(f"{CONFIG} has no feedforward_modules: expected a list of names, which may be empty")
+        raise BadAdapter(
+            f"{CONFIG} has no feedforward_modules, which PEFT would guess by the architecture: expected a list of names, which "
+            "may be empty"
+        )
     found = Ia3Settings(
         targets=_targets(fields, effort),
         feedforward=Choice.of(feedforward, "feedforward_modules", effort),
@@ -231,11 +240,11 @@ def _prompt(fields: Fields, method: Method, limits: Limits) -> PromptSettings:
         raise UnsupportedAdapter(
             f"{CONFIG}: num_transformer_submodules is {shown(submodules)}; prompts for encoder-decoder models are not served"
         )
-    heads, layers = fields.take("num_attention_heads"), fields.take("num_layers")
+    width, heads, layers = fields.take("token_dim"), fields.take("num_attention_heads"), fields.take("num_layers")
     found = PromptSettings(
         method=method,
         tokens=fields.integer("num_virtual_tokens", 1, limits.max_virtual_tokens),
-        width=fields.integer("token_dim", 1, 1 << 20),
+        width=None if width is None else Fields.checked_integer("token_dim", width, 1, 1 << 20),
         heads=None if heads is None else Fields.checked_integer("num_attention_heads", heads, 1, 1 << 20),
         layers=None if layers is None else Fields.checked_integer("num_layers", layers, 1, 100_000),
         saved=fields.names("modules_to_save", 256),

@@ -35,11 +35,15 @@ class Fields:
             raise self.wrong(key, value, "a text")
         return value
 
-    def integer(self, key: str, low: int, high: int) -> int:
-        return self.checked_integer(key, self.take(key), low, high)
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """An absent key has PEFT's default, if PEFT has one; null is not absent."""
+        if key not in self._raw and default is None:
+            raise BadAdapter(f"{CONFIG} has no {key}: expected a whole number from {low} to {high}")
+        return self.checked_integer(key, self._raw.pop(key, default), low, high)
 
-    def number(self, key: str) -> float:
-        return self.checked_number(key, self.take(key))
+    def number(self, key: str, default: float) -> float:
+        """As above."""
+        return self.checked_number(key, self._raw.pop(key, default))
 
     def names(self, key: str, most: int = _MAX_NAMES) -> tuple[str, ...]:
         """A list of names; none if it is not there."""

@@ -263,7 +263,7 @@ def _read_prompt(settings: PromptSettings, stored: Stored, model: ModelFacts, no
         prefix = _prefix(settings, stored, model)
     else:
         width = model.modules[model.embedding].out_width if model.embedding else model.hidden
-        if settings.width != width:
+        if (settings.width or width) != width:
             raise UnsupportedAdapter(f"{CONFIG}: token_dim is {settings.width}, and {model.name} has embeddings of {width}")
         prompt = Prompt(stored.take_prompt((settings.tokens, width)))
     stored.finish(_LEFT_OVER)
@@ -277,7 +277,8 @@ def _prefix(settings: PromptSettings, stored: Stored, model: ModelFacts) -> Pref
         raise UnsupportedAdapter(
             f"{CONFIG}: peft_type PREFIX_TUNING needs layers whose caches are alike, which {model.name} does not have"
         )
-    if (settings.width, settings.heads or heads, settings.layers or layers) != (heads * width, heads, layers):
+    said = (settings.width or heads * width, settings.heads or heads, settings.layers or layers)
+    if said != (heads * width, heads, layers):
         raise UnsupportedAdapter(
             f"{CONFIG}: token_dim {settings.width}, num_attention_heads {settings.heads} and num_layers {settings.layers}; "
             f"{model.name} has {layers} layers of {heads} key/value heads of {width}: expected token_dim {heads * width}"

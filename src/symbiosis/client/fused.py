@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis.client.layers import mix_in
+from symbiosis.client.mixing import mix_in
 from symbiosis.kernels.plain_norm import plain_norm
 
 _TRITON = find_spec("triton") is not None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from symbiosis.client.layers import mix_in
+from symbiosis.client.mixing import mix_in
 
 _NAMES = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _CLOSE = 0.02

@@ -9,24 +9,19 @@ trains it; then nothing of that reaches the executor.
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import logging
-import operator
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import _has_any_global_hook
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.client.as_made import is_watched
 from symbiosis.client.bias import SharedBias
-from symbiosis.client.calls import call_block, call_embedding, call_experts, call_matrices, call_transposed
-from symbiosis.client.direct import MappedParameter
+from symbiosis.client.calls import call_embedding, call_matrices, call_transposed
 from symbiosis.client.groups import Groups
 from symbiosis.client.session import Session
 from symbiosis.client.versions import version_of
@@ -231,7 +226,9 @@ class VirtualLayer(nn.Module):
         return x
 
 
-class _VirtualMatrix(VirtualLayer):
+class VirtualMatrix(VirtualLayer):
+    """A product with a matrix in the executor, and a bias that is with both sides."""
+
     groups: Groups
     bias: Any
     _direct: Tensor | None = None
@@ -309,7 +306,7 @@ class _VirtualMatrix(VirtualLayer):
         return result if shared or self.bias is None else result + self.bias.to(result.dtype)
 
 
-class VirtualLinear(_VirtualMatrix, nn.Linear):
+class VirtualLinear(VirtualMatrix, nn.Linear):
     """An `nn.Linear` whose weight is in the executor."""
 
     def __init__(
@@ -319,7 +316,7 @@ class VirtualLinear(_VirtualMatrix, nn.Linear):
         self.in_features, self.out_features = spec.in_width, spec.out_width
 
 
-class VirtualConv1D(_VirtualMatrix, Conv1D):  # type: ignore[misc]
+class VirtualConv1D(VirtualMatrix, Conv1D):  # type: ignore[misc]
     """A `Conv1D` whose weight is in the executor."""
 
     def __init__(
@@ -348,148 +345,6 @@ class VirtualEmbedding(VirtualLayer, nn.Embedding):
         return call_embedding(self.session, self.spec, ids).to(self.dtype)
 
 
-class AsMade:
-    """A module and its parts as they were when they were put in the place of the executor's."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parts = [_Part(part) for part in module.modules()]
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether all is still so, in one mode, and nobody watches what happens inside. Asked in every call."""
-        if self._parts[0].module is not module or _has_any_global_hook():  # type: ignore[no-untyped-call]
-            return False
-        training = module.training
-        return all(part.is_same(training) and (part.module is module or not is_watched(part.module)) for part in self._parts)
-
-
-class _Part:
-    """One module, and what decides what it computes besides weights: its code, its parts, and settings such as a dropout's."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self._children = module, list(module._modules.values())
-        kinds = [kind for kind in type(module).__mro__ if kind.__module__ != __name__]
-        self._kind = next(kind for kind in kinds if "forward" in vars(kind))
-        self._before = kinds[: kinds.index(self._kind)]  # these have none of their own
-        self._code, self._called = vars(self._kind)["forward"], type(module).forward
-        self._names = tuple(vars(module))
-        self._settings = {name: value for name, value in vars(module).items() if _is_setting(name, value)}
-
-    def is_same(self, training: bool) -> bool:
-        module, now = self.module, vars(self.module)
-        if module.training is not training or type(module).forward is not self._called:
-            return False
-        if vars(self._kind).get("forward") is not self._code or any("forward" in vars(kind) for kind in self._before):
-            return False
-        children = module._modules.values()
-        if len(children) != len(self._children) or any(map(operator.is_not, children, self._children)):
-            return False
-        if tuple(now) != self._names:
-            new = {name: now[name] for name in now if name not in self._names and _is_setting(name, now[name])}
-            if any(isinstance(value, _PLAIN) or callable(value) or hasattr(type(module), name) for name, value in new.items()):
-                return False
-            self._settings.update(new)  # of no account, as long as they stay so
-            self._names = tuple(now)
-        return all(now.get(name) is value or _same(now.get(name), value) for name, value in self._settings.items())
-
-
-_PLAIN = int | float | str | None
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    return (name[0] != "_" or callable(value)) and name != "training"
-
-
-def _same(now: Any, before: Any) -> bool:
-    """Of a setting: the same number or word. Of anything else that is not called, the same kind of thing."""
-    return type(now) is type(before) and not callable(before) and (not isinstance(before, _PLAIN) or now == before)
-
-
-class VirtualExperts(VirtualLayer):
-    """Mixed into the class of an MoE's experts; the router that chooses among them stays with the tenant."""
-
-    _as_made: AsMade
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("_hosted", ()) and self._parameters.get(name) is None:
-            # Whoever asks for stacked weights (PEFT's target_parameters) registers things on them: give real ones.
-            self.make_parameters(trainable=False)
-            return self._parameters[name]
-        return super().__getattr__(name)
-
-    def map(self, weights: dict[str, Tensor]) -> None:
-        super().map(weights)
-        if weights:
-            self._parameters.update({name: MappedParameter.over(weight) for name, weight in weights.items()})
-            self._parameters.pop("like", None)
-            self.__class__ = type(self).__bases__[1]
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from super().named_parameters(prefix, recurse, remove_duplicate)
-        for name, _ in self.spec.weights:
-            weight: Any = self._parameters.get(name)  # whoever looked at the one before may have made them all real
-            weight = VirtualWeight(self, name, alias=False) if weight is None else weight
-            yield f"{prefix}.{name}" if prefix else name, weight
-
-    def make_parameters(self, *, trainable: bool) -> None:
-        super().make_parameters(trainable=trainable)
-        self.__class__ = type(self).__bases__[1]  # with weights of its own it is an ordinary module again
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.check_frozen()
-        if self._fetched:
-            self._drop_unread()
-        inputs = None if self.is_local or not self._as_made.holds(self) else self._inputs(args, kwargs)
-        if inputs is None:
-            self.make_parameters(trainable=False)
-            return self.forward(*args, **kwargs)
-        return call_experts(self.session, self.spec, *inputs)
-
-    def _inputs(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(rows, indices, weights) of a call, or None if it is not of that form."""
-        bound = inspect.signature(super().forward).bind(*args, **kwargs)
-        values = list(bound.arguments.values())
-        if len(values) != 3 or not all(isinstance(v, Tensor) and v.dim() == 2 for v in values):
-            return None
-        if values[1].is_floating_point() or values[0].shape[1] != self.spec.in_width:
-            return None
-        x, index, weight = values
-        if index.shape != weight.shape or x.shape[0] != index.shape[0]:
-            return None
-        return x, index, weight
-
-
-class VirtualBlock(nn.Module):
-    """Mixed into the class of a row-wise sub-module: one call for all of it while no adapter is inside."""
-
-    _block: LayerSpec
-    _as_made: AsMade
-    _matrices: tuple[_VirtualMatrix, ...]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and self._runs_whole(args[0]):
-            return call_block(self._matrices[0].session, self._block, args[0])
-        return super().forward(*args, **kwargs)
-
-    def _runs_whole(self, x: Any) -> bool:
-        if self._matrices[0]._direct is not None:
-            return False
-        if not isinstance(x, Tensor) or x.dim() == 0 or (self.training and not self._block.train_safe):
-            return False
-        if x.dtype != self._matrices[0].dtype or x.shape[-1] != self._block.in_width or x.numel() == 0:
-            return False
-        if torch.is_autocast_enabled(x.device.type):
-            return False
-        return self._as_made.holds(self) and all(matrix.pristine() for matrix in self._matrices)
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether somebody wants to know when this module is called, or has put another function in the place of its own."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or "forward" in vars(module)
-
-
 def _asking_method() -> str:
     """The PEFT method whose code is running right now, for an error that names it."""
     frame = sys._getframe(1)
@@ -499,22 +354,3 @@ def _asking_method() -> str:
             return f"PEFT's {parts[parts.index('tuners') + 1].removesuffix('.py')} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "this computation"
-
-
-def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Make `module` an instance of its own class with `mixin` in front; to everybody else its class looks the same."""
-    module.__class__ = _mixed(type(module), mixin)  # type: ignore[arg-type]
-
-
-@functools.cache
-def _mixed(original: Any, mixin: Any) -> Any:
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (mixin, original), names)
-
-
-def make_block(module: nn.Module, spec: LayerSpec) -> None:
-    mix_in(module, VirtualBlock)
-    parts = tuple(module.modules())
-    object.__setattr__(module, "_block", spec)
-    object.__setattr__(module, "_as_made", AsMade(module))
-    object.__setattr__(module, "_matrices", tuple(part for part in parts if isinstance(part, _VirtualMatrix)))

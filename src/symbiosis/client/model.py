@@ -9,21 +9,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from symbiosis.client.block import make_block
 from symbiosis.client.cache import make_room
 from symbiosis.client.direct import Mapped, MappedParameter, open_mapping
 from symbiosis.client.download import download
+from symbiosis.client.experts import make_experts
 from symbiosis.client.fused import fuse
 from symbiosis.client.groups import Groups
-from symbiosis.client.layers import (
-    AsMade,
-    VirtualConv1D,
-    VirtualEmbedding,
-    VirtualExperts,
-    VirtualLayer,
-    VirtualLinear,
-    make_block,
-    mix_in,
-)
+from symbiosis.client.layers import VirtualConv1D, VirtualEmbedding, VirtualLayer, VirtualLinear
 from symbiosis.client.loss import speed_up_loss
 from symbiosis.client.session import Session
 from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
@@ -130,7 +123,7 @@ def put_virtual_layers(model: nn.Module, session: Session) -> None:
         if spec.kind is LayerKind.BLOCK:
             make_block(module, spec)
         elif spec.kind is LayerKind.EXPERTS:
-            _make_experts(module, spec, session, dtype)
+            make_experts(module, spec, session, dtype)
         else:
             _replace(model, spec, _virtual(module, spec, groups, session, dtype))
 
@@ -150,14 +143,3 @@ def _replace(model: nn.Module, spec: LayerSpec, layer: VirtualLayer) -> None:
     for path in spec.paths:
         parent, _, leaf = path.rpartition(".")
         model.get_submodule(parent)._modules[leaf] = layer
-
-
-def _make_experts(module: nn.Module, spec: LayerSpec, session: Session, dtype: torch.dtype) -> None:
-    own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
-    if own != dict(spec.weights):
-        raise CannotSplit(f"the executor's {spec.paths[0]} is {dict(spec.weights)}, this model's is {own}: other versions?")
-    for name in own:
-        del module._parameters[name]
-    mix_in(module, VirtualExperts)
-    VirtualLayer._become(module, spec, session, dtype, torch.device("cpu"))  # type: ignore[arg-type]
-    object.__setattr__(module, "_as_made", AsMade(module))

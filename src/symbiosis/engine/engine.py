@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,20 @@ from symbiosis.engine.residency import Figures, Prepared, Residency, ResidencyCo
 from symbiosis.engine.runner import Runner
 from symbiosis.engine.sampler import Logprobs, Sampled, choose, is_reported, report, sample
 from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
-from symbiosis.engine.sequences import Reason, Sampling
+from symbiosis.engine.sequences import Reason, Sampling, within
 from symbiosis.engine.sequences import Sequence as Request
-from symbiosis.errors import CannotServe, PassFailed, SymbiosisError
+from symbiosis.errors import CannotServe, OutOfRange, PassFailed, SymbiosisError
 from symbiosis.models.joining import join
+from symbiosis.models.place import device_of, dtype_of
 from symbiosis.models.positions import most_tokens
-from symbiosis.models.source import ModelSource, load_both
+from symbiosis.models.source import ModelSource, check_plain, load_both
 
 _log = logging.getLogger("symbiosis")
 _WAIT_S = 1.0
 _MAX_ADAPTERS = 64  # in one pass
 _GRAPH_PAGES = 512  # of one sequence: with more it decodes without a CUDA graph, whose table of pages goes to the GPU whole
 _UNNAMED = ""  # for no longer than it takes to queue a request
+_LIMITS = sorted({each.name for each in fields(SchedulerConfig)} - {"vocabulary", "max_length", "max_adapters"})
 _VIRTUAL = 0  # the token that stands for a virtual one: its row, or its keys, are the adapter's
 
 
@@ -73,8 +75,9 @@ class Core:
 
         Every pass is computed within `turns`, which others on the same cores may share.
 
-        Raises `CannotServe` with the reason if this model cannot be served.
+        Raises `CannotServe` with the reason if this model cannot be served, `OutOfRange` if a setting is wrong.
         """
+        _check(pages, page_size, cache_bytes, residency, limits)
         self.facts = ModelFacts.of(model)
         if not self.facts.decoder_only or not self.facts.kv_heads or not model.can_generate():
             raise CannotServe(
@@ -329,6 +332,20 @@ def _failure(error: Exception) -> PassFailed:
     return PassFailed(f"the pass that computed this failed: {type(error).__name__}")
 
 
+def _check(pages: Any, page_size: Any, cache_bytes: Any, residency: Any, limits: Iterable[str]) -> None:
+    """Settings of a `Core`. Those that have a config are checked there."""
+    for name in limits:
+        if name not in _LIMITS:
+            expected = f"pages, page_size, cache_bytes, residency, {', '.join(_LIMITS)}"
+            raise OutOfRange(f"{name!r} is no setting of the engine", field=name, expected=f"some of {expected}")
+    within("pages", pages, 1, 1 << 31, whole=True)
+    within("page_size", page_size, 1, 1 << 16, whole=True)
+    if cache_bytes is not None:
+        within("cache_bytes", cache_bytes, 0, 1 << 50, whole=True)
+    if not isinstance(residency, ResidencyConfig):
+        raise OutOfRange(f"residency is {residency!r:.80}", field="residency", expected="a ResidencyConfig")
+
+
 def tokens_of(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
     """Raises `CannotServe` for a text without a tokenizer."""
     if not isinstance(prompt, str):
@@ -352,14 +369,15 @@ class Engine:
         tokenizer: Any = None,
         *,
         device: str = "cpu",
-        dtype: torch.dtype | None = None,
+        dtype: str | torch.dtype | None = None,
         **settings: Any,
     ) -> None:
         """`device` and `dtype` are for a model that is loaded here; `settings` are `Core`'s."""
         if not isinstance(model, PreTrainedModel):
-            model, found = load_both(model, device=torch.device(device), dtype=dtype)
+            model, found = load_both(model, device=device_of(device), dtype=dtype_of(dtype))
             tokenizer = tokenizer or found
         served: PreTrainedModel = model
+        check_plain(served)
         join(served)
         self._core = Core(served, **settings)
         self._tokenizer = tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.client.layers import mix_in
+from symbiosis.client.mixing import mix_in
 from symbiosis.engine.bank import Bank
 from symbiosis.engine.effects import Effect, Together
 from symbiosis.models.joining import neighbours

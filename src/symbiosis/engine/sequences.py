@@ -18,10 +18,10 @@ GREEDY_BELOW = 1e-5
 def within(name: str, value: object, least: float, most: float, *, whole: bool = False) -> None:
     """Raise `OutOfRange` unless `value` is a number (an integer if `whole`) from `least` to `most`."""
     kinds = (int,) if whole else (int, float)
-    expected = f"{'an integer' if whole else 'a number'} from {least:g} to {most:g}"
+    expected = f"an integer from {least} to {most}" if whole else f"a number from {least:g} to {most:g}"
     # NaN is in no range; a bool is an int to Python, not to us
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        raise OutOfRange(f"{name} is {value!r}", field=name, expected=expected)
+        raise OutOfRange(f"{name} is {value!r:.80}", field=name, expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,12 @@ class Sampling:
             within("min_tokens", self.min_tokens, 0, self.max_tokens, whole=True)
         if self.logprobs is not None:
             within("logprobs", self.logprobs, 0, 20, whole=True)
+        if isinstance(self.stop_ids, str) or not isinstance(self.stop_ids, Collection):
+            raise OutOfRange(f"stop_ids is {self.stop_ids!r:.80}", field="stop_ids", expected="a list of token ids")
+        if not isinstance(self.logit_bias, Mapping):
+            raise OutOfRange(f"logit_bias is {self.logit_bias!r:.80}", field="logit_bias", expected="numbers by token id")
+        if not isinstance(self.ignore_eos, bool):
+            raise OutOfRange(f"ignore_eos is {self.ignore_eos!r:.80}", field="ignore_eos", expected="True or False")
         within("len(stop_ids)", len(self.stop_ids), 0, 64, whole=True)
         for token in self.stop_ids:
             within("stop_ids", token, 0, (1 << 31) - 1, whole=True)

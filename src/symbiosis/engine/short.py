@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from symbiosis.client.fused import FusedNorm, epsilon_of
-from symbiosis.client.layers import mix_in
+from symbiosis.client.mixing import mix_in
 from symbiosis.engine.bank import Bank, Pending
 from symbiosis.engine.effects import Together
 from symbiosis.engine.usual import Usual, UsualLayer, Witness, tried, usual_layers

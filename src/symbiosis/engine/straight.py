@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from symbiosis.client.fused import epsilon_of
-from symbiosis.client.layers import mix_in
+from symbiosis.client.mixing import mix_in
 from symbiosis.engine.bank import Bank
 from symbiosis.engine.effects import Effect, Together
 from symbiosis.engine.usual import Usual, UsualLayer, Witness, tried, usual_layers

@@ -66,8 +66,8 @@ def turns_on(device: torch.device, share: float | None = None, slowdown: float |
     `share` is training's: of the time on a CPU, of the multiprocessors on a GPU. There it may be found out instead, so
     that a token takes `slowdown` times as long as without training. Raises `SymbiosisError`.
     """
-    if share is not None and not 0 < share <= 1:
-        raise SymbiosisError(f"training_share={share}: expected more than 0, at most 1")
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+        raise SymbiosisError(f"training_share={share!r:.80}: expected more than 0, at most 1")
     if device.type == "cuda":
         if share is not None and slowdown is not None:
             raise SymbiosisError("training's share is given, and a slowdown by which to find it: expected one of them")

@@ -132,11 +132,10 @@ def check(wishes: Wishes) -> None:
         raise BadPlan("give n_epochs or n_steps, not both", field="hyperparameters.n_steps")
     adapter = adapter_of(wishes)
     # what PEFT takes from the model if it is not said, so that everything else can be read
-    usual = {"target_modules": ["x"], "feedforward_modules": [], "token_dim": 1, "lora_alpha": 8, "r": 8}
+    has_targets = adapter["peft_type"] in (PeftMethod.LORA, PeftMethod.IA3)
+    usual: dict[str, Any] = {"target_modules": ["x"], "feedforward_modules": []} if has_targets else {}
     given = {key: value for key, value in adapter.items() if value is not None}
-    only = {"token_dim"} if adapter["peft_type"] not in (PeftMethod.LORA, PeftMethod.IA3) else set(usual) - {"token_dim"}
-    only -= {"lora_alpha", "r"} if adapter["peft_type"] == PeftMethod.IA3 else set()
-    parse({**{key: usual[key] for key in only}, **given}, Limits())
+    parse({**usual, **given}, Limits())
 
 
 def adapter_of(wishes: Wishes) -> dict[str, Any]:

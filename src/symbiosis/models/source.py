@@ -37,8 +37,7 @@ class Source:
 def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None, tokenizer: Any = None) -> Source:
     """Load whatever `source` stands for. Raises `UnknownModel`, saying what was tried."""
     if isinstance(source, PreTrainedModel):
-        if hasattr(source, "peft_config"):
-            raise UnknownModel("this model already carries adapters; serve the plain base model")
+        check_plain(source)
         model: Any = source
         if any(p.device != device or (dtype and p.is_floating_point() and p.dtype != dtype) for p in model.parameters()):
             model = model.to(device=device, dtype=dtype)
@@ -48,10 +47,22 @@ def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None
     return Source(model, DEFAULT_NAME if source is None else str(source), _pack(tokenizer or found), borrowed=False)
 
 
+def check_plain(model: PreTrainedModel) -> None:
+    """Raises `UnknownModel` if somebody has put adapters on this model."""
+    if hasattr(model, "peft_config"):
+        raise UnknownModel("this model already carries adapters; serve the plain base model")
+
+
 def load_both(
     source: str | PathLike[str] | None, *, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, Any]:
     """A model and its tokenizer (None if it has none), neither packed nor split. Raises `UnknownModel`."""
+    if source is not None and (not isinstance(source, str | PathLike) or not str(source)):
+        what = repr(source) if isinstance(source, str) else f"an object of type {type(source).__name__}"
+        raise UnknownModel(
+            f"{what} is no model: expected a transformers model without adapters, a folder as `save_pretrained` writes it, "
+            "a hub id, or None for the default model"
+        )
     folder = str(default_model_folder()) if source is None else str(source)
     return _from_pretrained(folder, device, dtype), _tokenizer(folder)
 

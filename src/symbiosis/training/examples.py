@@ -29,6 +29,7 @@ class Example:
 def check(examples: Sequence[Example], *, vocabulary: int, longest: int) -> None:
     """Raises `OutOfRange`, before anything meets another tenant's rows."""
     for number, example in enumerate(examples):
+        _check_types(number, example)
         if not 1 <= len(example.ids) <= longest:
             raise OutOfRange(f"example {number} has {len(example.ids)} tokens", field="batch", expected=f"1 to {longest}")
         if len(example.labels) != len(example.ids):
@@ -37,12 +38,14 @@ def check(examples: Sequence[Example], *, vocabulary: int, longest: int) -> None
                 field="batch",
                 expected="a label for each token, -100 where there is nothing to learn",
             )
-        if _are_tokens(example.ids, vocabulary) and _are_tokens([n for n in example.labels if n != IGNORED], vocabulary):
-            continue
-        strange = [token for token in example.ids if not _is_token(token, vocabulary)]
-        strange += [label for label in example.labels if label != IGNORED and not _is_token(label, vocabulary)]
-        if strange:
-            raise OutOfRange(f"example {number} has the token {strange[0]!r}", field="batch", expected=f"0 to {vocabulary - 1}")
+        expected = f"an int from 0 to {vocabulary - 1}"
+        if not _are_tokens(example.ids, vocabulary):
+            strange = next(each for each in example.ids if not _are_tokens([each], vocabulary))
+            raise OutOfRange(f"example {number} has the token {strange!r:.80}", field="batch", expected=expected)
+        if not _are_labels(example.labels, vocabulary):
+            strange = next(each for each in example.labels if not _are_labels([each], vocabulary))
+            expected += f", or {IGNORED} where there is nothing to learn"
+            raise OutOfRange(f"example {number} has the label {strange!r:.80}", field="batch", expected=expected)
 
 
 def digest(examples: Sequence[Example], items: float) -> bytes:
@@ -53,10 +56,23 @@ def digest(examples: Sequence[Example], items: float) -> bytes:
     return found.digest()
 
 
-def _are_tokens(values: Sequence[object], vocabulary: int) -> bool:
+def _check_types(number: int, example: object) -> None:
+    if not isinstance(example, Example):
+        raise OutOfRange(f"example {number} is {example!r:.80}", field="batch", expected="an Example(ids, labels)")
+    for name, values in (("ids", example.ids), ("labels", example.labels)):
+        if not isinstance(values, tuple | list):
+            raise OutOfRange(
+                f"the {name} of example {number} are of type {type(values).__name__}",
+                field="batch",
+                expected="a tuple of ints; tuple(x.tolist()) makes one of a tensor or an array",
+            )
+
+
+def _are_tokens(values: Sequence[int], vocabulary: int) -> bool:
     """At once: a job's batches are checked between a GPU's passes."""
-    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocabulary)  # type: ignore[type-var,operator]
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocabulary
 
 
-def _is_token(value: object, vocabulary: int) -> bool:
-    return type(value) is int and 0 <= value < vocabulary
+def _are_labels(values: Sequence[int], vocabulary: int) -> bool:
+    learned = [each for each in values if each != IGNORED] if set(map(type, values)) == {int} else [-1]
+    return not learned or (min(learned) >= 0 and max(learned) < vocabulary)

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.facts import ModelFacts
+from symbiosis.adapters.files import shown
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
 from symbiosis.executor.turns import Permit, Turns
 from symbiosis.models.positions import most_tokens
@@ -57,6 +58,7 @@ operations in the time they move a byte.
 
 
 _SHORT_S, _LONG_S = 0.1, 60.0
+_MAX_NAME = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,10 +123,12 @@ class Host:
 
         Raises `BadAdapter`, `UnsupportedAdapter`, `TooLarge`, `OutOfRange`, `TooManyRequests` or `Closed`.
         """
+        if not isinstance(tenant, str) or not 0 < len(tenant) <= _MAX_NAME:
+            raise OutOfRange(f"tenant is {shown(tenant)}", field="tenant", expected=f"a name of 1 to {_MAX_NAME} characters")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.001 <= weight <= 1000:
-            raise OutOfRange(f"weight is {weight!r}", field="weight", expected="0.001 to 1000")
+            raise OutOfRange(f"weight is {shown(weight)}", field="weight", expected="an int or float from 0.001 to 1000")
         if type(seed) is not int or not 0 <= seed < 1 << 63:
-            raise OutOfRange(f"seed is {seed!r}", field="seed", expected="a whole number from 0 on")
+            raise OutOfRange(f"seed is {shown(seed)}", field="seed", expected="an int from 0 to 2**63 - 1")
         limits = self.config
         with self._opening:
             self._admit(tenant)

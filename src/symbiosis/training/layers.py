@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.client.layers import mix_in
+from symbiosis.client.mixing import mix_in
 from symbiosis.training.changes import LowRank, Scale
 from symbiosis.training.stage import Stage
 

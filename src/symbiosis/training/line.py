@@ -52,8 +52,8 @@ class Line:
         """
         if number is None:
             number = self._next
-        if type(number) is not int:
-            raise OutOfRange(f"the call's number is {number!r}", field="number", expected="a whole number from 1 on")
+        if type(number) is not int or number < 1:
+            raise OutOfRange(f"the call's number is {number!r:.80}", field="number", expected="a whole number from 1 on")
         known = self._known.get(number) or self._early.get(number)
         if known is not None:
             if not known.same(call):

@@ -187,9 +187,10 @@ class Maker:
     def _size(self, raw: Mapping[str, Any], settings: Settings) -> int:
         """How many parameters it would have, about."""
         if isinstance(settings, PromptSettings):
-            row = settings.width * (2 * self.facts.layers if settings.method is Method.PREFIX_TUNING else 1)
+            width = settings.width or 0  # `_completed` has filled it in
+            row = width * (2 * self.facts.layers if settings.method is Method.PREFIX_TUNING else 1)
             inner = int(raw.get("encoder_hidden_size") or 0)
-            encoder = inner * (settings.width + row + (inner if settings.method is Method.P_TUNING else 0))
+            encoder = inner * (width + row + (inner if settings.method is Method.P_TUNING else 0))
             projected = raw.get("prefix_projection") or settings.method is Method.P_TUNING
             return settings.tokens * row + (encoder if projected else 0)
         modules = [(path, self.facts.modules[path]) for path in settings.targets.paths(self.facts)]
@@ -200,6 +201,10 @@ class Maker:
 
 def _as_written(config: PeftConfig | Mapping[str, Any]) -> dict[str, Any]:
     """A config as it would stand in a file. Raises `BadAdapter` if it could not."""
+    if not isinstance(config, PeftConfig | Mapping):
+        raise BadAdapter(
+            f"adapter is {shown(config)}, expected a config of PEFT, such as LoraConfig(r=8), or the same as a dict"
+        )
     found = config.to_dict() if isinstance(config, PeftConfig) else dict(config)
     try:
         written = json.dumps({k: sorted(v) if isinstance(v, set) else v for k, v in found.items()}, allow_nan=False)

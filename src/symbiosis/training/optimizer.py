@@ -53,7 +53,7 @@ class StepSettings:
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise OutOfRange(f"{name} is {value!r}", field=name, expected=f"{low} to {high}")
+                raise OutOfRange(f"{name} is {value!r:.80}", field=name, expected=f"an int or float from {low:g} to {high}")
 
 
 class Optimizer:

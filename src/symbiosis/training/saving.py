@@ -23,7 +23,7 @@ from symbiosis.adapters.files import CONFIG, TENSORS, shown
 from symbiosis.adapters.folder import read
 from symbiosis.adapters.parts import Adapter, Scaling
 from symbiosis.adapters.parts import LowRank as StoredLowRank
-from symbiosis.errors import BadAdapter, Diverged, NotStored
+from symbiosis.errors import BadAdapter, Diverged, NotStored, OutOfRange
 from symbiosis.training.adapter import Snapshot, Trained
 from symbiosis.training.changes import LowRank, Scale
 from symbiosis.training.optimizer import KEPT
@@ -57,11 +57,10 @@ def save(
 ) -> Snapshot:
     """Write the adapter as PEFT does; with the optimizer's state also what `load` needs to go on. Returns what was written.
 
-    Raises `FileExistsError` if there is something already that is not to be replaced, `Diverged` if a number is none,
-    `NotStored` if the disk takes no more.
+    Raises `OutOfRange` if there is something already that is not to be replaced, or is no folder, `Diverged` if a number is
+    none, `NotStored` if the disk does not take it.
     """
-    if not replace and folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty")
+    _check_place(folder, replace=replace)
     made = adapter.snapshot()
     if not made.is_finite or not all(bool(torch.isfinite(tensor).all()) for tensor in (optimizer or {}).values()):
         raise Diverged("the adapter or its optimizer has numbers that are none (NaN or infinite): the last step has spoilt it")
@@ -84,12 +83,30 @@ def save(
     except (OSError, SafetensorError) as error:
         if older.exists() and not folder.exists():
             older.replace(folder)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise NotStored(f"the adapter could not be written: {reason}") from error
+        raise _not_stored(error) from error
     finally:
         for left in (beside, older):
             shutil.rmtree(left, ignore_errors=True)
     return made
+
+
+def _check_place(folder: Path, *, replace: bool) -> None:
+    """Whether a folder may appear there."""
+    try:
+        if not folder.is_symlink() and not folder.exists():
+            return
+        if folder.is_symlink() or not folder.is_dir():
+            raise OutOfRange(f"{shown(folder.name)} is a file or a link", field="folder", expected="a new or an empty folder")
+        if not replace and any(folder.iterdir()):
+            expected = "a new or an empty one, or replace=True"
+            raise OutOfRange(f"the folder {shown(folder.name)} is not empty", field="folder", expected=expected)
+    except OSError as error:
+        raise _not_stored(error) from error
+
+
+def _not_stored(error: Exception) -> NotStored:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return NotStored(f"the adapter could not be written: {reason}")
 
 
 def load(folder: Path, adapter: Trained, model: ModelFacts) -> Resumed:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from symbiosis.adapters.files import shown
 from symbiosis.errors import CannotServe, OutOfRange
 from symbiosis.training.adapter import NOTHING, Snapshot, Trained
 from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
@@ -94,6 +96,8 @@ class Session:
         return self._submit(self, self._batch(batch, items, learns=False), number)
 
     def _batch(self, batch: Sequence[Example], items: float | None, *, learns: bool) -> ForwardBackward:
+        if not isinstance(batch, Iterable):
+            raise OutOfRange(f"batch is {shown(batch)}", field="batch", expected="a list of Example(ids, labels)")
         examples, adapter = tuple(batch), self.adapter
         if not 1 <= len(examples) <= self._bounds.examples:
             raise OutOfRange(f"{len(examples)} examples in a batch", field="batch", expected=f"1 to {self._bounds.examples}")
@@ -107,7 +111,7 @@ class Session:
                 raise OutOfRange("there is nothing to learn in this batch", field="batch", expected="a label that is not -100")
             items = tokens
         if isinstance(items, bool) or not isinstance(items, int | float) or not 0 < items < 1e12:
-            raise OutOfRange(f"items is {items!r}", field="items", expected="a number above 0")
+            raise OutOfRange(f"items is {shown(items)}", field="items", expected="an int or float above 0, below 1e12")
         costs = tuple(min(max(adapter.cost_of(len(example.ids)), _LEAST), self._bounds.rows) for example in examples)
         return ForwardBackward(examples, costs, items, tokens, digest(examples, items), learns)
 
@@ -150,6 +154,9 @@ class Session:
 
     def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
         """Change the adapter by the gradients that have gathered, and forget them."""
+        if not isinstance(settings, StepSettings):
+            expected = "StepSettings, such as StepSettings(learning_rate=1e-4)"
+            raise OutOfRange(f"settings is {shown(settings)}", field="settings", expected=expected)
         return self._submit(self, OptimStep(settings), number)
 
     def sample(
@@ -165,6 +172,9 @@ class Session:
         if self._sampler is None:
             raise CannotServe("this session has no engine to sample with: open it with symbiosis.Studio")
         most = self._bounds.examples
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+            expected = "a list of prompts, each a text or a list of token ids"
+            raise OutOfRange(f"prompts is {shown(prompts)}", field="prompts", expected=expected)
         if type(n) is not int or n < 1 or not 1 <= len(prompts) * n <= most:
             raise OutOfRange(f"{len(prompts)} prompts, {n!r} answers to each", field="prompts", expected=f"1 to {most} answers")
         asked = self._sampler.ask(self.tenant, prompts, n, self.adapter.cost_of(0), settings)
@@ -190,11 +200,16 @@ class Session:
         The folder is the host's own and must not exist, unless it is to be replaced: a name from a tenant must never become
         one. `keep` is called, by another thread, with what was written once it is on disk.
         """
-        return self._submit(self, Save(Path(folder), optimizer, replace, keep), number)
+        for name, value in (("optimizer", optimizer), ("replace", replace)):
+            if not isinstance(value, bool):
+                raise OutOfRange(f"{name} is {shown(value)}", field=name, expected="True or False")
+        if keep is not None and not callable(keep):
+            raise OutOfRange(f"keep is {shown(keep)}", field="keep", expected="a function, or None")
+        return self._submit(self, Save(_path(folder), optimizer, replace, keep), number)
 
     def load(self, folder: str | Path, *, number: int | None = None) -> Future[None]:
         """Take the adapter's numbers from a folder, and the optimizer's if they are there. Gradients are forgotten."""
-        return self._submit(self, Load(Path(folder)), number)
+        return self._submit(self, Load(_path(folder)), number)
 
     def close(self) -> None:
         """Give everything back. What waits ends in `Closed`."""
@@ -243,3 +258,11 @@ class Session:
         """Once nothing of it is computed any more: whoever keeps a closed session keeps no tensor by it."""
         self.adapter, self.optimizer, self.size = NOTHING, Optimizer({}), 0
         self.line.forget()
+
+
+def _path(folder: str | Path) -> Path:
+    """The same place even if the process changes its folder before the call's turn comes."""
+    place = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if not isinstance(place, str) or not place or "\0" in place or not Path(place).absolute().name:
+        raise OutOfRange(f"folder is {shown(folder)}", field="folder", expected="the path of a folder")
+    return Path(place).absolute()

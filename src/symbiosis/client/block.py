@@ -1,0 +1,46 @@
+"""A row-wise sub-module that is one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis.client.as_made import AsMade
+from symbiosis.client.calls import call_block
+from symbiosis.client.layers import VirtualMatrix
+from symbiosis.client.mixing import mix_in
+from symbiosis.types import LayerSpec
+
+
+class VirtualBlock(nn.Module):
+    """Mixed into the class of a row-wise sub-module: one call for all of it while no adapter is inside."""
+
+    _block: LayerSpec
+    _as_made: AsMade
+    _matrices: tuple[VirtualMatrix, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and self._runs_whole(args[0]):
+            return call_block(self._matrices[0].session, self._block, args[0])
+        return super().forward(*args, **kwargs)
+
+    def _runs_whole(self, x: Any) -> bool:
+        if self._matrices[0]._direct is not None:
+            return False
+        if not isinstance(x, Tensor) or x.dim() == 0 or (self.training and not self._block.train_safe):
+            return False
+        if x.dtype != self._matrices[0].dtype or x.shape[-1] != self._block.in_width or x.numel() == 0:
+            return False
+        if torch.is_autocast_enabled(x.device.type):
+            return False
+        return self._as_made.holds(self) and all(matrix.pristine() for matrix in self._matrices)
+
+
+def make_block(module: nn.Module, spec: LayerSpec) -> None:
+    mix_in(module, VirtualBlock)
+    parts = tuple(module.modules())
+    object.__setattr__(module, "_block", spec)
+    object.__setattr__(module, "_as_made", AsMade(module))
+    object.__setattr__(module, "_matrices", tuple(part for part in parts if isinstance(part, VirtualMatrix)))
