@@ -62,12 +62,16 @@ def mps_daemon(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(CUDA_MPS_PIPE_DIRECTORY=f"{folder}/pipe", CUDA_MPS_LOG_DIRECTORY=f"{folder}/log")
-        for name in ("pipe", "log"):
-            Path(folder, name).mkdir()
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
-        try:
-            yield
-        finally:
-            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False)
+    folder = tempfile.mkdtemp()  # the daemon may outlive this process
+    os.environ.update(CUDA_MPS_PIPE_DIRECTORY=f"{folder}/pipe", CUDA_MPS_LOG_DIRECTORY=f"{folder}/log")
+    for name in ("pipe", "log"):
+        Path(folder, name).mkdir()
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+    try:
+        yield
+    finally:
+        # It ends with its last client, which may be this process: nobody waits for that.
+        asked = subprocess.Popen(["nvidia-cuda-mps-control"], stdin=subprocess.PIPE, start_new_session=True)
+        assert asked.stdin is not None
+        asked.stdin.write(b"quit\n")
+        asked.stdin.close()

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 
 from symbiosis.client.fused import fuse
 from symbiosis.engine import short
-from symbiosis.engine.short import ShortLayer, shorten
+from symbiosis.engine.short import shorten
+from symbiosis.engine.usual import UsualLayer
 from tests.engine.test_straight import SPANS, UNUSUAL, USUAL, logits, served
 from tests.parity.architectures import ARCHITECTURES
 
@@ -39,7 +40,7 @@ def test_a_short_model_gives_what_its_own_code_gives(architecture, dtype, monkey
     stored = copy.deepcopy(memory._memory)
     shorten(model, bank)
     layers = list(model.model.layers)
-    assert all(isinstance(layer, ShortLayer) for layer in layers)
+    assert all(isinstance(layer, UsualLayer) for layer in layers)
     normed = []
     for layer in layers:
         layer.input_layernorm.register_forward_hook(lambda *_: normed.append(1))
@@ -75,15 +76,15 @@ def test_a_layer_whose_code_does_something_else_keeps_it():
     odd.__class__ = Scaled
     fuse(model)
     shorten(model, bank)
-    assert not isinstance(odd, ShortLayer)
-    assert isinstance(plain, ShortLayer)
+    assert not isinstance(odd, UsualLayer)
+    assert isinstance(plain, UsualLayer)
 
 
 @torch.inference_mode()
 def test_without_fused_norms_nothing_is_short():
     model, _, bank = served(next(a for a in ARCHITECTURES if a.name == "llama"), DEVICE, torch.float32)
     shorten(model, bank)
-    assert not any(isinstance(layer, ShortLayer) for layer in model.model.layers)
+    assert not any(isinstance(layer, UsualLayer) for layer in model.model.layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -14,8 +14,8 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GraniteConfig, Grani
 from symbiosis.engine.attention import KeyValues, Span, use_pages
 from symbiosis.engine.bank import Bank
 from symbiosis.engine.layers import adapt, adapt_together
-from symbiosis.engine.straight import Norm, StraightLayer, straighten
-from symbiosis.engine.usual import restore
+from symbiosis.engine.straight import Norm, straighten
+from symbiosis.engine.usual import UsualLayer, restore
 from symbiosis.models.joining import join
 from tests.parity.architectures import ARCHITECTURES
 
@@ -58,7 +58,7 @@ def test_a_straight_model_gives_what_its_own_code_gives(architecture):
     expected = model(input_ids=ids, position_ids=places, use_cache=False).logits
     stored = copy.deepcopy(memory._memory)
     straighten(model, bank)
-    assert all(isinstance(layer, StraightLayer) for layer in model.model.layers)
+    assert all(isinstance(layer, UsualLayer) for layer in model.model.layers)
     memory._memory.copy_(before)
     memory.begin(SPANS)
     torch.testing.assert_close(
@@ -79,8 +79,8 @@ def test_a_layer_whose_code_does_something_else_keeps_it():
 
     odd.__class__ = Scaled
     straighten(model, bank)
-    assert not isinstance(odd, StraightLayer)
-    assert isinstance(plain, StraightLayer)
+    assert not isinstance(odd, UsualLayer)
+    assert isinstance(plain, UsualLayer)
 
 
 SMALL = {

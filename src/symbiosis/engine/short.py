@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from symbiosis.client.fused import FusedNorm, epsilon_of
-from symbiosis.client.mixing import mix_in
 from symbiosis.engine.bank import Bank, Pending
 from symbiosis.engine.effects import Together
-from symbiosis.engine.usual import Usual, UsualLayer, Witness, tried, usual_layers
+from symbiosis.engine.usual import Usual, Witness, stand_in, usual_layers
 
 
 class Short:
@@ -105,23 +104,15 @@ class _Witness(Witness):
         return self.attend(layer, q_1HRW[0], k_1KRW[0], v_KRW, **asked)
 
 
-class ShortLayer(UsualLayer):
-    """Mixed into the class of a decoder layer."""
-
-
 @torch.inference_mode()
 def shorten(model: PreTrainedModel, bank: Bank) -> None:
     """Let the layers of this model that can be short be so. They are adapted, lie together and have fused norms already."""
     bank.begin((), ())
-    shorts: dict[Any, Any] = {}
-    for layer in usual_layers(model):
-        short = tried(layer, lambda usual: Short(usual, bank), _Witness())
-        if short is not None:
-            mix_in(layer, ShortLayer)
-            object.__setattr__(layer, "symbiosis_function", short)
-            shorts[layer] = short
+    shorts: dict[Any, Any] = {
+        layer: stand_in(layer, lambda usual: Short(usual, bank), _Witness()) for layer in usual_layers(model)
+    }
     for layers in model.modules():
         if isinstance(layers, nn.ModuleList):
             for layer, after in itertools.pairwise(layers):
-                if layer in shorts and after in shorts:
-                    shorts[layer].follower = shorts[after]
+                if shorts.get(layer) is not None:
+                    shorts[layer].follower = shorts.get(after)

@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from symbiosis.client.fused import epsilon_of
-from symbiosis.client.mixing import mix_in
 from symbiosis.engine.bank import Bank
 from symbiosis.engine.effects import Effect, Together
-from symbiosis.engine.usual import Usual, UsualLayer, Witness, tried, usual_layers
+from symbiosis.engine.usual import Usual, Witness, stand_in, usual_layers
 
 
 class Rotary:
@@ -89,10 +88,6 @@ def _product(x_RI: Tensor, together: Together, effect: Effect | None) -> Tensor:
     return y_RO
 
 
-class StraightLayer(UsualLayer):
-    """Mixed into the class of a decoder layer."""
-
-
 @torch.inference_mode()
 def straighten(model: PreTrainedModel, bank: Bank) -> None:
     """Let the layers of this model that can be straight be so. They are adapted, and lie together, already."""
@@ -100,7 +95,4 @@ def straighten(model: PreTrainedModel, bank: Bank) -> None:
     bank.begin((), ())
     for layer in usual_layers(model):
         if layer.mlp.down_proj.weight.dtype is torch.float32:
-            straight = tried(layer, lambda usual: Straight(usual, bank, rotary), Witness())
-            if straight is not None:
-                mix_in(layer, StraightLayer)
-                object.__setattr__(layer, "symbiosis_function", straight)
+            stand_in(layer, lambda usual: Straight(usual, bank, rotary), Witness())

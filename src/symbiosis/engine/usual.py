@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from symbiosis.client.gates import is_silu
+from symbiosis.client.mixing import mix_in
 from symbiosis.engine.effects import Together
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -75,8 +76,16 @@ def usual_layers(model: PreTrainedModel) -> Iterator[Any]:
             yield layer
 
 
-def tried(layer: Any, make: Callable[[Usual], Function], witness: Witness) -> Function | None:
-    """What `make` makes, if it computes what the layer's own code computes; None also if that cannot be tried."""
+def stand_in(layer: Any, make: Callable[[Usual], Function], witness: Witness) -> Function | None:
+    """Let what `make` makes stand for this layer, and return it; None if it does something else, or cannot be tried."""
+    made = _tried(layer, make, witness)
+    if made is not None:
+        mix_in(layer, UsualLayer)
+        object.__setattr__(layer, "symbiosis_function", made)
+    return made
+
+
+def _tried(layer: Any, make: Callable[[Usual], Function], witness: Witness) -> Function | None:
     attention, memory = layer.self_attn, layer.self_attn.symbiosis_memory
     width, weight = int(getattr(attention, "head_dim", 0)), attention.q_proj.weight
     if width < 2 or width % 2:
