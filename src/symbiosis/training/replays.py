@@ -143,9 +143,11 @@ class Replays:
         """On the stream that they were captured on: memory belongs to a stream."""
         here, there = torch.cuda.current_stream(self._device), self._capturing_stream()
         there.wait_stream(here)
-        with torch.cuda.stream(there):
-            yield
-        here.wait_stream(there)
+        try:
+            with torch.cuda.stream(there):
+                yield
+        finally:  # whatever it raises: what was launched writes to memory that is another's after it
+            here.wait_stream(there)
 
     def _capturing_stream(self) -> torch.cuda.Stream:
         stream = torch.cuda.current_stream(self._device)
