@@ -18,7 +18,7 @@ from symbiosis.jobs import supervisor as module
 from symbiosis.jobs.admission import Admission, Wanted
 from symbiosis.jobs.errors import StorageFull, WrongState
 from symbiosis.jobs.folder import Folder
-from symbiosis.jobs.plan import Wishes, make
+from symbiosis.jobs.plan import Wishes, length, make
 from symbiosis.jobs.preparing import Preparer
 from symbiosis.jobs.queue import JobLimits
 from symbiosis.jobs.records import Records
@@ -27,7 +27,9 @@ from symbiosis.jobs.supervisor import Supervisor
 from tests.tiny_chat import tiny_tokenizer
 
 LIMITS = JobLimits(running=2, tenant_running=1)
-PLAN = make(Wishes(n_steps=10, checkpoint_every=2), examples=8, tokens=9, validates=False, seed=3, max_steps=100).to_json()
+WISHES = Wishes(n_steps=10, checkpoint_every=2)
+DATA = {"allowed": length(WISHES, 256), "examples": 8, "tokens": 9, "validates": False}
+PLAN = make(WISHES, **DATA, seed=3, max_steps=100).to_json()
 ASKED = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 3, "wishes": {}}
 
 

@@ -50,7 +50,7 @@ def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
     assert "40/40" in listed
     assert name in listed
     shown = run("jobs", "show", id, *at).stdout
-    assert all(each in shown for each in (id, name, "n steps", "train loss", "learning rate"))
+    assert all(each in shown for each in (id, name, "n steps", "train loss", "learning rate", "max length", "truncate"))
     told = run("jobs", "events", id, *at).stdout.splitlines()
     assert told[-1].endswith("The job has successfully completed")
     assert len(run("jobs", "events", id, "--limit", 3, *at).stdout.splitlines()) == 3

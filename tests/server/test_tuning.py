@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import openai
@@ -18,7 +19,11 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from symbiosis.jobs.plan import Wishes
 from symbiosis.jobs.queue import JobLimits
+from symbiosis.jobs.records import Records
+from symbiosis.jobs.states import State
+from symbiosis.server.job_shapes import job_body
 from tests.server.conftest import ANN, BOB, CHIEF
 from tests.tiny_chat import tiny_tokenizer
 
@@ -392,6 +397,20 @@ def test_the_old_place_of_hyperparameters_and_auto(ann):
     assert (job.hyperparameters.n_epochs, job.hyperparameters.batch_size) == (3, 1)
     assert job.hyperparameters.learning_rate_multiplier == 1
     assert 0 <= job.seed < 1 << 31
+
+
+def test_a_job_shows_all_that_was_asked_of_it(school, ann, tmp_path):
+    asked = {"max_length": 64, "truncate": True, "evaluate_every": 3, "serve_checkpoints": True, "checkpoint_every": 5}
+    job = created(ann, {**LONG, **asked}, validation_file=uploaded(ann))
+    for path in (f"/{job.id}", "?limit=1"):
+        found = school.ask("GET", f"/v1/fine_tuning/jobs{path}", ANN).json()
+        method = (found["data"][0] if "data" in found else found)["method"]
+        assert asked.items() <= method["supervised"]["hyperparameters"].items()
+    records = Records(tmp_path / "jobs.sqlite")  # while its files are read nothing is decided yet
+    said = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 1}
+    reading = records.add_job("x", "ann", "ann", "x", State.VALIDATING, {**said, "wishes": asdict(Wishes(rank=3))}, None)
+    records.close()
+    assert job_body(reading, "tiny", None)["method"]["supervised"]["hyperparameters"] == {"rank": 3}
 
 
 def test_targets_that_the_model_has_not_are_named_before_there_is_a_job(ann):
