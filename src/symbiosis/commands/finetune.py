@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from symbiosis.commands import jobs
-from symbiosis.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, Key, Name, Token, is_given
+from symbiosis.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, Key, Name, Token, check_out, is_given
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def finetune(
             "--out",
             metavar="FOLDER",
             show_default=False,
-            help="Where the adapter is written; a hosted one is copied there, if asked.",
+            help="Where the adapter is written, new or empty; a hosted one is copied there, if asked.",
         ),
     ] = None,
     connect: Annotated[
@@ -149,6 +149,7 @@ def finetune(
         seed=seed,
     )
     samples = read_samples(data)  # before connecting: bad data shows at once
+    check_out(out)
     model = connect_to(connect or DEFAULT_ADDRESS, token=token, name=name)
     session: Any = model.symbiosis
     try:
