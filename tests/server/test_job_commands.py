@@ -78,6 +78,13 @@ def test_a_narrow_table_of_jobs_leaves_out_columns_and_shortens_nothing(monkeypa
     assert (len(said.splitlines()[0]) <= 80) is terminal
 
 
+def test_a_fraction_of_an_epoch(studio, data):
+    at = ("--connect", studio.url, "--key", ANN)
+    done = run("finetune", data, "--hosted", "--epochs", 0.5, "--batch-size", 2, *at)
+    assert "succeeded  2/2" in done.stderr, done.output
+    assert "must be greater than 0" in run("finetune", data, "--hosted", "--epochs", 0, *at).stderr
+
+
 def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
     at = ["--connect", studio.url]
     command = [sys.executable, "-m", "symbiosis.cli", "finetune", str(data), "--hosted", "--steps", "5000", *at]

@@ -85,7 +85,7 @@ def finetune(
         int | None, typer.Option("--virtual-tokens", show_default=False, help="Length of a prefix or prompt. (default: 16)")
     ] = None,
     lr: Annotated[float | None, typer.Option(show_default=False, help="(default: the method's own)")] = None,
-    epochs: Annotated[int | None, typer.Option(show_default=False, help="(default: 3)")] = None,
+    epochs: Annotated[float | None, typer.Option(show_default=False, help="A fraction too. (default: 3)")] = None,
     steps: Annotated[int | None, typer.Option(show_default=False, help="In place of epochs.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Examples per step. Hosted: by the data, unless given.")] = 4,
     max_length: Annotated[
