@@ -346,7 +346,11 @@ BAD_WISHES = {
     "unknown field": ({"extra_body": {"wonder": 1}}, "wonder is not supported"),
     "integrations": ({"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]}, "integrations"),
     "dpo": ({"method": {"type": "dpo"}}, "supervised"),
-    "suffix": ({"suffix": "../../x"}, "suffix"),
+    "suffix": ({"suffix": "../../x"}, "suffix: expected 1 to 64 letters, digits, dots, dashes and underscores, first a"),
+    "long suffix": ({"suffix": "x" * 65}, "suffix: expected 1 to 64 letters"),
+    "empty suffix": ({"suffix": ""}, "suffix: expected 1 to 64 letters"),
+    "suffix with a line's end": ({"suffix": "x\n"}, "suffix: expected 1 to 64 letters"),
+    "suffix that is a number": ({"suffix": 3}, "suffix must be a valid string"),
     "suffix with a colon": ({"suffix": "bob:x"}, "suffix"),
     "seed": ({"seed": -1}, "seed"),
     "metadata": ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
@@ -459,11 +463,39 @@ def test_ids_are_no_paths_and_no_sql(school, ann):
     assert ann.files.retrieve(kept).id == kept
 
 
-@pytest.mark.parametrize(
-    "query", ["limit=0", "limit=101", "limit=x", "limit=-1", "after=", "before=x", "limit=1&limit=2", "metadata[x]=y"]
-)
+BAD_PAGES = {
+    "limit=0": "limit must be greater than or equal to 1",
+    "limit=-1": "limit must be greater than or equal to 1",
+    "limit=101": "limit must be less than or equal to 100",
+    "limit=1000000000000": "limit must be less than or equal to 100",
+    "limit=x": "limit must be a valid integer",
+    "after=": "after",
+    "before=x": "'before' is not supported here",
+    "limit=1&limit=2": "limit",
+    "metadata[x]=y": "metadata",
+}
+
+
+@pytest.mark.parametrize("query", BAD_PAGES)
 def test_a_page_is_asked_for_within_bounds(school, query):
-    assert school.ask("GET", f"/v1/fine_tuning/jobs?{query}", ANN).status_code == 400
+    answer = school.ask("GET", f"/v1/fine_tuning/jobs?{query}", ANN)
+    assert answer.status_code == 400
+    assert BAD_PAGES[query] in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ('{"model": "tiny", "seed": 1, "training_file": "x", "seed": 2}', "seed"),
+        ('{"model": "tiny", "training_file": "x", "hyperparameters": {"n_steps": 1, "n_steps": 2}}', "n_steps"),
+        ('{"model": "tiny", "training_file": "x", "hyperparameters": {"adapter": {"r": 1, "r": 2}}}', "r"),
+    ],
+)
+def test_a_key_that_stands_twice_is_named(school, body, key):
+    answer = school.ask("POST", "/v1/fine_tuning/jobs", ANN, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["message"]) == (key, f"{key!r} stands twice in the body: leave one out")
 
 
 def test_after_of_events_is_an_id_of_events(school, ann):
@@ -474,9 +506,21 @@ def test_after_of_events_is_an_id_of_events(school, ann):
     assert ann.fine_tuning.jobs.list_events(job.id, after="ftevent-0").data == []
 
 
+HUGE = b'{"model": "tiny", "training_file": "x", "hyperparameters": {"adapter": {"r": ' + b"1" * 5000 + b"}}}"
+
+
 def test_a_body_that_is_no_request_is_400(school, ann):
     kept = len(ann.fine_tuning.jobs.list(limit=100).data)
-    for body in (b"", b"null", b"[]", b"{", b'{"model": 1}', b"[" * 100_000, b'{"model": "tiny", "training_file": ["x"]}'):
+    for body in (
+        b"",
+        b"null",
+        b"[]",
+        b"{",
+        b'{"model": 1}',
+        b"[" * 100_000,
+        b'{"model": "tiny", "training_file": ["x"]}',
+        HUGE,
+    ):
         answer = school.ask("POST", "/v1/fine_tuning/jobs", ANN, content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400, answer.text
     big = b'{"model": "' + b"x" * (17 << 20) + b'"}'

@@ -159,7 +159,7 @@ class Tuning:
 
     async def create(self, request: Request) -> Response:
         records, caller = self._known(), request.state.caller
-        wish = await read_json(request, CreateJob)
+        wish = await read_json(request, CreateJob, keys_once=True)
         key = _key(request)
         digest = hashlib.sha256(wish.model_dump_json().encode()).hexdigest()
         if key is not None:
@@ -288,7 +288,7 @@ def _page(request: Request, schema: type[Any] | None) -> Any:
     for name, value in request.query_params.multi_items():
         if schema is None or name not in schema.model_fields or name in given:
             raise BadRequest(f"{name!r:.60} is not supported here: leave it out", field=name[:60], code="unsupported_parameter")
-        given[name] = int(value) if name == "limit" and re.fullmatch(r"[0-9]{1,9}", value) else value
+        given[name] = int(value) if name == "limit" and re.fullmatch(r"-?[0-9]{1,18}", value) else value
     if schema is None:
         return None
     try:
