@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from symbiosis.errors import UnknownAdapter
+from symbiosis.errors import TooManyRequests, UnknownAdapter
 from symbiosis.jobs import preparing
 from symbiosis.jobs import supervisor as module
 from symbiosis.jobs.admission import Admission, Wanted
-from symbiosis.jobs.errors import StorageFull, WrongState
+from symbiosis.jobs.errors import BadTrainingFile, KeyReused, StorageFull, WrongState
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.plan import Wishes, length, make
 from symbiosis.jobs.preparing import Preparer
@@ -655,30 +655,49 @@ async def test_the_data_of_a_tenants_open_jobs_is_bounded(world):
     await until(lambda: not world.folder.work(failed.id).exists())
 
 
+def admission_to(world: World) -> Admission:
+    supervisor = world.supervisor
+    return Admission(world.records, world.folder, supervisor._preparer, supervisor, world.limits, lambda owner, begun: None)
+
+
+def wanted(world: World, key: str | None = None, digest: str = "", text: str = '{"text": "x y z"}\n') -> Wanted:
+    source = world.folder.files / "file-1"
+    source.write_text(text * 20)
+    said = {"training_file": "file-1", "validation_file": None, "suffix": None, "metadata": None}
+    sources = {"training_file": source}
+    return Wanted(tenant="ann", owner="ann", sources=sources, said=said, seed=1, wishes=Wishes(), key=key, digest=digest)
+
+
+@played
+async def test_a_request_that_comes_again_while_it_is_checked_gets_the_answer_of_the_first(world):
+    """Also when no more of its tenant's may be checked at a time."""
+    await world.start()
+    admission = admission_to(world)
+    asked = [wanted(world, key) for key in "abcd"]
+    under_way = [asyncio.create_task(admission.admit(each)) for each in asked for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyRequests):
+        await admission.admit(wanted(world, "e"))
+    with pytest.raises(KeyReused):
+        await admission.admit(wanted(world, "a", "another"))
+    made = [job.id for job in await asyncio.gather(*under_way)]
+    assert [made.count(id) for id in dict.fromkeys(made)] == [3] * 4
+    assert (await admission.admit(asked[0])).id == (await admission.known("ann", "a", "")).id == made[0]
+    assert await admission.known("ann", "e", "") is None, "what was refused may be asked for again"
+    bad = wanted(world, "f", text="nonsense\n")
+    answers = await asyncio.gather(*(admission.admit(bad) for _ in range(3)), return_exceptions=True)
+    assert [str(each) for each in answers] == [str(answers[0])] * 3
+    assert isinstance(answers[0], BadTrainingFile)
+
+
 @pytest.mark.parametrize("patience_s", [60.0, 0.0])
 def test_data_that_takes_long_is_read_once_the_job_is_accepted(world, monkeypatch, patience_s):
     """Nobody else's request waits for it."""
     monkeypatch.setattr(preparing, "_AT_ONCE_S", patience_s)
 
     async def play() -> None:
-        supervisor, engine = await world.start()
-        admission = Admission(
-            world.records, world.folder, supervisor._preparer, supervisor, world.limits, lambda owner, begun: None
-        )
-        source = world.folder.files / "file-1"
-        source.write_text('{"text": "x y z"}\n' * 20)
-        said = {"training_file": "file-1", "validation_file": None, "suffix": None, "metadata": None}
-        wanted = Wanted(
-            tenant="ann",
-            owner="ann",
-            sources={"training_file": source},
-            said=said,
-            seed=1,
-            wishes=Wishes(),
-            key=None,
-            digest="",
-        )
-        job = await admission.admit(wanted)
+        _, engine = await world.start()
+        job = await admission_to(world).admit(wanted(world))
         assert job.state is (State.QUEUED if patience_s else State.VALIDATING)
         await until(lambda: engine.told)
         assert [file.suffix for file in world.folder.work(job.id).iterdir() if file.is_file()] == [".safetensors"]

@@ -158,14 +158,13 @@ class Tuning:
     # Jobs
 
     async def create(self, request: Request) -> Response:
-        records, caller = self._known(), request.state.caller
+        self._known()
+        caller: Caller = request.state.caller
         wish = await read_json(request, CreateJob, keys_once=True)
         key = _key(request)
         digest = hashlib.sha256(wish.model_dump_json().encode()).hexdigest()
-        if key is not None:
-            known = await asyncio.to_thread(records.job_of_key, caller.tenant, key, digest)
-            if known is not None:
-                return await self._answer(known)
+        if key is not None and (known := await self._admission.known(caller.tenant, key, digest)) is not None:
+            return await self._answer(known)
         if wish.model != self._settings.base:
             raise BadRequest(
                 f"{wish.model!r:.80} cannot be fine-tuned here: only the base model, {self._settings.base}, can",
