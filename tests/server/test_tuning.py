@@ -24,6 +24,7 @@ from symbiosis.jobs.queue import JobLimits
 from symbiosis.jobs.records import Records
 from symbiosis.jobs.states import State
 from symbiosis.server.job_shapes import job_body
+from symbiosis.server.store import FIELDS
 from tests.server.conftest import ANN, BOB, CHIEF
 from tests.tiny_chat import tiny_tokenizer
 
@@ -90,6 +91,7 @@ def school(world, start, tmp_path_factory):
         keys={"ann": ANN, "bob": BOB},
         admin_key=CHIEF,
         uploads=uploads,
+        adapter_root=world.root,
         job_limits=JobLimits(
             running=2, tenant_running=1, tenant_open=4, tenant_files=60, file_bytes=1 << 20, tenant_bytes=2 << 20
         ),
@@ -245,6 +247,35 @@ def test_a_request_sent_again_with_its_key_makes_one_job(ann):
 def test_names_never_collide(ann):
     names = {created(ann, LONG, suffix="same").will_be_named for _ in range(3)}
     assert len(names) == 3
+
+
+def test_no_upload_takes_the_name_of_a_job_that_has_not_ended(school, ann, world):
+    parts = {field: (file, (world.root / "pirate" / file).read_bytes()) for field, file in FIELDS.items()}
+    job = created(ann, LONG)
+    path = f"/v1/adapters/{job.will_be_named}"
+    answer = school.ask("PUT", path, ANN, files=parts)
+    assert answer.status_code == 409, answer.text
+    assert answer.json()["error"]["code"] == "name_reserved"
+    assert job.id in answer.json()["error"]["message"]
+    assert school.ask("PUT", path, BOB, files=parts).status_code == 201  # his are others
+    assert school.ask("DELETE", path, BOB).status_code == 200
+    ann.fine_tuning.jobs.cancel(job.id)
+    end = time.monotonic() + 60
+    while (answer := school.ask("PUT", path, ANN, files=parts)).status_code == 409:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert answer.status_code == 201
+    assert school.ask("DELETE", path, ANN).status_code == 200
+
+
+def test_the_admin_loads_nothing_under_the_name_of_a_job_for_everybody(school):
+    chief = school.client(CHIEF)
+    job = created(chief, LONG)
+    body = {"lora_name": job.will_be_named, "lora_path": "pirate"}
+    answer = school.ask("POST", "/v1/load_lora_adapter", CHIEF, json=body)
+    chief.fine_tuning.jobs.cancel(job.id)
+    assert answer.status_code == 409
+    assert job.id in answer.json()["error"]["message"]
 
 
 def test_checkpoints_are_served_if_asked(ann):

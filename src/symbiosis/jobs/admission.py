@@ -14,6 +14,7 @@ from typing import Any
 from symbiosis.errors import TooManyRequests
 from symbiosis.jobs.errors import KeyReused
 from symbiosis.jobs.folder import Folder
+from symbiosis.jobs.notes import Shelf
 from symbiosis.jobs.plan import Wishes
 from symbiosis.jobs.preparing import AT_ONCE, Preparer
 from symbiosis.jobs.queue import JobLimits
@@ -51,11 +52,12 @@ class Admission:
         folder: Folder,
         preparer: Preparer,
         supervisor: Supervisor,
+        shelf: Shelf,
         limits: JobLimits,
         check: Callable[[str | None, int], None],
     ) -> None:
         self._records, self._folder, self._preparer, self._supervisor = records, folder, preparer, supervisor
-        self._limits, self._check = limits, check
+        self._shelf, self._limits, self._check = shelf, limits, check
         self._coming: Counter[str] = Counter()
         self._checking: dict[tuple[str, str], tuple[str, asyncio.Task[Job]]] = {}  # by tenant and key, with its digest
 
@@ -100,9 +102,8 @@ class Admission:
         return job
 
     async def _make(self, wanted: Wanted) -> Job:
-        id = f"ftjob-{secrets.token_hex(12)}"
-        suffix, seed = wanted.said["suffix"], secrets.randbelow(1 << 31) if wanted.seed is None else wanted.seed
-        name = "-".join(["ft", *([suffix] if suffix else []), id[-8:]])
+        id, name = await asyncio.to_thread(self._named, wanted)
+        seed = secrets.randbelow(1 << 31) if wanted.seed is None else wanted.seed
         asked = {**wanted.said, "seed": seed, "wishes": asdict(wanted.wishes)}
         try:
             size = await asyncio.to_thread(self._preparer.take, id, wanted.sources)
@@ -123,6 +124,15 @@ class Admission:
         else:
             self._preparer.release(id)
         return job
+
+    def _named(self, wanted: Wanted) -> tuple[str, str]:
+        """An id, and with it a name that no adapter of the owner's has, nor will have by another job."""
+        suffix = wanted.said["suffix"]
+        while True:
+            id = f"ftjob-{secrets.token_hex(12)}"
+            name = "-".join(["ft", *([suffix] if suffix else []), id[-8:]])
+            if not self._shelf.has(wanted.owner, name) and self._records.job_named(wanted.owner, name) is None:
+                return id, name
 
     async def _decided(self, id: str, wanted: Wanted, seed: int) -> dict[str, Any] | None:
         """Its plan; None if that takes long."""

@@ -67,7 +67,9 @@ class Tuning:
         self._supervisor = Supervisor(
             records, folder, self._remote, self._store, self._preparer, limits, self._metrics.count_steps
         )
-        self._admission = Admission(records, folder, self._preparer, self._supervisor, limits, self._check_adapters)
+        self._admission = Admission(
+            records, folder, self._preparer, self._supervisor, self._store, limits, self._check_adapters
+        )
         await self._supervisor.start()
         self._records = records
 
@@ -81,6 +83,11 @@ class Tuning:
     def counts(self) -> dict[str, int]:
         """Jobs by state."""
         return {} if self._records is None else {state.value: count for state, count in self._records.count().items()}
+
+    async def check_name(self, owner: str | None, name: str) -> None:
+        """Raises `NameReserved`."""
+        if self._records is not None:
+            await asyncio.to_thread(self._supervisor.check_name, owner, name)
 
     def _known(self) -> Records:
         if "why" in self._settings.training:
