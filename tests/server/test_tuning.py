@@ -198,6 +198,19 @@ def test_cancel_pause_and_resume(ann):
     assert jobs.retrieve(job.id).fine_tuned_model is None
 
 
+def test_a_job_that_is_paused_again_and_again_ends_in_the_same_adapter(school, ann):
+    asked = {**LONG, "n_steps": 120, "learning_rate": 1e-2}
+    whole = until(ann, created(ann, asked).id, "succeeded")
+    job = created(ann, asked)
+    for steps in (3, 20, 40):
+        running(ann, job.id, steps)
+        ann.fine_tuning.jobs.pause(job.id)
+        ann.fine_tuning.jobs.resume(job.id)
+    done = until(ann, job.id, "succeeded")
+    assert any("goes on after step" in event.message for event in ann.fine_tuning.jobs.list_events(job.id))
+    assert done.content_hash == whole.content_hash
+
+
 def test_the_rest_waits_in_a_queue_with_positions(school, ann):
     bob = school.client(BOB)
     first = created(ann, LONG)
