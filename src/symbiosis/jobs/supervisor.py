@@ -131,7 +131,7 @@ class Supervisor:
 
     def busy(self) -> set[str]:
         """Jobs that the engine has not ended, whatever is recorded of them."""
-        return {each.job for each in self._live.values()}
+        return {each.job for each in list(self._live.values())}  # any thread may ask
 
     def check_name(self, owner: str | None, name: str) -> None:
         """Before something else is served by this name. Raises `NameReserved` if a job will give it to its adapter."""
@@ -147,7 +147,7 @@ class Supervisor:
         return {each.id: place for place, each in enumerate(ordered, 1)}
 
     def _running(self) -> Counter[str]:
-        return Counter(each.tenant for each in self._live.values())
+        return Counter(each.tenant for each in list(self._live.values()))  # as above
 
     # Data
 
