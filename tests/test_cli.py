@@ -198,6 +198,7 @@ def test_finetune_writes_an_adapter_that_chat_and_generate_take(server, tmp_path
     assert losses[-1] < losses[0]
     asked = ("--adapter", tmp_path / "adapter", "--max-new-tokens", 8, "--connect", server[0])
     assert run_here("generate", "hi", *asked).stdout == "xyz\n"
+    assert "is not empty" in fails("finetune", tmp_path / "data.jsonl", "--out", tmp_path / "adapter", *options)
     assert run_here("chat", "--temperature", 0, *asked, stdin="hi\n").stdout == "xyz\n"
 
 

@@ -14,6 +14,7 @@ from symbiosis.chatting import Speaker, with_adapter
 from symbiosis.errors import BadAdapter, BadData
 from symbiosis.finetuning import METHODS, BadSettings, FinetuneConfig, Sample, encode, finetune, read_samples
 from symbiosis.talk import Sampling
+from symbiosis.training.recipe import Recipe
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo ho"}]}
@@ -141,6 +142,8 @@ def test_chats_need_a_chat_template():
         ({"epochs": 1, "steps": 1}, "not both"),
         ({"rank": 0}, "at least 1"),
         ({"batch_size": 0}, "at least 1"),
+        ({"epochs": 0}, "epochs is 0: expected a number above 0"),
+        ({"epochs": float("nan")}, "above 0"),
         ({"max_length": 1}, "at least 2"),
         ({"lr": -1.0}, "positive"),
         ({"lr": float("nan")}, "positive"),
@@ -177,6 +180,12 @@ def test_the_loss_falls_and_the_run_is_written_down(model, tmp_path):
     assert written["settings"]["method"] == "lora"
     assert len(written["losses"]) == 30
     assert written["loss_on"] == "the assistant's tokens"
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.5, 1), (0.4, 1), (1.5, 3)])
+def test_a_fraction_of_an_epoch_has_the_steps_that_a_server_would_do(model, tmp_path, epochs, steps):
+    result = finetune(model, tiny_tokenizer(), chats(), tmp_path, FinetuneConfig(epochs=epochs))
+    assert len(result.losses) == steps == Recipe(num_train_epochs=epochs, per_device_train_batch_size=4).total(6)
 
 
 def test_the_same_seed_gives_the_same_losses(executor, tmp_path):

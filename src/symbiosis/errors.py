@@ -64,6 +64,12 @@ class OutOfOrder(SymbiosisError):
     code = "out_of_order"
 
 
+class Withdrawn(SymbiosisError):
+    """A call of a training session that had not begun when the session was told to stop."""
+
+    code = "withdrawn"
+
+
 class BadAddress(SymbiosisError):
     """An address that is not of the form a link takes."""
 

@@ -7,6 +7,7 @@ layers of a connected model are elsewhere does not show here.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -88,7 +89,7 @@ class FinetuneConfig:
     """Length of the prefix or prompt, for the methods that have one."""
     lr: float | None = None
     """Falls linearly to 0 over the run."""
-    epochs: int | None = None
+    epochs: float | None = None
     steps: int | None = None
     """Either epochs or steps; with neither, three epochs."""
     batch_size: int = 4
@@ -111,10 +112,12 @@ class FinetuneConfig:
                 raise BadSettings(f"the method {self.method} has no {name.replace('_', ' ')}: leave it out")
         if self.epochs is not None and self.steps is not None:
             raise BadSettings("give epochs or steps, not both")
-        for name in ("rank", "virtual_tokens", "epochs", "steps", "batch_size"):
+        for name in ("rank", "virtual_tokens", "steps", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadSettings(f"{name.replace('_', ' ')} is {value}: expected at least 1")
+        if self.epochs is not None and not 0 < self.epochs < float("inf"):
+            raise BadSettings(f"epochs is {self.epochs:g}: expected a number above 0, a fraction too")
         if self.max_length < 2:
             raise BadSettings(f"max length is {self.max_length}: expected at least 2 tokens")
         if self.lr is not None and not 0 < self.lr < float("inf"):
@@ -312,7 +315,7 @@ def finetune(
         raise BadSettings(f"PEFT cannot put {config.method} on this model: {error}") from error
     trained = [p for p in tuned.parameters() if p.requires_grad]
     lr = config.lr or METHODS[config.method].lr
-    steps = config.steps or (config.epochs or 3) * -(-len(examples) // config.batch_size)
+    steps = config.steps or math.ceil((config.epochs or 3) * math.ceil(len(examples) / config.batch_size))
     optimizer = torch.optim.AdamW(trained, lr=lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0

@@ -129,6 +129,9 @@ class Site:
             kind = f"multipart/form-data; boundary={boundary}"
             return self._json("POST", "/v1/files", pieces(), kind, len(head) + size + len(end))
 
+    def remove_file(self, id: str) -> None:
+        self._json("DELETE", f"/v1/files/{quote(id, safe='')}")
+
     def create_job(self, body: dict[str, Any], key: str | None = None) -> dict[str, Any]:
         """`key`: the same twice makes one job."""
         more = {} if key is None else {"Idempotency-Key": key}

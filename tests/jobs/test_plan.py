@@ -15,7 +15,9 @@ from symbiosis.training.recipe import Recipe
 
 
 def made(examples: int = 20, validates: bool = False, **wishes):
-    return plan.make(Wishes(**wishes), examples=examples, tokens=9, validates=validates, seed=7, max_steps=1000)
+    asked = Wishes(**wishes)
+    data = {"examples": examples, "tokens": 9, "validates": validates}
+    return plan.make(asked, allowed=plan.length(asked, 4096), **data, seed=7, max_steps=1000)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,13 @@ def test_a_plan_is_json_and_says_what_was_decided():
     assert found.shown["n_epochs"] == 3
     assert plan.Plan(**found.to_json()) == found
     assert Wishes(**asdict(Wishes(rank=3))) == Wishes(rank=3)
+
+
+def test_all_that_was_asked_for_is_shown_as_it_was_decided():
+    asked = {"max_length": 100, "truncate": False, "checkpoint_every": 5, "evaluate_every": 3, "serve_checkpoints": True}
+    assert asked.items() <= made(validates=True, **asked).shown.items()
+    usual = {"max_length": 2048, "truncate": True, "evaluate_every": None, "serve_checkpoints": False}
+    assert usual.items() <= made().shown.items()
 
 
 BAD = {

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from symbiosis.errors import UnknownAdapter
-from symbiosis.jobs import preparing
+from symbiosis.errors import TooManyRequests, UnknownAdapter
+from symbiosis.jobs import admission, preparing
 from symbiosis.jobs import supervisor as module
 from symbiosis.jobs.admission import Admission, Wanted
-from symbiosis.jobs.errors import StorageFull, WrongState
+from symbiosis.jobs.errors import BadTrainingFile, KeyReused, NameReserved, StorageFull, WrongState
 from symbiosis.jobs.folder import Folder
-from symbiosis.jobs.plan import Wishes, make
+from symbiosis.jobs.plan import Wishes, length, make
 from symbiosis.jobs.preparing import Preparer
 from symbiosis.jobs.queue import JobLimits
 from symbiosis.jobs.records import Records
@@ -27,7 +27,9 @@ from symbiosis.jobs.supervisor import Supervisor
 from tests.tiny_chat import tiny_tokenizer
 
 LIMITS = JobLimits(running=2, tenant_running=1)
-PLAN = make(Wishes(n_steps=10, checkpoint_every=2), examples=8, tokens=9, validates=False, seed=3, max_steps=100).to_json()
+WISHES = Wishes(n_steps=10, checkpoint_every=2)
+DATA = {"allowed": length(WISHES, 256), "examples": 8, "tokens": 9, "validates": False}
+PLAN = make(WISHES, **DATA, seed=3, max_steps=100).to_json()
 ASKED = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 3, "wishes": {}}
 
 
@@ -95,6 +97,9 @@ class Shelf:
     def keep(self, owner, name, folder) -> None:
         assert folder.is_dir()
         self.kept[owner, name] = folder
+
+    def has(self, owner, name) -> bool:
+        return (owner, name) in self.kept
 
     def remove(self, owner, name) -> bool:
         return self.kept.pop((owner, name), None) is not None
@@ -653,30 +658,78 @@ async def test_the_data_of_a_tenants_open_jobs_is_bounded(world):
     await until(lambda: not world.folder.work(failed.id).exists())
 
 
+def admission_to(world: World) -> Admission:
+    preparer, shelf = world.supervisor._preparer, world.shelf
+    return Admission(world.records, world.folder, preparer, world.supervisor, shelf, world.limits, lambda owner, begun: None)
+
+
+def wanted(world: World, key: str | None = None, digest: str = "", text: str = '{"text": "x y z"}\n') -> Wanted:
+    source = world.folder.files / "file-1"
+    source.write_text(text * 20)
+    said = {"training_file": "file-1", "validation_file": None, "suffix": None, "metadata": None}
+    sources = {"training_file": source}
+    return Wanted(tenant="ann", owner="ann", sources=sources, said=said, seed=1, wishes=Wishes(), key=key, digest=digest)
+
+
+@played
+async def test_a_request_that_comes_again_while_it_is_checked_gets_the_answer_of_the_first(world):
+    """Also when no more of its tenant's may be checked at a time."""
+    await world.start()
+    door = admission_to(world)
+    asked = [wanted(world, key) for key in "abcd"]
+    under_way = [asyncio.create_task(door.admit(each)) for each in asked for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyRequests):
+        await door.admit(wanted(world, "e"))
+    with pytest.raises(KeyReused):
+        await door.admit(wanted(world, "a", "another"))
+    made = [job.id for job in await asyncio.gather(*under_way)]
+    assert [made.count(id) for id in dict.fromkeys(made)] == [3] * 4
+    assert (await door.admit(asked[0])).id == (await door.known("ann", "a", "")).id == made[0]
+    assert await door.known("ann", "e", "") is None, "what was refused may be asked for again"
+    bad = wanted(world, "f", text="nonsense\n")
+    answers = await asyncio.gather(*(door.admit(bad) for _ in range(3)), return_exceptions=True)
+    assert [str(each) for each in answers] == [str(answers[0])] * 3
+    assert isinstance(answers[0], BadTrainingFile)
+
+
+@played
+async def test_the_name_of_a_jobs_adapter_is_reserved_until_the_engine_has_ended_it(world):
+    job = world.add("one")
+    supervisor, engine = await world.start()
+    await until(lambda: engine.told)
+    for name in ("ft-ftjob-one", "ft-ftjob-one-step-4"):
+        with pytest.raises(NameReserved, match=job):
+            supervisor.check_name("ann", name)
+    for owner, name in (("bob", "ft-ftjob-one"), (None, "ft-ftjob-one"), ("ann", "ft-ftjob"), ("ann", "ft-ftjob-one-step-")):
+        supervisor.check_name(owner, name)
+    await supervisor.cancel(job)
+    with pytest.raises(NameReserved):
+        supervisor.check_name("ann", "ft-ftjob-one")  # it would be put away with what the job served
+    engine.say("0", "failed", code="closed", message="ended", field=None, step=0, checkpoint=None)
+    await until(lambda: not supervisor.busy())
+    assert engine.asked == [("unload", {"name": "ann:ft-ftjob-one"})]
+    supervisor.check_name("ann", "ft-ftjob-one")
+
+
+@played
+async def test_a_job_gets_a_name_that_nothing_has(world, monkeypatch):
+    await world.start()
+    world.shelf.kept["ann", "ft-aaaaaaaa"] = Path()
+    world.records.add_job("ftjob-b", "ann", "ann", "ft-bbbbbbbb", State.CANCELLED, ASKED, PLAN)
+    tokens = iter(["a" * 24, "b" * 24, "c" * 24])
+    monkeypatch.setattr(admission.secrets, "token_hex", lambda _: next(tokens, "d"))
+    assert (await admission_to(world).admit(wanted(world))).name == "ft-cccccccc"
+
+
 @pytest.mark.parametrize("patience_s", [60.0, 0.0])
 def test_data_that_takes_long_is_read_once_the_job_is_accepted(world, monkeypatch, patience_s):
     """Nobody else's request waits for it."""
     monkeypatch.setattr(preparing, "_AT_ONCE_S", patience_s)
 
     async def play() -> None:
-        supervisor, engine = await world.start()
-        admission = Admission(
-            world.records, world.folder, supervisor._preparer, supervisor, world.limits, lambda owner, begun: None
-        )
-        source = world.folder.files / "file-1"
-        source.write_text('{"text": "x y z"}\n' * 20)
-        said = {"training_file": "file-1", "validation_file": None, "suffix": None, "metadata": None}
-        wanted = Wanted(
-            tenant="ann",
-            owner="ann",
-            sources={"training_file": source},
-            said=said,
-            seed=1,
-            wishes=Wishes(),
-            key=None,
-            digest="",
-        )
-        job = await admission.admit(wanted)
+        _, engine = await world.start()
+        job = await admission_to(world).admit(wanted(world))
         assert job.state is (State.QUEUED if patience_s else State.VALIDATING)
         await until(lambda: engine.told)
         assert [file.suffix for file in world.folder.work(job.id).iterdir() if file.is_file()] == [".safetensors"]

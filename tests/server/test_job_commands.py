@@ -43,6 +43,7 @@ def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert (out / "adapter_config.json").is_file()
     name = re.search(r"(ft-parrot-\w+) is served", done.stdout)[1]
+    assert not studio.client(ANN).files.list().data, "what it uploaded is gone"
     assert says(studio.client(ANN), name) == "arr"
     listed = run("jobs", "list", *at).stdout
     id = re.search(r"ftjob-\w+", listed)[0]
@@ -50,7 +51,7 @@ def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
     assert "40/40" in listed
     assert name in listed
     shown = run("jobs", "show", id, *at).stdout
-    assert all(each in shown for each in (id, name, "n steps", "train loss", "learning rate"))
+    assert all(each in shown for each in (id, name, "n steps", "train loss", "learning rate", "max length", "truncate"))
     told = run("jobs", "events", id, *at).stdout.splitlines()
     assert told[-1].endswith("The job has successfully completed")
     assert len(run("jobs", "events", id, "--limit", 3, *at).stdout.splitlines()) == 3
@@ -75,6 +76,13 @@ def test_a_narrow_table_of_jobs_leaves_out_columns_and_shortens_nothing(monkeypa
     assert all(each in said for each in (job["id"], "succeeded", job["fine_tuned_model"]))
     assert ("1,23" in said) is not terminal
     assert (len(said.splitlines()[0]) <= 80) is terminal
+
+
+def test_a_fraction_of_an_epoch(studio, data):
+    at = ("--connect", studio.url, "--key", ANN)
+    done = run("finetune", data, "--hosted", "--epochs", 0.5, "--batch-size", 2, *at)
+    assert "succeeded  2/2" in done.stderr, done.output
+    assert "must be greater than 0" in run("finetune", data, "--hosted", "--epochs", 0, *at).stderr
 
 
 def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
@@ -113,7 +121,13 @@ def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
     assert "--key or SYMBIOSIS_KEY" in fails("jobs", "list", "--connect", studio.url)
     assert "give --hosted too" in fails("finetune", data, "--plot", tmp_path / "x.png", "--out", tmp_path / "x")
     assert "--out FOLDER" in fails("finetune", data)
+    assert not studio.client(ANN).files.list().data
     before = len(Site(studio.url, ANN).jobs())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "adapter_config.json").write_text("mine")
+    for command in (("finetune", data, "--hosted"), ("jobs", "watch", "ftjob-x")):
+        said = run(*command, "--out", tmp_path / "full", "--connect", "http://127.0.0.1:1").stderr  # where nobody is
+        assert "full is not empty, and nothing is overwritten; choose another folder with --out" in said
     assert "choose another folder with --out" in run("finetune", data, "--hosted", "--out", data, *at).stderr
     assert "there is no folder" in run("finetune", data, "--hosted", "--plot", tmp_path / "no" / "x.png", *at).stderr
     assert len(Site(studio.url, ANN).jobs()) == before, "nothing was trained in vain"

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import openai
@@ -18,7 +19,12 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from symbiosis.jobs.plan import Wishes
 from symbiosis.jobs.queue import JobLimits
+from symbiosis.jobs.records import Records
+from symbiosis.jobs.states import State
+from symbiosis.server.job_shapes import job_body
+from symbiosis.server.store import FIELDS
 from tests.server.conftest import ANN, BOB, CHIEF
 from tests.tiny_chat import tiny_tokenizer
 
@@ -85,6 +91,7 @@ def school(world, start, tmp_path_factory):
         keys={"ann": ANN, "bob": BOB},
         admin_key=CHIEF,
         uploads=uploads,
+        adapter_root=world.root,
         job_limits=JobLimits(
             running=2, tenant_running=1, tenant_open=4, tenant_files=60, file_bytes=1 << 20, tenant_bytes=2 << 20
         ),
@@ -191,6 +198,19 @@ def test_cancel_pause_and_resume(ann):
     assert jobs.retrieve(job.id).fine_tuned_model is None
 
 
+def test_a_job_that_is_paused_again_and_again_ends_in_the_same_adapter(school, ann):
+    asked = {**LONG, "n_steps": 120, "learning_rate": 1e-2}
+    whole = until(ann, created(ann, asked).id, "succeeded")
+    job = created(ann, asked)
+    for steps in (3, 20, 40):
+        running(ann, job.id, steps)
+        ann.fine_tuning.jobs.pause(job.id)
+        ann.fine_tuning.jobs.resume(job.id)
+    done = until(ann, job.id, "succeeded")
+    assert any("goes on after step" in event.message for event in ann.fine_tuning.jobs.list_events(job.id))
+    assert done.content_hash == whole.content_hash
+
+
 def test_the_rest_waits_in_a_queue_with_positions(school, ann):
     bob = school.client(BOB)
     first = created(ann, LONG)
@@ -240,6 +260,35 @@ def test_a_request_sent_again_with_its_key_makes_one_job(ann):
 def test_names_never_collide(ann):
     names = {created(ann, LONG, suffix="same").will_be_named for _ in range(3)}
     assert len(names) == 3
+
+
+def test_no_upload_takes_the_name_of_a_job_that_has_not_ended(school, ann, world):
+    parts = {field: (file, (world.root / "pirate" / file).read_bytes()) for field, file in FIELDS.items()}
+    job = created(ann, LONG)
+    path = f"/v1/adapters/{job.will_be_named}"
+    answer = school.ask("PUT", path, ANN, files=parts)
+    assert answer.status_code == 409, answer.text
+    assert answer.json()["error"]["code"] == "name_reserved"
+    assert job.id in answer.json()["error"]["message"]
+    assert school.ask("PUT", path, BOB, files=parts).status_code == 201  # his are others
+    assert school.ask("DELETE", path, BOB).status_code == 200
+    ann.fine_tuning.jobs.cancel(job.id)
+    end = time.monotonic() + 60
+    while (answer := school.ask("PUT", path, ANN, files=parts)).status_code == 409:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert answer.status_code == 201
+    assert school.ask("DELETE", path, ANN).status_code == 200
+
+
+def test_the_admin_loads_nothing_under_the_name_of_a_job_for_everybody(school):
+    chief = school.client(CHIEF)
+    job = created(chief, LONG)
+    body = {"lora_name": job.will_be_named, "lora_path": "pirate"}
+    answer = school.ask("POST", "/v1/load_lora_adapter", CHIEF, json=body)
+    chief.fine_tuning.jobs.cancel(job.id)
+    assert answer.status_code == 409
+    assert job.id in answer.json()["error"]["message"]
 
 
 def test_checkpoints_are_served_if_asked(ann):
@@ -341,7 +390,11 @@ BAD_WISHES = {
     "unknown field": ({"extra_body": {"wonder": 1}}, "wonder is not supported"),
     "integrations": ({"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]}, "integrations"),
     "dpo": ({"method": {"type": "dpo"}}, "supervised"),
-    "suffix": ({"suffix": "../../x"}, "suffix"),
+    "suffix": ({"suffix": "../../x"}, "suffix: expected 1 to 64 letters, digits, dots, dashes and underscores, first a"),
+    "long suffix": ({"suffix": "x" * 65}, "suffix: expected 1 to 64 letters"),
+    "empty suffix": ({"suffix": ""}, "suffix: expected 1 to 64 letters"),
+    "suffix with a line's end": ({"suffix": "x\n"}, "suffix: expected 1 to 64 letters"),
+    "suffix that is a number": ({"suffix": 3}, "suffix must be a valid string"),
     "suffix with a colon": ({"suffix": "bob:x"}, "suffix"),
     "seed": ({"seed": -1}, "seed"),
     "metadata": ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
@@ -394,6 +447,20 @@ def test_the_old_place_of_hyperparameters_and_auto(ann):
     assert 0 <= job.seed < 1 << 31
 
 
+def test_a_job_shows_all_that_was_asked_of_it(school, ann, tmp_path):
+    asked = {"max_length": 64, "truncate": True, "evaluate_every": 3, "serve_checkpoints": True, "checkpoint_every": 5}
+    job = created(ann, {**LONG, **asked}, validation_file=uploaded(ann))
+    for path in (f"/{job.id}", "?limit=1"):
+        found = school.ask("GET", f"/v1/fine_tuning/jobs{path}", ANN).json()
+        method = (found["data"][0] if "data" in found else found)["method"]
+        assert asked.items() <= method["supervised"]["hyperparameters"].items()
+    records = Records(tmp_path / "jobs.sqlite")  # while its files are read nothing is decided yet
+    said = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 1}
+    reading = records.add_job("x", "ann", "ann", "x", State.VALIDATING, {**said, "wishes": asdict(Wishes(rank=3))}, None)
+    records.close()
+    assert job_body(reading, "tiny", None)["method"]["supervised"]["hyperparameters"] == {"rank": 3}
+
+
 def test_targets_that_the_model_has_not_are_named_before_there_is_a_job(ann):
     before = [job.id for job in ann.fine_tuning.jobs.list()]
     assert "names nothing" in refusal(ann, hyperparameters={"targets": ["nosuch_proj"]})
@@ -440,11 +507,39 @@ def test_ids_are_no_paths_and_no_sql(school, ann):
     assert ann.files.retrieve(kept).id == kept
 
 
-@pytest.mark.parametrize(
-    "query", ["limit=0", "limit=101", "limit=x", "limit=-1", "after=", "before=x", "limit=1&limit=2", "metadata[x]=y"]
-)
+BAD_PAGES = {
+    "limit=0": "limit must be greater than or equal to 1",
+    "limit=-1": "limit must be greater than or equal to 1",
+    "limit=101": "limit must be less than or equal to 100",
+    "limit=1000000000000": "limit must be less than or equal to 100",
+    "limit=x": "limit must be a valid integer",
+    "after=": "after",
+    "before=x": "'before' is not supported here",
+    "limit=1&limit=2": "limit",
+    "metadata[x]=y": "metadata",
+}
+
+
+@pytest.mark.parametrize("query", BAD_PAGES)
 def test_a_page_is_asked_for_within_bounds(school, query):
-    assert school.ask("GET", f"/v1/fine_tuning/jobs?{query}", ANN).status_code == 400
+    answer = school.ask("GET", f"/v1/fine_tuning/jobs?{query}", ANN)
+    assert answer.status_code == 400
+    assert BAD_PAGES[query] in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ('{"model": "tiny", "seed": 1, "training_file": "x", "seed": 2}', "seed"),
+        ('{"model": "tiny", "training_file": "x", "hyperparameters": {"n_steps": 1, "n_steps": 2}}', "n_steps"),
+        ('{"model": "tiny", "training_file": "x", "hyperparameters": {"adapter": {"r": 1, "r": 2}}}', "r"),
+    ],
+)
+def test_a_key_that_stands_twice_is_named(school, body, key):
+    answer = school.ask("POST", "/v1/fine_tuning/jobs", ANN, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["message"]) == (key, f"{key!r} stands twice in the body: leave one out")
 
 
 def test_after_of_events_is_an_id_of_events(school, ann):
@@ -455,9 +550,21 @@ def test_after_of_events_is_an_id_of_events(school, ann):
     assert ann.fine_tuning.jobs.list_events(job.id, after="ftevent-0").data == []
 
 
+HUGE = b'{"model": "tiny", "training_file": "x", "hyperparameters": {"adapter": {"r": ' + b"1" * 5000 + b"}}}"
+
+
 def test_a_body_that_is_no_request_is_400(school, ann):
     kept = len(ann.fine_tuning.jobs.list(limit=100).data)
-    for body in (b"", b"null", b"[]", b"{", b'{"model": 1}', b"[" * 100_000, b'{"model": "tiny", "training_file": ["x"]}'):
+    for body in (
+        b"",
+        b"null",
+        b"[]",
+        b"{",
+        b'{"model": 1}',
+        b"[" * 100_000,
+        b'{"model": "tiny", "training_file": ["x"]}',
+        HUGE,
+    ):
         answer = school.ask("POST", "/v1/fine_tuning/jobs", ANN, content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400, answer.text
     big = b'{"model": "' + b"x" * (17 << 20) + b'"}'

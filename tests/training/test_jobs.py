@@ -139,14 +139,13 @@ def test_a_job_goes_on_from_a_checkpoint_exactly(tmp_path):
         run(whole, task.data(), task.recipe_of())
         expected = values(whole)
     with Host(base(), HostConfig(max_rows=64)) as host:
-        first, stop = start(host, task), threading.Event()
+        first = start(host, task)
         run(
             first,
             task.data(),
             task.recipe_of(),
             checkpoint=lambda step: tmp_path / "at 4" if step == 4 else None,
-            on_step=lambda done: stop.set() if done.step == 5 else None,
-            stop=stop,
+            on_step=lambda done: first.stop() if done.step == 5 else None,
         )
     with Host(base(), HostConfig(max_rows=64)) as host:
         again = host.open("somebody", task.adapter, seed=task.settings()["seed"])

@@ -27,6 +27,7 @@ from symbiosis.errors import (
     TooLarge,
     TooManyRequests,
     UnsupportedAdapter,
+    Withdrawn,
 )
 from symbiosis.training import portions
 from symbiosis.training.config import HostConfig
@@ -143,6 +144,53 @@ def test_calls_that_overtook_others_wait_for_them(host):
     assert step.result(60).number == 1
     assert first.done()
     assert second.done()
+
+
+def test_a_session_that_is_stopped_learns_to_the_end_of_the_step_under_way(host, monkeypatch, tmp_path):
+    data, reached, go_on, launch = examples(5, 8), threading.Event(), threading.Event(), PackedModel.launch
+
+    def held(self, shares):
+        reached.set()
+        assert go_on.wait(60)
+        return launch(self, shares)
+
+    monkeypatch.setattr(PackedModel, "launch", held)
+    session, other = host.open("ann", lora(), seed=7), host.open("bob", lora(), seed=7)
+    with session.gathering():
+        first = [session.forward_backward(data[:1]), session.forward_backward(data[1:])]
+    assert reached.wait(60)
+    first += [session.optim_step(STEP), session.forward(data), session.save(tmp_path / "after", optimizer=True)]
+    later = [session.forward_backward(data), session.optim_step(STEP), session.save(tmp_path / "never")]
+    session.stop()
+    for call in later:
+        with pytest.raises(Withdrawn):
+            call.result(0)
+    for ask in (lambda: session.forward_backward(data), lambda: session.optim_step(STEP)):
+        with pytest.raises(Withdrawn, match="told to stop"):
+            ask()
+    session.stop()
+    go_on.set()
+    for call in first:
+        call.result(60)
+    assert session.line.tokens == 0
+    assert not gathered(session)
+    assert not (tmp_path / "never").exists()
+    session.save(tmp_path / "then", optimizer=True).result(60)  # everything but learning goes on
+    session.forward(data).result(60)
+    other.load(tmp_path / "then").result(60)
+    assert (other.progress.steps, other.progress.batches) == (1, 2)
+    other.forward_backward(data).result(60)
+
+
+def test_a_step_that_is_half_asked_for_is_under_way(host):
+    session, data = host.open("ann", lora(), seed=7), examples(5, 8)
+    with session.gathering():
+        calls = [session.forward_backward(data[:1])]
+        session.stop()
+        calls += [session.forward_backward(data[1:]), session.optim_step(STEP)]
+    assert calls[-1].result(60).number == 1
+    with pytest.raises(Withdrawn):
+        session.forward_backward(data)
 
 
 def test_what_is_wrong_in_itself_is_refused_at_once(host):

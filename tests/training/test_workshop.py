@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,6 +109,40 @@ def test_a_job_that_was_stopped_goes_on_to_the_very_same_adapter(adapter, tmp_pa
             resume = {"resume": stopped["folder"], "after": done}
     assert tries > 1
     found, expected = (load_file(tmp_path / id / "final" / "adapter_model.safetensors") for id in ("cut", "whole"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("at", [1, 4, 6, 12, 30])
+def test_a_job_that_is_stopped_in_mid_step_ends_with_that_step_and_goes_on_to_the_very_same_adapter(at, tmp_path, monkeypatch):
+    """Steps of three passes: stopped in the midst of one of them, whatever was asked for behind that step is not computed."""
+    task = Task("goes on", PLAIN.adapter, {**PLAIN.recipe, "per_device_train_batch_size": 1})
+    order_of = partial(order, task, tmp_path, serve_as=None, checkpoint_every=5)
+    launch, passes, reached, go_on = PackedModel.launch, [], threading.Event(), threading.Event()
+
+    def held(self, shares):
+        passes.append(shares)
+        if len(passes) == at:
+            reached.set()
+            assert go_on.wait(60)
+        return launch(self, shares)
+
+    with site(pass_rows=16) as here:
+        here.peer.send(**order_of(id="whole"))
+        here.peer.wait("whole")
+        monkeypatch.setattr(PackedModel, "launch", held)
+        here.peer.send(**order_of(id="cut"))
+        here.peer.wait_for(reached.is_set)
+        here.peer.send(op="stop_training", id="cut")
+        here.peer.stats()  # the window has heard of it
+        go_on.set()
+        here.peer.wait("cut")
+        (stopped,) = here.peer.said("cut", "stopped")
+        assert stopped["step"] == len(here.peer.said("cut", "step")) == math.ceil(at / 3)
+        assert len(passes) == 3 * stopped["step"]
+        here.peer.send(**order_of(id="rest", resume=stopped["folder"], after=stopped["step"]))
+        here.peer.wait("rest")
+        assert ends(here.peer, "rest") == ["trained"]
+    found, expected = (load_file(tmp_path / id / "final" / "adapter_model.safetensors") for id in ("rest", "whole"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

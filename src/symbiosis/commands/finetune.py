@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from symbiosis.commands import jobs
-from symbiosis.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, Key, Name, Token, is_given
+from symbiosis.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, Key, Name, Token, check_out, is_given
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def finetune(
             "--out",
             metavar="FOLDER",
             show_default=False,
-            help="Where the adapter is written; a hosted one is copied there, if asked.",
+            help="Where the adapter is written, new or empty; a hosted one is copied there, if asked.",
         ),
     ] = None,
     connect: Annotated[
@@ -85,7 +85,7 @@ def finetune(
         int | None, typer.Option("--virtual-tokens", show_default=False, help="Length of a prefix or prompt. (default: 16)")
     ] = None,
     lr: Annotated[float | None, typer.Option(show_default=False, help="(default: the method's own)")] = None,
-    epochs: Annotated[int | None, typer.Option(show_default=False, help="(default: 3)")] = None,
+    epochs: Annotated[float | None, typer.Option(show_default=False, help="A fraction too. (default: 3)")] = None,
     steps: Annotated[int | None, typer.Option(show_default=False, help="In place of epochs.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Examples per step. Hosted: by the data, unless given.")] = 4,
     max_length: Annotated[
@@ -149,6 +149,7 @@ def finetune(
         seed=seed,
     )
     samples = read_samples(data)  # before connecting: bad data shows at once
+    check_out(out)
     model = connect_to(connect or DEFAULT_ADDRESS, token=token, name=name)
     session: Any = model.symbiosis
     try:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from symbiosis.commands.options import DEFAULT_SITE, ConnectSite, Key
+from symbiosis.commands.options import DEFAULT_SITE, ConnectSite, Key, check_out
 from symbiosis.errors import SymbiosisError, Unreachable
 from symbiosis.site import Site
 
@@ -107,7 +107,10 @@ def watch(
         Path | None, typer.Option("--plot", metavar="PNG", show_default=False, help="A picture of the loss.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", show_default=False, help="Copy the finished adapter there.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FOLDER", show_default=False, help="Copy the finished adapter to this new or empty folder."
+        ),
     ] = None,
 ) -> None:
     """Follow a job until it ends. Ctrl-C leaves it running."""
@@ -171,22 +174,38 @@ def finetune(
     """Upload, create, follow."""
     _check_places(plot, out)
     site = Site(connect, key)
-    with err.status("Uploading"):
-        body: dict[str, Any] = {"model": site.models()[0]["id"], "training_file": site.upload(data)["id"], "seed": seed}
-        if validation is not None:
-            body["validation_file"] = site.upload(validation)["id"]
+    body: dict[str, Any] = {"model": site.models()[0]["id"], "seed": seed}
     if suffix is not None:
         body["suffix"] = suffix
     body["method"] = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
-    with err.status("Checking the data"):
-        job = site.create_job(body, secrets.token_hex(16))
+    files = {"training_file": data} | ({} if validation is None else {"validation_file": validation})
+    with _uploaded(site, files) as ids, err.status("Checking the data"):
+        job = site.create_job({**body, **ids}, secrets.token_hex(16))
     err.print(f"the job is {job['id']}", highlight=False)
     _follow(site, job["id"], connect, plot, out)
+
+
+@contextmanager
+def _uploaded(site: Site, files: dict[str, Path]) -> Iterator[dict[str, str]]:
+    """Ids of files on the server, by field. A job that was accepted has copies of its own, so they are deleted in the end."""
+    ids: dict[str, str] = {}
+    try:
+        with err.status("Uploading"):
+            for field, path in files.items():
+                ids[field] = site.upload(path)["id"]
+        yield ids
+    finally:
+        for id in ids.values():
+            try:
+                site.remove_file(id)
+            except SymbiosisError as error:
+                err.print(f"{id} is left on the server: {error}", soft_wrap=True, highlight=False)
 
 
 def _check_places(plot: Path | None, out: Path | None) -> None:
     """Before anything is trained: whether that can be written."""
     if out is not None:
+        check_out(out)
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:

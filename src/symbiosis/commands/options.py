@@ -1,10 +1,13 @@
-"""What commands share: options, and how they were given."""
+"""What commands share: options, how they were given, and what holds for them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from symbiosis.errors import SymbiosisError
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:7777"
 DEFAULT_SITE = "http://127.0.0.1:8000"
@@ -28,3 +31,13 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     """Whether an option was typed; neither its default nor the environment's."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def check_out(out: Path) -> None:
+    """Nothing of the user's is overwritten: an adapter is written to a folder that is new or empty. Raises `SymbiosisError`."""
+    try:
+        is_free = not out.exists() or not any(out.iterdir())
+    except OSError as error:
+        raise SymbiosisError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from None
+    if not is_free:
+        raise SymbiosisError(f"{out} is not empty, and nothing is overwritten; choose another folder with --out")

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.errors import TooManyRequests
+from symbiosis.jobs.errors import KeyReused
 from symbiosis.jobs.folder import Folder
+from symbiosis.jobs.notes import Shelf
 from symbiosis.jobs.plan import Wishes
 from symbiosis.jobs.preparing import AT_ONCE, Preparer
 from symbiosis.jobs.queue import JobLimits
@@ -50,15 +52,45 @@ class Admission:
         folder: Folder,
         preparer: Preparer,
         supervisor: Supervisor,
+        shelf: Shelf,
         limits: JobLimits,
         check: Callable[[str | None, int], None],
     ) -> None:
         self._records, self._folder, self._preparer, self._supervisor = records, folder, preparer, supervisor
-        self._limits, self._check = limits, check
+        self._shelf, self._limits, self._check = shelf, limits, check
         self._coming: Counter[str] = Counter()
+        self._checking: dict[tuple[str, str], tuple[str, asyncio.Task[Job]]] = {}  # by tenant and key, with its digest
+
+    async def known(self, tenant: str, key: str, digest: str) -> Job | None:
+        """The job that the same request made before, once that is certain. Raises what it raised, or `KeyReused`."""
+        if (tenant, key) not in self._checking:
+            return await asyncio.to_thread(self._records.job_of_key, tenant, key, digest)
+        checked, task = self._checking[tenant, key]
+        if checked != digest:
+            raise KeyReused("this Idempotency-Key stands for another request: take a new one")
+        return await asyncio.shield(task)
 
     async def admit(self, wanted: Wanted) -> Job:
-        """Once begun, let it come to its end. Raises what is wrong with it, or that there is no room."""
+        """Once begun, let it come to its end. Raises what is wrong with it, or that there is no room.
+
+        A request that comes again while it is checked gets the answer of the first.
+        """
+        if wanted.key is None:
+            return await self._admit(wanted)
+        place = wanted.tenant, wanted.key
+        if place not in self._checking:
+            task = asyncio.create_task(self._admit(wanted))
+            self._checking[place] = wanted.digest, task
+            task.add_done_callback(lambda _: self._checking.pop(place))
+        job = await self.known(*place, wanted.digest)
+        assert job is not None, "it is being checked"
+        return job
+
+    async def _admit(self, wanted: Wanted) -> Job:
+        if wanted.key is not None:  # it may have been made since somebody looked
+            known = await asyncio.to_thread(self._records.job_of_key, wanted.tenant, wanted.key, wanted.digest)
+            if known is not None:
+                return known
         with self._one_more(wanted.tenant) as coming:
             await asyncio.to_thread(self._check_room, wanted, coming)
             job = await self._make(wanted)
@@ -70,9 +102,8 @@ class Admission:
         return job
 
     async def _make(self, wanted: Wanted) -> Job:
-        id = f"ftjob-{secrets.token_hex(12)}"
-        suffix, seed = wanted.said["suffix"], secrets.randbelow(1 << 31) if wanted.seed is None else wanted.seed
-        name = "-".join(["ft", *([suffix] if suffix else []), id[-8:]])
+        id, name = await asyncio.to_thread(self._named, wanted)
+        seed = secrets.randbelow(1 << 31) if wanted.seed is None else wanted.seed
         asked = {**wanted.said, "seed": seed, "wishes": asdict(wanted.wishes)}
         try:
             size = await asyncio.to_thread(self._preparer.take, id, wanted.sources)
@@ -93,6 +124,15 @@ class Admission:
         else:
             self._preparer.release(id)
         return job
+
+    def _named(self, wanted: Wanted) -> tuple[str, str]:
+        """An id, and with it a name that no adapter of the owner's has, nor will have by another job."""
+        suffix = wanted.said["suffix"]
+        while True:
+            id = f"ftjob-{secrets.token_hex(12)}"
+            name = "-".join(["ft", *([suffix] if suffix else []), id[-8:]])
+            if not self._shelf.has(wanted.owner, name) and self._records.job_named(wanted.owner, name) is None:
+                return id, name
 
     async def _decided(self, id: str, wanted: Wanted, seed: int) -> dict[str, Any] | None:
         """Its plan; None if that takes long."""

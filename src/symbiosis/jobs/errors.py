@@ -43,6 +43,13 @@ class WrongState(SymbiosisError):
     code = "invalid_state"
 
 
+class NameReserved(SymbiosisError):
+    """A name that a job will give its adapter."""
+
+    code = "name_reserved"
+    field = "name"
+
+
 class KeyReused(SymbiosisError):
     """An Idempotency-Key that stood for another request."""
 

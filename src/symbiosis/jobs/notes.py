@@ -33,6 +33,10 @@ class Shelf(Protocol):
         """It stays, under this name, and the next server has it too."""
         ...
 
+    def has(self, owner: str | None, name: str) -> bool:
+        """Whether there is one, or one is being uploaded."""
+        ...
+
     def remove(self, owner: str | None, name: str) -> bool:
         """False if it is not kept here."""
         ...

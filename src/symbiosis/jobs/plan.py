@@ -174,7 +174,7 @@ def adapter_of(wishes: Wishes) -> dict[str, Any]:
     return made
 
 
-def make(wishes: Wishes, *, examples: int, tokens: int, validates: bool, seed: int, max_steps: int) -> Plan:
+def make(wishes: Wishes, *, allowed: Length, examples: int, tokens: int, validates: bool, seed: int, max_steps: int) -> Plan:
     """With the data known. Raises `BadPlan`."""
     adapter = adapter_of(wishes)
     batch = wishes.batch_size or max(1, min(8, examples // 16))
@@ -210,14 +210,16 @@ def make(wishes: Wishes, *, examples: int, tokens: int, validates: bool, seed: i
         "weight_decay": wishes.weight_decay or 0.0,
     }
     every = wishes.checkpoint_every or min(_OFTEN, max(1, math.ceil(steps / 10)))
+    evaluate = (wishes.evaluate_every or every) if validates else None
+    serves = wishes.serve_checkpoints is True
     return Plan(
         adapter=adapter,
         recipe=recipe,
         steps=steps,
         tokens=tokens,
         checkpoint_every=every,
-        evaluate_every=(wishes.evaluate_every or every) if validates else None,
-        serve_checkpoints=wishes.serve_checkpoints is True,
+        evaluate_every=evaluate,
+        serve_checkpoints=serves,
         shown={
             "n_epochs": wishes.n_epochs or (round(steps * batch * together / examples, 3) if wishes.n_steps else epochs),
             "batch_size": batch,
@@ -229,7 +231,11 @@ def make(wishes: Wishes, *, examples: int, tokens: int, validates: bool, seed: i
             "warmup": recipe["warmup_steps"],
             "weight_decay": recipe["weight_decay"],
             "max_grad_norm": recipe["max_grad_norm"],
+            "max_length": allowed.max_length,
+            "truncate": allowed.truncate,
             "checkpoint_every": every,
+            "evaluate_every": evaluate,
+            "serve_checkpoints": serves,
             "adapter": adapter,
         },
     )

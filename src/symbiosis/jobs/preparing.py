@@ -85,6 +85,7 @@ class Preparer:
         count = found["training_file"].examples
         decided = plan.make(
             wishes,
+            allowed=allowed,
             examples=count,
             tokens=sum(each.tokens for each in found.values()),
             validates="validation_file" in found,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import shutil
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from symbiosis.adapters.files import CONFIG, TENSORS
 from symbiosis.engine.names import owned
 from symbiosis.errors import EngineLost, QuotaExceeded, SymbiosisError, UnknownAdapter
 from symbiosis.jobs.disk import to_disk, told
-from symbiosis.jobs.errors import StorageFull, WrongState
+from symbiosis.jobs.errors import NameReserved, StorageFull, WrongState
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.notes import Count, Last, Notes, Said, Shelf, Try, is_end, last_good, step_of
 from symbiosis.jobs.plan import Wishes
@@ -38,6 +39,8 @@ _STOP_S = 15.0
 _BATCH = 2000
 _NOBODY = "everybody"
 """Where there are no keys, all who ask are one tenant without a name."""
+_OF_STEP = re.compile(r"-step-[0-9]+$")
+"""What a job adds to its adapter's name if it fails, and its last good checkpoint is served."""
 _T = TypeVar("_T")
 _log = logging.getLogger("symbiosis")
 
@@ -128,7 +131,15 @@ class Supervisor:
 
     def busy(self) -> set[str]:
         """Jobs that the engine has not ended, whatever is recorded of them."""
-        return {each.job for each in self._live.values()}
+        return {each.job for each in list(self._live.values())}  # any thread may ask
+
+    def check_name(self, owner: str | None, name: str) -> None:
+        """Before something else is served by this name. Raises `NameReserved` if a job will give it to its adapter."""
+        job = self._records.job_named(owner, name, _OF_STEP.sub("", name))
+        if job is not None and (not job.state.is_end or job.id in self.busy()):
+            raise NameReserved(
+                f"{name} is reserved for the adapter of the job {job.id}: choose another name, or cancel the job"
+            )
 
     def positions(self) -> dict[str, int]:
         """Of queued jobs, from 1 on."""
@@ -136,7 +147,7 @@ class Supervisor:
         return {each.id: place for place, each in enumerate(ordered, 1)}
 
     def _running(self) -> Counter[str]:
-        return Counter(each.tenant for each in self._live.values())
+        return Counter(each.tenant for each in list(self._live.values()))  # as above
 
     # Data
 
@@ -356,17 +367,19 @@ class Supervisor:
             job = await asyncio.to_thread(self._records.job, trial.job)
         if not any(map(is_end, events)):
             return False
-        del self._live[id]
-        self._engine.forget(id)
-        if not self._live:
-            self._idle.set()
+        try:
+            if job.state.is_end:
+                await self._put_away(job)
+        finally:  # not before: until then its name is reserved
+            del self._live[id]
+            self._engine.forget(id)
+            if not self._live:
+                self._idle.set()
         if trial.rests:
             self._resting.add(job.id)
             asyncio.get_running_loop().call_later(_REST_S, self._rested, job.id)
         if job.state is not State.SUCCEEDED:
             await asyncio.to_thread(shutil.rmtree, trial.final, ignore_errors=True)
-        if job.state.is_end:
-            await self._put_away(job)
         return True
 
     async def _put_away(self, job: Job) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -24,14 +24,18 @@ from symbiosis.server.store import FIELDS, Store, Upload
 
 _MAX_CONFIG = 1 << 20
 _WRITE_AT_ONCE = 1 << 20
+CheckName: TypeAlias = Callable[[str | None, str], Awaitable[None]]
+"""Of an owner and a name."""
 
 
 class Adapters:
-    """Handlers. An adapter belongs to who uploaded it; the admin's are for everybody."""
+    """Handlers. An adapter belongs to who uploaded it; the admin's are for everybody.
 
-    def __init__(self, remote: Remote, settings: Settings) -> None:
-        self._remote, self._settings = remote, settings
-        self.store = None if settings.uploads is None else Store(Path(settings.uploads), settings.store)
+    `check_name` is asked before an adapter comes under a name, and raises if that is reserved.
+    """
+
+    def __init__(self, remote: Remote, settings: Settings, store: Store | None, check_name: CheckName) -> None:
+        self._remote, self._settings, self._store, self._check_name = remote, settings, store, check_name
         self._ending: set[asyncio.Task[Any]] = set()
 
     def visible(self, caller: Caller, served: dict[str, Any]) -> dict[str, tuple[str | None, Any]]:
@@ -53,7 +57,7 @@ class Adapters:
         return JSONResponse({"object": "list", "data": [self._about(*each, stats["adapters_pinned"]) for each in found]})
 
     def _about(self, owner: str | None, name: str, hash: str, pinned: Collection[str]) -> dict[str, Any]:
-        kept = None if self.store is None else self.store.get(owner, name)
+        kept = None if self._store is None else self._store.get(owner, name)
         size = None if kept is None else kept.bytes
         about = {"id": name, "object": "adapter", "owner": owner, "parent": self._settings.base, "root": hash, "bytes": size}
         return {**about, "pinned": owned(owner, name) in pinned}
@@ -61,9 +65,10 @@ class Adapters:
     async def upload(self, request: Request) -> Response:
         """Take the two files of an adapter, and serve it if it can be; one of that name is replaced."""
         name, owner = self._name(request), request.state.caller.owner
-        if self.store is None:
+        if self._store is None:
             raise Forbidden("this server takes no adapters: it was started without a place for them (--uploads FOLDER)")
-        upload = self.store.begin(owner, name)
+        await self._check_name(owner, name)
+        upload = self._store.begin(owner, name)
         try:
             await self._receive(request, upload)
         except BaseException:
@@ -106,7 +111,7 @@ class Adapters:
     async def download(self, request: Request) -> Response:
         """One of the two files of an adapter of one's own, as PEFT reads them."""
         name, file = self._name(request), request.path_params["file"]
-        kept = None if self.store is None else self.store.get(request.state.caller.owner, name)
+        kept = None if self._store is None else self._store.get(request.state.caller.owner, name)
         if kept is None or file not in FIELDS.values():
             raise UnknownAdapter(f"there is no adapter {name!r} of yours that is kept here with a file {file!r:.60}")
         return FileResponse(kept.folder / file, media_type="application/octet-stream")
@@ -125,9 +130,10 @@ class Adapters:
         wish = await read_json(request, LoadAdapter)
         self._check(wish.lora_name, "lora_name")
         folder = _confined(self._settings.adapter_root, wish.lora_path)
+        await self._check_name(None, wish.lora_name)
         await self._remote.ask("load", name=wish.lora_name, folder=str(folder), replace=wish.load_inplace)
-        if self.store is not None:
-            self.store.remove(None, wish.lora_name)  # it was replaced
+        if self._store is not None:
+            self._store.remove(None, wish.lora_name)  # it was replaced
         return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -141,7 +147,7 @@ class Adapters:
         return JSONResponse({"id": wish.lora_name, "object": "adapter", "owner": wish.owner, "pinned": wish.pinned})
 
     async def _forget(self, owner: str | None, name: str) -> None:
-        was_kept = self.store is not None and self.store.remove(owner, name)
+        was_kept = self._store is not None and self._store.remove(owner, name)
         try:
             await self._remote.ask("unload", name=owned(owner, name))
         except UnknownAdapter:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,6 +29,7 @@ from symbiosis.server.metrics import Metrics
 from symbiosis.server.remote import Order, Remote
 from symbiosis.server.schemas import Chat, Completion, Detokenize, Tokenize, Wishes, adapter_of, check_n
 from symbiosis.server.settings import Settings
+from symbiosis.server.store import Store
 from symbiosis.server.tokens import Tokens
 from symbiosis.server.tuning import Tuning
 
@@ -40,10 +42,11 @@ class Server:
 
     def __init__(self, remote: Remote, tokens: Tokens, settings: Settings) -> None:
         self._remote, self._tokens, self._settings = remote, tokens, settings
-        self._adapters = Adapters(remote, settings)
         self._allowances = Allowances(settings.requests)
         self._metrics = Metrics()
-        self._tuning = Tuning(remote, tokens, settings, self._adapters.store, self._metrics)
+        store = None if settings.uploads is None else Store(Path(settings.uploads), settings.store)
+        self._tuning = Tuning(remote, tokens, settings, store, self._metrics)
+        self._adapters = Adapters(remote, settings, store, self._tuning.check_name)
         self._created = int(time.time())
 
     def app(self) -> ASGIApp:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -52,8 +54,11 @@ async def pieces(request: Request, most: int) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def read_json(request: Request, schema: type[_Schema]) -> _Schema:
-    """The body by its schema. Only JSON: a form of some web page cannot ask for anything."""
+async def read_json(request: Request, schema: type[_Schema], *, keys_once: bool = False) -> _Schema:
+    """The body by its schema. Only JSON: a form of some web page cannot ask for anything.
+
+    `keys_once`: a key that stands twice is refused. It takes a second look, which requests for answers are spared.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise BadRequest("the body must be JSON: send Content-Type: application/json", status=415)
@@ -61,9 +66,18 @@ async def read_json(request: Request, schema: type[_Schema]) -> _Schema:
     async for piece in pieces(request, MAX_JSON):
         body += piece
     try:
-        return schema.model_validate_json(bytes(body))
+        wish = schema.model_validate_json(bytes(body))
     except ValidationError as error:
         raise bad_request(error) from None
+    if keys_once:
+        json.loads(body, object_pairs_hook=_check_once)
+    return wish
+
+
+def _check_once(pairs: list[tuple[str, Any]]) -> None:
+    twice = next((key for key, count in Counter(key for key, _ in pairs).items() if count > 1), None)
+    if twice is not None:
+        raise BadRequest(f"{twice!r:.60} stands twice in the body: leave one out", field=twice[:60])
 
 
 async def read_form(request: Request, most: int, fields: Collection[str]) -> AsyncIterator[tuple[str, bytes]]:

@@ -43,6 +43,7 @@ _KINDS: dict[type[Exception], _Kind] = {
     job_errors.UnknownFile: _Kind(404, _MISSING),
     job_errors.UnknownJob: _Kind(404, _MISSING),
     job_errors.KeyReused: _Kind(409, _INVALID),
+    job_errors.NameReserved: _Kind(409, _INVALID),
     job_errors.StorageFull: _Kind(507, _SERVER),
     errors.TooLarge: _Kind(413, _INVALID),
     errors.TooManyRequests: _Kind(429, _BUSY, "rate_limit_exceeded"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
@@ -11,6 +12,7 @@ from symbiosis.jobs.plan import Wishes
 from symbiosis.server.schemas import Name, Strict
 
 _MAX_ADAPTER = 64 << 10
+_SUFFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Auto: TypeAlias = Literal["auto"] | None
 FileId = Annotated[str, Field(min_length=1, max_length=128)]
 Target = Annotated[str, Field(min_length=1, max_length=512)]
@@ -71,7 +73,7 @@ class CreateJob(Strict):
     validation_file: FileId | None = None
     method: Method | None = None
     hyperparameters: Hyperparameters | None = None
-    suffix: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    suffix: str | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     metadata: (
         Annotated[
@@ -81,6 +83,13 @@ class CreateJob(Strict):
         | None
     ) = None
     integrations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @field_validator("suffix")
+    @classmethod
+    def _fits_a_name(cls, value: str | None) -> str | None:
+        if value is not None and not _SUFFIX.fullmatch(value):
+            raise ValueError("expected 1 to 64 letters, digits, dots, dashes and underscores, first a letter or digit")
+        return value
 
     @model_validator(mode="after")
     def _once(self) -> CreateJob:

@@ -28,7 +28,8 @@ def file_body(file: File) -> Body:
 
 def job_body(job: Job, base: str, position: int | None) -> Body:
     """`position`: in the queue, if it is there."""
-    hyperparameters = {} if job.plan is None else job.plan["shown"]
+    given = {name: value for name, value in job.asked["wishes"].items() if value is not None}
+    hyperparameters = given if job.plan is None else job.plan["shown"]
     finish = job.figures.get("finish_at") if job.state is State.RUNNING else None
     usual = ("n_epochs", "batch_size", "learning_rate_multiplier")
     return {

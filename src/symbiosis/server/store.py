@@ -130,6 +130,10 @@ class Store:
     def get(self, owner: str | None, name: str) -> Kept | None:
         return self._kept.get((owner, name))
 
+    def has(self, owner: str | None, name: str) -> bool:
+        """Also one that is being uploaded."""
+        return (owner, name) in self._kept or any((each.owner, each.name) == (owner, name) for each in list(self._uploads))
+
     def remove(self, owner: str | None, name: str) -> bool:
         """False if it is not kept here."""
         found = self._kept.pop((owner, name), None)

@@ -67,7 +67,9 @@ class Tuning:
         self._supervisor = Supervisor(
             records, folder, self._remote, self._store, self._preparer, limits, self._metrics.count_steps
         )
-        self._admission = Admission(records, folder, self._preparer, self._supervisor, limits, self._check_adapters)
+        self._admission = Admission(
+            records, folder, self._preparer, self._supervisor, self._store, limits, self._check_adapters
+        )
         await self._supervisor.start()
         self._records = records
 
@@ -81,6 +83,11 @@ class Tuning:
     def counts(self) -> dict[str, int]:
         """Jobs by state."""
         return {} if self._records is None else {state.value: count for state, count in self._records.count().items()}
+
+    async def check_name(self, owner: str | None, name: str) -> None:
+        """Raises `NameReserved`."""
+        if self._records is not None:
+            await asyncio.to_thread(self._supervisor.check_name, owner, name)
 
     def _known(self) -> Records:
         if "why" in self._settings.training:
@@ -158,14 +165,13 @@ class Tuning:
     # Jobs
 
     async def create(self, request: Request) -> Response:
-        records, caller = self._known(), request.state.caller
-        wish = await read_json(request, CreateJob)
+        self._known()
+        caller: Caller = request.state.caller
+        wish = await read_json(request, CreateJob, keys_once=True)
         key = _key(request)
         digest = hashlib.sha256(wish.model_dump_json().encode()).hexdigest()
-        if key is not None:
-            known = await asyncio.to_thread(records.job_of_key, caller.tenant, key, digest)
-            if known is not None:
-                return await self._answer(known)
+        if key is not None and (known := await self._admission.known(caller.tenant, key, digest)) is not None:
+            return await self._answer(known)
         if wish.model != self._settings.base:
             raise BadRequest(
                 f"{wish.model!r:.80} cannot be fine-tuned here: only the base model, {self._settings.base}, can",
@@ -288,7 +294,7 @@ def _page(request: Request, schema: type[Any] | None) -> Any:
     for name, value in request.query_params.multi_items():
         if schema is None or name not in schema.model_fields or name in given:
             raise BadRequest(f"{name!r:.60} is not supported here: leave it out", field=name[:60], code="unsupported_parameter")
-        given[name] = int(value) if name == "limit" and re.fullmatch(r"[0-9]{1,9}", value) else value
+        given[name] = int(value) if name == "limit" and re.fullmatch(r"-?[0-9]{1,18}", value) else value
     if schema is None:
         return None
     try:

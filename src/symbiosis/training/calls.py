@@ -36,7 +36,7 @@ class Step:
 
 def _future() -> Future[Any]:
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # a call that was accepted is computed: nobody takes it back
+    future.set_running_or_notify_cancel()  # a call that was accepted is answered: nobody cancels it
     return future
 
 
@@ -75,6 +75,8 @@ class ForwardBackward(_Small):
     """Of all that was asked for: it is remembered longer than the examples."""
     learns: bool = True
     """Whether gradients are wanted; else it is `forward`: nothing is learned, and nothing dropped."""
+    begins: bool = False
+    """Whether it is the first of a step."""
     losses: list[float] = field(default_factory=list)
     """Of the examples that were computed."""
     answer: Future[Any] = field(default_factory=_future)

@@ -38,7 +38,7 @@ from symbiosis.training.coming import Coming
 from symbiosis.training.config import HostConfig, HostStats
 from symbiosis.training.fairness import Candidate
 from symbiosis.training.lengths import FEW_ROWS
-from symbiosis.training.line import Line
+from symbiosis.training.line import Line, withdrawn
 from symbiosis.training.loss import takes_items
 from symbiosis.training.making import Maker
 from symbiosis.training.optimizer import AnyOptimizer
@@ -148,6 +148,7 @@ class Host:
                     sampler=self._sampler,
                     submit=self._submit,
                     hold=self._hold,
+                    stop=self._stop_session,
                     close=self._close_session,
                 )
                 self._sessions[session.id] = session
@@ -231,6 +232,12 @@ class Host:
         with self._changed:
             session.held = held
             self._changed.notify_all()
+
+    def _stop_session(self, session: Session) -> None:
+        with self._changed:
+            left = session.line.stop()
+        for call in left:
+            call.answer.set_exception(withdrawn())
 
     def _close_session(self, session: Session) -> None:
         with self._changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from symbiosis.errors import OutOfRange, SymbiosisError, TooManyRequests
+from symbiosis.errors import OutOfRange, SymbiosisError, TooManyRequests, Withdrawn
 from symbiosis.training.adapter import Snapshot
 from symbiosis.training.calls import Loss, Step
 from symbiosis.training.examples import Example
@@ -83,6 +82,8 @@ class _Asked:
         self._open: deque[Future[Any]] = deque()
 
     def ask(self, session: Session, call: Callable[[], Future[_T]]) -> Future[_T]:
+        if self._open and self._open[-1].done() and isinstance(error := self._open[-1].exception(), Withdrawn):
+            raise error  # what follows belongs to the same step, or to a later one
         while self._open and self._open[0].done():
             self._open.popleft()
         patience = _PATIENCE
@@ -119,9 +120,8 @@ def run(
     checkpoint: Callable[[int], Path | None] | None = None,
     on_saved: Callable[[int, Snapshot], None] | None = None,
     validation: Validation | None = None,
-    stop: threading.Event | None = None,
 ) -> Done | None:
-    """Train until the recipe's end, or until `stop` is set; returns the last step, None if there was none.
+    """Train until the recipe's end, or until the session is stopped; returns the last step, None if there was none.
 
     `checkpoint` is asked after which steps to save the session, and where (what is there is replaced); `on_saved` is told
     when that is on disk. All that is told is told in order, by this thread. `after` steps have been done before, and
@@ -149,30 +149,33 @@ def run(
                 on_saved(done.step, first.kept.pop())
         return done
 
+    def ask(step: int, batches: list[list[int]]) -> _UnderWay:
+        settings = recipe.settings(step - 1, total)
+        with session.gathering():
+            losses = [  # a batch is made when there is room for it: those of a step may be more than fits in memory
+                asked.ask(session, partial(session.forward_backward, [data[number] for number in batch], items=items))
+                for batch, items in zip(batches, _items(session, data, batches), strict=True)
+            ]
+            stepped = asked.ask(session, partial(session.optim_step, settings))
+        due = validation is not None and validation.is_due(step, total)
+        evaluated = validation.ask(session, asked) if validation is not None and due else []
+        kept: list[Snapshot] = []
+        folder = checkpoint(step) if checkpoint is not None else None
+        saved = None
+        if folder is not None:
+            save = partial(session.save, folder, optimizer=True, replace=True, keep=kept.append)
+            saved = asked.ask(session, save)
+        return _UnderWay(losses, stepped, settings.learning_rate, evaluated, saved, kept)
+
     try:
-        for step, batches in enumerate(recipe.batches(len(data), after=after), after + 1):
-            if stop is not None and stop.is_set():
-                break
-            settings = recipe.settings(step - 1, total)
-            with session.gathering():
-                losses = [  # a batch is made when there is room for it: those of a step may be more than fits in memory
-                    asked.ask(session, partial(session.forward_backward, [data[number] for number in batch], items=items))
-                    for batch, items in zip(batches, _items(session, data, batches), strict=True)
-                ]
-                stepped = asked.ask(session, partial(session.optim_step, settings))
-            due = validation is not None and validation.is_due(step, total)
-            evaluated = validation.ask(session, asked) if validation is not None and due else []
-            kept: list[Snapshot] = []
-            folder = checkpoint(step) if checkpoint is not None else None
-            saved = None
-            if folder is not None:
-                save = partial(session.save, folder, optimizer=True, replace=True, keep=kept.append)
-                saved = asked.ask(session, save)
-            under_way.append(_UnderWay(losses, stepped, settings.learning_rate, evaluated, saved, kept))
-            if len(under_way) >= _AHEAD:
+        with suppress(Withdrawn):  # the session was stopped, and this step was not begun; one before it may be under way
+            for step, batches in enumerate(recipe.batches(len(data), after=after), after + 1):
+                under_way.append(ask(step, batches))
+                if len(under_way) >= _AHEAD:
+                    last = finish()
+        with suppress(Withdrawn):
+            while under_way:
                 last = finish()
-        while under_way:
-            last = finish()
     except SymbiosisError:
         with suppress(SymbiosisError):
             while under_way and under_way[0].stepped.done():

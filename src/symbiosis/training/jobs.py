@@ -103,14 +103,14 @@ class Jobs:
         job.start()
 
     def stop(self, id: str) -> None:
-        """Let a job end where it is, with a checkpoint. Nothing happens if it has ended."""
+        """Let a job end after the step under way, with a checkpoint. Nothing happens if it has ended."""
         job = self._running.get(id)
         if job is not None:
-            job.stopping.set()
+            job.stop()
 
     def stop_all(self) -> None:
         for job in list(self._running.values()):
-            job.stopping.set()
+            job.stop()
 
     def abandon(self, id: str) -> None:
         """Nobody wants a job any more: end it at once, as it is on disk."""
@@ -161,7 +161,7 @@ class _Job:
     def __init__(self, jobs: Jobs, host: Host, serve: Serve, order: JobOrder, older: list[_Job]) -> None:
         self._jobs, self._host, self._serve, self.order = jobs, host, serve, order
         self._older = older
-        self.stopping = threading.Event()
+        self._stopping = False
         self._abandoned: str | None = None
         self._session: Session | None = None
         self._step = order.after
@@ -174,9 +174,14 @@ class _Job:
     def wait(self, seconds: float | None = None) -> None:
         self._thread.join(seconds)
 
+    def stop(self) -> None:
+        self._stopping = True
+        session = self._session
+        if session is not None:
+            session.stop()
+
     def abandon(self, why: str) -> None:
         self._abandoned = self._abandoned or why
-        self.stopping.set()
         session = self._session
         if session is not None:
             session.close()
@@ -212,6 +217,8 @@ class _Job:
         self._session = session = self._host.open(order.tenant, order.adapter, seed=order.seed, weight=order.weight)
         if self._abandoned is not None:
             raise Closed(f"the job was ended: {self._abandoned}")
+        if self._stopping:
+            session.stop()
         session.check(examples)
         validation = None
         if held_out is not None:
@@ -238,7 +245,6 @@ class _Job:
             checkpoint=lambda step: self._folder(step) if step % order.checkpoint_every == 0 else None,
             on_saved=self._on_saved,
             validation=validation,
-            stop=self.stopping,
         )
         if self._abandoned is not None:
             raise Closed(f"the job was ended: {self._abandoned}")

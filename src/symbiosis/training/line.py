@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeGuard
 
-from symbiosis.errors import OutOfOrder, OutOfRange, SymbiosisError, TooManyRequests
-from symbiosis.training.calls import Call, Sample
+from symbiosis.errors import OutOfOrder, OutOfRange, SymbiosisError, TooManyRequests, Withdrawn
+from symbiosis.training.calls import Call, ForwardBackward, Load, OptimStep, Sample
 
 _REMEMBERED = 64
 
@@ -31,6 +31,9 @@ class Line:
         self._known: OrderedDict[int, Call] = OrderedDict()
         self._kept = 0
         """Tokens of answers of those that are known."""
+        self._in_step = False
+        """Whether the last step that was begun to be asked for is not whole yet."""
+        self._stopped = False
         self._ended: SymbiosisError | None = None
 
     @property
@@ -48,7 +51,7 @@ class Line:
 
         There is room for so many `answers`.
 
-        Raises `OutOfRange`, `OutOfOrder`, `TooManyRequests`, or what ended the session.
+        Raises `OutOfRange`, `OutOfOrder`, `TooManyRequests`, `Withdrawn`, or what ended the session.
         """
         if number is None:
             number = self._next
@@ -61,6 +64,8 @@ class Line:
             return number, known.answer
         if self._ended is not None:
             raise copy.copy(self._ended)  # one that is raised again and again keeps every caller's frames
+        if self._stopped and not self._in_step and (_is_batch(call) or isinstance(call, OptimStep)):
+            raise withdrawn()
         if number < self._next:
             raise OutOfOrder(f"call {number} is too long ago: the next number is {self._next}")
         under_way = len(self._waiting) + len(self._early) + len(self._sampled)
@@ -77,6 +82,10 @@ class Line:
         while self._next in self._early:
             arrived = self._early.pop(self._next)
             self._waiting.append(arrived)
+            if _is_batch(arrived):
+                arrived.begins, self._in_step = not self._in_step, True
+            elif isinstance(arrived, OptimStep | Load):
+                self._in_step = False
             self._known[self._next] = arrived
             self._kept += arrived.kept
             self._next += 1
@@ -117,6 +126,19 @@ class Line:
         self.answers -= call.answers
         call.forget()
 
+    def stop(self) -> list[Call]:
+        """No step is begun any more. Returns what is left without an answer: all behind the step that is at the head."""
+        self._stopped = True
+        kept = 1  # what is at the head may be under way
+        while kept < len(self._waiting) and not (_is_batch(call := self._waiting[kept]) and call.begins):
+            kept += 1
+        left = [self._waiting.pop() for _ in range(len(self._waiting) - kept)][::-1]
+        if left:
+            self._in_step = False
+        for call in left:
+            self._let_go(call)
+        return left
+
     def end(self, error: SymbiosisError) -> list[Call]:
         """Nothing is taken any more. Returns the calls that are left without an answer, but for those that have left."""
         left = [*self._waiting, *self._early.values()]
@@ -131,3 +153,12 @@ class Line:
         """Also the answers of old."""
         self._known.clear()
         self._kept = 0
+
+
+def withdrawn() -> Withdrawn:
+    return Withdrawn("this training session was told to stop, and had not begun this step")
+
+
+def _is_batch(call: Call) -> TypeGuard[ForwardBackward]:
+    """That is learned from."""
+    return isinstance(call, ForwardBackward) and call.learns

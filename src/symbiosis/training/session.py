@@ -65,6 +65,7 @@ class Session:
         sampler: Sampler | None,
         submit: Submit,
         hold: Callable[[Session, bool], None],
+        stop: Callable[[Session], None],
         close: Callable[[Session], None],
     ) -> None:
         self.id, self.tenant, self.weight, self.seed = id, tenant, weight, seed
@@ -79,7 +80,7 @@ class Session:
         self.held = False
         """Whether more is to come that belongs to what waits."""
         self._bounds, self._sampler = bounds, sampler
-        self._submit, self._hold, self._close = submit, hold, close
+        self._submit, self._hold, self._stop, self._close = submit, hold, stop, close
 
     def forward_backward(
         self, batch: Sequence[Example], *, items: float | None = None, number: int | None = None
@@ -210,6 +211,14 @@ class Session:
     def load(self, folder: str | Path, *, number: int | None = None) -> Future[None]:
         """Take the adapter's numbers from a folder, and the optimizer's if they are there. Gradients are forgotten."""
         return self._submit(self, Load(_path(folder)), number)
+
+    def stop(self) -> None:
+        """Learn no further than to the end of the step under way.
+
+        What was asked for behind it, and batches that are still to come, end in `Withdrawn`; everything else is done as
+        before. For callers that give no numbers.
+        """
+        self._stop(self)
 
     def close(self) -> None:
         """Give everything back. What waits ends in `Closed`."""
