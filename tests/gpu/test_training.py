@@ -108,7 +108,7 @@ def test_passes_that_are_no_graphs_have_the_memory_of_graphs(apart):
         found = {len(lengths): packed.compute(shares_of(model, lengths, CONFIGS[:3])) for lengths in SMALLER}
         again = packed.compute(shares_of(model, LARGE, CONFIGS[:3]))
     assert graphs_of(packed) == 1
-    assert torch.cuda.memory_reserved() < 1.1 * before
+    assert torch.cuda.memory_reserved() < 1.25 * before  # half as much again if they had their own
     for sessions, each in expected.items():
         assert_alike(found[sessions], each, 2e-2)
     assert_alike(again, large, 1e-6)
@@ -123,7 +123,7 @@ def test_a_graph_that_is_larger_begins_anew():
             packed.compute(shares_of(model, lengths, CONFIGS[:3]))
         assert graphs_of(packed) == kept
         reserved.append(torch.cuda.memory_reserved())
-    assert reserved[4] < 1.1 * reserved[2]
+    assert reserved[4] < 1.25 * reserved[2]
 
 
 def test_what_a_model_keeps_for_later_passes_is_not_written_over(monkeypatch, caplog):
