@@ -233,13 +233,15 @@ def window(serving: Serving | None, training: Shared | None, seconds: float) -> 
     return figures
 
 
-def settle(way: Any, serving: Serving, training: Shared, seconds: float) -> None:
+def settle(way: Any, serving: Serving, training: Shared, seconds: float, console: Console) -> None:
     """Kernels are compiled and graphs captured, and a way that looks for its part of the GPU has found it."""
     with serving:
         for _ in range(TRIES):
             share, before = way.share, training.host.stats.new_passes
             training.window(2 * seconds)
-            if way.share == share and training.host.stats.new_passes <= before + NEW:
+            new = training.host.stats.new_passes - before
+            console.print(f"a part of {share} for training, {way.share} in the end; {new} passes of a new kind")
+            if way.share == share and new <= NEW:
                 break
 
 
@@ -274,7 +276,7 @@ def run(
                 turns.now = way
                 started = time.monotonic()
                 try:
-                    settle(way, serving, training, seconds)
+                    settle(way, serving, training, seconds, console)
                 except Exception:  # noqa: BLE001 - the others are still worth their figures; the run fails in the end
                     failed[name] = traceback.format_exc()
                     console.print(f"{name} failed:\n{failed[name]}", markup=False)

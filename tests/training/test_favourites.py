@@ -57,12 +57,3 @@ def test_what_is_kept_no_more_is_soon_again():
     assert kept_after(favourites, "aabbaab") == ["a", "b"]
     favourites.keep_none()
     assert kept_after(favourites, "cab") == ["a", "b"]
-
-
-def test_a_key_is_first_once():
-    favourites = Favourites(2)
-    seen = []
-    for key in "abab":
-        favourites.came(key)
-        seen.append(favourites.is_first(key))
-    assert seen == [True, True, False, False]

@@ -52,10 +52,6 @@ class Favourites:
         """All that was kept is no more; what comes often is soon again."""
         self._kept.clear()
 
-    def is_first(self, key: Hashable) -> bool:
-        """Whether it has come only once, as far as is known."""
-        return self._counts[key] <= 1
-
     def refuse(self, key: Hashable) -> None:
         """It cannot be kept."""
         if len(self._never) >= _REFUSED:

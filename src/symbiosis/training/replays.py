@@ -75,6 +75,8 @@ class Replays:
         self._failures = 0
         self._shares = True
         """Passes that are no graphs have the graphs' memory."""
+        self._rows = self._longest = 0
+        """Of such passes so far. A model that keeps something for later ones keeps more for one that is larger."""
 
     def run(self, pack: Pack, run: Run) -> Tensor:
         kept, key = self._kept(), pack.key
@@ -125,14 +127,15 @@ class Replays:
 
         if not (kept.graphs and self._shares):
             return computed()
-        is_first = kept.favourites.is_first(pack.key)
-        before = _held(kept.pool) if is_first else 0
+        is_larger = pack.rows > self._rows or pack.longest > self._longest
+        self._rows, self._longest = max(self._rows, pack.rows), max(self._longest, pack.longest)
+        before = _held(kept.pool) if is_larger else 0
         with self._where_graphs_are():
             with torch.cuda.use_mem_pool(kept.pool, self._device):
                 found_N = computed()
             losses_N = found_N.clone()
         del found_N
-        if is_first and _held(kept.pool) > before:  # graphs would write over what the model has kept for later passes
+        if is_larger and _held(kept.pool) > before:  # graphs would write over what the model has kept for later passes
             _log.warning("the model keeps what training passes compute: those that are no graphs get memory of their own now")
             self._shares = False
             self.clear()
