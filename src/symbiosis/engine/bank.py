@@ -55,12 +55,12 @@ class Pending:
             shrink(x_RI, table, work)
             return
         self._here = torch.cuda.current_stream(x_RI.device)
-        if work.plan.kept:
+        if work.few:
             work.make_room()  # here: memory belongs to a stream
         beside.wait_stream(self._here)
         with torch.cuda.stream(beside):
             shrink(x_RI, table, work, meeting=True)
-            if work.plan.kept:
+            if work.few:
                 self._kept = spread(table, work, like=x_RI, own_bias_O=bias_O)
 
     def settle(self, y_RO: Tensor) -> Any:

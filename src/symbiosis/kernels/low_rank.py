@@ -107,8 +107,6 @@ class Plan:
     """Output columns a program computes at once."""
     blocks: int = 1
     """So many of these one after the other, the next being read meanwhile; where tiles have few rows."""
-    kept: bool = False
-    """Whether beside a product the second half, too, is worth it."""
     shrink_warps: int = 4
     expand_warps: int = 4
 
@@ -136,9 +134,9 @@ def plan(tiles: Tiles, width: int, widths: Sequence[int], rmax: int) -> Plan:
             block_k *= 2
         splits = -(-width // block_k)
         if rmax > 16:
-            return Plan(splits, ranks, block_k, block_n=128, kept=True)
+            return Plan(splits, ranks, block_k, block_n=128)
         blocks = max(1, min(4, tiles.capacity * sum(widths) // (64 * _ENOUGH)))
-        return Plan(splits, ranks, block_k, block_n=64, blocks=blocks, kept=True, expand_warps=1)
+        return Plan(splits, ranks, block_k, block_n=64, blocks=blocks, expand_warps=1)
     many = tiles.rows > 16
     wanted = _PROCESSORS // (programs * ranks) if many else -(-_PROCESSORS * 4 // programs)
     splits = max(1, min(-(-width // _LEAST), wanted, _MOST_SPLITS))
@@ -351,6 +349,8 @@ class Work:
 
     def __init__(self, tiles: Tiles, rows: int, width: int, members: Members, rmax: int, chosen: Plan | None = None) -> None:
         self.tiles, self.members = tiles, members
+        self.few = tiles.rows <= _FEW
+        """It is nearly all reading, so beside a product the second half, too, is worth it."""
         self.plan = chosen or plan(tiles, width, members.widths, rmax)
         shape = (self.plan.splits, len(members), rows, rmax)
         self.parts_SMRr = torch.empty(shape, dtype=torch.float32, device=members.device)
@@ -372,15 +372,14 @@ def shrink(x_RI: Tensor, table: Tensor, work: Work, *, meeting: bool = False) ->
     assert members == table.shape[1], (work.members.widths, table.shape)
     assert rows >= x_RI.shape[0], (rows, x_RI.shape)
     assert (x_RI.stride(1), table.stride(1), table.stride(2)) == (1, 4, 1)
-    few = tiles.rows <= _FEW
-    block_k = chosen.block_k if few else 2 * chosen.block_k // x_RI.element_size()
-    span = block_k if few else -(-x_RI.shape[1] // (splits * block_k)) * block_k
+    block_k = chosen.block_k if work.few else 2 * chosen.block_k // x_RI.element_size()
+    span = block_k if work.few else -(-x_RI.shape[1] // (splits * block_k)) * block_k
     assert splits * span >= x_RI.shape[1], (chosen, x_RI.shape)
     with torch.cuda.device_of(x_RI):  # type: ignore[no-untyped-call]
         _shrink[(tiles.capacity, splits * chosen.rank_programs, members)](
             x_RI, table, tiles.device_3T, work.parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
             chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
-            FEW=few, BLOCK_M=max(16, tiles.rows), BLOCK_K=block_k,
+            FEW=work.few, BLOCK_M=max(16, tiles.rows), BLOCK_K=block_k,
             num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device, meeting=meeting),
         )  # fmt: skip
 
@@ -405,7 +404,7 @@ def _launch_expand(y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, 
     splits, _, rows, rmax = work.parts_SMRr.shape
     tiles, members, chosen = work.tiles, work.members, work.plan
     assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
-    few = tiles.rows <= _FEW and rmax <= _WIDEST
+    few = work.few and rmax <= _WIDEST
     blocks = members.blocks(chosen.block_n * chosen.blocks if few else chosen.block_n)
     block_m, every = max(16, tiles.rows), triton.next_power_of_2(splits)
     wide = min(_WIDEST, triton.next_power_of_2(rmax))
