@@ -35,6 +35,7 @@ from symbiosis.errors import BadData, SymbiosisError
 _ROLES = ("system", "user", "assistant")
 _IGNORED = -100  # what transformers' losses take for "not this token"
 _CLIP_NORM = 1.0
+_MOST_EPOCHS = 1000
 
 
 class BadSettings(SymbiosisError):
@@ -116,8 +117,8 @@ class FinetuneConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadSettings(f"{name.replace('_', ' ')} is {value}: expected at least 1")
-        if self.epochs is not None and not 0 < self.epochs < float("inf"):
-            raise BadSettings(f"epochs is {self.epochs:g}: expected a number above 0, a fraction too")
+        if self.epochs is not None and not 0 < self.epochs <= _MOST_EPOCHS:
+            raise BadSettings(f"epochs is {self.epochs:g}: expected a number above 0, a fraction too, up to {_MOST_EPOCHS}")
         if self.max_length < 2:
             raise BadSettings(f"max length is {self.max_length}: expected at least 2 tokens")
         if self.lr is not None and not 0 < self.lr < float("inf"):

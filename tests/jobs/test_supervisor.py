@@ -356,6 +356,66 @@ async def test_what_ends_after_it_was_cancelled_is_put_away(world):
 
 
 @played
+async def test_what_a_paused_job_served_is_put_away_when_it_is_cancelled(world):
+    job = world.add("one")
+    supervisor, engine = await world.start()
+    await until(lambda: engine.told)
+    await supervisor.pause(job)
+    engine.say("0", "stopped", step=0, folder=None)
+    await until(lambda: not supervisor.busy())
+    assert not engine.asked, "it may be resumed"
+    reserved, ask = [], engine.ask
+
+    async def slowly(op, **body):
+        await asyncio.sleep(0.01)
+        with pytest.raises(NameReserved):
+            supervisor.check_name("ann", "ft-ftjob-one")
+        reserved.append(op)
+        return await ask(op, **body)
+
+    engine.ask = slowly
+    await supervisor.cancel(job)
+    assert engine.asked == [("unload", {"name": "ann:ft-ftjob-one"})]
+    assert reserved == ["unload"], "or it would be put away with what the job served"
+    assert not world.folder.work(job).exists()
+    supervisor.check_name("ann", "ft-ftjob-one")
+
+
+@played
+async def test_a_job_that_is_cancelled_while_its_pause_is_recorded_is_put_away(world):
+    job = world.add("one")
+    supervisor, engine = await world.start()
+    await until(lambda: engine.told)
+    await supervisor.pause(job)
+    loop, take = asyncio.get_running_loop(), supervisor._notes.take
+
+    def cancelled(*args):
+        found = take(*args)
+        asyncio.run_coroutine_threadsafe(supervisor.cancel(job), loop).result(10)
+        return found
+
+    supervisor._notes.take = cancelled
+    engine.say("0", "stopped", step=0, folder=None)
+    await until(lambda: engine.asked and not world.folder.work(job).exists())
+    assert world.state(job) is State.CANCELLED
+
+
+@played
+async def test_after_a_restart_no_checkpoint_names_what_the_engine_before_served(world):
+    job = world.add("one")
+    _, engine = await world.start()
+    await until(lambda: engine.told)
+    folder = Path(engine.told["0"]["checkpoints"]) / "step-2"
+    folder.mkdir()
+    engine.say("0", "checkpoint", step=2, folder=str(folder), hash="h", serves="ann:ft-ftjob-one")
+    listed = lambda: [c.serves for c in world.records.checkpoints(world.records.job(job), after=None, limit=9)]  # noqa: E731
+    await until(lambda: listed() == ["ft-ftjob-one"])
+    await world.kill()
+    await world.start()
+    assert listed() == [None]
+
+
+@played
 async def test_the_last_good_checkpoint_of_a_job_that_diverged_is_kept_and_served(world):
     job = world.add("one")
     _, engine = await world.start()
@@ -701,6 +761,9 @@ async def test_the_name_of_a_jobs_adapter_is_reserved_until_the_engine_has_ended
     for name in ("ft-ftjob-one", "ft-ftjob-one-step-4"):
         with pytest.raises(NameReserved, match=job):
             supervisor.check_name("ann", name)
+    world.records.add_job("ftjob-newer", "ann", "ann", "ft-ftjob-one-step-4", State.CANCELLED, ASKED, PLAN)
+    with pytest.raises(NameReserved, match=job):
+        supervisor.check_name("ann", "ft-ftjob-one-step-4")
     for owner, name in (("bob", "ft-ftjob-one"), (None, "ft-ftjob-one"), ("ann", "ft-ftjob"), ("ann", "ft-ftjob-one-step-")):
         supervisor.check_name(owner, name)
     await supervisor.cancel(job)

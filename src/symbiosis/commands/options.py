@@ -37,7 +37,8 @@ def check_out(out: Path) -> None:
     """Nothing of the user's is overwritten: an adapter is written to a folder that is new or empty. Raises `SymbiosisError`."""
     try:
         is_free = not out.exists() or not any(out.iterdir())
-    except OSError as error:
-        raise SymbiosisError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SymbiosisError(f"cannot write to {str(out)!r}: {reason}; choose another folder with --out") from None
     if not is_free:
         raise SymbiosisError(f"{out} is not empty, and nothing is overwritten; choose another folder with --out")

@@ -131,7 +131,7 @@ class Admission:
         while True:
             id = f"ftjob-{secrets.token_hex(12)}"
             name = "-".join(["ft", *([suffix] if suffix else []), id[-8:]])
-            if not self._shelf.has(wanted.owner, name) and self._records.job_named(wanted.owner, name) is None:
+            if not self._shelf.has(wanted.owner, name) and not self._records.jobs_named(wanted.owner, name):
                 return id, name
 
     async def _decided(self, id: str, wanted: Wanted, seed: int) -> dict[str, Any] | None:

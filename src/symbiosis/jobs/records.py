@@ -265,11 +265,10 @@ class Records:
             raise UnknownJob(f"there is no fine-tuning job {id!r:.80} of yours")
         return _job(found[0])
 
-    def job_named(self, owner: str | None, *names: str) -> Job | None:
-        """The newest that gives an adapter of this owner one of these names, whatever has become of it."""
+    def jobs_named(self, owner: str | None, *names: str) -> list[Job]:
+        """All that give an adapter of this owner one of these names, whatever has become of them."""
         where = f"owner IS ? AND name IN ({', '.join('?' * len(names))})"
-        found = self._all(f"SELECT {_JOB} FROM jobs WHERE {where} ORDER BY number DESC LIMIT 1", owner, *names)  # noqa: S608
-        return _job(found[0]) if found else None
+        return [_job(row) for row in self._all(f"SELECT {_JOB} FROM jobs WHERE {where}", owner, *names)]  # noqa: S608
 
     def jobs(self, tenant: str | None, *, after: str | None, limit: int) -> list[Job]:
         """Newest first; of all tenants if None. Raises `UnknownJob` if there is no `after`."""

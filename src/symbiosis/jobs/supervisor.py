@@ -79,6 +79,7 @@ class Supervisor:
         self._begun: dict[str, int] = {}  # when a tenant's last job was started
         self._numbers = itertools.count(1)
         self._resting: set[str] = set()
+        self._ending: list[str] = []  # jobs that somebody ends by hand
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -130,16 +131,16 @@ class Supervisor:
         return job
 
     def busy(self) -> set[str]:
-        """Jobs that the engine has not ended, whatever is recorded of them."""
-        return {each.job for each in list(self._live.values())}  # any thread may ask
+        """Jobs that the engine has not ended, or that are not put away yet, whatever is recorded of them."""
+        return {*self._ending, *(each.job for each in list(self._live.values()))}  # any thread may ask
 
     def check_name(self, owner: str | None, name: str) -> None:
         """Before something else is served by this name. Raises `NameReserved` if a job will give it to its adapter."""
-        job = self._records.job_named(owner, name, _OF_STEP.sub("", name))
-        if job is not None and (not job.state.is_end or job.id in self.busy()):
-            raise NameReserved(
-                f"{name} is reserved for the adapter of the job {job.id}: choose another name, or cancel the job"
-            )
+        for job in self._records.jobs_named(owner, name, _OF_STEP.sub("", name)):
+            if not job.state.is_end or job.id in self.busy():
+                raise NameReserved(
+                    f"{name} is reserved for the adapter of the job {job.id}: choose another name, or cancel the job"
+                )
 
     def positions(self) -> dict[str, int]:
         """Of queued jobs, from 1 on."""
@@ -198,12 +199,16 @@ class Supervisor:
             return job
 
     async def _end_by_hand(self, id: str, change: Change, message: str) -> Job:
-        job = await asyncio.to_thread(self._change, id, change, message)
-        live = [key for key, each in self._live.items() if each.job == id]
-        for key in live:
-            await self._tell_stop(key, at_once=job.state.is_end)
-        if not live and job.state.is_end and id not in self._validating:
-            await asyncio.to_thread(self._folder.remove_work, id)
+        self._ending.append(id)
+        try:
+            job = await asyncio.to_thread(self._change, id, change, message)
+            live = [key for key, each in self._live.items() if each.job == id]
+            for key in live:
+                await self._tell_stop(key, at_once=job.state.is_end)
+            if not live and id not in self._validating:
+                await self._put_away(job)
+        finally:
+            self._ending.remove(id)
         self.wake()
         return job
 
@@ -227,6 +232,8 @@ class Supervisor:
                 self._records.add_event(job.id, "message", "The server was restarted: the job is queued again", level="warn")
             self._shelf.remove(job.owner, job.name)  # if it was put there, but not recorded to have ended
         unfinished = self._records.jobs_in(State.VALIDATING, State.QUEUED, State.PAUSED)
+        for job in unfinished:
+            self._records.forget_served(job)  # the engine is another one
         self._folder.remove_others(files=self._records.file_ids(), jobs={job.id for job in unfinished})
         return [job for job in unfinished if job.state is State.VALIDATING]
 
@@ -292,6 +299,7 @@ class Supervisor:
             raise
         except Exception as error:  # noqa: BLE001 - this job's, and no other's
             await self._fail(id, error)
+            await self._put_away(await asyncio.to_thread(self._records.job, id))
 
     async def _send(self, job: Job, last: Checkpoint | None) -> None:
         assert job.plan is not None
@@ -368,13 +376,15 @@ class Supervisor:
         if not any(map(is_end, events)):
             return False
         try:
-            if job.state.is_end:
-                await self._put_away(job)
+            await self._put_away(job)
         finally:  # not before: until then its name is reserved
             del self._live[id]
             self._engine.forget(id)
             if not self._live:
                 self._idle.set()
+        if not job.state.is_end:  # unless it was ended by hand meanwhile, by who saw that it was live
+            job = await asyncio.to_thread(self._records.job, trial.job)
+            await self._put_away(job)
         if trial.rests:
             self._resting.add(job.id)
             asyncio.get_running_loop().call_later(_REST_S, self._rested, job.id)
@@ -383,7 +393,12 @@ class Supervisor:
         return True
 
     async def _put_away(self, job: Job) -> None:
-        """What the end of a job leaves to do outside of the records; after a kill, it is done at the next start."""
+        """What the end of a job leaves to do outside of the records; after a kill, it is done at the next start.
+
+        Nothing, if it has not ended; nothing more, if this was done before.
+        """
+        if not job.state.is_end:
+            return
         if job.state is not State.SUCCEEDED:
             try:
                 await self._engine.ask("unload", name=owned(job.owner, job.name))

@@ -115,7 +115,7 @@ class Remote:
             await self._line.send({"op": "cancel", "id": id, "number": number})
 
     async def stop_training(self, id: str, *, at_once: bool = False) -> None:
-        """Let a job stop after the steps under way, or after the pass under way; its end comes to its inbox."""
+        """Let a job stop after the step under way, or after the pass under way; its end comes to its inbox."""
         if not self.lost.is_set():
             await self._line.send({"op": "stop_training", "id": id, "at_once": at_once})
 

@@ -235,9 +235,8 @@ class Host:
 
     def _stop_session(self, session: Session) -> None:
         with self._changed:
-            left = session.line.stop()
-        for call in left:
-            call.answer.set_exception(withdrawn())
+            for call in session.line.stop():
+                call.answer.set_exception(withdrawn())  # here: whoever asks for more sees that its step is no more
 
     def _close_session(self, session: Session) -> None:
         with self._changed:

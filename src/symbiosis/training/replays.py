@@ -12,6 +12,7 @@ into what theirs left.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -90,7 +91,8 @@ class Replays:
             found = self._captured(pack, run, kept)
             if found is None:
                 kept.favourites.refuse(key)
-                kept.pool = torch.cuda.MemPool()  # that one may be unusable
+                with done_on(self._device):
+                    kept.begin_anew()  # that memory may be unusable
                 return run(pack)
             kept.graphs.pop(kept.favourites.keep(key), None)
             kept.graphs[key] = found
@@ -130,12 +132,17 @@ class Replays:
         is_larger = pack.rows > self._rows or pack.longest > self._longest
         self._rows, self._longest = max(self._rows, pack.rows), max(self._longest, pack.longest)
         before = _held(kept.pool) if is_larger else 0
-        with self._where_graphs_are():
-            with torch.cuda.use_mem_pool(kept.pool, self._device):
-                found_N = computed()
-            losses_N = found_N.clone()
+        try:
+            with self._where_graphs_are():
+                with torch.cuda.use_mem_pool(kept.pool, self._device):
+                    found_N = computed()
+                losses_N = found_N.clone()
+        except torch.OutOfMemoryError:  # in there, torch does not look for what could be given back elsewhere
+            with done_on(self._device):
+                torch.cuda.empty_cache()
+            return computed()
         del found_N
-        if is_larger and _held(kept.pool) > before:  # graphs would write over what the model has kept for later passes
+        if is_larger and _holds_more(kept.pool, before):  # graphs would write over what the model has kept for later passes
             _log.warning("the model keeps what training passes compute: those that are no graphs get memory of their own now")
             self._shares = False
             self.clear()
@@ -179,6 +186,13 @@ class Replays:
             stream.synchronize()
         self._failures, kept.rows = 0, max(kept.rows, pack.rows)
         return None if frame.by_lengths else _Graph(graph, frame, losses_N, kept.pool)
+
+
+def _holds_more(pool: torch.cuda.MemPool, before: int) -> bool:
+    if _held(pool) <= before:
+        return False
+    gc.collect()  # what nobody can reach is not kept
+    return _held(pool) > before
 
 
 def _held(pool: torch.cuda.MemPool) -> int:
