@@ -42,8 +42,8 @@ LOADS = ("full", "chat")
 ROUNDS = 5
 PARTS = (50, 95, 99)
 """In a hundred: so many gaps between tokens are shorter."""
-TRIES, NEW = 5, 2
-"""A way is measured after so many windows, or once it has kept its part of the GPU for one and had so few new passes in it."""
+TRIES, NEW = 5, 0.02
+"""A way is measured after so many windows, or once it has kept its part of the GPU for one in which so few passes were new."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,11 +237,12 @@ def settle(way: Any, serving: Serving, training: Shared, seconds: float, console
     """Kernels are compiled and graphs captured, and a way that looks for its part of the GPU has found it."""
     with serving:
         for _ in range(TRIES):
-            share, before = way.share, training.host.stats.new_passes
+            share, stats = way.share, training.host.stats
+            passes, new = stats.passes, stats.new_passes
             training.window(2 * seconds)
-            new = training.host.stats.new_passes - before
-            console.print(f"a part of {share} for training, {way.share} in the end; {new} passes of a new kind")
-            if way.share == share and new <= NEW:
+            passes, new = stats.passes - passes, stats.new_passes - new
+            console.print(f"a part of {share} for training, {way.share} in the end; {new} of {passes} passes of a new kind")
+            if way.share == share and new <= max(2, NEW * passes):
                 break
 
 
