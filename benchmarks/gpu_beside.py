@@ -237,10 +237,10 @@ def settle(way: Any, serving: Serving, training: Shared, seconds: float, console
     """Kernels are compiled and graphs captured, and a way that looks for its part of the GPU has found it."""
     with serving:
         for _ in range(TRIES):
-            share, stats = way.share, training.host.stats
-            passes, new = stats.passes, stats.new_passes
+            share, before = way.share, training.host.stats
             training.window(2 * seconds)
-            passes, new = stats.passes - passes, stats.new_passes - new
+            after = training.host.stats
+            passes, new = after.passes - before.passes, after.new_passes - before.new_passes
             console.print(f"a part of {share} for training, {way.share} in the end; {new} of {passes} passes of a new kind")
             if way.share == share and new <= max(2, NEW * passes):
                 break
