@@ -34,8 +34,9 @@ class Site:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadAddress(f"{url!r} is no address of a server: expected http://HOST:PORT")
-        self._url, self._key = url.rstrip("/"), key
-        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
+        path = parts.path.rstrip("/").removesuffix("/v1")  # which is how OpenAI's clients name a server
+        self._url, self._key = parts._replace(path=path).geturl(), key
+        self._host, self._port, self._path = parts.hostname, parts.port, path
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
 
     def models(self) -> list[dict[str, Any]]:

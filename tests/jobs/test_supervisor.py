@@ -735,7 +735,13 @@ def wanted(world: World, key: str | None = None, digest: str = "", text: str = '
 async def test_a_request_that_comes_again_while_it_is_checked_gets_the_answer_of_the_first(world):
     """Also when no more of its tenant's may be checked at a time."""
     await world.start()
-    door = admission_to(world)
+    door, released, prepare = admission_to(world), asyncio.Event(), world.supervisor._preparer.prepare
+
+    async def held(*args, **options):
+        await released.wait()
+        return await prepare(*args, **options)
+
+    world.supervisor._preparer.prepare = held
     asked = [wanted(world, key) for key in "abcd"]
     under_way = [asyncio.create_task(door.admit(each)) for each in asked for _ in range(3)]
     await asyncio.sleep(0)
@@ -743,6 +749,7 @@ async def test_a_request_that_comes_again_while_it_is_checked_gets_the_answer_of
         await door.admit(wanted(world, "e"))
     with pytest.raises(KeyReused):
         await door.admit(wanted(world, "a", "another"))
+    released.set()
     made = [job.id for job in await asyncio.gather(*under_way)]
     assert [made.count(id) for id in dict.fromkeys(made)] == [3] * 4
     assert (await door.admit(asked[0])).id == (await door.known("ann", "a", "")).id == made[0]

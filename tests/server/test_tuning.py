@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import torch
@@ -255,6 +256,10 @@ def test_a_request_sent_again_with_its_key_makes_one_job(ann):
     with pytest.raises(openai.ConflictError):
         created(ann, FAST, **again)
     assert "Idempotency-Key" in refusal(ann, extra_headers={"Idempotency-Key": "x" * 256})
+    body = {"training_file": file, "model": "base"}
+    twice = [("Authorization", f"Bearer {ANN}"), ("Idempotency-Key", "a"), ("Idempotency-Key", "b")]
+    answer = httpx.post(f"{ann.base_url}fine_tuning/jobs", json=body, headers=twice)
+    assert (answer.status_code, "expected one" in answer.text) == (400, True)
 
 
 def test_names_never_collide(ann):

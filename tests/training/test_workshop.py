@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.folder import read
 from symbiosis.errors import CannotTrain
+from symbiosis.training import saving
 from symbiosis.training.data import Data
 from symbiosis.training.examples import Example
 from symbiosis.training.packed import PackedModel
@@ -397,6 +398,24 @@ def test_a_job_that_nobody_wants_any_more_ends_without_its_steps_under_way(tmp_p
     assert ends(there.peer, "unwanted") == ["failed"]
     (said,) = there.peer.said("unwanted", "failed")
     assert said["code"] == "closed"
+
+
+def test_a_job_that_nobody_wants_any_more_has_written_all_it_writes_when_it_ends(tmp_path, there, monkeypatch):
+    save, begun = saving.save, threading.Event()
+
+    def slow(*args, **options):
+        begun.set()
+        time.sleep(0.5)
+        return save(*args, **options)
+
+    monkeypatch.setattr(saving, "save", slow)
+    there.peer.send(**order(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "late"))
+    assert begun.wait(60)
+    there.peer.send(op="stop_training", id="late", at_once=True)
+    there.peer.wait_for(lambda: ends(there.peer, "late"))
+    written = sorted(tmp_path.rglob("*"))
+    time.sleep(1)
+    assert sorted(tmp_path.rglob("*")) == written, "whoever puts it away puts all of it away"
 
 
 def test_a_checkpoint_of_another_step_is_refused(tmp_path, there):

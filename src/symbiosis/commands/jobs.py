@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -138,6 +139,7 @@ def plot(
     key: Key = None,
 ) -> None:
     """A picture of the loss, step by step."""
+    _check_picture(file)
     _plot(Site(connect, key), id, file)
 
 
@@ -210,19 +212,31 @@ def _check_places(plot: Path | None, out: Path | None) -> None:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SymbiosisError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from None
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise SymbiosisError(f"cannot write {plot}: there is no folder {plot.parent}; choose another file with --plot")
+    if plot is not None:
+        _check_picture(plot)
+
+
+def _check_picture(file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if file.suffix.lower().removeprefix(".") not in kinds or file.is_dir():
+        raise SymbiosisError(f"cannot write {file}: expected a file such as loss.png, or of another kind ({', '.join(kinds)})")
+    if not file.absolute().parent.is_dir():
+        raise SymbiosisError(f"cannot write {file}: there is no folder {file.parent}; choose another file")
 
 
 def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
     at = "" if connect == DEFAULT_SITE else f" --connect {connect}"
+    more = "".join(f" {name} {shlex.quote(str(path))}" for name, path in (("--out", out), ("--plot", plot)) if path is not None)
     try:
         job = _watch(site, id)
     except Unreachable as error:
-        raise Unreachable(f"{error}. The job may go on there: look with `symbiosis jobs watch {id}{at}`") from None
+        raise Unreachable(f"{error}. The job may go on there: look with `symbiosis jobs watch {id}{at}{more}`") from None
     except KeyboardInterrupt:
         err.print(
-            f"the job goes on. Come back with `symbiosis jobs watch {id}{at}`, or end it with `symbiosis jobs cancel {id}{at}`",
+            f"the job goes on. Come back with `symbiosis jobs watch {id}{at}{more}`, "
+            f"or end it with `symbiosis jobs cancel {id}{at}`",
             soft_wrap=True,
             highlight=False,
         )
@@ -230,14 +244,14 @@ def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | No
     name = job["fine_tuned_model"]
     if job["status"] == "succeeded":
         typer.echo(f"{name} is served: symbiosis chat --adapter {name} --connect {connect}")
+    if out is not None and job["status"] == "succeeded":
+        site.download_adapter(name, out)
+        typer.echo(f"adapter written to {out}")
     if plot is not None:
         _plot(site, id, plot)
     if job["status"] != "succeeded":
         why = f": {job['error']['message']}" if job["error"] else ""
         raise SymbiosisError(f"the job {id} is {job['status']}{why}")
-    if out is not None:
-        site.download_adapter(name, out)
-        typer.echo(f"adapter written to {out}")
 
 
 def _watch(site: Site, id: str) -> dict[str, Any]:

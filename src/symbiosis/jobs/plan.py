@@ -197,6 +197,8 @@ def make(wishes: Wishes, *, allowed: Length, examples: int, tokens: int, validat
             field="hyperparameters.warmup",
         )
     rate = wishes.learning_rate or _usual_rate(wishes, adapter) * (wishes.learning_rate_multiplier or 1.0)
+    if not rate > 0:
+        raise BadPlan("the learning rate is so small that it is 0", field="hyperparameters.learning_rate_multiplier")
     recipe = {
         "seed": seed % (1 << 31),
         "num_train_epochs": float(epochs),

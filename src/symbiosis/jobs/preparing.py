@@ -19,11 +19,12 @@ from typing import Any
 from symbiosis.errors import NoTokenizer
 from symbiosis.jobs import data, lines, plan
 from symbiosis.jobs.disk import to_disk, told
+from symbiosis.jobs.errors import UnknownFile
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.plan import Plan, Wishes
 from symbiosis.jobs.queue import JobLimits
 
-AT_ONCE = 4 << 20
+AT_ONCE = 1 << 20
 """Files of so many bytes together are checked before a job is accepted; larger ones while it is `validating_files`."""
 _AT_ONCE_S = 5.0
 """And no longer than this: a chat of many turns takes far longer than its size tells."""
@@ -45,14 +46,17 @@ class Preparer:
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix="symbiosis-data") for _ in range(2)]
 
     def take(self, job: str, sources: dict[str, Path]) -> int:
-        """Link files into the job's folder; their bytes. Raises `StorageFull`."""
+        """Link files into the job's folder; their bytes. Raises `StorageFull`, or `UnknownFile` if one is no more."""
         with told():
             self._folder.work(job).mkdir(mode=0o700)
             for field, path in sources.items():
-                os.link(path, self._source(job, field))
+                try:
+                    os.link(path, self._source(job, field))
+                except FileNotFoundError:
+                    raise UnknownFile(f"{field}: the file was deleted while the job was made: upload it again") from None
             for each in (self._folder.work(job), self._folder.work(job).parent):  # before the job is recorded
                 to_disk(each)
-        return sum(path.stat().st_size for path in sources.values())
+            return sum(self._source(job, field).stat().st_size for field in sources)
 
     async def prepare(self, job: str, wishes: Wishes, seed: int, *, large: bool) -> Found:
         """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`; if it is not to be `large`, but takes long, `TimeoutError`."""

@@ -79,7 +79,7 @@ class Supervisor:
         self._begun: dict[str, int] = {}  # when a tenant's last job was started
         self._numbers = itertools.count(1)
         self._resting: set[str] = set()
-        self._ending: list[str] = []  # jobs that somebody ends by hand
+        self._handled: list[str] = []  # jobs that are being started, or ended by hand
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -131,8 +131,8 @@ class Supervisor:
         return job
 
     def busy(self) -> set[str]:
-        """Jobs that the engine has not ended, or that are not put away yet, whatever is recorded of them."""
-        return {*self._ending, *(each.job for each in list(self._live.values()))}  # any thread may ask
+        """Jobs that the engine may hear of, or has not ended, or that are not put away, whatever is recorded of them."""
+        return {*self._handled, *(each.job for each in list(self._live.values()))}  # any thread may ask
 
     def check_name(self, owner: str | None, name: str) -> None:
         """Before something else is served by this name. Raises `NameReserved` if a job will give it to its adapter."""
@@ -199,7 +199,7 @@ class Supervisor:
             return job
 
     async def _end_by_hand(self, id: str, change: Change, message: str) -> Job:
-        self._ending.append(id)
+        self._handled.append(id)
         try:
             job = await asyncio.to_thread(self._change, id, change, message)
             live = [key for key, each in self._live.items() if each.job == id]
@@ -208,7 +208,7 @@ class Supervisor:
             if not live and id not in self._validating:
                 await self._put_away(job)
         finally:
-            self._ending.remove(id)
+            self._handled.remove(id)
         self.wake()
         return job
 
@@ -267,8 +267,13 @@ class Supervisor:
             waiting = [each for each in await asyncio.to_thread(self._records.waiting) if each.id not in busy]
             running = self._running()
             for each in startable(order(waiting, running, self._begun), running, self._limits):
-                with suppress(WrongState):  # cancelled or paused meanwhile
+                self._handled.append(each.id)
+                try:
                     await self._begin(each.id)
+                except WrongState:
+                    pass  # cancelled or paused meanwhile
+                finally:
+                    self._handled.remove(each.id)
             await self._make_room()
         except EngineLost:
             return

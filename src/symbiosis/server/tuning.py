@@ -274,10 +274,10 @@ def _scope(caller: Caller) -> str | None:
 
 
 def _key(request: Request) -> str | None:
-    key = request.headers.get("idempotency-key")
-    if key is not None and not _KEY.fullmatch(key):
-        raise BadRequest("Idempotency-Key: expected 1 to 255 plain ASCII characters", field="Idempotency-Key")
-    return key
+    keys = request.headers.getlist("idempotency-key")
+    if len(keys) > 1 or not all(_KEY.fullmatch(key) for key in keys):
+        raise BadRequest("Idempotency-Key: expected one, of 1 to 255 plain ASCII characters", field="Idempotency-Key")
+    return keys[0] if keys else None
 
 
 def _number(id: str | None, prefix: str) -> int | None:

@@ -380,11 +380,13 @@ class Host:
         with self._changed:
             session.busy = True
         self._finish()  # the steps that are to be saved
-        self._files.submit(self._file, session, call, session.adapter, session.optimizer)
+        session.filing = self._files.submit(self._file, session, call, session.adapter, session.optimizer)
 
     def _file(self, session: Session, call: Save | Load, adapter: Trained, optimizer: AnyOptimizer) -> None:
         """On the other thread: read or write what a session asks for; one that is closed meanwhile has no adapter any more."""
         result: Exception | None = None
+        if session.line.ended is not None:
+            return  # it was answered when the session ended
         try:
             if isinstance(call, Save):
                 if call.optimizer and optimizer.has_gradients:

@@ -195,7 +195,8 @@ class _Job:
         self._older = []
         end = self._to_its_end()
         if self._session is not None:
-            self._session.close()  # first: who hears of the end may want its place
+            self._session.close()  # first: who hears of the end may want its place,
+            self._session.wait_for_files()  # and puts away what it has written
         self._say(end)
 
     def _to_its_end(self) -> events.Event:

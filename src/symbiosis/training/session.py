@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class Session:
         """Whether Trainer would divide the losses of all batches before a step by the labels of all."""
         self.progress = Progress()
         self.line = line
+        self.filing: Future[None] | None = None
+        """The file that was read or written last, or is now."""
         self.busy = False
         """Whether a file of it is read or written: no pass touches it meanwhile."""
         self.held = False
@@ -219,6 +222,11 @@ class Session:
         before. For callers that give no numbers.
         """
         self._stop(self)
+
+    def wait_for_files(self) -> None:
+        """After `close`: what ended in `Closed` may still be written. Then it is no more."""
+        if self.filing is not None:
+            futures.wait([self.filing])
 
     def close(self) -> None:
         """Give everything back. What waits ends in `Closed`."""
