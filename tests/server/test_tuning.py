@@ -8,9 +8,9 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from http.client import HTTPConnection
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 import torch
@@ -256,10 +256,16 @@ def test_a_request_sent_again_with_its_key_makes_one_job(ann):
     with pytest.raises(openai.ConflictError):
         created(ann, FAST, **again)
     assert "Idempotency-Key" in refusal(ann, extra_headers={"Idempotency-Key": "x" * 256})
-    body = {"training_file": file, "model": "base"}
-    twice = [("Authorization", f"Bearer {ANN}"), ("Idempotency-Key", "a"), ("Idempotency-Key", "b")]
-    answer = httpx.post(f"{ann.base_url}fine_tuning/jobs", json=body, headers=twice)
-    assert (answer.status_code, "expected one" in answer.text) == (400, True)
+    body = json.dumps({"training_file": file, "model": "base"}).encode()
+    connection = HTTPConnection(ann.base_url.host, ann.base_url.port)
+    connection.putrequest("POST", "/v1/fine_tuning/jobs")
+    kind, size = ("Content-Type", "application/json"), ("Content-Length", str(len(body)))
+    for header in (("Authorization", f"Bearer {ANN}"), ("Idempotency-Key", "a"), ("Idempotency-Key", "b"), kind, size):
+        connection.putheader(*header)
+    connection.endheaders(body)
+    answer = connection.getresponse()
+    assert (answer.status, b"expected one" in answer.read()) == (400, True)
+    connection.close()
 
 
 def test_names_never_collide(ann):
