@@ -102,6 +102,9 @@ def finetune(
     With --hosted a server trains and serves it, and what is not given is as the server has it.
     """
     if hosted:
+        for option in ("token", "name"):
+            if is_given(ctx, option):
+                raise SymbiosisError(f"--{option} is for training through an executor: a server of --hosted knows you by --key")
         hyperparameters = {
             "peft_method": method,
             "rank": rank,
