@@ -108,7 +108,7 @@ def test_passes_that_are_no_graphs_have_the_memory_of_graphs(apart):
         found = {len(lengths): packed.compute(shares_of(model, lengths, CONFIGS[:3])) for lengths in SMALLER}
         again = packed.compute(shares_of(model, LARGE, CONFIGS[:3]))
     assert graphs_of(packed) == 1
-    assert torch.cuda.memory_reserved() < 1.25 * before  # half as much again if they had their own
+    assert torch.cuda.memory_reserved() < 1.25 * before
     for sessions, each in expected.items():
         assert_alike(found[sessions], each, 2e-2)
     assert_alike(again, large, 1e-6)

@@ -55,7 +55,7 @@ def changed(widths, dtype, bias):
     assert not torch.equal(together, y)
     work.make_room()
     work.change_RO.fill_(float("nan"))  # what is there of rows that nobody changes is not read
-    shrink(x, table, work, meeting=True)
+    shrink(x, table, work, apart=True)
     return y, spread(table, work, like=x, own_bias_O=own_bias), together, changes
 
 
@@ -134,7 +134,7 @@ def test_whoever_adds_it_waits_for_both_streams(consumer, late):
             other.wait_stream(here)
             with torch.cuda.stream(other):
                 wait("change")
-                shrink(x, table, work, meeting=True)
+                shrink(x, table, work, apart=True)
                 kept = spread(table, work, like=x) if consumer != "expand" else None
         wait("result")
         y = x @ weight

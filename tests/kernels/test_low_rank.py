@@ -70,7 +70,7 @@ def check(segments, ranks, *, rows, width, widths, dtype=torch.float32, stretche
     low_rank(x, y, table, work, own_bias)
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     work.make_room()
-    shrink(x, table, work, meeting=True)
+    shrink(x, table, work, apart=True)
     join(plain, spread(table, work, like=x, own_bias_O=own_bias), work.members)
     assert torch.equal(plain, y), "a change that was kept is the same"
     return y
@@ -190,7 +190,7 @@ def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile, way):
         here = torch.cuda.current_stream()
         other.wait_stream(here)
         with torch.cuda.stream(other):
-            shrink(x, table, work, meeting=True)
+            shrink(x, table, work, apart=True)
             kept = spread(table, work, like=x) if way == "kept" else None
         y.mul_(1.0)  # stands in for the layer's own product
         here.wait_stream(other)

@@ -59,7 +59,7 @@ class Pending:
             work.make_room()  # here: memory belongs to a stream
         beside.wait_stream(self._here)
         with torch.cuda.stream(beside):
-            shrink(x_RI, table, work, meeting=True)
+            shrink(x_RI, table, work, apart=True)
             if work.few:
                 self._kept = spread(table, work, like=x_RI, own_bias_O=bias_O)
 

@@ -117,5 +117,5 @@ def join(y_RO: Tensor, kept: Kept, members: Members) -> None:
     with torch.cuda.device_of(y_RO):  # type: ignore[no-untyped-call]
         _join[(y_RO.shape[0], blocks.shape[0])](
             y_RO, blocks, y_RO.stride(0), *arguments(kept, y_RO), EVEN=members.even, BLOCK_N=_AT_ONCE,
-            **early(y_RO.device, meeting=True),
+            **early(y_RO.device, waits=True),
         )  # fmt: skip

@@ -364,8 +364,8 @@ class Work:
             self.change_RO = self.change_RO.new_empty(self.parts_SMRr.shape[2], sum(self.members.widths))
 
 
-def shrink(x_RI: Tensor, table: Tensor, work: Work, *, meeting: bool = False) -> None:
-    """Rows times `a`, in parts over the input width. `meeting`: on another stream than what made the rows."""
+def shrink(x_RI: Tensor, table: Tensor, work: Work, *, apart: bool = False) -> None:
+    """Rows times `a`, in parts over the input width. `apart`: on another stream than what made the rows."""
     splits, members, rows, rmax = work.parts_SMRr.shape
     tiles, chosen = work.tiles, work.plan
     assert rmax % 16 == 0, rmax
@@ -380,7 +380,7 @@ def shrink(x_RI: Tensor, table: Tensor, work: Work, *, meeting: bool = False) ->
             x_RI, table, tiles.device_3T, work.parts_SMRr, rows, x_RI.shape[1], span, members, tiles.capacity,
             chosen.rank_programs, rmax, x_RI.stride(0), table.stride(0),
             FEW=work.few, BLOCK_M=max(16, tiles.rows), BLOCK_K=block_k,
-            num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device, meeting=meeting),
+            num_warps=chosen.shrink_warps, num_stages=3, **early(x_RI.device, waits=apart),
         )  # fmt: skip
 
 

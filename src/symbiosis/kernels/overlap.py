@@ -17,14 +17,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def early(device: torch.device, *, meeting: bool = False) -> dict[str, Any]:
+def early(device: torch.device, *, waits: bool = False) -> dict[str, Any]:
     """The settings of a launch there: `EARLY` for the kernel, and the driver's where it can.
 
-    `meeting`: of a kernel that begins when all before it has ended, such as where streams part; the next may still be early.
-    (Where streams meet a kernel may be early: it waits for what came before it on both.)
+    `waits`: of a kernel that begins when all before it has ended, as where streams part; the next may still be early. Where
+    streams meet a kernel may be early: it waits for what came before it on both.
     """
     able = can_be_early(device)
-    return {"EARLY": True, "launch_pdl": True} if able and not meeting else {"EARLY": able}
+    return {"EARLY": True, "launch_pdl": True} if able and not waits else {"EARLY": able}
 
 
 def can_be_early(device: torch.device) -> bool:

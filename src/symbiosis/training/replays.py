@@ -132,16 +132,19 @@ class Replays:
         is_larger = pack.rows > self._rows or pack.longest > self._longest
         self._rows, self._longest = max(self._rows, pack.rows), max(self._longest, pack.longest)
         before = _held(kept.pool) if is_larger else 0
+        losses_N = None
         try:
             with self._where_graphs_are():
                 with torch.cuda.use_mem_pool(kept.pool, self._device):
                     found_N = computed()
                 losses_N = found_N.clone()
-        except torch.OutOfMemoryError:  # in there, torch does not look for what could be given back elsewhere
+            del found_N
+        except torch.OutOfMemoryError:
+            pass  # in there, torch does not look for what could be given back elsewhere
+        if losses_N is None:  # not above: the error holds what the pass had
             with done_on(self._device):
                 torch.cuda.empty_cache()
             return computed()
-        del found_N
         if is_larger and _holds_more(kept.pool, before):  # graphs would write over what the model has kept for later passes
             _log.warning("the model keeps what training passes compute: those that are no graphs get memory of their own now")
             self._shares = False
