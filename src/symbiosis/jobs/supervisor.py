@@ -14,8 +14,8 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -134,6 +134,15 @@ class Supervisor:
         """Jobs that the engine may hear of, or has not ended, or that are not put away, whatever is recorded of them."""
         return {*self._handled, *(each.job for each in list(self._live.values()))}  # any thread may ask
 
+    @contextmanager
+    def _handling(self, id: str) -> Iterator[None]:
+        """It is busy meanwhile."""
+        self._handled.append(id)
+        try:
+            yield
+        finally:
+            self._handled.remove(id)
+
     def check_name(self, owner: str | None, name: str) -> None:
         """Before something else is served by this name. Raises `NameReserved` if a job will give it to its adapter."""
         for job in self._records.jobs_named(owner, name, _OF_STEP.sub("", name)):
@@ -199,16 +208,13 @@ class Supervisor:
             return job
 
     async def _end_by_hand(self, id: str, change: Change, message: str) -> Job:
-        self._handled.append(id)
-        try:
+        with self._handling(id):
             job = await asyncio.to_thread(self._change, id, change, message)
             live = [key for key, each in self._live.items() if each.job == id]
             for key in live:
                 await self._tell_stop(key, at_once=job.state.is_end)
             if not live and id not in self._validating:
                 await self._put_away(job)
-        finally:
-            self._handled.remove(id)
         self.wake()
         return job
 
@@ -267,13 +273,8 @@ class Supervisor:
             waiting = [each for each in await asyncio.to_thread(self._records.waiting) if each.id not in busy]
             running = self._running()
             for each in startable(order(waiting, running, self._begun), running, self._limits):
-                self._handled.append(each.id)
-                try:
+                with self._handling(each.id), suppress(WrongState):  # cancelled or paused meanwhile
                     await self._begin(each.id)
-                except WrongState:
-                    pass  # cancelled or paused meanwhile
-                finally:
-                    self._handled.remove(each.id)
             await self._make_room()
         except EngineLost:
             return
