@@ -13,7 +13,7 @@ from symbiosis.models.default import default_model_folder
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
-def test_the_page(tmp_path, monkeypatch, capsys):
+def test_the_page(real_cache, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(block, {})

