@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(wildcard src/symbiosis/kernels/cpu/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	# torch first and by itself: a plain requirement would pull gigabytes of CUDA packages
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(shell sed -n 's/^torch==//p' constraints.txt)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
 from symbiosis import launch
+from symbiosis.kernels.cpu import library
 from symbiosis.links.base import Link
 from symbiosis.links.shm import ShmLink
 from symbiosis.links.tcp import TcpLink
@@ -45,6 +46,16 @@ def real_cache(own_folders: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SYMBIOSIS_CACHE")
         yield
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the kernels for processors, and where they were not compiled."""
+    if request.param == "plain":
+        monkeypatch.setattr(library, "_library", lambda: None)
+    elif library.function("low_rank", torch.float32) is None:
+        pytest.skip("no compiler was at hand when the package was installed")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

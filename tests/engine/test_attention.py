@@ -35,7 +35,7 @@ def pages_for(model) -> KeyValues:
 
 @pytest.mark.parametrize("architecture", DECODERS, ids=lambda a: a.name)
 @torch.no_grad()
-def test_prompts_in_pieces_and_single_tokens_share_passes(architecture):
+def test_prompts_in_pieces_and_single_tokens_share_passes(architecture, processor):
     torch.manual_seed(0)
     model = architecture.model().eval()
     plain = copy.deepcopy(model)

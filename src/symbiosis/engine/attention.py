@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from symbiosis import kernels
 from symbiosis.errors import CannotServe
+from symbiosis.kernels.cpu.attention import Singles, fits
 from symbiosis.kernels.tiles import Span
 from symbiosis.models.attention import no_mask, refused
 
@@ -91,11 +92,7 @@ class KeyValues:
         groups = heads // keys.shape[1]
         q_RHD = q_HRD.transpose(0, 1)
         if now.single is not None:
-            q_BHD = q_RHD[now.single] if now.several else q_RHD
-            q = q_BHD.reshape(len(q_BHD), keys.shape[1], groups, width)
-            k, v = now.gathered(keys), now.gathered(values)
-            bias_B11T = now.bias(window, q_HRD.dtype)
-            found = _attend(q, k.transpose(1, 2), v.transpose(1, 2), bias_B11T, scale, cap).reshape(len(q), heads, -1)
+            found = now.attend(q_RHD, keys, values, scale=scale, window=window, cap=cap)
             if not now.several:
                 return found
         out_RHD = torch.empty(q_HRD.shape[1], heads, v_KRD.shape[-1], dtype=q_HRD.dtype, device=q_HRD.device)
@@ -207,7 +204,8 @@ class _Pass:
             at = [span.pages[span.before // page_size] * page_size + span.before % page_size for span in single]
             self.slots_R = torch.tensor(at, device=device)
         self.given = [(self.slots_R[each.start : each.start + each.keys_LTKD.shape[1]], each) for each in given]
-        self.single = torch.tensor([span.start for span in single], device=device) if single else None
+        rows = torch.tensor([span.start for span in single], device=device)
+        self.single = rows if single else None
         self._places = torch.tensor([span.before for span in single], device=device)
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
         self._beyond_BT11: Tensor | None = None  # the places after the end of their sequences, if any
@@ -216,14 +214,28 @@ class _Pass:
             self._longest = longest = max(span.before for span in single) + 1
             most = -(-longest // page_size)
             pages = [[*span.pages[:most], *[0] * (most - len(span.pages))] for span in single]
-            self._pages = torch.tensor(pages, device=device).view(-1)
+            self._pages = torch.tensor(pages, device=device)
+            self._singles = Singles(rows, self._places, self._pages, page_size)
             if min(span.before for span in single) + 1 < longest:
                 beyond = torch.arange(longest, device=device)[None, :] > self._places[:, None]
                 self._beyond_BT11 = beyond[:, :, None, None]
 
+    def attend(
+        self, q_RHD: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, cap: float | None
+    ) -> Tensor:
+        """What the single rows read, [B, H, D]."""
+        assert self.single is not None
+        if fits(q_RHD, keys):
+            return self._singles.attend(q_RHD, keys, values, scale=scale, window=window, cap=cap)
+        q_BHD = q_RHD[self.single] if self.several else q_RHD
+        q = q_BHD.reshape(len(q_BHD), keys.shape[1], -1, q_BHD.shape[-1])
+        k, v = self.gathered(keys), self.gathered(values)
+        bias_B11T = self.bias(window, q_RHD.dtype)
+        return _attend(q, k.transpose(1, 2), v.transpose(1, 2), bias_B11T, scale, cap).reshape(*q_BHD.shape[:2], -1)
+
     def gathered(self, memory: Tensor) -> Tensor:
         """Keys or values of the single rows' sequences, [B, T, K, D]: whole pages, which is half again as fast as slots."""
-        by_page = memory.view(-1, self._page_size * memory[0].numel()).index_select(0, self._pages)
+        by_page = memory.view(-1, self._page_size * memory[0].numel()).index_select(0, self._pages.view(-1))
         found_BTKD = by_page.view(len(self._places), -1, *memory.shape[1:])[:, : self._longest]
         if self._beyond_BT11 is not None:  # what is there is another's, and may be no number: a bias of -inf is not enough
             found_BTKD.masked_fill_(self._beyond_BT11, 0.0)

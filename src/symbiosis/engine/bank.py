@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.engine.changes import Loaded, Segment
-from symbiosis.engine.effects import Company, Effect, Stacks, Together
+from symbiosis.engine.effects import Company, Effect, Together
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Segment as SlotSegment
 from symbiosis.kernels.tiles import Tiles
@@ -96,15 +96,12 @@ class Bank:
         self._beside: Any = None
         # by the adapters themselves: one that left and came back has the same hash and lies elsewhere
         self._companies: OrderedDict[tuple[tuple[Loaded, int, int], ...], Company] = OrderedDict()
-        self._stacks = Stacks()
         self._rows: Company | None = None
         self._logits: Company | None = None
 
     def begin(self, segments: Sequence[Segment], logits: Sequence[Segment], counts: tuple[int, int] | None = None) -> None:
         """The segments of the next pass's rows, and of the rows that the head sees. `counts` of these in all, if known."""
         self._rows, self._logits = self._company(segments), self._company(logits)
-        if self._rows is not None:
-            self._rows.count()
         self._counts = counts if segments else None
         self._tiles = self._head_tiles = self._beside = None
         self._works = {}
@@ -173,7 +170,6 @@ class Bank:
         self._rows = self._logits = None
         for key in [key for key in self._companies if any(each[0] is adapter for each in key)]:
             del self._companies[key]
-        self._stacks.forget(adapter)
 
     def effect(self, together: Together, *, of_head: bool) -> Effect | None:
         """What happens at these layers now; None if nothing does."""
@@ -182,6 +178,5 @@ class Bank:
             return None
         effect = company.effects.get(together.paths)
         if effect is None:
-            made = Effect(together, company, self._stacks, by_table=self.table is not None)
-            effect = company.effects[together.paths] = made
+            effect = company.effects[together.paths] = Effect(together, company, by_table=self.table is not None)
         return None if effect.is_nothing else effect

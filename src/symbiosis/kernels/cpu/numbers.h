@@ -1,0 +1,87 @@
+/* Vectors of float32, and how numbers in memory become such. */
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__x86_64__)
+#define LANES 8
+#define EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define LANES 4
+#define EVERY_PROCESSOR
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t IVec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t UVec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef uint16_t bfloat16;
+
+INLINE Vec load_float(const float *from) {
+    Vec found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+INLINE void store_float(float *to, Vec numbers) { memcpy(to, &numbers, sizeof numbers); }
+
+INLINE Vec load_bfloat16(const bfloat16 *from) {
+    Halves halves;
+    memcpy(&halves, from, sizeof halves);
+    return (Vec)(__builtin_convertvector(halves, UVec) << 16);
+}
+
+INLINE void store_bfloat16(bfloat16 *to, Vec numbers) { /* to the nearest, ties to even; a NaN stays one */
+    UVec bits = (UVec)numbers, nan = (UVec)(numbers != numbers);
+    UVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    Halves halves = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), Halves);
+    memcpy(to, &halves, sizeof halves);
+}
+
+INLINE float one_float(const float *from) { return *from; }
+
+INLINE float one_bfloat16(const bfloat16 *from) {
+    uint32_t bits = (uint32_t)*from << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+INLINE void put_float(float *to, float number) { *to = number; }
+
+INLINE void put_bfloat16(bfloat16 *to, float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    *to = number != number ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+INLINE float sum_of(Vec x) {
+#if LANES == 8
+    x += __builtin_shuffle(x, (IVec){4, 5, 6, 7, 0, 1, 2, 3});
+    x += __builtin_shuffle(x, (IVec){2, 3, 0, 1, 6, 7, 4, 5});
+    x += __builtin_shuffle(x, (IVec){1, 0, 3, 2, 5, 4, 7, 6});
+#else
+    x += __builtin_shuffle(x, (IVec){2, 3, 0, 1});
+    x += __builtin_shuffle(x, (IVec){1, 0, 3, 2});
+#endif
+    return x[0];
+}
+
+/* e to the power of numbers that are not positive, to the last bit but one. */
+INLINE Vec exp_of(Vec x) {
+    const Vec least = (Vec){0} - 87.0f;
+    const IVec tiny = x < least;
+    x = (Vec)((~tiny & (IVec)x) | (tiny & (IVec)least));
+    const IVec power = __builtin_convertvector(x * 1.44269504f - 0.5f, IVec); /* to the nearest, of what is not positive */
+    const Vec whole = __builtin_convertvector(power, Vec);
+    const Vec rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    Vec sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    const Vec found = sum * (Vec)((power + 127) << 23);
+    return (Vec)(~tiny & (IVec)found);
+}
