@@ -53,7 +53,7 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """With the kernels for processors, and where they were not compiled."""
     if request.param == "plain":
         monkeypatch.setattr(library, "_library", lambda: None)
-    elif library.function("low_rank", torch.float32) is None:
+    elif not library.is_compiled():
         pytest.skip("no compiler was at hand when the package was installed")
     return str(request.param)
 

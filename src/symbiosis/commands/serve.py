@@ -255,6 +255,7 @@ def serve(
         if hosting is not None:
             typer.echo(f"listening at {hosting.url}")
             _say_what_goes(uploads, jobs)
+            _say_what_is_slow(device)
         sys.stdout.flush()  # scripts wait for these lines
         while not stopped.wait(1.0):
             if not executor.is_serving():
@@ -314,3 +315,11 @@ def _say_what_goes(uploads: Path | None, jobs: Path | None) -> None:
     if uploads is None:
         what = "uploaded and trained adapters" + (", files and fine-tuning jobs" if jobs is None else "")
         err.print(f"{what} go when this server does: --uploads FOLDER keeps them", soft_wrap=True, highlight=False)
+
+
+def _say_what_is_slow(device: str) -> None:
+    from symbiosis.kernels.cpu.library import is_compiled
+
+    if device == "cpu" and not is_compiled():
+        what = "the kernels for processors are not compiled: answers take longer. Install again with a C compiler at hand"
+        err.print(what, soft_wrap=True, highlight=False)

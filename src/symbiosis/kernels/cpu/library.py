@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,11 @@ def function(name: str, dtype: torch.dtype) -> Any:
     return getattr(library, f"symbiosis_{name}_{_NUMBERS[dtype]}") if library is not None and dtype in _NUMBERS else None
 
 
+def is_compiled() -> bool:
+    """Whether there are any."""
+    return _library() is not None
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
     found = find_spec("symbiosis.kernels.cpu._compiled")
@@ -33,8 +39,7 @@ def _library() -> ctypes.CDLL | None:
 
 def _share_threads() -> None:
     """Let the kernels find the OpenMP that torch uses: a second one would put as many threads again on the same cores."""
-    home = str(Path(torch.__file__).parents[1])
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line[line.find("/") :]
-        if path.startswith(home) and "omp" in Path(path).name:
-            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    mapped = (line[line.find("/") :] for line in Path("/proc/self/maps").read_text().splitlines())
+    found = {path for path in mapped if re.match(r"lib(g|i)?omp", Path(path).name)}
+    for path in sorted(found, key=lambda path: not path.startswith(str(Path(torch.__file__).parent)))[:1]:
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
