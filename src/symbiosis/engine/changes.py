@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from symbiosis.kernels.cpu.low_rank import Line
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Low:
@@ -73,8 +75,12 @@ class Loaded:
     virtual: Virtual | None = None
     decodes_by_table: bool = field(init=False)
     """Whether kernels do all that it does to a row that decodes."""
+    lines: Mapping[str, Line] = field(init=False)
+    """For the kernel for processors: the layers that it computes the low-rank change of."""
 
     def __post_init__(self) -> None:
+        found = ((path, Line.of(low.a_rI, low.b_Or)) for path in self.parts if (low := self._plain(path)) is not None)
+        object.__setattr__(self, "lines", {path: line for path, line in found if line is not None})
         object.__setattr__(self, "decodes_by_table", all(self.in_table(path) is not None for path in self.parts))
 
     def in_table(self, path: str) -> Low | None:
@@ -82,6 +88,11 @@ class Loaded:
         parts = self.parts.get(path, ())
         low = parts[0] if len(parts) == 1 else None
         return low if isinstance(low, Low) and low.bias_O is None and not low.of_embedding else None
+
+    def _plain(self, path: str) -> Low | None:
+        """The same, if that is no DoRA either."""
+        low = self.in_table(path)
+        return low if low is not None and low.stretch_O is None else None
 
 
 @dataclass(frozen=True, slots=True)

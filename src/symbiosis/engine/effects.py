@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from symbiosis.engine.changes import Low, Own, Part, Rows, Scale, Segment
 from symbiosis.executor.product import product
-from symbiosis.kernels.cpu.low_rank import Change, Changes, fits
+from symbiosis.kernels.cpu.low_rank import Changes, Line
 
 
 class Together:
@@ -75,30 +75,28 @@ class Effect:
 
     def __init__(self, together: Together, company: Company, *, by_table: bool) -> None:
         found: list[tuple[_Place, Part]] = []
+        changes: list[tuple[slice, slice, Line]] = []
         column = 0
         for path, width in zip(together.paths, together.widths, strict=True):
-            found += [
-                ((slice(s.start, s.end), slice(column, column + width)), part)
-                for s in company.segments
-                for part in s.adapter.parts.get(path, ())
-                if not (by_table and s.adapter.in_table(path))
-            ]
+            columns = slice(column, column + width)
+            for segment in company.segments:
+                adapter, rows = segment.adapter, slice(segment.start, segment.end)
+                line = adapter.lines.get(path)
+                if by_table and adapter.in_table(path):
+                    continue
+                if line is not None and line.is_for(segment.end - segment.start):
+                    changes.append((rows, columns, line))
+                else:
+                    found += [((rows, columns), part) for part in adapter.parts.get(path, ())]
             column += width
         self.scaled_inputs = [(rows, p.vector) for (rows, _), p in found if isinstance(p, Scale) and p.of_input]
         self._scaled = [(place, p.vector) for place, p in found if isinstance(p, Scale) and not p.of_input]
         self._own = [(place, p) for place, p in found if isinstance(p, Own)]
         self._rows = [(place, p) for place, p in found if isinstance(p, Rows)]
-        self._lows: list[tuple[_Place, Low]] = []
-        fitting: list[Change] = []
-        for place, low in [(place, p) for place, p in found if isinstance(p, Low)]:
-            change = Change(*place, low.a_rI.T, low.b_Or.T)
-            if low.stretch_O is None and low.bias_O is None and not low.of_embedding and fits(change):
-                fitting.append(change)
-            else:
-                self._lows.append((place, low))
-        self._changes = Changes(fitting) if fitting else None
+        self._lows = [(place, p) for place, p in found if isinstance(p, Low)]
+        self._changes = Changes(changes, together.weight_OI.shape[1]) if changes else None
         self._biases = {(rows.start, columns.start): p.bias_O for (rows, columns), p in self._own}
-        self.is_nothing = not found
+        self.is_nothing = not found and not changes
 
     def embedded(self, ids_R: Tensor, y_RD: Tensor, scale: Tensor | float) -> None:
         """An embedding's result with every adapter's change, in place. `scale` is what the layer multiplies with."""

@@ -57,6 +57,17 @@ def test_scores_of_any_size(size):
     torch.testing.assert_close(found[0].double(), plain(q[0], *memory, 1.0, None, None), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("first", [0, 3, 20])
+def test_keys_that_nobody_can_look_at(first):
+    """Scores of minus infinity are no shares, wherever they stand, and of others nothing is lost."""
+    torch.manual_seed(0)
+    memory, q = torch.randn(2, 64, 1, 8), torch.rand(1, 2, 8) + 1
+    memory[0, first : first + 17] = float("-inf")
+    singles = Singles(torch.tensor([0]), torch.tensor([63]), torch.arange(16)[None], PAGE)
+    found = singles.attend(q, memory[0], memory[1], scale=1.0, window=None, cap=None)
+    torch.testing.assert_close(found[0].double(), plain(q[0], *memory, 1.0, None, None), rtol=1e-4, atol=1e-5)
+
+
 def test_what_does_not_fit():
     memory = torch.zeros(8, 2, 12)
     assert not fits(torch.zeros(1, 4, 12), memory), "no whole vectors"

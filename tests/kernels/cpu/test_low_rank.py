@@ -8,18 +8,17 @@ import pytest
 import torch
 
 from symbiosis.kernels.cpu.library import is_compiled
-from symbiosis.kernels.cpu.low_rank import Change, Changes, fits, reference
+from symbiosis.kernels.cpu.low_rank import Changes, Line, reference
 
 pytestmark = pytest.mark.skipif(not is_compiled(), reason="not compiled")
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 2e-2, "atol": 1e-1}}
 
 
-def change(rows, columns, rank, inputs, dtype=torch.float32, seed=0):
+def weights(rank, inputs, width, dtype=torch.float32, seed=0):
+    """As they are loaded on a CPU: columns first."""
     generator = torch.Generator().manual_seed(seed)
-    a, b = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((inputs, rank), (rank, columns.stop - columns.start))
-    )
-    return Change(rows, columns, a, b)
+    a_Ir, b_rO = (torch.randn(shape, generator=generator).to(dtype) for shape in ((inputs, rank), (rank, width)))
+    return a_Ir.T, b_rO.T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -36,48 +35,49 @@ def test_many_adapters_at_once(seed, dtype):
         for width in widths:
             if choose.random() < 0.7:
                 rank = choose.choice([1, 2, 3, 4, 8, 13, 16, 33, 64])
-                changes.append(change(rows, slice(column, column + width), rank, inputs, dtype, seed=adapter))
+                changes.append((rows, slice(column, column + width), weights(rank, inputs, width, dtype, seed=adapter)))
             column += width
     x, y = torch.randn(row + 2, inputs + 3).to(dtype)[:, :inputs], torch.randn(row + 2, column + 5).to(dtype)
-    expected, sums = y.float(), y.clone()
-    for each in changes:
-        assert fits(each)
-        precise = Change(each.rows, each.columns, each.a_Ir.float(), each.b_rO.float())
-        reference(precise, x.float(), expected)
-    Changes(changes).add(x, sums)
-    torch.testing.assert_close(sums.float(), expected, **CLOSE[dtype])
+    expected, found = y.float(), y.clone()
+    for rows, columns, (a_rI, b_Or) in changes:
+        reference(x.float(), expected, rows, columns, a_rI.float(), b_Or.float())
+    Changes([(rows, columns, Line.of(*both)) for rows, columns, both in changes], inputs).add(x, found)
+    torch.testing.assert_close(found.float(), expected, **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_in_any_company(dtype):
-    x = torch.randn(11, 96).to(dtype)
+    x, both = torch.randn(11, 96).to(dtype), weights(19, 96, 40, dtype)
     together, alone = torch.zeros(11, 40, dtype=dtype), torch.zeros(11, 40, dtype=dtype)
-    whole = change(slice(0, 11), slice(0, 40), 19, 96, dtype)
-    Changes([whole]).add(x, together)
+    Changes([(slice(0, 11), slice(0, 40), Line.of(*both))], 96).add(x, together)
     for row in range(11):
-        Changes([Change(slice(0, 1), whole.columns, whole.a_Ir, whole.b_rO)]).add(x[row : row + 1], alone[row : row + 1])
+        Changes([(slice(0, 1), slice(0, 40), Line.of(*both))], 96).add(x[row : row + 1], alone[row : row + 1])
     assert torch.equal(together, alone)
 
 
 def test_any_number_of_threads_gives_the_same_bits():
-    changes = [change(slice(4 * i, 4 * i + 4), slice(0, 200), 16, 100, seed=i) for i in range(9)]
+    held = [weights(16, 100, 200, seed=i) for i in range(9)]
+    changes = [(slice(4 * i, 4 * i + 4), slice(0, 200), Line.of(*both)) for i, both in enumerate(held)]
     x, before = torch.randn(36, 100), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             found.append(torch.zeros(36, 200))
-            Changes(changes).add(x, found[-1])
+            Changes(changes, 100).add(x, found[-1])
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
 
-def test_what_does_not_fit():
-    fitting = change(slice(0, 4), slice(0, 8), 3, 5)
-    assert fits(fitting)
-    assert not fits(change(slice(0, 4), slice(0, 8), 513, 5))
-    assert not fits(change(slice(0, 65), slice(0, 8), 16, 5)), "the reference is faster"
-    assert not fits(Change(fitting.rows, fitting.columns, torch.randn(3, 5).T, fitting.b_rO)), "another layout"
-    assert not fits(change(slice(0, 4), slice(0, 8), 3, 5, torch.float16))
+def test_what_the_kernel_does_not_compute():
+    a_rI, b_Or = weights(3, 5, 8)
+    assert Line.of(a_rI, b_Or) is not None
+    assert Line.of(a_rI.contiguous(), b_Or) is None, "another layout"
+    assert Line.of(*weights(513, 5, 8)) is None
+    assert Line.of(*weights(3, 5, 8, torch.float16)) is None
+    assert Line.of(a_rI.bfloat16(), b_Or) is None
+    line = Line.of(*weights(16, 5, 8))
+    assert line.is_for(64)
+    assert not line.is_for(65), "the reference is faster"

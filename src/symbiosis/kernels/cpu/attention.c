@@ -3,10 +3,12 @@
 Plain reference: gather the pages, then transformers' own attention. Here pages
 are read where they lie, once for all queries that share a key head; nothing
 behind the end of a sequence is looked at. */
+#include <float.h>
 #include <math.h>
 
 #include "numbers.h"
 
+#define QUERIES 4
 #define TOKENS 16              /* at a time */
 #define TOGETHER (16 / LANES) /* keys, or vectors of values, that are held in registers */
 #define MOST_WIDTH 256

@@ -1,11 +1,7 @@
 /* Included once for each kind of NUMBER: see attention.c. */
-#define PASTE_(a, b) a##_##b
-#define PASTE(a, b) PASTE_(a, b)
-#define OF(name) PASTE(name, NUMBER)
-
 /* Scores of up to four queries with some keys. */
-INLINE void OF(score)(const float *q, const NUMBER *const *keys, int64_t width, const int queries, float (*scores)[TOKENS]) {
-    Vec sums[4][TOGETHER] = {0};
+INLINE void OF(score)(const float *q, const NUMBER *const *keys, int64_t width, const int queries, float *scores) {
+    Vec sums[QUERIES][TOGETHER] = {0};
     for (int64_t d = 0; d < width; d += LANES) {
         Vec key[TOGETHER];
         for (int token = 0; token < TOGETHER; token++) key[token] = OF(load)(keys[token] + d);
@@ -15,13 +11,13 @@ INLINE void OF(score)(const float *q, const NUMBER *const *keys, int64_t width, 
         }
     }
     for (int g = 0; g < queries; g++)
-        for (int token = 0; token < TOGETHER; token++) scores[g][token] = sum_of(sums[g][token]);
+        for (int token = 0; token < TOGETHER; token++) scores[g * TOKENS + token] = sum_of(sums[g][token]);
 }
 
 /* What up to four queries read from some numbers of the values of some tokens, added to what they have read. */
 INLINE void OF(read)(const float (*shares)[TOKENS], const NUMBER *const *values, int64_t tokens, int64_t width, int64_t d,
                      const int queries, const int vectors, const float *kept, float *read) {
-    Vec sums[4][TOGETHER];
+    Vec sums[QUERIES][TOGETHER];
     for (int g = 0; g < queries; g++)
         for (int v = 0; v < vectors; v++) sums[g][v] = load_float(read + g * width + d + v * LANES) * kept[g];
     for (int64_t token = 0; token < tokens; token++) {
@@ -40,16 +36,16 @@ INLINE void OF(queries)(const Attention *now, int64_t span, int64_t head, int64_
     const int64_t *pages = now->pages + span * now->most_pages;
     const int64_t offset = head * width, stride = now->key_heads * width;
     const NUMBER *keys = (const NUMBER *)now->keys + offset, *values = (const NUMBER *)now->values + offset;
-    float q[4 * MOST_WIDTH], read[4 * MOST_WIDTH] = {0}, best[4], total[4] = {0};
+    float q[QUERIES * MOST_WIDTH], read[QUERIES * MOST_WIDTH] = {0}, best[QUERIES], total[QUERIES] = {0};
     for (int g = 0; g < queries; g++) {
         const NUMBER *from = (const NUMBER *)now->q + now->rows[span] * now->q_row + (query + g) * now->q_head;
         for (int64_t d = 0; d < width; d++) q[g * width + d] = OF(one)(from + d) * (now->cap ? 1.0f : now->scale);
-        best[g] = -INFINITY;
+        best[g] = -FLT_MAX; /* not infinite: its difference to itself is a number */
     }
     int64_t token = now->window && place + 1 > now->window ? place + 1 - now->window : 0;
     while (token <= place) {
         const NUMBER *value_of[TOKENS], *key_of[TOKENS];
-        float scores[4][TOKENS], kept[4];
+        float scores[QUERIES][TOKENS], kept[QUERIES];
         int64_t count = 0;
         for (; count < TOKENS && token <= place; count++, token++) {
             const int64_t slot = pages[token / size] * size + token % size;
@@ -58,7 +54,7 @@ INLINE void OF(queries)(const Attention *now, int64_t span, int64_t head, int64_
         }
         for (int64_t i = count; i < TOKENS; i++) key_of[i] = key_of[0]; /* not looked at, but read */
         for (int64_t i = 0; i < count; i += TOGETHER)
-            OF(score)(q, key_of + i, width, queries, (float (*)[TOKENS])&scores[0][i]);
+            OF(score)(q, key_of + i, width, queries, &scores[0][i]);
         for (int g = 0; g < queries; g++) {
             if (now->cap)
                 for (int64_t i = 0; i < count; i++) scores[g][i] = now->cap * tanhf(scores[g][i] * now->scale / now->cap);
@@ -89,22 +85,18 @@ INLINE void OF(queries)(const Attention *now, int64_t span, int64_t head, int64_
 EVERY_PROCESSOR
 static void OF(head)(const Attention *now, int64_t span, int64_t head) {
     const int64_t group = now->heads / now->key_heads, last = (head + 1) * group;
-    for (int64_t query = head * group; query < last; query += 4) {
+    for (int64_t query = head * group; query < last; query += QUERIES) {
         switch (last - query) { /* each with its numbers in registers */
         case 1: OF(queries)(now, span, head, query, 1); break;
         case 2: OF(queries)(now, span, head, query, 2); break;
         case 3: OF(queries)(now, span, head, query, 3); break;
-        default: OF(queries)(now, span, head, query, 4);
+        default: OF(queries)(now, span, head, query, QUERIES);
         }
     }
 }
 
 void OF(symbiosis_attention)(const Attention *now, int threads) {
     const int64_t count = now->spans * now->key_heads;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (count > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (count > 1)
     for (int64_t i = 0; i < count; i++) OF(head)(now, i / now->key_heads, i % now->key_heads);
 }
-
-#undef OF
-#undef PASTE
-#undef PASTE_

@@ -14,7 +14,7 @@ from torch import Tensor
 from symbiosis.kernels.cpu.library import function
 
 _MOST_WIDTH = 256  # as in attention.c
-_LANES = 8
+_LANES = 8  # of the widest vectors there are, those of x86-64
 
 
 def fits(q_RHD: Tensor, keys_SKD: Tensor) -> bool:

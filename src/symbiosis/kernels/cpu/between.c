@@ -27,7 +27,7 @@ void symbiosis_rms_norm_float(const float *x, int64_t rows, int64_t stride, int6
 }
 
 EVERY_PROCESSOR
-static void turned(const float *x, int64_t heads, int64_t width, const float *cos, const float *sin, float *to) {
+static void turned(const float *x, int64_t heads, int64_t width, const float *cos, const float *sin, float *restrict to) {
     const int64_t half = width / 2;
     for (int64_t head = 0; head < heads; head++, x += width, to += width) {
         for (int64_t i = 0; i < half; i++) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import re
+import os
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,18 +28,34 @@ def is_compiled() -> bool:
 @cache
 def _library() -> ctypes.CDLL | None:
     found = find_spec("symbiosis.kernels.cpu._compiled")
-    if found is None or found.origin is None:
+    if found is None or found.origin is None or _is_stale(Path(found.origin)):
         return None
     try:
         _share_threads()
         return ctypes.CDLL(found.origin)
-    except OSError:  # made for another machine, say
+    except (OSError, AttributeError):  # made for another machine, or torch has no such threads
         return None
+
+
+def _is_stale(library: Path) -> bool:
+    """Whether it was made from other sources than those beside it: what we hand it may lie elsewhere now."""
+    return any(source.stat().st_mtime > library.stat().st_mtime for source in library.parent.glob("*.[ch]"))
+
+
+class _Place(ctypes.Structure):
+    """What the linker says of an address."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
 
 
 def _share_threads() -> None:
     """Let the kernels find the OpenMP that torch uses: a second one would put as many threads again on the same cores."""
-    mapped = (line[line.find("/") :] for line in Path("/proc/self/maps").read_text().splitlines())
-    found = {path for path in mapped if re.match(r"lib(g|i)?omp", Path(path).name)}
-    for path in sorted(found, key=lambda path: not path.startswith(str(Path(torch.__file__).parent)))[:1]:
-        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    place = _Place()
+    # torch is loaded already, so its name is enough; a symbol is looked for in what it was linked with too
+    ctypes.CDLL(None).dladdr(ctypes.CDLL("libtorch_cpu.so").GOMP_parallel, ctypes.byref(place))
+    ctypes.CDLL(os.fsdecode(place.file), mode=ctypes.RTLD_GLOBAL)

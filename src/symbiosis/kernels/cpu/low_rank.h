@@ -1,8 +1,4 @@
 /* Included once for each kind of NUMBER: see low_rank.c. */
-#define PASTE_(a, b) a##_##b
-#define PASTE(a, b) PASTE_(a, b)
-#define OF(name) PASTE(name, NUMBER)
-
 /* Columns `column` to `column + vectors * LANES` of x a, into low. */
 INLINE void OF(shrink)(const NUMBER *const *x, const NUMBER *a, int64_t width, int64_t rank, int64_t column,
                        const int rows, const int vectors, float (*low)[MOST_RANK]) {
@@ -84,10 +80,6 @@ static void OF(tile)(const Tile *tile, const NUMBER *x, int64_t x_stride, int64_
 
 void OF(symbiosis_low_rank)(const Tile *tiles, int64_t count, const NUMBER *x, int64_t x_stride, int64_t width, NUMBER *y,
                             int64_t y_stride, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (count > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (count > 1)
     for (int64_t i = 0; i < count; i++) OF(tile)(tiles + i, x, x_stride, width, y, y_stride);
 }
-
-#undef OF
-#undef PASTE
-#undef PASTE_

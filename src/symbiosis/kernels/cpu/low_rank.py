@@ -6,6 +6,7 @@ R = rows, I / O = input and output width, r = rank.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,64 +20,50 @@ _MOST_RANK = 512  # as in low_rank.c
 _TILE_ROWS = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Change:
-    """y[rows, columns] += x[rows] a b."""
-
-    rows: slice
-    columns: slice
-    a_Ir: Tensor
-    b_rO: Tensor
-
-
-def reference(change: Change, x_RI: Tensor, y_RO: Tensor) -> None:
+def reference(x_RI: Tensor, y_RO: Tensor, rows: slice, columns: slice, a_rI: Tensor, b_Or: Tensor) -> None:
     """One change, in place."""
-    y_RO[change.rows, change.columns].addmm_(x_RI[change.rows] @ change.a_Ir, change.b_rO)
+    y_RO[rows, columns].addmm_(x_RI[rows] @ a_rI.T, b_Or.T)
 
 
-def fits(change: Change) -> bool:
-    """Whether the kernel does this."""
-    a_Ir, b_rO = change.a_Ir, change.b_rO
-    return (
-        (change.rows.stop - change.rows.start) * a_Ir.shape[1] <= _MOST_WORK
-        and a_Ir.shape[1] <= _MOST_RANK
-        and a_Ir.device.type == "cpu"
-        and a_Ir.dtype is b_rO.dtype
-        and a_Ir.is_contiguous()
-        and b_rO.is_contiguous()
-        and function("low_rank", a_Ir.dtype) is not None
-    )
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What the kernel knows of an adapter's change of a layer: where its weights lie, which others must keep there."""
 
+    dtype: torch.dtype
+    rank: int
+    a: int
+    b: int
 
-class _Tile(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("row", "rows", "column", "width", "rank")] + [
-        (name, ctypes.c_void_p) for name in ("a", "b")
-    ]
+    @staticmethod
+    def of(a_rI: Tensor, b_Or: Tensor) -> Line | None:
+        """None if the kernel cannot compute it."""
+        rank = a_rI.shape[0]
+        if not (a_rI.is_cpu and b_Or.is_cpu and a_rI.dtype is b_Or.dtype and rank <= _MOST_RANK):
+            return None
+        if function("low_rank", a_rI.dtype) is None or not (a_rI.T.is_contiguous() and b_Or.T.is_contiguous()):
+            return None
+        return Line(a_rI.dtype, rank, a_rI.data_ptr(), b_Or.data_ptr())
+
+    def is_for(self, rows: int) -> bool:
+        """Whether the kernel is the faster way for so many rows."""
+        return rows * self.rank <= _MOST_WORK
 
 
 class Changes:
-    """Changes of the same layers that fit, for passes of the same rows."""
+    """Changes of layers that read the same rows, for passes of the same rows; no two of the same part of the result."""
 
-    def __init__(self, changes: Sequence[Change]) -> None:
-        self._changes = changes  # the kernel knows only where their weights lie
-        tiles = [
-            _Tile(
-                row,
-                min(_TILE_ROWS, change.rows.stop - row),
-                change.columns.start,
-                change.b_rO.shape[1],
-                change.b_rO.shape[0],
-                change.a_Ir.data_ptr(),
-                change.b_rO.data_ptr(),
-            )
-            for change in changes
-            for row in range(change.rows.start, change.rows.stop, _TILE_ROWS)
-        ]
-        self._tiles, self._count = (_Tile * len(tiles))(*tiles), ctypes.c_int64(len(tiles))
-        self._dtype, self._width = changes[0].a_Ir.dtype, changes[0].a_Ir.shape[0]
+    def __init__(self, changes: Sequence[tuple[slice, slice, Line]], width: int) -> None:
+        """Rows and columns of the result, and what changes them. `width` of the input."""
+        tiles = array("q")  # as in low_rank.c
+        for rows, columns, line in changes:
+            for row in range(rows.start, rows.stop, _TILE_ROWS):
+                count = min(_TILE_ROWS, rows.stop - row)
+                tiles.extend((row, count, columns.start, columns.stop - columns.start, line.rank, line.a, line.b))
+        self._tiles, self._count, self._width = tiles, len(tiles) // 7, width
+        (self._dtype,) = {line.dtype for _, _, line in changes}
         self._kernel = function("low_rank", self._dtype)
-        self._most_rows = max(change.rows.stop for change in changes)
-        self._most_columns = max(change.columns.start + change.b_rO.shape[1] for change in changes)
+        self._most_rows = max(rows.stop for rows, _, _ in changes)
+        self._most_columns = max(columns.stop for _, columns, _ in changes)
 
     def add(self, x_RI: Tensor, y_RO: Tensor) -> None:
         """All of them, in place."""
@@ -85,8 +72,8 @@ class Changes:
         assert y_RO.shape[1] >= self._most_columns
         assert min(x_RI.shape[0], y_RO.shape[0]) >= self._most_rows
         self._kernel(
-            self._tiles,
-            self._count,
+            ctypes.c_void_p(self._tiles.buffer_info()[0]),
+            ctypes.c_int64(self._count),
             ctypes.c_void_p(x_RI.data_ptr()),
             ctypes.c_int64(x_RI.stride(0)),
             ctypes.c_int64(self._width),

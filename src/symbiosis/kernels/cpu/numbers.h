@@ -6,11 +6,20 @@
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__x86_64__)
 #define LANES 8
+#if __GNUC__ >= 12
 #define EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else /* which knows no such levels */
+#define EVERY_PROCESSOR __attribute__((target_clones("fma", "default")))
+#endif
 #else
 #define LANES 4
 #define EVERY_PROCESSOR
 #endif
+
+/* The function of this name for the kind of NUMBER that is at hand. */
+#define PASTE_(a, b) a##_##b
+#define PASTE(a, b) PASTE_(a, b)
+#define OF(name) PASTE(name, NUMBER)
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IVec __attribute__((vector_size(4 * LANES)));
