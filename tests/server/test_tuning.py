@@ -268,6 +268,18 @@ def test_a_request_sent_again_with_its_key_makes_one_job(ann):
     connection.close()
 
 
+def test_a_request_sent_again_is_the_same_in_whatever_order_its_keys_stand(ann):
+    file, pairs = uploaded(ann), {"a": "1", "b": "2"}
+    again = {"training_file": file, "extra_headers": {"Idempotency-Key": "in any order"}}
+    adapter = {"peft_type": "LORA", "r": 4}
+    asked = {"n_steps": 5000, "adapter": adapter}
+    one = created(ann, asked, metadata=pairs, **again)
+    turned = {"adapter": dict(reversed(adapter.items())), "n_steps": 5000}
+    assert created(ann, turned, metadata=dict(reversed(pairs.items())), **again).id == one.id
+    with pytest.raises(openai.ConflictError):
+        created(ann, asked, metadata={"a": "2", "b": "1"}, **again)
+
+
 def test_names_never_collide(ann):
     names = {created(ann, LONG, suffix="same").will_be_named for _ in range(3)}
     assert len(names) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import re
 from collections.abc import Coroutine
 from pathlib import Path
@@ -169,7 +170,8 @@ class Tuning:
         caller: Caller = request.state.caller
         wish = await read_json(request, CreateJob, keys_once=True)
         key = _key(request)
-        digest = hashlib.sha256(wish.model_dump_json().encode()).hexdigest()
+        # sorted: the order of keys says nothing, so it makes no other request
+        digest = hashlib.sha256(json.dumps(wish.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
         if key is not None and (known := await self._admission.known(caller.tenant, key, digest)) is not None:
             return await self._answer(known)
         if wish.model != self._settings.base:
