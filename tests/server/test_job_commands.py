@@ -112,6 +112,30 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
     assert "is cancelled" in fails("jobs", "cancel", job.id, *mine)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_the_data_is_checked_names_the_job(studio, data, monkeypatch, times):
+    """Pressed once: the job is asked for again by its key. Twice: where to look is said."""
+    create, made = Site.create_job, []
+
+    def interrupted(self, body, key):
+        made.append(create(self, body, key)["id"])
+        if len(made) <= times:
+            raise KeyboardInterrupt
+        return {"id": made[-1]}
+
+    monkeypatch.setattr(jobs.Site, "create_job", interrupted)
+    done = run("finetune", data, "--hosted", "--steps", 5000, "--connect", studio.url, "--key", ANN)
+    assert done.exit_code == 130, done.output
+    (id,) = set(made)
+    if times == 1:
+        assert f"Come back with `symbiosis jobs watch {id} " in done.stderr
+        assert f"symbiosis jobs cancel {id} --connect {studio.url}" in done.stderr
+    else:
+        assert f"symbiosis jobs list --connect {studio.url}" in done.stderr
+    assert not studio.client(ANN).files.list().data, "what it uploaded is gone"
+    assert run("jobs", "cancel", id, "--connect", studio.url, "--key", ANN).exit_code == 0
+
+
 def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
     at = ("--connect", studio.url, "--key", ANN)
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\nnonsense\n')

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
@@ -181,10 +181,27 @@ def finetune(
         body["suffix"] = suffix
     body["method"] = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
     files = {"training_file": data} | ({} if validation is None else {"validation_file": validation})
-    with _uploaded(site, files) as ids, err.status("Checking the data"):
-        job = site.create_job({**body, **ids}, secrets.token_hex(16))
-    err.print(f"the job is {job['id']}", highlight=False)
-    _follow(site, job["id"], connect, plot, out)
+    with _uploaded(site, files) as ids:
+        id = _create(site, {**body, **ids}, connect, plot, out)
+    _follow(site, id, connect, plot, out)
+
+
+def _create(site: Site, body: dict[str, Any], connect: str, plot: Path | None, out: Path | None) -> str:
+    """The new job's id. Who does not wait for it hears it too: the server checks the data and makes the job all the same."""
+    key = secrets.token_hex(16)
+    try:
+        with err.status("Checking the data"):
+            id = str(site.create_job(body, key)["id"])
+    except KeyboardInterrupt:
+        _tell("the server goes on checking the data, and then makes the job: asking for its id (Ctrl-C once more: leave)")
+        try:
+            id = str(site.create_job(body, key)["id"])  # the same key: the same job
+        except (KeyboardInterrupt, Unreachable):
+            _tell(f"the job may be there by now: `symbiosis jobs list{_at(connect)}` shows it")
+            raise typer.Exit(130) from None
+        _leave(id, connect, plot, out)
+    _tell(f"the job is {id}")  # before what was uploaded is deleted, which may be interrupted too
+    return id
 
 
 @contextmanager
@@ -227,20 +244,12 @@ def _check_picture(file: Path) -> None:
 
 
 def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
-    at = "" if connect == DEFAULT_SITE else f" --connect {connect}"
-    more = "".join(f" {name} {shlex.quote(str(path))}" for name, path in (("--out", out), ("--plot", plot)) if path is not None)
     try:
         job = _watch(site, id)
     except Unreachable as error:
-        raise Unreachable(f"{error}. The job may go on there: look with `symbiosis jobs watch {id}{at}{more}`") from None
+        raise Unreachable(f"{error}. The job may go on there: look with `{_again(id, connect, plot, out)}`") from None
     except KeyboardInterrupt:
-        err.print(
-            f"the job goes on. Come back with `symbiosis jobs watch {id}{at}{more}`, "
-            f"or end it with `symbiosis jobs cancel {id}{at}`",
-            soft_wrap=True,
-            highlight=False,
-        )
-        raise typer.Exit(130) from None
+        _leave(id, connect, plot, out)
     name = job["fine_tuned_model"]
     if job["status"] == "succeeded":
         typer.echo(f"{name} is served: symbiosis chat --adapter {name} --connect {connect}")
@@ -252,6 +261,24 @@ def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | No
     if job["status"] != "succeeded":
         why = f": {job['error']['message']}" if job["error"] else ""
         raise SymbiosisError(f"the job {id} is {job['status']}{why}")
+
+
+def _leave(id: str, connect: str, plot: Path | None, out: Path | None) -> NoReturn:
+    """After Ctrl-C."""
+    again = _again(id, connect, plot, out)
+    _tell(f"the job goes on. Come back with `{again}`, or end it with `symbiosis jobs cancel {id}{_at(connect)}`")
+    raise typer.Exit(130) from None
+
+
+def _again(id: str, connect: str, plot: Path | None, out: Path | None) -> str:
+    """What to type to follow a job as before."""
+    more = "".join(f" {name} {shlex.quote(str(path))}" for name, path in (("--out", out), ("--plot", plot)) if path is not None)
+    return f"symbiosis jobs watch {id}{_at(connect)}{more}"
+
+
+def _at(connect: str) -> str:
+    """Part of a command to type."""
+    return "" if connect == DEFAULT_SITE else f" --connect {connect}"
 
 
 def _watch(site: Site, id: str) -> dict[str, Any]:
@@ -336,6 +363,11 @@ def _plot(site: Site, id: str, file: Path) -> None:
     except (OSError, ValueError) as error:
         raise SymbiosisError(f"cannot write {file}: {error}") from None
     typer.echo(f"loss drawn in {file}")
+
+
+def _tell(line: str) -> None:
+    """Beside the output; a command in it can be copied, however narrow the terminal."""
+    err.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _say(job: dict[str, Any]) -> None:
