@@ -106,10 +106,20 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
     assert client.fine_tuning.jobs.retrieve(job.id).status == "running"
     mine = (*at, "--key", ANN)
     assert run("jobs", "pause", job.id, *mine).stdout == f"{job.id} is paused\n"
-    assert run("jobs", "watch", job.id, *mine).exit_code == 1  # it is not done
     assert "is queued" in run("jobs", "resume", job.id, *mine).stdout
     assert run("jobs", "cancel", job.id, *mine).stdout == f"{job.id} is cancelled\n"
     assert "is cancelled" in fails("jobs", "cancel", job.id, *mine)
+
+
+def test_a_paused_job_is_waited_for_and_how_to_resume_it_is_said_once_a_pause(monkeypatch):
+    states = iter(["running", "paused", "paused", "queued", "running", "paused", "running", "cancelled"])
+    progress = {"step": 3, "total_steps": 10}
+    job = {"progress": progress, "queue_position": None, "estimated_finish": None, "fine_tuned_model": None, "error": None}
+    monkeypatch.setattr(jobs.Site, "job", lambda self, id: {**job, "id": id, "status": next(states)})
+    monkeypatch.setattr(jobs, "_LOOK_S", 0)
+    done = run("jobs", "watch", "ftjob-1", "--connect", "http://127.0.0.1:1")
+    assert done.stderr.count("`symbiosis jobs resume ftjob-1 --connect http://127.0.0.1:1` lets it go on") == 2
+    assert done.stderr.splitlines()[-1] == "error: the job ftjob-1 is cancelled"
 
 
 @pytest.mark.parametrize("times", [1, 2])

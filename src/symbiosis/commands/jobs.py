@@ -114,7 +114,7 @@ def watch(
         ),
     ] = None,
 ) -> None:
-    """Follow a job until it ends. Ctrl-C leaves it running."""
+    """Follow a job until it ends; one that is paused is waited for. Ctrl-C leaves it as it is."""
     _check_places(plot, out)
     _follow(Site(connect, key), id, connect, plot, out)
 
@@ -245,7 +245,7 @@ def _check_picture(file: Path) -> None:
 
 def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
     try:
-        job = _watch(site, id)
+        job = _watch(site, id, connect)
     except Unreachable as error:
         raise Unreachable(f"{error}. The job may go on there: look with `{_again(id, connect, plot, out)}`") from None
     except KeyboardInterrupt:
@@ -266,7 +266,7 @@ def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | No
 def _leave(id: str, connect: str, plot: Path | None, out: Path | None) -> NoReturn:
     """After Ctrl-C."""
     again = _again(id, connect, plot, out)
-    _tell(f"the job goes on. Come back with `{again}`, or end it with `symbiosis jobs cancel {id}{_at(connect)}`")
+    _tell(f"the job stays with the server. Come back with `{again}`, or end it with `symbiosis jobs cancel {id}{_at(connect)}`")
     raise typer.Exit(130) from None
 
 
@@ -281,10 +281,10 @@ def _at(connect: str) -> str:
     return "" if connect == DEFAULT_SITE else f" --connect {connect}"
 
 
-def _watch(site: Site, id: str) -> dict[str, Any]:
-    """Until the job has ended or is paused: a live line at a terminal, and else now and then one that stays."""
+def _watch(site: Site, id: str, connect: str) -> dict[str, Any]:
+    """Until the job has ended: a live line at a terminal, and else now and then one that stays."""
     with _bar() if err.is_terminal else nullcontext(_lines()) as show:
-        missed = 0
+        missed, was_paused = 0, False
         while True:
             try:
                 job = site.job(id)
@@ -295,8 +295,12 @@ def _watch(site: Site, id: str) -> dict[str, Any]:
             else:
                 missed = 0
                 show(job)
-                if job["status"] in (*_ENDS, "paused"):
+                if job["status"] in _ENDS:
                     return job
+                is_paused = job["status"] == "paused"
+                if is_paused and not was_paused:
+                    _tell(f"the job is paused, and waited for: `symbiosis jobs resume {id}{_at(connect)}` lets it go on")
+                was_paused = is_paused
             time.sleep(_LOOK_S)
 
 
