@@ -164,6 +164,9 @@ def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
         assert "full is not empty, and nothing is overwritten; choose another folder with --out" in said
     assert "choose another folder with --out" in run("finetune", data, "--hosted", "--out", data, *at).stderr
     assert "there is no folder" in run("finetune", data, "--hosted", "--plot", tmp_path / "no" / "x.png", *at).stderr
+    for id in ("", "ftjob-x/events"):
+        for command in (("show", id), ("watch", id), ("events", id), ("plot", id, tmp_path / "x.png"), ("cancel", id)):
+            assert f"{id!r} is no id of a job: expected one that `symbiosis jobs list` shows" in fails("jobs", *command, *at)
     assert "--token is for" in run("finetune", data, "--hosted", "--token", "x", *at).stderr
     for plot in ("x.xyz", "x", "."):
         assert "such as loss.png" in run("finetune", data, "--hosted", "--plot", tmp_path / plot, *at).stderr
