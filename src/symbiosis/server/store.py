@@ -44,18 +44,24 @@ class Kept:
     bytes: int
 
 
-def lock(folder: Path) -> int:
-    """Make the folder ours alone, as long as the descriptor returned is open. Raises `SymbiosisError`."""
+def lock(folder: Path, what: str = "adapters", option: str = "--uploads") -> int:
+    """Make the folder of `what` ours alone, as long as the descriptor returned is open. Raises `SymbiosisError`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise SymbiosisError(f"{folder} cannot keep adapters: {error.strerror}") from None
+        raise SymbiosisError(f"{folder} cannot keep {what}: {error.strerror}; choose another with {option} FOLDER") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(handle)
-        raise SymbiosisError(f"another server keeps its adapters in {folder}: give each a folder of its own") from None
+        if not isinstance(error, BlockingIOError):  # some disks of a network have no locks
+            raise SymbiosisError(
+                f"{folder} cannot keep {what}, as it cannot be locked: {error.strerror}; choose another with {option} FOLDER"
+            ) from None
+        raise SymbiosisError(
+            f"{folder} is in use by another server: stop that one, or keep {what} in another folder with {option} FOLDER"
+        ) from None
     return handle
 
 
