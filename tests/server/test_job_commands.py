@@ -63,6 +63,23 @@ def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
     assert "none yet" in run("jobs", "list", "--connect", studio.url, "--key", BOB).stdout
 
 
+def test_a_job_whose_adapter_went_with_the_server_says_so(world, start, data, tmp_path):
+    """Jobs were kept, adapters were not."""
+    first = start(world.folder, jobs=tmp_path / "jobs")
+    done = run("finetune", data, "--hosted", "--steps", 1, "--connect", first.url)
+    id = re.search(r"the job is (ftjob-\w+)\n", done.stderr)[1]
+    assert "is served" in done.stdout
+    assert "not served any more" not in run("jobs", "show", id, "--connect", first.url).stdout
+    first.hosting.close()
+    second = start(world.folder, jobs=tmp_path / "jobs")
+    for command in ("show", "watch"):
+        said = run("jobs", command, id, "--connect", second.url)
+        assert said.exit_code == 0, said.output
+        assert "not served any more: it was deleted, or the server was started again" in said.stdout
+        assert "is served" not in said.stdout
+    second.hosting.close()
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_narrow_table_of_jobs_leaves_out_columns_and_shortens_nothing(monkeypatch, capsys, terminal):
     progress = {"step": 123, "total_steps": 1000, "train_loss": 1.5, "tokens_per_s": 1234.5}

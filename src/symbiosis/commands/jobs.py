@@ -30,6 +30,7 @@ _COLUMNS = ("job", "of", "status", *_NUMBERS, "adapter")
 _SPARED = ("of", "tokens/s", "loss", "time left", "step")
 """Columns that a narrow terminal does without, the first first."""
 _ANY_WIDTH = 10_000
+_GONE = "not served any more: it was deleted, or the server was started again and had no --uploads to keep it in"
 err = Console(stderr=True)
 
 app = typer.Typer(
@@ -84,9 +85,12 @@ def jobs_table(found: list[dict[str, Any]], without: tuple[str, ...] = ()) -> Ta
 @app.command(epilog="Example: symbiosis jobs show ftjob-…")
 def show(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """All that is known of a job."""
-    job = Site(connect, key).job(id)
+    site = Site(connect, key)
+    job = site.job(id)
+    name = job["fine_tuned_model"]
     table = Table(show_header=False)
-    rows: dict[str, Any] = {"job": job["id"], "status": _status(job), "adapter": job["fine_tuned_model"]}
+    rows: dict[str, Any] = {"job": job["id"], "status": _status(job)}
+    rows |= {"adapter": name if name is None or _is_served(site, name) else f"{name} ({_GONE})"}
     rows |= {"model": job["model"], "training file": job["training_file"], "validation file": job["validation_file"]}
     rows |= {"seed": job["seed"], "time left": _left(job), "error": (job["error"] or {}).get("message")}
     rows |= {"created": _time(job["created_at"]), "finished": _time(job["finished_at"])}
@@ -252,7 +256,8 @@ def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | No
         _leave(id, connect, plot, out)
     name = job["fine_tuned_model"]
     if job["status"] == "succeeded":
-        typer.echo(f"{name} is served: symbiosis chat --adapter {name} --connect {connect}")
+        served = f"is served: symbiosis chat --adapter {name} --connect {connect}" if _is_served(site, name) else f"is {_GONE}"
+        typer.echo(f"{name} {served}")
     if out is not None and job["status"] == "succeeded":
         site.download_adapter(name, out)
         typer.echo(f"adapter written to {out}")
@@ -367,6 +372,11 @@ def _plot(site: Site, id: str, file: Path) -> None:
     except (OSError, ValueError) as error:
         raise SymbiosisError(f"cannot write {file}: {error}") from None
     typer.echo(f"loss drawn in {file}")
+
+
+def _is_served(site: Site, name: str) -> bool:
+    """A job names its adapter for ever, though it may have been deleted, or have gone with a server that keeps none."""
+    return any(each["id"] == name for each in site.adapters())
 
 
 def _tell(line: str) -> None:
