@@ -91,7 +91,9 @@ class Hosting:
             self._socket = undo.enter_context(closing(_listen(address, keys or {})))
             self._uploads = undo.enter_context(closing(_Uploads(uploads)))
             beside = None if uploads is None else Path(uploads).with_name(f"{Path(uploads).resolve().name}-jobs")
-            self._jobs = undo.enter_context(closing(_Kept(jobs or beside)))
+            if jobs is not None and Path(jobs).resolve() == self._uploads.folder:
+                raise SymbiosisError(f"--uploads and --jobs are both {jobs}: give each a folder of its own")
+            self._jobs = undo.enter_context(closing(_Kept(jobs or beside, "fine-tuning jobs", "--jobs")))
             host, port = self._socket.getsockname()[:2]
             settings = Settings(
                 base=base,
@@ -173,14 +175,17 @@ class Hosting:
 
 
 class _Kept:
-    """A folder that things are kept in: the provider's, or one of our own for as long as we serve."""
+    """A folder that things are kept in: the provider's, or one of our own for as long as we serve.
 
-    def __init__(self, folder: str | Path | None) -> None:
+    Errors say `what` is kept, and the `option` that the folder is given with.
+    """
+
+    def __init__(self, folder: str | Path | None, what: str, option: str) -> None:
         self._is_ours = folder is None
         if folder is None:
             store.remove_deserted(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
         self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY) if folder is None else folder).resolve()
-        self._lock = store.lock(self.folder)
+        self._lock = store.lock(self.folder, what, option)
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -194,7 +199,7 @@ class _Uploads(_Kept):
     """Of adapters that tenants uploaded, or that were trained for them."""
 
     def __init__(self, folder: str | Path | None) -> None:
-        super().__init__(folder)
+        super().__init__(folder, "adapters", "--uploads")
         store.remove_left_over(self.folder)
 
     def serve(self, core: Core) -> None:

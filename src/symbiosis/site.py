@@ -63,9 +63,7 @@ class Site:
 
     def add_adapter(self, name: str, folder: Path) -> dict[str, Any]:
         """Upload the two files of a PEFT folder. Raises `BadAdapter` if they are not there, or it cannot be called so."""
-        if "/" in name or not name:  # would be another path than that of adapters
-            raise BadAdapter(f"{name!r} is no name for an adapter: expected letters, digits, dots, dashes and underscores")
-        sizes = {}
+        path, sizes = _adapter_path(name), {}
         for field, file in FILES.items():
             if not (folder / file).is_file():
                 raise BadAdapter(f"{folder} has no {file}: expected a folder as `symbiosis finetune --out` or PEFT writes it")
@@ -88,11 +86,11 @@ class Site:
 
         length = sum(map(len, heads.values())) + sum(sizes.values()) + 2 * len(FILES) + len(end)
         kind = f"multipart/form-data; boundary={boundary}"
-        return self._json("PUT", f"/v1/adapters/{quote(name, safe='')}", pieces(), kind, length)
+        return self._json("PUT", path, pieces(), kind, length)
 
     def remove_adapter(self, name: str, owner: str | None = None) -> None:
         query = "" if owner is None else f"?{urlencode({'owner': owner})}"
-        self._json("DELETE", f"/v1/adapters/{quote(name, safe='')}{query}")
+        self._json("DELETE", f"{_adapter_path(name)}{query}")
 
     def pin_adapter(self, name: str, pinned: bool, owner: str | None = None) -> None:
         body = {"lora_name": name, "pinned": pinned, **({} if owner is None else {"owner": owner})}
@@ -101,8 +99,7 @@ class Site:
     def download_adapter(self, name: str, folder: Path) -> None:
         """The two files of an adapter of one's own, as PEFT reads them."""
         for file in FILES.values():
-            path = f"/v1/adapters/{quote(name, safe='')}/{file}"
-            with self._ask("GET", path) as response, _new(folder / file) as out:
+            with self._ask("GET", f"{_adapter_path(name)}/{file}") as response, _new(folder / file) as out:
                 while piece := response.read(_PIECE):
                     out.write(piece)
 
@@ -143,15 +140,15 @@ class Site:
         return self._pages(_JOBS, limit)
 
     def job(self, id: str) -> dict[str, Any]:
-        return self._json("GET", f"{_JOBS}/{quote(id, safe='')}")
+        return self._json("GET", _job_path(id))
 
     def change_job(self, id: str, how: str) -> dict[str, Any]:
         """cancel, pause or resume."""
-        return self._json("POST", f"{_JOBS}/{quote(id, safe='')}/{how}")
+        return self._json("POST", f"{_job_path(id)}/{how}")
 
     def events(self, id: str, limit: int = 1 << 62) -> list[dict[str, Any]]:
         """Oldest first."""
-        return self._pages(f"{_JOBS}/{quote(id, safe='')}/events", limit)[::-1]
+        return self._pages(f"{_job_path(id)}/events", limit)[::-1]
 
     def _pages(self, path: str, limit: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -220,6 +217,20 @@ class Site:
             said = f"{self._url} answered {response.status} {response.reason}"
         hint = ": give your key with --key or SYMBIOSIS_KEY" if response.status == 401 else ""
         return Refusal(f"{said}{hint}")
+
+
+def _adapter_path(name: str) -> str:
+    """Raises `BadAdapter` for what would be the path of something else."""
+    if "/" in name or not name:
+        raise BadAdapter(f"{name!r} is no name for an adapter: expected letters, digits, dots, dashes and underscores")
+    return f"/v1/adapters/{quote(name, safe='')}"
+
+
+def _job_path(id: str) -> str:
+    """Raises `SymbiosisError` for what would be the path of something else."""
+    if "/" in id or not id:
+        raise SymbiosisError(f"{id!r} is no id of a job: expected one that `symbiosis jobs list` shows")
+    return f"{_JOBS}/{quote(id, safe='')}"
 
 
 def _new(file: Path) -> BinaryIO:

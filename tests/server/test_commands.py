@@ -67,6 +67,7 @@ def test_what_goes_wrong_is_one_line_that_helps(hotel, world, tmp_path):
     assert "no adapter 'nobody'" in fails("adapters", "remove", "nobody", *at, "--key", ANN)
     assert "adapter_config.json" in fails("adapters", "add", "x", tmp_path, *at, "--key", ANN)
     assert "letters, digits" in fails("adapters", "add", "../evil", world.root / "pirate", *at, "--key", ANN)
+    assert "letters, digits" in fails("adapters", "remove", "", *at, "--key", ANN)
     assert "letters, digits" in fails("adapters", "add", "..", world.root / "pirate", *at, "--key", ANN)
     assert "the admin's" in fails("adapters", "pin", "judge", *at, "--key", ANN)
     assert "--key, not --token" in fails("chat", *at, "--token", "x")

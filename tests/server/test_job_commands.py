@@ -63,6 +63,23 @@ def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
     assert "none yet" in run("jobs", "list", "--connect", studio.url, "--key", BOB).stdout
 
 
+def test_a_job_whose_adapter_went_with_the_server_says_so(world, start, data, tmp_path):
+    """Jobs were kept, adapters were not."""
+    first = start(world.folder, jobs=tmp_path / "jobs")
+    done = run("finetune", data, "--hosted", "--steps", 1, "--connect", first.url)
+    id = re.search(r"the job is (ftjob-\w+)\n", done.stderr)[1]
+    assert "is served" in done.stdout
+    assert "not served any more" not in run("jobs", "show", id, "--connect", first.url).stdout
+    first.hosting.close()
+    second = start(world.folder, jobs=tmp_path / "jobs")
+    for command in ("show", "watch"):
+        said = run("jobs", command, id, "--connect", second.url)
+        assert said.exit_code == 0, said.output
+        assert "not served any more: it was deleted, or the server was started again" in said.stdout
+        assert "is served" not in said.stdout
+    second.hosting.close()
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_narrow_table_of_jobs_leaves_out_columns_and_shortens_nothing(monkeypatch, capsys, terminal):
     progress = {"step": 123, "total_steps": 1000, "train_loss": 1.5, "tokens_per_s": 1234.5}
@@ -106,10 +123,44 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
     assert client.fine_tuning.jobs.retrieve(job.id).status == "running"
     mine = (*at, "--key", ANN)
     assert run("jobs", "pause", job.id, *mine).stdout == f"{job.id} is paused\n"
-    assert run("jobs", "watch", job.id, *mine).exit_code == 1  # it is not done
     assert "is queued" in run("jobs", "resume", job.id, *mine).stdout
     assert run("jobs", "cancel", job.id, *mine).stdout == f"{job.id} is cancelled\n"
     assert "is cancelled" in fails("jobs", "cancel", job.id, *mine)
+
+
+def test_a_paused_job_is_waited_for_and_how_to_resume_it_is_said_once_a_pause(monkeypatch):
+    states = iter(["running", "paused", "paused", "queued", "running", "paused", "running", "cancelled"])
+    progress = {"step": 3, "total_steps": 10}
+    job = {"progress": progress, "queue_position": None, "estimated_finish": None, "fine_tuned_model": None, "error": None}
+    monkeypatch.setattr(jobs.Site, "job", lambda self, id: {**job, "id": id, "status": next(states)})
+    monkeypatch.setattr(jobs, "_LOOK_S", 0)
+    done = run("jobs", "watch", "ftjob-1", "--connect", "http://127.0.0.1:1")
+    assert done.stderr.count("`symbiosis jobs resume ftjob-1 --connect http://127.0.0.1:1` lets it go on") == 2
+    assert done.stderr.splitlines()[-1] == "error: the job ftjob-1 is cancelled"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_the_data_is_checked_names_the_job(studio, data, monkeypatch, times):
+    """Pressed once: the job is asked for again by its key. Twice: where to look is said."""
+    create, made = Site.create_job, []
+
+    def interrupted(self, body, key):
+        made.append(create(self, body, key)["id"])
+        if len(made) <= times:
+            raise KeyboardInterrupt
+        return {"id": made[-1]}
+
+    monkeypatch.setattr(jobs.Site, "create_job", interrupted)
+    done = run("finetune", data, "--hosted", "--steps", 5000, "--connect", studio.url, "--key", ANN)
+    assert done.exit_code == 130, done.output
+    (id,) = set(made)
+    if times == 1:
+        assert f"Come back with `symbiosis jobs watch {id} " in done.stderr
+        assert f"symbiosis jobs cancel {id} --connect {studio.url}" in done.stderr
+    else:
+        assert f"symbiosis jobs list --connect {studio.url}" in done.stderr
+    assert not studio.client(ANN).files.list().data, "what it uploaded is gone"
+    assert run("jobs", "cancel", id, "--connect", studio.url, "--key", ANN).exit_code == 0
 
 
 def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
@@ -130,6 +181,9 @@ def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
         assert "full is not empty, and nothing is overwritten; choose another folder with --out" in said
     assert "choose another folder with --out" in run("finetune", data, "--hosted", "--out", data, *at).stderr
     assert "there is no folder" in run("finetune", data, "--hosted", "--plot", tmp_path / "no" / "x.png", *at).stderr
+    for id in ("", "ftjob-x/events"):
+        for command in (("show", id), ("watch", id), ("events", id), ("plot", id, tmp_path / "x.png"), ("cancel", id)):
+            assert f"{id!r} is no id of a job: expected one that `symbiosis jobs list` shows" in fails("jobs", *command, *at)
     assert "--token is for" in run("finetune", data, "--hosted", "--token", "x", *at).stderr
     for plot in ("x.xyz", "x", "."):
         assert "such as loss.png" in run("finetune", data, "--hosted", "--plot", tmp_path / plot, *at).stderr

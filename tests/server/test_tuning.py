@@ -25,7 +25,7 @@ from symbiosis.jobs.queue import JobLimits
 from symbiosis.jobs.records import Records
 from symbiosis.jobs.states import State
 from symbiosis.server.job_shapes import job_body
-from symbiosis.server.store import FIELDS
+from symbiosis.server.store import FIELDS, StoreLimits
 from tests.server.conftest import ANN, BOB, CHIEF
 from tests.tiny_chat import tiny_tokenizer
 
@@ -268,6 +268,18 @@ def test_a_request_sent_again_with_its_key_makes_one_job(ann):
     connection.close()
 
 
+def test_a_request_sent_again_is_the_same_in_whatever_order_its_keys_stand(ann):
+    file, pairs = uploaded(ann), {"a": "1", "b": "2"}
+    again = {"training_file": file, "extra_headers": {"Idempotency-Key": "in any order"}}
+    adapter = {"peft_type": "LORA", "r": 4}
+    asked = {"n_steps": 5000, "adapter": adapter}
+    one = created(ann, asked, metadata=pairs, **again)
+    turned = {"adapter": dict(reversed(adapter.items())), "n_steps": 5000}
+    assert created(ann, turned, metadata=dict(reversed(pairs.items())), **again).id == one.id
+    with pytest.raises(openai.ConflictError):
+        created(ann, asked, metadata={"a": "2", "b": "1"}, **again)
+
+
 def test_names_never_collide(ann):
     names = {created(ann, LONG, suffix="same").will_be_named for _ in range(3)}
     assert len(names) == 3
@@ -290,6 +302,24 @@ def test_no_upload_takes_the_name_of_a_job_that_has_not_ended(school, ann, world
         time.sleep(0.05)
     assert answer.status_code == 201
     assert school.ask("DELETE", path, ANN).status_code == 200
+
+
+def test_the_adapter_of_a_job_counts_from_when_the_job_is_accepted(world, start):
+    """Paused or not: else uploads would take the room it ends up in."""
+    here = start(world.folder, keys={"ann": ANN}, store_limits=StoreLimits(adapters=2))
+    ann = here.client(ANN)
+    parts = {field: (file, (world.root / "pirate" / file).read_bytes()) for field, file in FIELDS.items()}
+
+    def put(name: str) -> int:
+        return here.ask("PUT", f"/v1/adapters/{name}", ANN, files=parts).status_code
+
+    job = created(ann, LONG)
+    ann.fine_tuning.jobs.pause(job.id)
+    assert [put(name) for name in ("one", "two", "one")] == [201, 403, 201]  # the last takes its own place again
+    assert "you would have 3 adapters, 2 of them from jobs" in refusal(ann, openai.PermissionDeniedError)
+    ann.fine_tuning.jobs.cancel(job.id)
+    assert [put(name) for name in ("two", "three")] == [201, 403]
+    here.hosting.close()
 
 
 def test_the_admin_loads_nothing_under_the_name_of_a_job_for_everybody(school):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -171,6 +172,27 @@ def test_what_was_uploaded_is_there_after_a_restart(world, start, tmp_path):
     assert listed(second, BOB) == []
     assert not (tmp_path / "upload-left-over").exists()
     second.hosting.close()
+
+
+def test_a_folder_that_cannot_be_had_is_told_with_what_it_is_for_and_its_option(world, start, tmp_path, monkeypatch):
+    first = start(world.folder, uploads=tmp_path / "up")
+    at = "is in use by another server: stop that one, or keep"
+    for options, said in (
+        ({"uploads": tmp_path / "up"}, f"up {at} adapters in another folder with --uploads FOLDER"),
+        ({"jobs": tmp_path / "up-jobs"}, f"up-jobs {at} fine-tuning jobs in another folder with --jobs FOLDER"),
+        ({"uploads": tmp_path / "new", "jobs": tmp_path / "new"}, "--uploads and --jobs are both .*new: give each a folder"),
+        ({"jobs": Path("/dev/null/x")}, "/x cannot keep fine-tuning jobs: Not a directory; choose another with --jobs FOLDER"),
+    ):
+        with pytest.raises(SymbiosisError, match=said):
+            first.executor.host("127.0.0.1:0", **options)
+    first.hosting.close()
+
+    def flock(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(SymbiosisError, match="it cannot be locked: No locks available; choose another with --uploads FOLDER"):
+        lock(tmp_path / "new")
 
 
 def test_folders_of_servers_that_were_killed_are_removed(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
@@ -30,6 +30,7 @@ _COLUMNS = ("job", "of", "status", *_NUMBERS, "adapter")
 _SPARED = ("of", "tokens/s", "loss", "time left", "step")
 """Columns that a narrow terminal does without, the first first."""
 _ANY_WIDTH = 10_000
+_GONE = "not served any more: it was deleted, or the server was started again and had no --uploads to keep it in"
 err = Console(stderr=True)
 
 app = typer.Typer(
@@ -84,9 +85,12 @@ def jobs_table(found: list[dict[str, Any]], without: tuple[str, ...] = ()) -> Ta
 @app.command(epilog="Example: symbiosis jobs show ftjob-…")
 def show(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """All that is known of a job."""
-    job = Site(connect, key).job(id)
+    site = Site(connect, key)
+    job = site.job(id)
+    name = job["fine_tuned_model"]
     table = Table(show_header=False)
-    rows: dict[str, Any] = {"job": job["id"], "status": _status(job), "adapter": job["fine_tuned_model"]}
+    rows: dict[str, Any] = {"job": job["id"], "status": _status(job)}
+    rows |= {"adapter": name if name is None or _is_served(site, name) else f"{name} ({_GONE})"}
     rows |= {"model": job["model"], "training file": job["training_file"], "validation file": job["validation_file"]}
     rows |= {"seed": job["seed"], "time left": _left(job), "error": (job["error"] or {}).get("message")}
     rows |= {"created": _time(job["created_at"]), "finished": _time(job["finished_at"])}
@@ -114,7 +118,7 @@ def watch(
         ),
     ] = None,
 ) -> None:
-    """Follow a job until it ends. Ctrl-C leaves it running."""
+    """Follow a job until it ends; one that is paused is waited for. Ctrl-C leaves it as it is."""
     _check_places(plot, out)
     _follow(Site(connect, key), id, connect, plot, out)
 
@@ -181,10 +185,27 @@ def finetune(
         body["suffix"] = suffix
     body["method"] = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
     files = {"training_file": data} | ({} if validation is None else {"validation_file": validation})
-    with _uploaded(site, files) as ids, err.status("Checking the data"):
-        job = site.create_job({**body, **ids}, secrets.token_hex(16))
-    err.print(f"the job is {job['id']}", highlight=False)
-    _follow(site, job["id"], connect, plot, out)
+    with _uploaded(site, files) as ids:
+        id = _create(site, {**body, **ids}, connect, plot, out)
+    _follow(site, id, connect, plot, out)
+
+
+def _create(site: Site, body: dict[str, Any], connect: str, plot: Path | None, out: Path | None) -> str:
+    """The new job's id. Who does not wait for it hears it too: the server checks the data and makes the job all the same."""
+    key = secrets.token_hex(16)
+    try:
+        with err.status("Checking the data"):
+            id = str(site.create_job(body, key)["id"])
+    except KeyboardInterrupt:
+        _tell("the server goes on checking the data, and then makes the job: asking for its id (Ctrl-C once more: leave)")
+        try:
+            id = str(site.create_job(body, key)["id"])  # the same key: the same job
+        except (KeyboardInterrupt, Unreachable):
+            _tell(f"the job may be there by now: `symbiosis jobs list{_at(connect)}` shows it")
+            raise typer.Exit(130) from None
+        _leave(id, connect, plot, out)
+    _tell(f"the job is {id}")  # before what was uploaded is deleted, which may be interrupted too
+    return id
 
 
 @contextmanager
@@ -227,23 +248,16 @@ def _check_picture(file: Path) -> None:
 
 
 def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
-    at = "" if connect == DEFAULT_SITE else f" --connect {connect}"
-    more = "".join(f" {name} {shlex.quote(str(path))}" for name, path in (("--out", out), ("--plot", plot)) if path is not None)
     try:
-        job = _watch(site, id)
+        job = _watch(site, id, connect)
     except Unreachable as error:
-        raise Unreachable(f"{error}. The job may go on there: look with `symbiosis jobs watch {id}{at}{more}`") from None
+        raise Unreachable(f"{error}. The job may go on there: look with `{_again(id, connect, plot, out)}`") from None
     except KeyboardInterrupt:
-        err.print(
-            f"the job goes on. Come back with `symbiosis jobs watch {id}{at}{more}`, "
-            f"or end it with `symbiosis jobs cancel {id}{at}`",
-            soft_wrap=True,
-            highlight=False,
-        )
-        raise typer.Exit(130) from None
+        _leave(id, connect, plot, out)
     name = job["fine_tuned_model"]
     if job["status"] == "succeeded":
-        typer.echo(f"{name} is served: symbiosis chat --adapter {name} --connect {connect}")
+        served = f"is served: symbiosis chat --adapter {name} --connect {connect}" if _is_served(site, name) else f"is {_GONE}"
+        typer.echo(f"{name} {served}")
     if out is not None and job["status"] == "succeeded":
         site.download_adapter(name, out)
         typer.echo(f"adapter written to {out}")
@@ -254,10 +268,28 @@ def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | No
         raise SymbiosisError(f"the job {id} is {job['status']}{why}")
 
 
-def _watch(site: Site, id: str) -> dict[str, Any]:
-    """Until the job has ended or is paused: a live line at a terminal, and else now and then one that stays."""
+def _leave(id: str, connect: str, plot: Path | None, out: Path | None) -> NoReturn:
+    """After Ctrl-C."""
+    again = _again(id, connect, plot, out)
+    _tell(f"the job stays with the server. Come back with `{again}`, or end it with `symbiosis jobs cancel {id}{_at(connect)}`")
+    raise typer.Exit(130) from None
+
+
+def _again(id: str, connect: str, plot: Path | None, out: Path | None) -> str:
+    """What to type to follow a job as before."""
+    more = "".join(f" {name} {shlex.quote(str(path))}" for name, path in (("--out", out), ("--plot", plot)) if path is not None)
+    return f"symbiosis jobs watch {id}{_at(connect)}{more}"
+
+
+def _at(connect: str) -> str:
+    """Part of a command to type."""
+    return "" if connect == DEFAULT_SITE else f" --connect {connect}"
+
+
+def _watch(site: Site, id: str, connect: str) -> dict[str, Any]:
+    """Until the job has ended: a live line at a terminal, and else now and then one that stays."""
     with _bar() if err.is_terminal else nullcontext(_lines()) as show:
-        missed = 0
+        missed, was_paused = 0, False
         while True:
             try:
                 job = site.job(id)
@@ -268,8 +300,12 @@ def _watch(site: Site, id: str) -> dict[str, Any]:
             else:
                 missed = 0
                 show(job)
-                if job["status"] in (*_ENDS, "paused"):
+                if job["status"] in _ENDS:
                     return job
+                is_paused = job["status"] == "paused"
+                if is_paused and not was_paused:
+                    _tell(f"the job is paused, and waited for: `symbiosis jobs resume {id}{_at(connect)}` lets it go on")
+                was_paused = is_paused
             time.sleep(_LOOK_S)
 
 
@@ -336,6 +372,16 @@ def _plot(site: Site, id: str, file: Path) -> None:
     except (OSError, ValueError) as error:
         raise SymbiosisError(f"cannot write {file}: {error}") from None
     typer.echo(f"loss drawn in {file}")
+
+
+def _is_served(site: Site, name: str) -> bool:
+    """A job names its adapter for ever, though it may have been deleted, or have gone with a server that keeps none."""
+    return any(each["id"] == name for each in site.adapters())
+
+
+def _tell(line: str) -> None:
+    """Beside the output; a command in it can be copied, however narrow the terminal."""
+    err.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _say(job: dict[str, Any]) -> None:

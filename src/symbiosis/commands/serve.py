@@ -153,7 +153,7 @@ def serve(
     ] = None,
     running_jobs: Annotated[int, _limit("--running-jobs", "Most fine-tuning jobs at once; others wait.")] = 8,
     tenant_running_jobs: Annotated[int, _limit("--tenant-running-jobs", "Most of one tenant at once.")] = 4,
-    tenant_adapters: Annotated[int, _limit("--tenant-adapters", "Most adapters that one tenant may upload.")] = 64,
+    tenant_adapters: Annotated[int, _limit("--tenant-adapters", "Most adapters of one tenant, those of its jobs too.")] = 64,
     tenant_adapter_gb: Annotated[float, _limit("--tenant-adapter-gb", "Most gigabytes that they may have together.")] = 4.0,
     tenant_requests: Annotated[
         int | None, _limit("--tenant-requests", "Most requests of one tenant at once. (default: no limit)", hidden=True)

@@ -86,6 +86,10 @@ class Admission:
         assert job is not None, "it is being checked"
         return job
 
+    def promised(self, tenant: str) -> int:
+        """Adapters to come: of jobs that have not ended, paused ones too, and of those that are being made."""
+        return self._records.count_open(tenant) + self._coming[tenant]
+
     async def _admit(self, wanted: Wanted) -> Job:
         if wanted.key is not None:  # it may have been made since somebody looked
             known = await asyncio.to_thread(self._records.job_of_key, wanted.tenant, wanted.key, wanted.digest)
@@ -145,11 +149,10 @@ class Admission:
 
     def _check_room(self, wanted: Wanted, coming: int) -> None:
         """`coming`: jobs that are being made, this one among them."""
-        counted = self._records.count(wanted.tenant)
-        reading = counted[State.VALIDATING]
+        reading = self._records.count(wanted.tenant)[State.VALIDATING]
         if reading >= _READ_AT_ONCE:
             raise TooManyRequests(f"{reading} jobs of yours are validating_files. Try again later", retry_s=60)
-        begun = sum(count for state, count in counted.items() if not state.is_end) + coming - 1
+        begun = self._records.count_open(wanted.tenant) + coming - 1
         if begun >= self._limits.tenant_open:
             raise TooManyRequests(f"{begun} jobs of yours have not ended, and no more may be open. Try again later", retry_s=60)
         self._check(wanted.owner, begun)

@@ -295,6 +295,10 @@ class Records:
         found = dict(self._all(f"SELECT state, COUNT(*) FROM jobs WHERE {where} GROUP BY state", *values))  # noqa: S608
         return {state: found.get(state.value, 0) for state in State}
 
+    def count_open(self, tenant: str) -> int:
+        """Jobs of a tenant that have not ended."""
+        return sum(count for state, count in self.count(tenant).items() if not state.is_end)
+
     def open_tokens(self, tenant: str) -> int:
         """Of the data of a tenant's jobs that have not ended."""
         open_states = [state.value for state in State if not state.is_end]

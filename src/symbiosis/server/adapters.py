@@ -26,16 +26,22 @@ _MAX_CONFIG = 1 << 20
 _WRITE_AT_ONCE = 1 << 20
 CheckName: TypeAlias = Callable[[str | None, str], Awaitable[None]]
 """Of an owner and a name."""
+Promised: TypeAlias = Callable[[str], Awaitable[int]]
+"""How many adapters jobs of a tenant will bring."""
 
 
 class Adapters:
     """Handlers. An adapter belongs to who uploaded it; the admin's are for everybody.
 
     `check_name` is asked before an adapter comes under a name, and raises if that is reserved.
+    What is `promised` counts as if it were here.
     """
 
-    def __init__(self, remote: Remote, settings: Settings, store: Store | None, check_name: CheckName) -> None:
-        self._remote, self._settings, self._store, self._check_name = remote, settings, store, check_name
+    def __init__(
+        self, remote: Remote, settings: Settings, store: Store | None, check_name: CheckName, promised: Promised
+    ) -> None:
+        self._remote, self._settings, self._store = remote, settings, store
+        self._check_name, self._promised = check_name, promised
         self._ending: set[asyncio.Task[Any]] = set()
 
     def visible(self, caller: Caller, served: dict[str, Any]) -> dict[str, tuple[str | None, Any]]:
@@ -70,6 +76,9 @@ class Adapters:
         await self._check_name(owner, name)
         upload = self._store.begin(owner, name)
         try:
+            if self._store.get(owner, name) is None:  # else it takes that one's place
+                # once it has begun: of an upload and a job that come together, neither overlooks the other
+                self._store.check_count(owner, await self._promised(request.state.caller.tenant))
             await self._receive(request, upload)
         except BaseException:
             upload.drop()

@@ -46,7 +46,7 @@ class Server:
         self._metrics = Metrics()
         store = None if settings.uploads is None else Store(Path(settings.uploads), settings.store)
         self._tuning = Tuning(remote, tokens, settings, store, self._metrics)
-        self._adapters = Adapters(remote, settings, store, self._tuning.check_name)
+        self._adapters = Adapters(remote, settings, store, self._tuning.check_name, self._tuning.promised)
         self._created = int(time.time())
 
     def app(self) -> ASGIApp:

@@ -44,18 +44,24 @@ class Kept:
     bytes: int
 
 
-def lock(folder: Path) -> int:
-    """Make the folder ours alone, as long as the descriptor returned is open. Raises `SymbiosisError`."""
+def lock(folder: Path, what: str = "adapters", option: str = "--uploads") -> int:
+    """Make the folder of `what` ours alone, as long as the descriptor returned is open. Raises `SymbiosisError`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise SymbiosisError(f"{folder} cannot keep adapters: {error.strerror}") from None
+        raise SymbiosisError(f"{folder} cannot keep {what}: {error.strerror}; choose another with {option} FOLDER") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(handle)
-        raise SymbiosisError(f"another server keeps its adapters in {folder}: give each a folder of its own") from None
+        if not isinstance(error, BlockingIOError):  # some disks of a network have no locks
+            raise SymbiosisError(
+                f"{folder} cannot keep {what}, as it cannot be locked: {error.strerror}; choose another with {option} FOLDER"
+            ) from None
+        raise SymbiosisError(
+            f"{folder} is in use by another server: stop that one, or keep {what} in another folder with {option} FOLDER"
+        ) from None
     return handle
 
 
@@ -98,15 +104,12 @@ class Store:
         self._uploads: list[Upload] = []
 
     def begin(self, owner: str | None, name: str) -> Upload:
-        """Raises `TooManyRequests` or `QuotaExceeded`."""
+        """Raises `TooManyRequests`."""
         running = [upload for upload in self._uploads if upload.owner == owner]
         if len(running) >= _AT_ONCE or any(upload.name == name for upload in running):
             raise TooManyRequests(
                 f"{len(running)} uploads are under way, at most {_AT_ONCE} may, and one of a name. Try again later"
             )
-        names = {each.name for each in self.of(owner)} | {upload.name for upload in running}
-        if name not in names and len(names) >= self._limits.adapters:
-            raise QuotaExceeded(f"{len(names)} adapters are kept for you, at most {self._limits.adapters} may: remove one")
         upload = Upload(self, self._folder / f"upload-{secrets.token_hex(12)}", owner, name)
         self._uploads.append(upload)
         return upload
@@ -146,6 +149,16 @@ class Store:
         taken = sum(each.bytes for each in self.of(upload.owner))
         taken += sum(each.bytes for each in self._uploads if each.owner == upload.owner)
         return self._limits.bytes - taken
+
+    def check_count(self, owner: str | None, promised: int) -> None:
+        """With those that are being uploaded, and `promised` ones that jobs will bring. Raises `QuotaExceeded`."""
+        names = {each.name for each in self.of(owner)} | {each.name for each in list(self._uploads) if each.owner == owner}
+        count, most = len(names) + promised, self._limits.adapters
+        if count > most:
+            raise QuotaExceeded(
+                f"you would have {count} adapters, {promised} of them from jobs that have not ended: at most {most} may be, "
+                "so remove an adapter or cancel a job"
+            )
 
     def check_bytes(self, owner: str | None) -> None:
         """Before an adapter is made, whose size nobody knows. Raises `QuotaExceeded` if there is no room at all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import re
 from collections.abc import Coroutine
 from pathlib import Path
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from symbiosis.errors import EngineLost, Forbidden, QuotaExceeded
+from symbiosis.errors import EngineLost, Forbidden
 from symbiosis.jobs import plan
 from symbiosis.jobs.admission import Admission, Wanted
 from symbiosis.jobs.errors import UnknownFile
@@ -88,6 +89,10 @@ class Tuning:
         """Raises `NameReserved`."""
         if self._records is not None:
             await asyncio.to_thread(self._supervisor.check_name, owner, name)
+
+    async def promised(self, tenant: str) -> int:
+        """Adapters that a tenant's jobs will bring."""
+        return 0 if self._records is None else await asyncio.to_thread(self._admission.promised, tenant)
 
     def _known(self) -> Records:
         if "why" in self._settings.training:
@@ -169,7 +174,8 @@ class Tuning:
         caller: Caller = request.state.caller
         wish = await read_json(request, CreateJob, keys_once=True)
         key = _key(request)
-        digest = hashlib.sha256(wish.model_dump_json().encode()).hexdigest()
+        # sorted: the order of keys says nothing, so it makes no other request
+        digest = hashlib.sha256(json.dumps(wish.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
         if key is not None and (known := await self._admission.known(caller.tenant, key, digest)) is not None:
             return await self._answer(known)
         if wish.model != self._settings.base:
@@ -210,13 +216,9 @@ class Tuning:
             raise BadRequest(str(error), field=field, code="file_not_found") from None
 
     def _check_adapters(self, owner: str | None, begun: int) -> None:
-        """`begun`: jobs that will bring an adapter each."""
+        """Before one more job than those `begun`: each will bring an adapter."""
         assert self._store is not None
-        kept, most = len(self._store.of(owner)), self._settings.store.adapters
-        if kept + begun >= most:
-            raise QuotaExceeded(
-                f"{kept} adapters are kept for you and {begun} jobs will bring one each: at most {most} may be, so remove one"
-            )
+        self._store.check_count(owner, begun + 1)
         self._store.check_bytes(owner)
 
     async def jobs(self, request: Request) -> Response:
