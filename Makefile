@@ -41,7 +41,7 @@ gpu:  ## parity, links and kernels on a GPU, with the machine's own Python packa
 kills:  ## tenants and executors on a GPU killed at any moment, a hundred times, about 2 minutes
 	PYTHONPATH=src $(PYTHON) -m pytest -rP -m "gpu and slow" tests/gpu/test_kills.py
 
-gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own packages, about 20 minutes; then `make plots`
+gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own packages, about 35 minutes; then `make plots`
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b
@@ -56,6 +56,13 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own package
 	PYTHONPATH=src $(PYTHON) -m benchmarks.lora gemma27b --seconds 0.5
 	PYTHONPATH=src $(PYTHON) -m benchmarks.adapter_kernels
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_serving 7b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b --mps
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b --fair
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b --scale
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 7b --jobs 4
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 7b --jobs 8 --no-plain
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_beside 7b --load chat
 
 plots: $(READY)  ## pictures of what gpubench wrote, on any machine
 	$(BIN)/python -m benchmarks.plots
