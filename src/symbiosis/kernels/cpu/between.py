@@ -6,6 +6,7 @@ R = rows, D = width of the model, A = heads, W = width of a head, I = width of a
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def gated_reference(gate_up_RI: Tensor) -> Tensor:
     return F.silu(gate_RI) * up_RI
 
 
-def _kernel(name: str, *tensors: Tensor) -> ctypes._CFunctionType | None:
+def _kernel(name: str, *tensors: Tensor) -> Any:
     fits = all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.stride(-1) == 1 for tensor in tensors)
     return function(name, torch.float32) if fits else None
 

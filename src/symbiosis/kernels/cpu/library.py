@@ -57,5 +57,6 @@ def _share_threads() -> None:
     """Let the kernels find the OpenMP that torch uses: a second one would put as many threads again on the same cores."""
     place = _Place()
     # torch is loaded already, so its name is enough; a symbol is looked for in what it was linked with too
-    ctypes.CDLL(None).dladdr(ctypes.CDLL("libtorch_cpu.so").GOMP_parallel, ctypes.byref(place))
+    if not ctypes.CDLL(None).dladdr(ctypes.CDLL("libtorch_cpu.so").GOMP_parallel, ctypes.byref(place)):
+        raise OSError("the linker does not know where torch's threads are")
     ctypes.CDLL(os.fsdecode(place.file), mode=ctypes.RTLD_GLOBAL)
