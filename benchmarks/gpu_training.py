@@ -326,7 +326,8 @@ def fair(model: Any, shape: str, way: str, seconds: float, pass_rows: Sequence[i
     with _way(way):
         for rows in pass_rows:
             shared = Shared(model, shape, way, sizes, pass_rows=rows)
-            shared.alone([5] * len(sizes))  # kernels are compiled and graphs captured
+            for _ in range(2):  # kernels are compiled and graphs captured; again after larger ones, which start anew
+                shared.alone([5] * len(sizes))
             counts = [max(5, round(seconds * 5 / end)) for end in shared.alone([5] * len(sizes))]
             shared.finish([-(-count // 4) for count in counts])
             ratios: dict[str, list[float]] = {name: [] for name in names}
