@@ -608,7 +608,7 @@ async def test_killed_while_a_job_fails_it_fails_again_and_its_last_good_checkpo
             await world.kill()
     await until(lambda: world.state(job) is State.FAILED)
     found = world.records.job(job)
-    assert found.error["message"] == "NaN; its last good checkpoint, of step 2, is served as ft-ftjob-one-step-2"
+    assert found.error["message"] == "NaN; its last good checkpoint, of step 2, was put up as the adapter ft-ftjob-one-step-2"
     (kept,) = world.records.checkpoints(found, after=None, limit=9)
     assert kept.serves == "ft-ftjob-one-step-2"
     assert list(world.shelf.kept) == [("ann", "ft-ftjob-one-step-2")]

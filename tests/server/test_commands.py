@@ -81,6 +81,7 @@ def test_what_goes_wrong_is_one_line_that_helps(hotel, world, tmp_path):
         assert "symbiosis serve --http" in fails("adapters", "list", "--connect", nobody)
         assert "symbiosis serve --http" in fails("chat", "--connect", nobody)
     assert "http://HOST:PORT" in fails("adapters", "list", "--connect", "tcp://127.0.0.1:7777")
+    assert "--adapter is empty" in fails("chat", "--adapter", "", *at, "--key", ANN)
     asked = run("chat", "--adapter", "nobody", *at, "--key", ANN, stdin="hi\n")
     assert (asked.exit_code, "there is no model 'nobody'" in asked.stderr) == (1, True)
 

@@ -70,6 +70,7 @@ def test_a_job_whose_adapter_went_with_the_server_says_so(world, start, data, tm
     id = re.search(r"the job is (ftjob-\w+)\n", done.stderr)[1]
     assert "is served" in done.stdout
     assert "not served any more" not in run("jobs", "show", id, "--connect", first.url).stdout
+    assert "gone" not in run("jobs", "list", "--connect", first.url).stdout
     first.hosting.close()
     second = start(world.folder, jobs=tmp_path / "jobs")
     for command in ("show", "watch"):
@@ -77,6 +78,7 @@ def test_a_job_whose_adapter_went_with_the_server_says_so(world, start, data, tm
         assert said.exit_code == 0, said.output
         assert "not served any more: it was deleted, or the server was started again" in said.stdout
         assert "is served" not in said.stdout
+    assert re.search(r"ft-\S+ \(gone\)", run("jobs", "list", "--connect", second.url).stdout)
     second.hosting.close()
 
 
@@ -86,6 +88,7 @@ def test_a_narrow_table_of_jobs_leaves_out_columns_and_shortens_nothing(monkeypa
     job = {"id": f"ftjob-{'a' * 24}", "organization_id": "ann", "status": "succeeded", "progress": progress}
     job |= {"queue_position": None, "estimated_finish": None, "fine_tuned_model": f"ft-parrot-{'b' * 8}"}
     monkeypatch.setattr(jobs.Site, "jobs", lambda self, limit: [job])
+    monkeypatch.setattr(jobs.Site, "adapters", lambda self: [{"id": job["fine_tuned_model"]}])
     monkeypatch.setattr(jobs.Console, "is_terminal", terminal)
     monkeypatch.setenv("COLUMNS", "80")
     jobs.list_jobs("http://127.0.0.1:1", None, 20)

@@ -66,6 +66,8 @@ def chat(
     from symbiosis import talk
 
     sampling = _sampling(max_new_tokens, temperature)
+    if adapter == "":
+        raise SymbiosisError("--adapter is empty: expected a name or a folder; leave it out to talk with the base model")
     if connect is None:
         connect = DEFAULT_ADDRESS if adapter is None or Path(adapter).is_dir() else DEFAULT_SITE
     over_http = connect.startswith(("http://", "https://"))

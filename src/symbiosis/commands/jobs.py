@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -51,23 +51,24 @@ def list_jobs(
     limit: Annotated[int, typer.Option(min=1, help="Most that are shown, newest first.")] = 20,
 ) -> None:
     """Your jobs; the admin sees everybody's."""
-    found = Site(connect, key).jobs(limit)
+    site = Site(connect, key)
+    found, served = site.jobs(limit), _served(site)
     console = Console()
     for less in range(len(_SPARED) + 1):
-        table = jobs_table(found, without=_SPARED[:less])
+        table = jobs_table(found, served, without=_SPARED[:less])
         needed = Console(width=_ANY_WIDTH).measure(table).maximum
         if needed <= console.width or not console.is_terminal:
             break
     Console(width=max(console.width, needed)).print(table)
 
 
-def jobs_table(found: list[dict[str, Any]], without: tuple[str, ...] = ()) -> Table:
+def jobs_table(found: list[dict[str, Any]], served: Collection[str], without: tuple[str, ...] = ()) -> Table:
     """Nothing in it is ever shortened; columns may be left out."""
     table = Table(caption=None if found else "none yet: `symbiosis finetune DATA.jsonl --hosted`")
     for name in (each for each in _COLUMNS if each not in without):
         table.add_column(name, no_wrap=True, justify="right" if name in _NUMBERS else "left")
     for job in found:
-        progress = job["progress"]
+        progress, adapter = job["progress"], job["fine_tuned_model"] or ""
         cells = {
             "job": escape(job["id"]),
             "of": escape(job["organization_id"]),
@@ -76,7 +77,7 @@ def jobs_table(found: list[dict[str, Any]], without: tuple[str, ...] = ()) -> Ta
             "loss": _number(progress.get("train_loss"), ".3f"),
             "tokens/s": _number(progress.get("tokens_per_s"), ",.0f"),
             "time left": _left(job),
-            "adapter": escape(job["fine_tuned_model"] or ""),
+            "adapter": escape(adapter if not adapter or adapter in served else f"{adapter} (gone)"),
         }
         table.add_row(*(cell for name, cell in cells.items() if name not in without))
     return table
@@ -90,7 +91,7 @@ def show(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     name = job["fine_tuned_model"]
     table = Table(show_header=False)
     rows: dict[str, Any] = {"job": job["id"], "status": _status(job)}
-    rows |= {"adapter": name if name is None or _is_served(site, name) else f"{name} ({_GONE})"}
+    rows |= {"adapter": name if name is None or name in _served(site) else f"{name} ({_GONE})"}
     rows |= {"model": job["model"], "training file": job["training_file"], "validation file": job["validation_file"]}
     rows |= {"seed": job["seed"], "time left": _left(job), "error": (job["error"] or {}).get("message")}
     rows |= {"created": _time(job["created_at"]), "finished": _time(job["finished_at"])}
@@ -256,7 +257,7 @@ def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | No
         _leave(id, connect, plot, out)
     name = job["fine_tuned_model"]
     if job["status"] == "succeeded":
-        served = f"is served: symbiosis chat --adapter {name} --connect {connect}" if _is_served(site, name) else f"is {_GONE}"
+        served = f"is served: symbiosis chat --adapter {name} --connect {connect}" if name in _served(site) else f"is {_GONE}"
         typer.echo(f"{name} {served}")
     if out is not None and job["status"] == "succeeded":
         site.download_adapter(name, out)
@@ -374,9 +375,9 @@ def _plot(site: Site, id: str, file: Path) -> None:
     typer.echo(f"loss drawn in {file}")
 
 
-def _is_served(site: Site, name: str) -> bool:
-    """A job names its adapter for ever, though it may have been deleted, or have gone with a server that keeps none."""
-    return any(each["id"] == name for each in site.adapters())
+def _served(site: Site) -> set[str]:
+    """Names of adapters. A job names its own for ever, also when it was deleted, or went with a server that keeps none."""
+    return {each["id"] for each in site.adapters()}
 
 
 def _tell(line: str) -> None:

@@ -53,7 +53,7 @@ class Last:
     """It is served as."""
 
     def __str__(self) -> str:
-        return f"its last good checkpoint, of step {self.step}, is served as {self.name}"
+        return f"its last good checkpoint, of step {self.step}, was put up as the adapter {self.name}"
 
 
 @dataclass(slots=True)
