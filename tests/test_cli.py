@@ -12,6 +12,8 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+import torch
+from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 from typer.main import get_command
 from typer.testing import CliRunner, Result
@@ -152,6 +154,10 @@ def test_a_hundred_signals_at_once_stop_it_as_one_does(folder):
         (("--http", "127.0.0.1:0", "--cache-gb", "0.000001"), "cache"),
         (("--http", "0.0.0.0:0"), "--key"),
         (("--http", "8000"), "HOST:PORT"),
+        (("--http", ":8000"), "HOST:PORT"),
+        (("--http", "127.0.0.1"), "HOST:PORT"),
+        (("--http", "127.0.0.1:0", "--adapter", "pirate=nowhere/x"), "the adapter pirate in nowhere/x"),
+        (("--http", "127.0.0.1:0", "--adapter-root", "nowhere"), "there is no folder nowhere"),
         (("--http", "127.0.0.1:0", "--adapter", "nameless"), "NAME=FOLDER"),
         (("--http", "127.0.0.1:0", "--key", "ann=one-secret", "--key", "ann=two-secret"), "ann"),
     ],
@@ -282,6 +288,22 @@ def test_bad_options_of_serve_are_told(folder):
 
 def test_a_folder_without_an_adapter_is_told(server, tmp_path):
     assert "adapter_config.json" in fails("generate", "hi", "--adapter", tmp_path, "--connect", server[0])
+    assert "there is no folder ./nobody" in fails("chat", "--adapter", "./nobody", "--connect", server[0])
+
+
+def test_an_adapter_that_cannot_be_put_on_is_told(server, tmp_path):
+    def says(of: dict[str, object], weights: bytes) -> str:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(of))
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        return fails("generate", "hi", "--adapter", tmp_path, "--connect", server[0])
+
+    config = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert "peft_type to 'FOO': expected one of" in says({**config, "peft_type": "FOO"}, b"")
+    assert "is no JSON object" in says([config], b"")
+    assert "is the file complete?" in says(config, b"")
+    assert "is the file complete?" in says(config, save({name: torch.zeros(4, 3)})[:-1])
+    assert f"does not fit this model: size mismatch for {name[:-7]}" in says(config, save({name: torch.zeros(4, 3)}))
 
 
 def test_a_prompt_longer_than_the_model_is_told(server):

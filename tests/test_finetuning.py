@@ -58,6 +58,11 @@ def test_chats_and_texts_are_read_with_their_line_numbers(tmp_path):
     assert [(sample.line, bool(sample.messages), sample.text) for sample in samples] == [(1, True, ""), (3, False, "once")]
 
 
+def test_a_mark_at_the_beginning_is_no_part_of_the_text(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "once"}\n', encoding="utf-8-sig")
+    assert [sample.text for sample in read_samples(tmp_path / "data.jsonl")] == ["once"]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

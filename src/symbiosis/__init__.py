@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Executor", "Studio", "connect", "errors"]
+__all__ = ["Engine", "Executor", "Sampling", "Studio", "connect", "errors"]
 
 if TYPE_CHECKING:
     from symbiosis import errors
     from symbiosis.engine.engine import Engine
+    from symbiosis.engine.sequences import Sampling
     from symbiosis.launch import Executor, connect
     from symbiosis.studio import Studio
 
@@ -24,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from symbiosis.engine.engine import Engine
 
         return Engine
+    if name == "Sampling":
+        from symbiosis.engine.sequences import Sampling
+
+        return Sampling
     if name == "Studio":
         from symbiosis.studio import Studio
 

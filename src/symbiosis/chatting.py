@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, PeftType
+from safetensors import SafetensorError
 from transformers import TextStreamer
 
 from symbiosis.errors import BadAdapter, SymbiosisError
 from symbiosis.launch import connect
 from symbiosis.talk import BadPrompt, Sampling
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:
@@ -91,9 +95,16 @@ def speaker(
 
 
 def check_adapter(folder: Path) -> None:
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
+    for file in (_CONFIG, _TENSORS):
         if not (folder / file).is_file():
             raise BadAdapter(f"{folder} has no {file}: expected a folder as `symbiosis finetune --out` or PEFT writes it")
+    try:
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        kind = config.get("peft_type")
+    except (ValueError, AttributeError) as error:
+        raise BadAdapter(f"{folder / _CONFIG} is no JSON object ({error}): expected it as PEFT writes it") from None
+    if kind not in set(PeftType):
+        raise BadAdapter(f"{folder / _CONFIG} sets peft_type to {kind!r:.60}: expected one of {', '.join(PeftType)}")
 
 
 def with_adapter(model: Any, folder: Path) -> Any:
@@ -101,8 +112,11 @@ def with_adapter(model: Any, folder: Path) -> Any:
     check_adapter(folder)
     try:
         return PeftModel.from_pretrained(model, str(folder))
+    except SafetensorError as error:
+        raise BadAdapter(f"{folder / _TENSORS} cannot be read ({error}): is the file complete?") from None
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         if isinstance(error, SymbiosisError):
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = lines[1].strip() if lines[0].endswith(":") and lines[1:] else lines[0]  # torch lists what does not fit
         raise BadAdapter(f"the adapter in {folder} does not fit this model: {reason}") from error

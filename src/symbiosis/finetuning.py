@@ -188,7 +188,7 @@ class Finetuned:
 def read_samples(path: Path) -> list[Sample]:
     """The chats or texts of a JSONL file. Raises `BadData`, naming the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadData(
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}; expected a JSONL file in UTF-8"

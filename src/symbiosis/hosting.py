@@ -26,7 +26,16 @@ from symbiosis.engine.engine import Core
 from symbiosis.engine.names import owned
 from symbiosis.engine.residency import ResidencyConfig
 from symbiosis.engine.window import Window
-from symbiosis.errors import AddressInUse, BadAddress, CannotTrain, EngineLost, InsecureListen, SymbiosisError
+from symbiosis.errors import (
+    AddressInUse,
+    BadAdapter,
+    BadAddress,
+    CannotTrain,
+    EngineLost,
+    InsecureListen,
+    SymbiosisError,
+    UnsupportedAdapter,
+)
 from symbiosis.executor.beside import turns_on
 from symbiosis.executor.turns import Turns
 from symbiosis.jobs.queue import JobLimits
@@ -87,6 +96,8 @@ class Hosting:
         base = Path(name).name if Path(name).is_dir() else name
         model.name_or_path = model.config._name_or_path = base  # adapters and messages name it so, never by our path
         _check_names(base, adapters or {})
+        if adapter_root is not None and not Path(adapter_root).is_dir():
+            raise SymbiosisError(f"there is no folder {adapter_root}: --adapter-root is where the admin may load adapters from")
         with ExitStack() as undo:
             self._socket = undo.enter_context(closing(_listen(address, keys or {})))
             self._uploads = undo.enter_context(closing(_Uploads(uploads)))
@@ -119,7 +130,10 @@ class Hosting:
             self._trains = _training(model, training, turns)
             core = Core(model, residency=residency or ResidencyConfig(), turns=turns, **engine)
             for adapter, folder in (adapters or {}).items():
-                core.add_adapter(adapter, folder)
+                try:
+                    core.add_adapter(adapter, folder)
+                except (BadAdapter, UnsupportedAdapter) as error:
+                    raise type(error)(f"the adapter {adapter} in {folder}: {error}") from None
             self._uploads.serve(core)
             self._window = Window(core, runtime_folder())
             trained = _workshop(self._window, core, self._trains)

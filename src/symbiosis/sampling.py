@@ -86,9 +86,6 @@ class Sampler:
         self, tenant: str, prompts: Sequence[str | Sequence[int]], n: int, virtual: int, settings: Mapping[str, Any]
     ) -> Asked:
         within("n", n, 1, 128, whole=True)
-        for prompt in prompts:
-            if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-                raise OutOfRange(f"a prompt is {prompt!r:.80}", field="prompts", expected="a text, or a list of token ids")
         for name in settings:
             if name not in _SETTINGS:
                 raise OutOfRange(f"{name!r} is no setting", field=name, expected=f"some of n, number, {', '.join(_SETTINGS)}")

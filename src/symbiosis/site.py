@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
@@ -242,4 +242,8 @@ def _new(file: Path) -> BinaryIO:
 
 
 def _why(error: Exception) -> str:
-    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    if isinstance(error, ssl.SSLError):
+        return "it does not speak https: say http://"
+    return (isinstance(error, OSError) and error.strerror) or type(error).__name__

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
+import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, 
 
 from symbiosis.engine.engine import Core, Engine
 from symbiosis.engine.sequences import Reason, Sampling
-from symbiosis.errors import CannotServe, UnknownAdapter
+from symbiosis.errors import CannotServe, ContextTooLong, OutOfRange, UnknownAdapter
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]
@@ -116,3 +119,55 @@ def test_an_adapter_reloaded_under_its_name_is_the_new_one_and_an_unknown_one_an
     engine.remove_adapter("mine")
     with pytest.raises(UnknownAdapter, match="mine"):
         engine.generate([[1, 2, 3]], ["mine"], wish)
+
+
+def tiny_engine(adapters) -> Engine:
+    base, _, folder = adapters
+    engine = Engine(copy.deepcopy(base), pages=100, page_size=4)
+    engine.add_adapter("mine", folder / "rank4")
+    return engine
+
+
+MISTAKES = {
+    "one text": (("Hello",), OutOfRange, "prompts is 'Hello', expected a list of prompts"),
+    "nothing": ((None,), OutOfRange, "prompts is None, expected a list of prompts"),
+    "no prompt": (([[1, 2], 5],), OutOfRange, "a prompt is 5, expected a text, or a list of token ids"),
+    "empty": (([[1, 2], []],), OutOfRange, "the prompt has no tokens, expected one at least"),
+    "too long": (([[1, 2], [1] * 1000],), ContextTooLong, "1000"),
+    "one name": (([[1, 2]], "mine"), OutOfRange, "adapters is 'mine', expected a list with one for each prompt, 1 here"),
+    "too few": (([[1, 2], [3]], ["mine"]), OutOfRange, "expected a list with one for each prompt, 2 here"),
+    "unknown": (([[1, 2], [3]], ["mine", "yours"]), UnknownAdapter, "there is no adapter 'yours': there are mine"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_list_with_a_mistake_leaves_nothing_behind(adapters, kind):
+    arguments, error, says = MISTAKES[kind]
+    engine, wish = tiny_engine(adapters), Sampling(temperature=0.0, max_tokens=4, logprobs=1, ignore_eos=True)
+    expected = engine.generate([[7, 8]], ["mine"], wish)
+    with pytest.raises(error, match=re.escape(says)):
+        engine.generate(*arguments, sampling=wish)
+    assert engine._core.is_idle()
+    assert engine.generate([[7, 8]], ["mine"], wish) == expected
+
+
+def test_ctrl_c_ends_the_call_and_not_the_engine(adapters):
+    engine, wish = tiny_engine(adapters), Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+    expected = engine.generate([[7, 8]], ["mine"], wish)
+    step = engine._core.step
+
+    def interrupted() -> object:
+        if engine._core.passes == passes + 1:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    for _ in range(3):
+        passes, engine._core.step = engine._core.passes, interrupted
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1, 2, 3], [4]], ["mine", None], replace(wish, max_tokens=50))
+        engine._core.step = step
+        assert engine._core.passes == passes + 2
+        assert engine._core.is_idle()
+        engine._core.scheduler.check_integrity()
+        assert engine.generate([[7, 8]], ["mine"], wish) == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

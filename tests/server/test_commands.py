@@ -80,6 +80,8 @@ def test_what_goes_wrong_is_one_line_that_helps(hotel, world, tmp_path):
         nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
         assert "symbiosis serve --http" in fails("adapters", "list", "--connect", nobody)
         assert "symbiosis serve --http" in fails("chat", "--connect", nobody)
+    assert "say http://" in fails("adapters", "list", "--connect", hotel.url.replace("http:", "https:"))
+    assert "(Name or service not known)" in fails("adapters", "list", "--connect", "http://nobody.invalid:8000")
     assert "http://HOST:PORT" in fails("adapters", "list", "--connect", "tcp://127.0.0.1:7777")
     assert "--adapter is empty" in fails("chat", "--adapter", "", *at, "--key", ANN)
     asked = run("chat", "--adapter", "nobody", *at, "--key", ANN, stdin="hi\n")

@@ -67,6 +67,13 @@ def test_a_chat_that_asks_for_what_is_not_there_is_refused(site, change):
     assert next(iter(change)) in answer.json()["error"]["message"]
 
 
+def test_a_picture_is_refused_as_such(site):
+    picture = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "http://x"}}]
+    asked = {"model": "tiny", "messages": [*CHAT, {"role": "user", "content": picture}]}
+    said = site.ask("POST", "/v1/chat/completions", json=asked).json()["error"]["message"]
+    assert said == f"messages.{len(CHAT)}.content: a part of the type 'image_url' is not supported here: expected text"
+
+
 def test_an_unknown_model_is_404(site):
     for model in ("nobody", "tiny:nobody", "TINY", "../pirate", "tiny:", ":", "tiny:tiny", "a:pirate"):
         with pytest.raises(openai.NotFoundError) as caught:
@@ -93,7 +100,9 @@ def test_errors_come_before_a_stream_begins(site):
 
 
 def test_what_is_no_request_is_refused(site):
-    assert site.ask("POST", "/v1/completions", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400
+    broken = site.ask("POST", "/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+    assert broken.status_code == 400
+    assert broken.json()["error"]["message"] == "the body is no JSON: EOF while parsing an object at line 1 column 1"
     assert site.ask("POST", "/v1/completions", content=b"[1]", headers={"Content-Type": "application/json"}).status_code == 400
     assert site.ask("POST", "/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
     huge = b'{"model": "' + b"x" * (17 << 20) + b'"}'

@@ -68,6 +68,8 @@ def chat(
     sampling = _sampling(max_new_tokens, temperature)
     if adapter == "":
         raise SymbiosisError("--adapter is empty: expected a name or a folder; leave it out to talk with the base model")
+    if adapter is not None and adapter.startswith((".", "/", "~")) and not Path(adapter).is_dir():
+        raise SymbiosisError(f"there is no folder {adapter}: expected one with an adapter, or the name of one of the server's")
     if connect is None:
         connect = DEFAULT_ADDRESS if adapter is None or Path(adapter).is_dir() else DEFAULT_SITE
     over_http = connect.startswith(("http://", "https://"))

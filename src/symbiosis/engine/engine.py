@@ -19,6 +19,7 @@ from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
 from symbiosis.engine.attention import KeyValues
 from symbiosis.engine.forerunner import Forerunner
+from symbiosis.engine.interrupts import Interrupts
 from symbiosis.engine.pages import PagePool
 from symbiosis.engine.passes import Chunk, Pass
 from symbiosis.engine.registry import Record, Version
@@ -28,7 +29,7 @@ from symbiosis.engine.sampler import Logprobs, Sampled, choose, is_reported, rep
 from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
 from symbiosis.engine.sequences import Reason, Sampling, within
 from symbiosis.engine.sequences import Sequence as Request
-from symbiosis.errors import CannotServe, OutOfRange, PassFailed, SymbiosisError
+from symbiosis.errors import BadAdapter, CannotServe, OutOfRange, PassFailed, SymbiosisError
 from symbiosis.models.joining import join
 from symbiosis.models.place import device_of, dtype_of
 from symbiosis.models.positions import most_tokens
@@ -347,7 +348,9 @@ def _check(pages: Any, page_size: Any, cache_bytes: Any, residency: Any, limits:
 
 
 def tokens_of(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
-    """Raises `CannotServe` for a text without a tokenizer."""
+    """Raises `OutOfRange`, or `CannotServe` for a text without a tokenizer."""
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise OutOfRange(f"a prompt is {prompt!r:.80}", field="prompts", expected="a text, or a list of token ids")
     if not isinstance(prompt, str):
         return list(prompt)
     if tokenizer is None:
@@ -355,12 +358,19 @@ def tokens_of(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
     return list(tokenizer(prompt)["input_ids"])
 
 
+def _for_each(what: str, given: Any, prompts: int) -> Any:
+    """As many as there are prompts. Raises `OutOfRange`."""
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence) or len(given) != prompts:
+        raise OutOfRange(f"{what} is {given!r:.80}", field=what, expected=f"a list with one for each prompt, {prompts} here")
+    return given
+
+
 class Engine:
     """Offline use: prompts in, answers out.
 
     `Engine(model).generate(prompts, adapters=["pirate", None, …])` answers all
     prompts in shared passes, each with its own adapter. `model` is a transformers
-    model, which is the engine's from now on, a folder, a hub id, or nothing: the default model.
+    model, which is the engine's from now on, a folder, a hub id, or nothing: the default model. Used by one thread.
     """
 
     def __init__(
@@ -383,6 +393,8 @@ class Engine:
         self._tokenizer = tokenizer
 
     def add_adapter(self, name: str, folder: str | Path) -> str:
+        if not Path(folder).is_dir():
+            raise BadAdapter(f"there is no folder {folder}: expected one as PEFT writes it")
         return self._core.add_adapter(name, folder)
 
     def remove_adapter(self, name: str) -> None:
@@ -394,26 +406,36 @@ class Engine:
         adapters: Sequence[str | None] | None = None,
         sampling: Sampling | Sequence[Sampling] = Sampling(temperature=0.0, max_tokens=32),  # noqa: B008 - frozen
     ) -> list[Answer]:
-        """One answer to each prompt, in order."""
-        names = adapters or [None] * len(prompts)
-        wishes = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-        requests = [
-            self._core.add(self._tokens(prompt), wish, adapter=name)
-            for prompt, name, wish in zip(prompts, names, wishes, strict=True)
-        ]
+        """One answer to each prompt, in order. Raises what is wrong with any of them; then, or if interrupted, none goes on."""
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+            expected = "a list of prompts, each a text or a list of token ids"
+            raise OutOfRange(f"prompts is {prompts!r:.80}", field="prompts", expected=expected)
+        names = _for_each("adapters", adapters or [None] * len(prompts), len(prompts))
+        wishes = [sampling] * len(prompts) if isinstance(sampling, Sampling) else _for_each("sampling", sampling, len(prompts))
+        tokens = [tokens_of(prompt, self._tokenizer) for prompt in prompts]
+        requests: list[Request] = []
+        with Interrupts() as interrupts:  # a pass is computed to its end
+            try:
+                for prompt, name, wish in zip(tokens, names, wishes, strict=True):
+                    requests.append(self._core.add(prompt, wish, adapter=name))
+                return self._answers(requests, interrupts)
+            except BaseException:
+                for request in requests:
+                    self._core.cancel(request)
+                raise
+
+    def _answers(self, requests: list[Request], interrupts: Interrupts) -> list[Answer]:
         logprobs: dict[str, list[Logprobs]] = {request.id: [] for request in requests}
         while not self._core.is_idle():
             passes = self._core.passes
             for request, _, logprob in self._core.step():
                 if logprob is not None:
                     logprobs[request.id].append(logprob)
+            interrupts.take()
             if self._core.passes == passes and not self._core.is_idle():
                 self._core.wait(_WAIT_S)  # for an adapter
         errors = {request.id: error for request, error in self._core.take_failed()}
         return [self._answer(request, logprobs[request.id], errors.get(request.id)) for request in requests]
-
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        return tokens_of(prompt, self._tokenizer)
 
     def _answer(self, request: Request, logprobs: list[Logprobs], error: SymbiosisError | None) -> Answer:
         assert request.reason is not None, "idle only when all have ended"

@@ -64,7 +64,8 @@ class Registry:
         if name not in self._versions:
             known = sorted(self._versions)[:20]
             more = f" and {len(self._versions) - 20} more" if len(self._versions) > 20 else ""
-            raise UnknownAdapter(f"there is no adapter {name!r}: {', '.join(known) + more if known else 'none is loaded'}")
+            there = f"there are {', '.join(known)}{more}" if known else "none is loaded"
+            raise UnknownAdapter(f"there is no adapter {name!r}: {there}")
         return self._versions[name]
 
     def get(self, hash: str) -> Record | None:

@@ -176,6 +176,8 @@ class Sequence:
             self.tokens = array("q", prompt)
         except (TypeError, OverflowError) as error:
             raise OutOfRange(f"prompt: {error}", field="prompt", expected="token ids") from None
+        if not self.tokens:
+            raise OutOfRange("the prompt has no tokens", field="prompt", expected="one at least")
         within("len(prompt)", len(self.tokens), 1, 1 << 24, whole=True)
         within("weight", self.weight, 0.001, 1000)
         self.prompt_length = len(self.tokens)

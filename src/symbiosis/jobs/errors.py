@@ -11,7 +11,7 @@ class BadTrainingFile(SymbiosisError):
     code = "invalid_training_file"
 
     def __init__(self, message: str, *, field: str = "training_file") -> None:
-        super().__init__(message)
+        super().__init__(message if field == "training_file" else f"{field}: {message}")
         self.field = field
 
 

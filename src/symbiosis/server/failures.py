@@ -93,7 +93,8 @@ def bad_request(found: ValidationError) -> BadRequest:
     if first["type"] == "extra_forbidden":
         return BadRequest(f"{field} is not supported here: leave it out", field=field, code="unsupported_parameter")
     if first["type"] == "json_invalid":
-        return BadRequest("the body is no JSON", code="invalid_json")
+        reason = first["msg"].removeprefix("Invalid JSON: ")
+        return BadRequest(f"the body is no JSON: {reason}", code="invalid_json")
     # a field that may be several kinds of things has an error for each
     said = (each["msg"].removeprefix("Value error, ") for each in all_found if _field(each["loc"]) == field)
     messages = list(dict.fromkeys(said))[:3]

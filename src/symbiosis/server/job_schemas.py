@@ -82,7 +82,14 @@ class CreateJob(Strict):
         ]
         | None
     ) = None
-    integrations: Annotated[list[Any], Field(max_length=0)] | None = None
+    integrations: list[Any] | None = None
+
+    @field_validator("integrations")
+    @classmethod
+    def _has_none(cls, value: list[Any] | None) -> list[Any] | None:
+        if value:
+            raise ValueError("none is supported here: leave it out")
+        return value
 
     @field_validator("suffix")
     @classmethod

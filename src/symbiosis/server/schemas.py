@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from symbiosis.errors import OutOfRange
 
@@ -121,6 +121,14 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
     name: Name | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        for part in value if isinstance(value, list) else ():
+            if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+                raise ValueError(f"a part of the type {kind!a:.60} is not supported here: expected text")
+        return value
 
     def plain(self) -> dict[str, str]:
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
