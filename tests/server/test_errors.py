@@ -82,6 +82,12 @@ def test_too_long_is_400_and_says_the_limit(site):
         assert caught.value.code == "context_length_exceeded"
 
 
+def test_tokens_that_are_too_many_never_reach_the_engine(site):
+    with pytest.raises(openai.BadRequestError, match="a prompt has 300 tokens, at most 256") as caught:
+        site.client().completions.create(model="tiny", prompt=[[1], [1] * 300])
+    assert caught.value.code == "context_length_exceeded"
+
+
 def test_embeddings_are_refused_and_not_made_up(site):
     with pytest.raises(openai.BadRequestError, match="does not do embeddings") as caught:
         site.client().embeddings.create(model="tiny", input="x")
