@@ -68,3 +68,12 @@ def test_effort_ends():
     pattern = Pattern(r"(.{0,40}){0,40}!", "target_modules", Effort(1000))
     with pytest.raises(UnsupportedAdapter, match="too long"):
         pattern.matches("a" * 60)
+
+
+@pytest.mark.parametrize("choice", ["m{60}", "(?:m{60}){60}", "(?=m{0}y{60})"])
+def test_a_step_takes_no_time_whatever_is_tried_in_it(choice):
+    pattern = Pattern(f"(?:{'|'.join([choice] * 1000)})", "target_modules", Effort(200_000))
+    began = time.process_time()
+    with pytest.raises(UnsupportedAdapter, match="too long"):
+        any(pattern.matches(f"model.layers.{layer}.self_attn.q_proj") for layer in range(1000))
+    assert time.process_time() - began < 0.8

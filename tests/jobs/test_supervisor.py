@@ -6,6 +6,7 @@ import asyncio
 import errno
 import inspect
 import sqlite3
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from symbiosis.errors import TooManyRequests, UnknownAdapter
-from symbiosis.jobs import admission, preparing
+from symbiosis.jobs import admission, data, preparing
 from symbiosis.jobs import supervisor as module
 from symbiosis.jobs.admission import Admission, Wanted
 from symbiosis.jobs.errors import BadTrainingFile, KeyReused, NameReserved, StorageFull, WrongState
@@ -484,6 +485,31 @@ async def test_large_files_are_read_while_the_job_is_validating(world):
     assert world.records.job(good).plan["recipe"]["per_device_train_batch_size"] == 1
     assert Path(engine.told["0"]["data"]).is_file()
     await until(lambda: not world.folder.work(bad).exists())
+
+
+@played
+async def test_nobody_waits_for_the_data_of_a_job_that_was_cancelled(world, monkeypatch):
+    cancelled, waits, other = (world.add(id, state=State.VALIDATING) for id in ("cancelled", "waits", "other"))
+    for job, text in ((cancelled, "long"), (waits, "long"), (other, "x y z")):
+        (world.folder.work(job) / "training_file.jsonl").write_text(f'{{"text": "{text}"}}\n' * 20)
+    reads, going_on, read, encoded = threading.Event(), threading.Event(), list[str](), data._encoded
+
+    def slowly(sample, *args):
+        read.append(sample.text)
+        reads.set()
+        going_on.wait(10)
+        return encoded(sample, *args)
+
+    monkeypatch.setattr(data, "_encoded", slowly)
+    supervisor, engine = await world.start()
+    await asyncio.to_thread(reads.wait, 10)
+    for job in (cancelled, waits):
+        await supervisor.cancel(job)
+    going_on.set()
+    await until(lambda: engine.told)
+    assert read == ["long"] + ["x y z"] * 20
+    await until(lambda: not any(world.folder.work(job).exists() for job in (cancelled, waits)))
+    assert {world.state(cancelled), world.state(waits)} == {State.CANCELLED}
 
 
 @played

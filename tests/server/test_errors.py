@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import openai
 import pytest
@@ -88,6 +89,12 @@ def test_too_long_is_400_and_says_the_limit(site):
         assert caught.value.code == "context_length_exceeded"
 
 
+def test_tokens_that_are_too_many_never_reach_the_engine(site):
+    with pytest.raises(openai.BadRequestError, match="a prompt has 300 tokens, at most 256") as caught:
+        site.client().completions.create(model="tiny", prompt=[[1], [1] * 300])
+    assert caught.value.code == "context_length_exceeded"
+
+
 def test_embeddings_are_refused_and_not_made_up(site):
     with pytest.raises(openai.BadRequestError, match="does not do embeddings") as caught:
         site.client().embeddings.create(model="tiny", input="x")
@@ -109,6 +116,22 @@ def test_what_is_no_request_is_refused(site):
     assert site.ask("POST", "/v1/completions", content=huge, headers={"Content-Type": "application/json"}).status_code == 413
     assert site.ask("GET", "/v1/completions").status_code == 405
     assert site.ask("GET", "/v1/nothing").json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", b'{"model": "tiny", "prompt": [' + b",".join([b"1.5"] * 500_000) + b"]}"),
+        ("/detokenize", b'{"tokens": [' + b",".join([b'"x"'] * 500_000) + b"]}"),
+        ("/v1/completions", b'{"model": "tiny", ' + b",".join(b'"x%d": 1' % at for at in range(500_000)) + b"}"),
+    ],
+    ids=["prompt", "tokens", "fields"],
+)
+def test_half_a_million_faults_keep_nobody_waiting(site, route, body):
+    began = time.monotonic()
+    answer = site.ask("POST", route, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert time.monotonic() - began < 1.5
 
 
 def test_more_than_may_wait_is_429_with_retry_after(site):

@@ -89,7 +89,13 @@ def test_without_tenants_keys_the_admins_key_still_guards_what_is_the_admins():
 def test_a_web_page_cannot_speak_for_the_user_of_a_server_without_keys(site):
     assert site.ask("GET", "/v1/models", headers={"Host": "evil.example"}).status_code == 403
     assert site.ask("GET", "/v1/models", headers={"Host": "localhost:8000"}).status_code == 200
-    assert site.ask("OPTIONS", "/v1/completions", headers={"Origin": "http://evil.example"}).status_code == 405
+    for origin in ("http://evil.example", "https://127.0.0.1.evil.example", "null"):
+        assert site.ask("OPTIONS", "/v1/completions", headers={"Origin": origin}).status_code == 403
+        # a form of any web page can be sent here, though its sender does not see the answer
+        form = {"purpose": (None, "fine-tune"), "file": ("x.jsonl", b'{"text": "x y z"}')}
+        assert site.ask("POST", "/v1/files", files=form, headers={"Origin": origin}).status_code == 403
+    for origin in ("http://localhost:3000", "http://[::1]:3000", "https://127.0.0.1"):
+        assert site.ask("GET", "/v1/models", headers={"Origin": origin}).status_code == 200
 
 
 def test_listening_beyond_this_machine_without_keys_refuses_to_start(site):

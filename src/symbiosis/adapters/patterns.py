@@ -16,6 +16,8 @@ from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
 MAX_PATTERN = 16_384
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+_OF_SEQUENCE = 6
+"""Steps that looking into a group, a choice or a repetition takes, whatever is found there."""
 
 Item: TypeAlias = tuple[Any, ...]
 """(kind, what it holds): text, one (character), any (run of any characters), at, look, branch, repeat, group."""
@@ -156,6 +158,7 @@ class _Run:
     def sequence(self, items: tuple[Item, ...], at: int) -> frozenset[int]:
         known = self._known.get((id(items), at))
         if known is None:
+            self._effort.spend(_OF_SEQUENCE)
             places = {at}
             for item in items:
                 places = self._joined(self._step(item, place) for place in places)
@@ -196,6 +199,8 @@ class _Run:
         rounds = len(self._text) + 1
         places = {at}
         for _ in range(min(least, rounds)):
+            if not places:  # else the rounds that are left cost time and no steps
+                break
             places = self._joined(self.sequence(items, place) for place in places)
         reached, places = set(places), set(places)
         for _ in range(min(most - least, rounds)):

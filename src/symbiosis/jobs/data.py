@@ -6,9 +6,7 @@ assistant's tokens, as the template writes them; of prompts with completions the
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +45,9 @@ def encode(
     truncate: bool,
     max_tokens: int,
     field: str,
-    until: float = math.inf,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[list[Example], int]:
-    """Tokens and labels of all samples, and how many were cut off. Raises `BadTrainingFile`, or `TimeoutError` at that time.
+    """Tokens and labels of all samples, and how many were cut off. Raises `BadTrainingFile`, or what `check` raises between.
 
     One chat whose answers cannot be told apart would be learnt differently from the others: then all tokens are
     learnt, of all chats. With weights that is refused.
@@ -61,8 +59,7 @@ def encode(
     faults, made, tokens = Faults(field), list[tuple[Sample, list[int], list[tuple[int, int]] | None]](), 0
     cut = 0
     for sample in samples:
-        if time.monotonic() > until:
-            raise TimeoutError
+        check()
         try:
             ids, spans = _encoded(sample, tokenizer, max_length)
         except Exception as error:  # noqa: BLE001 - templates raise whatever they like, such as for roles in a wrong order

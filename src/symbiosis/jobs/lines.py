@@ -6,7 +6,7 @@ A line is a chat (`messages`), a text (`text`) or a `prompt` with its `completio
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -80,10 +80,11 @@ class _BadLine(ValueError):
     pass
 
 
-def read(path: Path, *, field: str, max_examples: int) -> list[Sample]:
-    """All of a file. Raises `BadTrainingFile`."""
+def read(path: Path, *, field: str, max_examples: int, check: Callable[[], None] = lambda: None) -> list[Sample]:
+    """All of a file. Raises `BadTrainingFile`, or what `check` raises between two lines."""
     faults, samples, kind = Faults(field), list[Sample](), None
     for number, raw in _lines(path):
+        check()
         if raw is None:
             faults.add(number, f"has more than {MAX_LINE} bytes")
             continue

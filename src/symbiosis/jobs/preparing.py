@@ -9,6 +9,7 @@ import asyncio
 import copy
 import math
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 from symbiosis.errors import NoTokenizer
 from symbiosis.jobs import data, lines, plan
 from symbiosis.jobs.disk import to_disk, told
-from symbiosis.jobs.errors import UnknownFile
+from symbiosis.jobs.errors import UnknownFile, WrongState
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.plan import Plan, Wishes
 from symbiosis.jobs.queue import JobLimits
@@ -44,6 +45,7 @@ class Preparer:
         self._longest, self._folder, self._limits = longest, folder, limits
         self._tokenizers = [copy.deepcopy(tokenizer) for _ in range(2)]
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix="symbiosis-data") for _ in range(2)]
+        self._given_up: dict[str, threading.Event] = {}  # by job that is being read, or waits for that
 
     def take(self, job: str, sources: dict[str, Path]) -> int:
         """Link files into the job's folder; their bytes. Raises `StorageFull`, or `UnknownFile` if one is no more."""
@@ -59,22 +61,41 @@ class Preparer:
             return sum(self._source(job, field).stat().st_size for field in sources)
 
     async def prepare(self, job: str, wishes: Wishes, seed: int, *, large: bool) -> Found:
-        """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`; if it is not to be `large`, but takes long, `TimeoutError`."""
+        """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`; if it is not to be `large`, but takes long, `TimeoutError`.
+
+        `WrongState` once the job was given up.
+        """
         if self._tokenizers[0] is None:
             raise NoTokenizer("this model was served without a tokenizer: no training data can be read")
         loop = asyncio.get_running_loop()
         most_s = math.inf if large else _AT_ONCE_S
-        work = partial(self._prepare, self._tokenizers[large], job, wishes, seed, most_s)
-        return await loop.run_in_executor(self._workers[large], work)
+        given_up = self._given_up[job] = threading.Event()
+        work = partial(self._prepare, self._tokenizers[large], job, wishes, seed, most_s, given_up)
+        try:
+            return await loop.run_in_executor(self._workers[large], work)
+        finally:
+            del self._given_up[job]
 
-    def _prepare(self, tokenizer: Any, job: str, wishes: Wishes, seed: int, most_s: float) -> Found:
+    def give_up(self, job: str) -> None:
+        """Nobody wants it any more: others' files do not wait for it. Nothing happens if it is not being read."""
+        if job in self._given_up:
+            self._given_up[job].set()
+
+    def _prepare(self, tokenizer: Any, job: str, wishes: Wishes, seed: int, most_s: float, given_up: threading.Event) -> Found:
         until = time.monotonic() + most_s
+
+        def check() -> None:
+            if given_up.is_set():
+                raise WrongState("the job was ended while its data was read")
+            if time.monotonic() > until:
+                raise TimeoutError
+
         allowed, found = plan.length(wishes, self._longest), dict[str, data.Prepared]()
         for field in FIELDS:
             source = self._source(job, field)
             if not source.exists():
                 continue
-            samples = lines.read(source, field=field, max_examples=self._limits.examples)
+            samples = lines.read(source, field=field, max_examples=self._limits.examples, check=check)
             examples, cut = data.encode(
                 samples,
                 tokenizer,
@@ -82,7 +103,7 @@ class Preparer:
                 truncate=allowed.truncate,
                 max_tokens=self._limits.tokens,
                 field=field,
-                until=until,
+                check=check,
             )
             made = data.write(self._folder.data(job, field), examples)
             found[field] = data.Prepared(made.examples, made.tokens, cut)

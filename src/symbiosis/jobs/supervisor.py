@@ -210,6 +210,8 @@ class Supervisor:
     async def _end_by_hand(self, id: str, change: Change, message: str) -> Job:
         with self._handling(id):
             job = await asyncio.to_thread(self._change, id, change, message)
+            if job.state.is_end:
+                self._preparer.give_up(id)
             live = [key for key, each in self._live.items() if each.job == id]
             for key in live:
                 await self._tell_stop(key, at_once=job.state.is_end)

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from symbiosis.errors import EngineLost, OutOfRange, UnknownAdapter
+from symbiosis.errors import ContextTooLong, EngineLost, OutOfRange, UnknownAdapter
 from symbiosis.server import metrics as figures
 from symbiosis.server.adapters import Adapters
 from symbiosis.server.answers import DONE, ChatShape, CompletionShape, Shape, event
@@ -203,6 +203,9 @@ class Server:
             prompts = await encode()
             if not all(prompts):
                 raise OutOfRange("the prompt has no tokens: expected one at least", field="prompt")
+            # here: millions of tokens on their way to the engine would hold up everybody's
+            if (most := max(map(len, prompts))) > self._settings.longest:
+                raise ContextTooLong(f"a prompt has {most} tokens, at most {self._settings.longest} are taken. Shorten it")
             orders = [
                 Order(prompt=prompt, sampling=sampling, adapter=adapter, tenant=caller.tenant, n=wish.n or 1)
                 for prompt in prompts

@@ -81,7 +81,8 @@ class Guard:
     """Stands before the whole app. The tenant is who the key says, in `scope["state"]["caller"]`.
 
     `hosts`: names this server may be called by, if it has no keys: a web page
-    that made its own name point here must not speak for the user.
+    that made its own name point here must not speak for the user, and a page
+    from elsewhere must not send it forms (`Origin`).
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, hosts: frozenset[str] | None) -> None:
@@ -98,6 +99,9 @@ class Guard:
                     raise Forbidden("this is the admin's: use the key given with --admin-key")
                 if self._hosts is not None and _host(headers.get(b"host", b"")) not in self._hosts:
                     raise Forbidden("a server without keys is called by an address of this machine, such as 127.0.0.1")
+                origin = headers.get(b"origin")
+                if self._hosts is not None and origin is not None and _host(origin.rpartition(b"://")[2]) not in self._hosts:
+                    raise Forbidden("a server without keys is not for web pages from elsewhere: give it keys")
             except SymbiosisError as error:
                 await drain(receive, {"expect": _text(headers.get(b"expect")) or ""})
                 await response_of(error)(scope, receive, send)

@@ -12,7 +12,8 @@ MAX_TEXT = 8 << 20
 _MAX_TOKENS = 1 << 20
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1, max_length=_MAX_TOKENS)]
+# a list ends at its first fault: an error for each of a million tokens would keep everybody waiting
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Answers = Annotated[int, Field(ge=1, le=128)]
@@ -97,8 +98,8 @@ class Completion(Wishes):
     prompt: (
         Text
         | Ids
-        | Annotated[list[Text], Field(min_length=1, max_length=64)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=64)]
+        | Annotated[list[Text], Field(min_length=1, max_length=64, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=64, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
@@ -119,7 +120,7 @@ class TextPart(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast=True)]
     name: Name | None = None
 
     @field_validator("content", mode="before")
@@ -140,7 +141,7 @@ class ResponseFormat(Strict):
     type: Literal["text"]
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
 class Chat(Wishes):
@@ -181,7 +182,7 @@ class Detokenize(Strict):
     """/detokenize: the text of tokens, special ones too."""
 
     model: Name | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=_MAX_TOKENS)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=_MAX_TOKENS, fail_fast=True)]
 
 
 AdapterName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")]
