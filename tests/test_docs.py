@@ -171,7 +171,7 @@ def test_the_fine_tuning_pages_commands(served, chats):
     assert "is served: symbiosis chat --adapter ft-pirate-" in done.stdout
     assert "succeeded" in done.stdout
     assert (chats / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (chats / "my-adapter" / "adapter_model.safetensors").is_file()
+    assert (chats / "pirate-lora" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.real

@@ -366,7 +366,7 @@ def test_a_job_that_diverges_stops_alone_and_its_last_good_checkpoint_is_an_adap
     last = ann.fine_tuning.jobs.checkpoints.list(job.id).data[0]
     assert 2 <= last.step_number <= found.progress["step"] < 400
     assert last.fine_tuned_model_checkpoint == f"{job.will_be_named}-step-{last.step_number}"
-    assert found.error.message.endswith(f"is served as {last.fine_tuned_model_checkpoint}")
+    assert found.error.message.endswith(f"was put up as the adapter {last.fine_tuned_model_checkpoint}")
     assert job.will_be_named not in [model.id for model in ann.models.list()]
     assert last.fine_tuned_model_checkpoint in [model.id for model in ann.models.list()]
     for file in ("adapter_config.json", "adapter_model.safetensors"):

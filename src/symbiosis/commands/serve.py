@@ -38,7 +38,7 @@ class _Serve(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         said: list[str] = []
         for word, following in itertools.zip_longest(args, args[1:], fillvalue=""):
-            said += [word] if word != "--http" or re.fullmatch(r"[^-].*:.*|:?[\d.]+", following) else [word, DEFAULT_HTTP]
+            said += [word] if word != "--http" or re.fullmatch(r"[^-].*:.*|:?\d[\d.]*", following) else [word, DEFAULT_HTTP]
         return super().parse_args(ctx, said)
 
 
