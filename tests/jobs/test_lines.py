@@ -103,6 +103,7 @@ def test_several_bad_lines_are_named_and_the_rest_counted(tmp_path):
     said = refusal(tmp_path, *(["x", GOOD] * 9))
     assert [f"line {number}:" in said for number in (1, 3, 5, 7, 9, 11)] == [True] * 5 + [False]
     assert said.endswith("and 4 more")
+    assert refusal(tmp_path, *["x"] * 5000).endswith("and 995 more")  # no more are looked for
 
 
 def test_a_file_is_of_one_kind(tmp_path):

@@ -488,6 +488,16 @@ async def test_large_files_are_read_while_the_job_is_validating(world):
 
 
 @played
+async def test_a_file_that_takes_too_long_to_read_is_refused(world, monkeypatch):
+    monkeypatch.setattr(preparing, "_LARGE_S", 0.0)
+    job = world.add("slow", state=State.VALIDATING)
+    (world.folder.work(job) / "training_file.jsonl").write_text('{"text": "x y z"}\n' * 20)
+    await world.start()
+    await until(lambda: world.state(job) is State.FAILED)
+    assert world.records.job(job).error["message"].startswith("reading it takes longer than 0 minutes: split it")
+
+
+@played
 async def test_nobody_waits_for_the_data_of_a_job_that_was_cancelled(world, monkeypatch):
     cancelled, waits, other = (world.add(id, state=State.VALIDATING) for id in ("cancelled", "waits", "other"))
     for job, text in ((cancelled, "long"), (waits, "long"), (other, "x y z")):

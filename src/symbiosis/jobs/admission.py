@@ -141,7 +141,7 @@ class Admission:
     async def _decided(self, id: str, wanted: Wanted, seed: int) -> dict[str, Any] | None:
         """Its plan; None if that takes long."""
         try:
-            found = await self._preparer.prepare(id, wanted.wishes, seed, large=False)
+            found = await self._preparer.prepare(id, wanted.tenant, wanted.wishes, seed, large=False)
         except TimeoutError:
             return None
         await asyncio.to_thread(self._supervisor.check_tokens, wanted.tenant, found.plan.tokens)

@@ -19,6 +19,8 @@ MAX_LINE = 4 << 20
 MAX_MESSAGES = 256
 _SHOWN = 5
 """Lines that an error names."""
+_ENOUGH = 1000
+"""Faults, after which no more are looked for."""
 
 
 class Kind(StrEnum):
@@ -65,9 +67,12 @@ class Faults:
         self.count = 0
 
     def add(self, line: int, what: str) -> None:
+        """Raises `BadTrainingFile` once there are so many that more would tell nothing."""
         self.count += 1
         if len(self._found) < _SHOWN:
             self._found.append(f"line {line}: {what}")
+        if self.count == _ENOUGH:
+            self.check()
 
     def check(self) -> None:
         """Raises `BadTrainingFile` if anything was added."""

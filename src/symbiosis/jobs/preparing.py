@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,18 @@ from typing import Any
 from symbiosis.errors import NoTokenizer
 from symbiosis.jobs import data, lines, plan
 from symbiosis.jobs.disk import to_disk, told
-from symbiosis.jobs.errors import UnknownFile, WrongState
+from symbiosis.jobs.errors import BadTrainingFile, UnknownFile, WrongState
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.plan import Plan, Wishes
 from symbiosis.jobs.queue import JobLimits
+from symbiosis.jobs.turn import Turn
 
 AT_ONCE = 1 << 20
 """Files of so many bytes together are checked before a job is accepted; larger ones while it is `validating_files`."""
 _AT_ONCE_S = 5.0
 """And no longer than this: a chat of many turns takes far longer than its size tells."""
+_LARGE_S = 1800.0
+"""And a large file no longer than this: others wait for it."""
 FIELDS = ("training_file", "validation_file")
 
 
@@ -39,12 +42,13 @@ class Found:
 
 
 class Preparer:
-    """Two threads, each with a tokenizer of its own: small files do not wait for large ones."""
+    """Two threads, each with a tokenizer of its own: small files do not wait for large ones. Of these, tenants take turns."""
 
     def __init__(self, tokenizer: Any, longest: int, folder: Folder, limits: JobLimits) -> None:
         self._longest, self._folder, self._limits = longest, folder, limits
         self._tokenizers = [copy.deepcopy(tokenizer) for _ in range(2)]
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix="symbiosis-data") for _ in range(2)]
+        self._turn = Turn()
         self._given_up: dict[str, threading.Event] = {}  # by job that is being read, or waits for that
 
     def take(self, job: str, sources: dict[str, Path]) -> int:
@@ -60,7 +64,7 @@ class Preparer:
                 to_disk(each)
             return sum(self._source(job, field).stat().st_size for field in sources)
 
-    async def prepare(self, job: str, wishes: Wishes, seed: int, *, large: bool) -> Found:
+    async def prepare(self, job: str, tenant: str, wishes: Wishes, seed: int, *, large: bool) -> Found:
         """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`; if it is not to be `large`, but takes long, `TimeoutError`.
 
         `WrongState` once the job was given up.
@@ -68,11 +72,11 @@ class Preparer:
         if self._tokenizers[0] is None:
             raise NoTokenizer("this model was served without a tokenizer: no training data can be read")
         loop = asyncio.get_running_loop()
-        most_s = math.inf if large else _AT_ONCE_S
         given_up = self._given_up[job] = threading.Event()
-        work = partial(self._prepare, self._tokenizers[large], job, wishes, seed, most_s, given_up)
+        work = partial(self._prepare, self._tokenizers[large], job, wishes, seed, large, given_up)
         try:
-            return await loop.run_in_executor(self._workers[large], work)
+            async with self._turn.of(tenant) if large else nullcontext():
+                return await loop.run_in_executor(self._workers[large], work)
         finally:
             del self._given_up[job]
 
@@ -81,12 +85,15 @@ class Preparer:
         if job in self._given_up:
             self._given_up[job].set()
 
-    def _prepare(self, tokenizer: Any, job: str, wishes: Wishes, seed: int, most_s: float, given_up: threading.Event) -> Found:
-        until = time.monotonic() + most_s
+    def _prepare(self, tokenizer: Any, job: str, wishes: Wishes, seed: int, large: bool, given_up: threading.Event) -> Found:
+        until = time.monotonic() + (_LARGE_S if large else _AT_ONCE_S)
 
         def check() -> None:
             if given_up.is_set():
                 raise WrongState("the job was ended while its data was read")
+            if time.monotonic() > until and large:
+                most = f"{_LARGE_S / 60:.0f} minutes"
+                raise BadTrainingFile(f"reading it takes longer than {most}: split it, or its longest chats", field=field)
             if time.monotonic() > until:
                 raise TimeoutError
 

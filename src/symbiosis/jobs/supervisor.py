@@ -164,7 +164,8 @@ class Supervisor:
     async def _validate(self, job: Job) -> None:
         wishes = Wishes(**job.asked["wishes"])
         try:
-            found = await self._surely(lambda: self._preparer.prepare(job.id, wishes, job.asked["seed"], large=True))
+            seed = job.asked["seed"]
+            found = await self._surely(lambda: self._preparer.prepare(job.id, job.tenant, wishes, seed, large=True))
             await self._surely(lambda: asyncio.to_thread(self._validated, job, found.plan.to_json()))
             self._preparer.release(job.id)
         except WrongState:  # cancelled meanwhile
