@@ -300,6 +300,7 @@ def test_an_adapter_that_cannot_be_put_on_is_told(server, tmp_path):
     config = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     assert "peft_type to 'FOO': expected one of" in says({**config, "peft_type": "FOO"}, b"")
+    assert "peft_type to ['LORA']: expected one of" in says({**config, "peft_type": ["LORA"]}, b"")
     assert "is no JSON object" in says([config], b"")
     assert "is the file complete?" in says(config, b"")
     assert "is the file complete?" in says(config, save({name: torch.zeros(4, 3)})[:-1])

@@ -103,7 +103,7 @@ def check_adapter(folder: Path) -> None:
         kind = config.get("peft_type")
     except (ValueError, AttributeError) as error:
         raise BadAdapter(f"{folder / _CONFIG} is no JSON object ({error}): expected it as PEFT writes it") from None
-    if kind not in set(PeftType):
+    if not isinstance(kind, str) or kind not in set(PeftType):
         raise BadAdapter(f"{folder / _CONFIG} sets peft_type to {kind!r:.60}: expected one of {', '.join(PeftType)}")
 
 

@@ -410,7 +410,7 @@ class Engine:
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
             expected = "a list of prompts, each a text or a list of token ids"
             raise OutOfRange(f"prompts is {prompts!r:.80}", field="prompts", expected=expected)
-        names = _for_each("adapters", adapters or [None] * len(prompts), len(prompts))
+        names = _for_each("adapters", [None] * len(prompts) if adapters is None else adapters, len(prompts))
         wishes = [sampling] * len(prompts) if isinstance(sampling, Sampling) else _for_each("sampling", sampling, len(prompts))
         tokens = [tokens_of(prompt, self._tokenizer) for prompt in prompts]
         requests: list[Request] = []
