@@ -301,7 +301,7 @@ def test_an_adapter_that_cannot_be_put_on_is_told(server, tmp_path):
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     assert "peft_type to 'FOO': expected one of" in says({**config, "peft_type": "FOO"}, b"")
     assert "peft_type to ['LORA']: expected one of" in says({**config, "peft_type": ["LORA"]}, b"")
-    assert "is no JSON object" in says([config], b"")
+    assert "must hold one JSON object, not list" in says([config], b"")
     assert "is the file complete?" in says(config, b"")
     assert "is the file complete?" in says(config, save({name: torch.zeros(4, 3)})[:-1])
     assert f"does not fit this model: size mismatch for {name[:-7]}" in says(config, save({name: torch.zeros(4, 3)}))

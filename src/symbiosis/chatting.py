@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +13,10 @@ from peft import PeftModel, PeftType
 from safetensors import SafetensorError
 from transformers import TextStreamer
 
+from symbiosis.adapters.files import CONFIG, TENSORS, strict_json
 from symbiosis.errors import BadAdapter, SymbiosisError
 from symbiosis.launch import connect
 from symbiosis.talk import BadPrompt, Sampling
-
-_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:
@@ -95,16 +93,12 @@ def speaker(
 
 
 def check_adapter(folder: Path) -> None:
-    for file in (_CONFIG, _TENSORS):
+    for file in (CONFIG, TENSORS):
         if not (folder / file).is_file():
             raise BadAdapter(f"{folder} has no {file}: expected a folder as `symbiosis finetune --out` or PEFT writes it")
-    try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        kind = config.get("peft_type")
-    except (ValueError, AttributeError) as error:
-        raise BadAdapter(f"{folder / _CONFIG} is no JSON object ({error}): expected it as PEFT writes it") from None
+    kind = strict_json((folder / CONFIG).read_bytes(), str(folder / CONFIG)).get("peft_type")
     if not isinstance(kind, str) or kind not in set(PeftType):
-        raise BadAdapter(f"{folder / _CONFIG} sets peft_type to {kind!r:.60}: expected one of {', '.join(PeftType)}")
+        raise BadAdapter(f"{folder / CONFIG} sets peft_type to {kind!r:.60}: expected one of {', '.join(PeftType)}")
 
 
 def with_adapter(model: Any, folder: Path) -> Any:
@@ -113,7 +107,7 @@ def with_adapter(model: Any, folder: Path) -> Any:
     try:
         return PeftModel.from_pretrained(model, str(folder))
     except SafetensorError as error:
-        raise BadAdapter(f"{folder / _TENSORS} cannot be read ({error}): is the file complete?") from None
+        raise BadAdapter(f"{folder / TENSORS} cannot be read ({error}): is the file complete?") from None
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         if isinstance(error, SymbiosisError):
             raise

@@ -245,5 +245,5 @@ def _why(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     if isinstance(error, ssl.SSLError):
-        return "it does not speak https: say http://"
+        return "it does not speak https: say http://" if error.reason == "WRONG_VERSION_NUMBER" else f"TLS: {error.reason}"
     return (isinstance(error, OSError) and error.strerror) or type(error).__name__

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.adapters.patterns import Effort, Pattern
+from symbiosis.adapters.patterns import Effort, Pattern, _Run
 from symbiosis.errors import UnsupportedAdapter
 
 PATHS = [
@@ -58,10 +58,8 @@ def test_any_pattern_matches_as_in_python(pattern, text):
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(a|aa)+c", r"(.*)*x", r"(?:a?){50}a{50}b", r"(a*)*(a*)*(a*)*b"])
-def test_patterns_that_explode_elsewhere_take_no_time(pattern):
-    began = time.monotonic()
-    Pattern(pattern, "target_modules", Effort()).matches("a" * 60 + "!")
-    assert time.monotonic() - began < 2
+def test_patterns_that_explode_elsewhere_take_few_steps(pattern):
+    assert not Pattern(pattern, "target_modules", Effort()).matches("a" * 60 + "!")
 
 
 def test_effort_ends():
@@ -71,9 +69,22 @@ def test_effort_ends():
 
 
 @pytest.mark.parametrize("choice", ["m{60}", "(?:m{60}){60}", "(?=m{0}y{60})"])
-def test_a_step_takes_no_time_whatever_is_tried_in_it(choice):
+def test_whatever_is_tried_counts(choice, monkeypatch):
+    """Also what finds nothing: there are no more calls than steps."""
+    calls = Counter[str]()
+
+    def counted(name: str):
+        plain = getattr(_Run, name)
+
+        def call(*args):
+            calls[name] += 1
+            return plain(*args)
+
+        return call
+
+    for name in ("sequence", "_step", "_joined"):
+        monkeypatch.setattr(_Run, name, counted(name))
     pattern = Pattern(f"(?:{'|'.join([choice] * 1000)})", "target_modules", Effort(200_000))
-    began = time.process_time()
     with pytest.raises(UnsupportedAdapter, match="too long"):
         any(pattern.matches(f"model.layers.{layer}.self_attn.q_proj") for layer in range(1000))
-    assert time.process_time() - began < 0.8
+    assert 0 < calls.total() < 200_000

@@ -50,7 +50,7 @@ class Shelf(Protocol):
 class Last:
     step: int
     name: str
-    """It is served as."""
+    """Of the adapter it became."""
 
     def __str__(self) -> str:
         return f"its last good checkpoint, of step {self.step}, was put up as the adapter {self.name}"

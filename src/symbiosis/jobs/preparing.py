@@ -91,11 +91,12 @@ class Preparer:
         def check() -> None:
             if given_up.is_set():
                 raise WrongState("the job was ended while its data was read")
-            if time.monotonic() > until and large:
-                most = f"{_LARGE_S / 60:.0f} minutes"
-                raise BadTrainingFile(f"reading it takes longer than {most}: split it, or its longest chats", field=field)
-            if time.monotonic() > until:
+            if time.monotonic() <= until:
+                return
+            if not large:
                 raise TimeoutError
+            most = f"{_LARGE_S / 60:.0f} minutes"
+            raise BadTrainingFile(f"reading it takes longer than {most}: split it, or its longest chats", field=field)
 
         allowed, found = plan.length(wishes, self._longest), dict[str, data.Prepared]()
         for field in FIELDS:
