@@ -15,6 +15,8 @@ class Direction(IntEnum):
 
     FORWARD = 0
     BACKWARD = 1
+    ONWARD = 2
+    """Forward through a layer and those that follow it, with the norms and sums between them. For inference."""
 
 
 class LayerKind(StrEnum):
@@ -30,6 +32,8 @@ class LayerKind(StrEnum):
     """A module of stacked expert weights: rows, expert indices and expert weights in, rows out."""
     BLOCK = "block"
     """A sub-module made of hosted layers that treats each row alone, such as a whole MLP."""
+    NORM = "norm"
+    """A norm between hosted layers. The tenant has it too, and computes it: the executor does on the way onward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

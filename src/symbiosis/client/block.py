@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.client.as_made import AsMade
-from symbiosis.client.calls import call_block
 from symbiosis.client.layers import VirtualMatrix
 from symbiosis.client.mixing import mix_in
 from symbiosis.types import LayerSpec
@@ -23,7 +22,7 @@ class VirtualBlock(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and self._runs_whole(args[0]):
-            return call_block(self._matrices[0].session, self._block, args[0])
+            return self._matrices[0].groups.call(self._block, args[0], args[0], with_bias=False)
         return super().forward(*args, **kwargs)
 
     def _runs_whole(self, x: Any) -> bool:

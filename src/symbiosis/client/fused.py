@@ -9,20 +9,17 @@ call is unusual, the model's own code runs.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import types
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from symbiosis.client.mixing import mix_in
-from symbiosis.kernels.plain_norm import plain_norm
+from symbiosis.models.norms import TRITON, epsilon_of, normalised, rounds_twice
 
-_TRITON = find_spec("triton") is not None
 _ROTARY = "apply_rotary_pos_emb"
 
 
@@ -36,7 +33,7 @@ def fuse(model: nn.Module) -> None:
             continue
         kind = type(module)
         if kind not in attentions:
-            attentions[kind] = _with_fused_rotary(kind) if _TRITON else None
+            attentions[kind] = _with_fused_rotary(kind) if TRITON else None
         if attentions[kind] is not None:
             module.__class__ = attentions[kind]
 
@@ -51,7 +48,7 @@ class FusedNorm(nn.Module):
         weight = self.weight
         if not x.is_cuda or x.dtype is not weight.dtype or torch.is_autocast_enabled("cuda"):
             return super().forward(x)
-        return _normalised(x, weight, epsilon_of(self), twice=self.symbiosis_twice)
+        return normalised(x, weight, epsilon_of(self), twice=self.symbiosis_twice)
 
 
 class FusedNormAtOnce(FusedNorm):
@@ -60,47 +57,10 @@ class FusedNormAtOnce(FusedNorm):
     symbiosis_twice = False
 
 
-def _normalised(x: Tensor, weight: Tensor, epsilon: float, *, twice: bool) -> Tensor:
-    if _TRITON and not (torch.is_grad_enabled() and weight.requires_grad):
-        from symbiosis.kernels.rms_norm import fits, rms_norm
-
-        if fits(x, weight):
-            return rms_norm(x, weight, epsilon, twice=twice)
-    return plain_norm(x, weight, epsilon, twice=twice)
-
-
-def epsilon_of(norm: nn.Module) -> float:
-    epsilon = getattr(norm, "variance_epsilon", None)
-    return float(norm.eps if epsilon is None else epsilon)  # type: ignore[arg-type]
-
-
-@torch.no_grad()
 def _norm_like(module: nn.Module) -> type[FusedNorm] | None:
     """The kernel that computes what this module computes, rounding included; None if none does."""
-    weight = module._parameters.get("weight")
-    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1:
-        return None
-    if [name for name, _ in module.named_parameters()] != ["weight"] or len(inspect.signature(module.forward).parameters) != 1:
-        return None
-    if getattr(module, "variance_epsilon", None) is None and getattr(module, "eps", None) is None:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 16, len(weight), generator=generator).to(weight)
-    probe = copy.copy(module)
-    probe._parameters = {"weight": nn.Parameter(torch.rand(len(weight), generator=generator).to(weight), requires_grad=False)}
-    expected = probe(x)
-    for kind in (FusedNorm, FusedNormAtOnce):
-        found = plain_norm(x, probe._parameters["weight"], epsilon_of(module), twice=kind.symbiosis_twice)  # type: ignore[arg-type]
-        if found.dtype is expected.dtype and _alike(found, expected):
-            return kind
-    return None
-
-
-def _alike(found: Tensor, expected: Tensor) -> bool:
-    """Equal, but for few numbers that were just between two roundings."""
-    if found.dtype is torch.float32:
-        return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
-    return bool((found != expected).float().mean() < 0.02) and torch.allclose(found, expected, rtol=0.02, atol=0.02)
+    twice = rounds_twice(module)
+    return None if twice is None else FusedNorm if twice else FusedNormAtOnce
 
 
 def _with_fused_rotary(kind: type) -> type | None:

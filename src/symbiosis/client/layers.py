@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.as_made import is_watched
-from symbiosis.client.bias import SharedBias
 from symbiosis.client.calls import call_embedding, call_matrices, call_transposed
 from symbiosis.client.groups import Groups
 from symbiosis.client.session import Session
+from symbiosis.client.shared import Shared
 from symbiosis.client.versions import version_of
 from symbiosis.client.weight import VirtualWeight
 from symbiosis.errors import BadCall, WeightsWithheld
@@ -250,7 +250,7 @@ class VirtualMatrix(VirtualLayer):
 
     def note_bias(self) -> None:
         """Remember the bias as it is now: the executor's."""
-        self._shared_bias = SharedBias.of(self.bias)
+        self._shared_bias = Shared.of(self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         unchanged = self._shared_bias.is_still(self.bias)

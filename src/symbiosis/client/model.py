@@ -18,6 +18,7 @@ from symbiosis.client.fused import fuse
 from symbiosis.client.groups import Groups
 from symbiosis.client.layers import VirtualConv1D, VirtualEmbedding, VirtualLayer, VirtualLinear
 from symbiosis.client.loss import speed_up_loss
+from symbiosis.client.norm import watch_norms
 from symbiosis.client.session import Session
 from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
 from symbiosis.links import driver
@@ -43,7 +44,7 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     session = Session(link, manifest, bounds, model_class)
     mapped = _map(link, welcome, bounds, device, mode)
     model = build_skeleton(manifest, model_class)
-    put_virtual_layers(model, session)
+    groups = put_virtual_layers(model, session)
     fill(model, _client_part(link, manifest, mapped), manifest.ties)
     for module in model.modules():
         if isinstance(module, VirtualLinear | VirtualConv1D):
@@ -58,6 +59,8 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
         link.use_gpu(device, theirs)
     if device.type == "cuda":
         fuse(model)
+    if not mapped.base or mode == "executor":
+        watch_norms(model, groups, (spec for spec in manifest.layers if spec.kind is LayerKind.NORM))
     speed_up_loss(model)
     make_room(model)
     model.symbiosis = session
@@ -111,10 +114,11 @@ def _cannot_save(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def put_virtual_layers(model: nn.Module, session: Session) -> None:
+def put_virtual_layers(model: nn.Module, session: Session) -> Groups:
     """Stand a virtual layer in every place the executor hosts one. Raises `CannotSplit` if the model differs."""
     groups, dtype = Groups(session), getattr(torch, session.manifest.dtype)
-    blocks_last = sorted(session.manifest.layers, key=lambda spec: spec.kind is LayerKind.BLOCK)
+    hosted = [spec for spec in session.manifest.layers if spec.kind is not LayerKind.NORM]
+    blocks_last = sorted(hosted, key=lambda spec: spec.kind is LayerKind.BLOCK)
     for spec in blocks_last:
         try:
             module = model.get_submodule(spec.paths[0])
@@ -126,6 +130,7 @@ def put_virtual_layers(model: nn.Module, session: Session) -> None:
             make_experts(module, spec, session, dtype)
         else:
             _replace(model, spec, _virtual(module, spec, groups, session, dtype))
+    return groups
 
 
 def _virtual(module: nn.Module, spec: LayerSpec, groups: Groups, session: Session, dtype: torch.dtype) -> VirtualLayer:

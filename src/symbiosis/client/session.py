@@ -22,8 +22,8 @@ _SPARE_BYTES = 4096  # alignment of tensors within a message
 
 def answer_widths(layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> list[int]:
     """How wide the tensors are that come back."""
-    if direction is Direction.FORWARD:
-        return [layer.out_width for layer in layers]
+    if direction is not Direction.BACKWARD:
+        return [layer.out_width for layer in layers if direction is Direction.FORWARD or layer.kind is not LayerKind.NORM]
     if layers[0].kind is LayerKind.EXPERTS:
         return [layers[0].in_width, rows[1].shape[1]]
     return [layers[0].in_width]

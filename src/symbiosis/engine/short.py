@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from symbiosis.client.fused import FusedNorm, epsilon_of
+from symbiosis.client.fused import FusedNorm
 from symbiosis.engine.bank import Bank, Pending
 from symbiosis.engine.effects import Together
 from symbiosis.engine.usual import Usual, Witness, stand_in, usual_layers
+from symbiosis.models.norms import epsilon_of
 
 
 class Short:

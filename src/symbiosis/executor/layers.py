@@ -6,6 +6,7 @@ Plain reference for every kind: the module it was cut out of (tests/parity).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from symbiosis.errors import BadCall
 from symbiosis.executor.product import product, speed_up
+from symbiosis.models.norms import epsilon_of, normalised, rounds_twice
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 Rows = tuple[Tensor, ...]
@@ -46,9 +48,9 @@ class BaseLayer:
         if len(rows) != len(widths):
             raise BadCall(f"{self.spec.paths[0]} takes {len(widths)} tensors {direction.name.lower()}, got {len(rows)}")
         for tensor, width in zip(rows, widths, strict=True):
-            self._check_rows(tensor, width)
+            self.check_rows(tensor, width)
 
-    def _check_rows(self, tensor: Tensor, width: int | None) -> None:
+    def check_rows(self, tensor: Tensor, width: int | None) -> None:
         if tensor.dtype not in FLOATS:
             raise BadCall(f"{self.spec.paths[0]} takes floating point rows, got {tensor.dtype}")
         if width is not None and tensor.shape[1] != width:
@@ -203,6 +205,25 @@ def _alike(found: Tensor, expected: Tensor) -> bool:
     return bool((same | (found == expected) | (found.isnan() & expected.isnan())).all())
 
 
+class Norm(BaseLayer):
+    """A norm between layers. There is no backward call: tenants compute theirs themselves."""
+
+    def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
+        super().__init__(spec, {}, module)
+        self.module = module
+        self._twice = rounds_twice(module) if self.device.type == "cuda" else None
+
+    def check(self, direction: Direction, rows: Rows) -> None:
+        if direction is Direction.BACKWARD:
+            raise BadCall("norms have no backward call")
+        super().check(direction, rows)
+
+    def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
+        if self._twice is None:
+            return (self.module(rows[0]),)
+        return (normalised(rows[0], cast(Tensor, self.module.weight), epsilon_of(self.module), twice=self._twice),)
+
+
 class Experts(BaseLayer):
     """Stacked experts of an MoE: (rows, indices, weights) in, rows out; routing stays with the tenant."""
 
@@ -214,11 +235,11 @@ class Experts(BaseLayer):
         expected = 3 if direction is Direction.FORWARD else 4
         if len(rows) != expected:
             raise BadCall(f"{self.spec.paths[0]} takes {expected} tensors, got {len(rows)}")
-        self._check_rows(rows[0], self.spec.in_width)
+        self.check_rows(rows[0], self.spec.in_width)
         check_index(rows[1], self.spec)
-        self._check_rows(rows[2], rows[1].shape[1])
+        self.check_rows(rows[2], rows[1].shape[1])
         if expected == 4:
-            self._check_rows(rows[3], self.spec.out_width)
+            self.check_rows(rows[3], self.spec.out_width)
 
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         return (self.module(*rows),)
@@ -245,17 +266,63 @@ def make_layer(spec: LayerSpec, weights: dict[str, Tensor], bias: Tensor | None,
         return Matrix(spec, weights, bias)
     if spec.kind is LayerKind.EMBEDDING:
         return Embedding(spec, weights)
-    assert module is not None, "experts and blocks come with their module"
+    assert module is not None, "experts, blocks and norms come with their module"
+    if spec.kind is LayerKind.NORM:
+        return Norm(spec, module)
     if spec.kind is LayerKind.EXPERTS:
         return Experts(spec, weights, module)
     return (GatedBlock if GatedBlock.fits(spec, module) else Block)(spec, module)
 
 
-def run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None = None) -> Rows:
-    """Run one layer, or several matrices that read the same rows, on joined rows; into `out` if it is given.
+def answer_widths(layers: Sequence[BaseLayer], direction: Direction) -> list[int]:
+    """How wide the results of a call are."""
+    if direction is Direction.BACKWARD:
+        return [layers[0].spec.in_width]
+    return [layer.spec.out_width for layer in layers if direction is Direction.FORWARD or not isinstance(layer, Norm)]
 
-    Forward gives one result per layer; backward of several gives the one
-    gradient of the rows they shared.
+
+def check_together(layers: Sequence[BaseLayer], direction: Direction, rows: Rows) -> None:
+    """Raise `BadCall` unless several layers can be one call with these rows."""
+    if direction is Direction.ONWARD:
+        _check_onward(layers, rows)
+        return
+    if not all(isinstance(layer, Matrix) for layer in layers) or len({layer.spec.in_width for layer in layers}) > 1:
+        raise BadCall("only matrices that read rows of one width can be called together")
+    if direction is Direction.FORWARD:
+        layers[0].check(direction, rows)
+        return
+    if len(rows) != len(layers):
+        raise BadCall(f"backward of {len(layers)} layers takes as many gradients, got {len(rows)}")
+    for layer, grad in zip(layers, rows, strict=True):
+        layer.check(direction, (grad,))
+
+
+def _check_onward(layers: Sequence[BaseLayer], rows: Rows) -> None:
+    """Raise `BadCall` unless each layer can read what the one before, and the norms and the sum between them, give."""
+    if len(rows) != 2:
+        raise BadCall(f"a call onward takes rows and those to add results to, got {len(rows)} tensors")
+    if any(not isinstance(layer, Matrix | Block | Norm) for layer in layers):
+        raise BadCall("only matrices, blocks and the norms between them can be called onward")
+    if isinstance(layers[0], Norm) or isinstance(layers[-1], Norm):
+        raise BadCall("a call onward begins and ends with a layer, not with a norm")
+    layers[0].check(Direction.FORWARD, rows[:1])
+    width, reads, readers = rows[1].shape[1], rows[0].shape[1], 1
+    layers[0].check_rows(rows[1], None)
+    for before, layer in itertools.pairwise(layers):
+        if isinstance(layer, Norm) and not isinstance(before, Norm):
+            if readers > 1 or before.spec.out_width != width:
+                raise BadCall(f"{before.spec.paths[0]} gives no rows of width {width} to add")
+            reads, readers = width, 0
+        readers += not isinstance(layer, Norm)
+        if layer.spec.in_width != reads:
+            raise BadCall(f"{layer.spec.paths[0]} takes rows of width {layer.spec.in_width}, got {reads}")
+
+
+def run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None = None) -> Rows:
+    """Run one layer, several matrices that read the same rows, or layers that follow each other, on joined rows.
+
+    The results go into `out` if it is given. Forward and onward give one per
+    layer; backward of several gives the one gradient of the rows they shared.
     """
     results = _run(layers, direction, rows, out)
     if out is None:
@@ -267,6 +334,8 @@ def run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows
 
 
 def _run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None) -> Rows:
+    if direction is Direction.ONWARD:
+        return _onward(layers, rows, out)
     if len(layers) == 1:
         return layers[0].forward(rows, out) if direction is Direction.FORWARD else layers[0].backward(rows, out)
     if direction is Direction.FORWARD:
@@ -275,3 +344,21 @@ def _run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Row
     for layer, grad in zip(layers[1:], rows[1:], strict=True):
         total.addmm_(grad, cast(Matrix, layer).weight_OI)
     return (total,)
+
+
+def _onward(layers: Sequence[BaseLayer], rows: Rows, out: Rows | None) -> Rows:
+    """Before a layer's norm the last result is added to the second rows; norms before that one are of the result itself."""
+    (x, total), results, norms = rows, list[Tensor](), list[BaseLayer]()
+    for layer in layers:
+        if isinstance(layer, Norm):
+            norms.append(layer)
+            continue
+        if norms:
+            last = results[-1]
+            for norm in norms[:-1]:
+                (last,) = norm.forward((last,))
+            total = total + last
+            (x,) = norms[-1].forward((total,))
+            norms.clear()
+        results.extend(layer.forward((x,), out and (out[len(results)],)))
+    return tuple(results)

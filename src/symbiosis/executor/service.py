@@ -27,7 +27,7 @@ from symbiosis.errors import (
 from symbiosis.executor.calibration import time_layer
 from symbiosis.executor.costs import Costs
 from symbiosis.executor.lanes import Lanes
-from symbiosis.executor.layers import BaseLayer, Matrix, Rows
+from symbiosis.executor.layers import BaseLayer, Rows, answer_widths, check_together
 from symbiosis.executor.mapping import describe
 from symbiosis.executor.policies import BatchKey, Decision, Heard, Pending, Policy
 from symbiosis.executor.runner import Call, Cut, Work, run_batch
@@ -247,9 +247,7 @@ class Service:
         key = self._key(message.layers, message.direction, tuple(t.shape[1] for t in rows))
         places = None
         if all(t.dtype is layers[0].dtype and t.device == layers[0].device for t in rows):
-            widths = [layer.spec.out_width for layer in layers]
-            if message.direction is Direction.BACKWARD:
-                widths = [layers[0].spec.in_width]
+            widths = answer_widths(layers, message.direction)
             places = peer.port.places(peer, [(rows[0].shape[0], width) for width in widths], layers[0].dtype)
         # rows of tenants on this host lie in their channel's own memory, whether they wait here or there
         held = 0 if peer.port.same_host else sum(tensor_bytes(t) for t in rows)
@@ -261,10 +259,9 @@ class Service:
     def _new_key(self, handles: tuple[int, ...], direction: Direction, widths: tuple[int, ...]) -> BatchKey:
         specs = [self._layer(handle).spec for handle in handles]
         shape = (direction, *(x for spec in specs for x in (spec.kind, spec.in_width, spec.out_width)), *widths)
-        if len(specs) > 1:  # matrices: each is as dear as alone until more is known
-            self._costs.consists(
-                shape, [self._key((handle,), direction, self._alone(handle, direction)).shape for handle in handles]
-            )
+        if len(specs) > 1:  # each is as dear as alone until more is known
+            alone = Direction.FORWARD if direction is Direction.ONWARD else direction
+            self._costs.consists(shape, [self._key((handle,), alone, self._alone(handle, alone)).shape for handle in handles])
         return BatchKey(handles, direction, shape)
 
     def _alone(self, handle: int, direction: Direction) -> tuple[int, ...]:
@@ -280,33 +277,27 @@ class Service:
             raise BadCall(f"all tensors of a call have the same number of rows, got {[t.shape[0] for t in rows]}")
         if not 1 <= count <= self.limits.max_rows:
             raise TooLarge(f"a call carries 1 to {self.limits.max_rows} rows, got {count}: cut it into several")
-        back = (
-            [layer.spec.out_width for layer in layers] if message.direction is Direction.FORWARD else [layers[0].spec.in_width]
-        )
+        if message.direction is Direction.ONWARD and message.training:
+            raise BadCall("calls onward are for inference: they have no backward")
+        back = answer_widths(layers, message.direction)
         size = rows[0].element_size() if rows[0].is_floating_point() else layers[0].dtype.itemsize
         if count * sum(back) * size > self.limits.max_bytes:
             raise TooLarge(f"the answer to {count} rows is beyond the {self.limits.max_bytes} bytes of a message: cut the call")
-        if len(layers) == 1:
+        if len(layers) == 1 and message.direction is not Direction.ONWARD:
             layers[0].check(message.direction, rows)
-            return rows
-        if not all(isinstance(layer, Matrix) for layer in layers) or len({layer.spec.in_width for layer in layers}) > 1:
-            raise BadCall("only matrices that read rows of one width can be called together")
-        if message.direction is Direction.FORWARD:
-            layers[0].check(message.direction, rows)
-            return rows
-        if len(rows) != len(layers):
-            raise BadCall(f"backward of {len(layers)} layers takes as many gradients, got {len(rows)}")
-        for layer, grad in zip(layers, rows, strict=True):
-            layer.check(message.direction, (grad,))
+        else:
+            check_together(layers, message.direction, rows)
         return rows
 
     def calibrate(self) -> None:
         """Time every kind of layer with a few and with many rows, so that the policy knows costs from the first call."""
         for layer in {(layer.spec.kind, layer.spec.in_width, layer.spec.out_width): layer for layer in self._layers}.values():
-            for direction in Direction:
+            for direction in (Direction.FORWARD, Direction.BACKWARD):
                 widths = layer.widths(direction)
                 if layer.spec.kind in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
                     continue  # what these cost depends on the numbers in their rows
+                if layer.spec.kind is LayerKind.NORM and direction is Direction.BACKWARD:
+                    continue
                 key = self._key((layer.spec.handle,), direction, tuple(width or 0 for width in widths))
                 try:
                     for rows, seconds in time_layer(layer, direction):

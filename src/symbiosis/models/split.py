@@ -63,7 +63,7 @@ class Split:
     def summary(self) -> str:
         """What is hosted and what is not, for people."""
         kinds: dict[str, int] = {}
-        for layer in self.layers:
+        for layer in (layer for layer in self.layers if layer.spec.kind is not LayerKind.NORM):  # tenants have these too
             kinds[layer.spec.kind.value] = kinds.get(layer.spec.kind.value, 0) + 1
         hosted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         lines = [f"hosts {hosted}: {self.share:.1%} of {self.parameters / 1e6:,.1f} M parameters"]
@@ -104,6 +104,7 @@ def split(
         progress(done + 1, len(chosen))
     result.layers.extend(_blocks(modules, identities))
     result.layers = _numbered(result.layers, modules)
+    result.layers.extend(_norms(modules, result.layers))
     _collect_client_part(model, chosen, result)
     return result
 
@@ -368,6 +369,38 @@ def _blocks(modules: dict[nn.Module, tuple[str, ...]], identities: dict[nn.Modul
             out_width=shape.out_width,
             train_safe=shape.train_safe,
         )
+        yield HostedLayer(spec, {}, module=_skeleton(module))
+
+
+def _norms(modules: dict[nn.Module, tuple[str, ...]], layers: list[HostedLayer]) -> Iterable[HostedLayer]:
+    """Small modules that treat each row alone and may stand between hosted layers; numbered after these."""
+    widths = {layer.spec.in_width for layer in layers}
+    taken = [f"{path}." for layer in layers for path in layer.spec.paths]
+    probed: dict[tuple[object, ...], BlockShape | None] = {}
+    handle = len(layers)
+    for module, paths in modules.items():
+        weights = dict(module.named_parameters())
+        if not weights or any(weight.dim() != 1 or not weight.is_floating_point() for weight in weights.values()):
+            continue
+        width = len(next(iter(weights.values())))
+        if width not in widths or module._modules or module._buffers:
+            continue
+        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
+            continue
+        if any(path.startswith(outer) for path in paths for outer in taken):
+            continue
+        structure = _structure(module)
+        if structure not in probed:
+            first = next(iter(weights.values()))
+            probed[structure] = probe_block(module, [width], first.dtype, first.device)
+        shape = probed[structure]
+        if shape is None or shape.out_width != width or not shape.train_safe:
+            continue
+        identity = _identity(repr(structure), {name: weight.detach() for name, weight in weights.items()})
+        spec = LayerSpec(
+            handle=handle, identity=identity, kind=LayerKind.NORM, paths=paths, in_width=width, out_width=width
+        )  # fmt: skip
+        handle += 1
         yield HostedLayer(spec, {}, module=_skeleton(module))
 
 
