@@ -179,7 +179,8 @@ class Service:
     def _channel(self, peer: Peer, message: Message) -> Message:
         if self._gpu() is None:
             raise DirectRefused("the executor's layers are not on one GPU: there is no channel to them")
-        return Message(Kind.REPLY, body=peer.port.open_channel(peer, int(message.body["bytes"]), self._layers[0].device))
+        calls, answers = int(message.body["calls"]), int(message.body["answers"])
+        return Message(Kind.REPLY, body=peer.port.open_channel(peer, calls, answers, self._layers[0].device))
 
     def _blob(self, message: Message) -> Message:
         manifest = self._manifest()

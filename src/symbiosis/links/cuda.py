@@ -36,13 +36,14 @@ from symbiosis.links import driver
 from symbiosis.links.dial import Connection, ConnectionCut
 from symbiosis.links.memory import SharedMemory, open_shared
 from symbiosis.links.waiting import Wakeup
-from symbiosis.messages import Kind, Message, decode, encode, lay_out
+from symbiosis.messages import ALIGN, Kind, Message, decode, encode, lay_out
 
 _PAGE = 4096
 _RING = 256
 _SLOT = 1024
 _LENGTH = struct.Struct("<I")
 _ARRIVED, _DONE, _FAILED = 0, 16, 32  # which number of the page: apart, since two processors write them
+_ROOM = 4 << 20  # bytes: channels grow by so many
 _REMEMBER = 4096  # calls of one channel that are known by heart
 REQUEST = (1 << 64) - 1
 """The number of every call of a channel: there is only one at a time."""
@@ -76,8 +77,10 @@ def _copy(targets: list[Tensor], sources: tuple[Tensor, ...] | list[Tensor]) -> 
 class CudaChannel:
     """The executor's end."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._memory = driver.DeviceMemory(2 * size, device)
+    def __init__(self, calls: int, answers: int, device: torch.device) -> None:
+        """Room for calls and for answers of so many bytes, each on its own: attention's answers are three times its calls."""
+        calls = -(-calls // ALIGN) * ALIGN
+        self._memory = driver.DeviceMemory(calls + answers, device)
         try:
             self._memory.bytes.zero_()  # nobody reads what another tenant left
             self._shared = SharedMemory(_PAGE + _RING * _SLOT)
@@ -86,8 +89,8 @@ class CudaChannel:
         except BaseException:
             self._memory.close()
             raise
-        self._calls, self._answers = self._memory.bytes[:size], self._memory.bytes[size : 2 * size]
-        self._device, self._size = device, size
+        self._calls, self._answers = self._memory.bytes[:calls], self._memory.bytes[calls : calls + answers]
+        self._device = device
         self._next = 1
         self._known: dict[bytes, Message] = {}
         self._start = self._answers.data_ptr()
@@ -97,7 +100,8 @@ class CudaChannel:
     def reference(self) -> dict[str, Any]:
         """How the tenant finds it."""
         handle, size, _ = driver.export(self._memory.bytes)
-        return {"host": self._shared.reference(), "handle": handle.hex(), "bytes": 2 * self._size, "size": size}
+        sizes = {"calls": len(self._calls), "answers": len(self._answers), "size": size}
+        return {"host": self._shared.reference(), "handle": handle.hex(), **sizes}
 
     def has_call(self) -> bool:
         """Whether a call has arrived that was not taken yet."""
@@ -112,7 +116,7 @@ class CudaChannel:
         frame = bytes(self._host[at + _LENGTH.size : at + _LENGTH.size + min(length, _SLOT - _LENGTH.size)])
         message = self._known.get(frame)  # a tenant says the same few things again and again
         if message is None:
-            message = decode(memoryview(frame), max_bytes=self._size, max_body=0, arena=self._calls)
+            message = decode(memoryview(frame), max_bytes=len(self._calls), max_body=0, arena=self._calls)
             if message.kind is not Kind.CALL or message.request != REQUEST:
                 raise BadMessage(f"a {message.kind.name} among the calls of a channel")
             if len(self._known) >= _REMEMBER:
@@ -183,22 +187,24 @@ class CudaCaller:
     as this process numbers it): then its copies go from GPU to GPU.
     """
 
-    def __init__(self, connection: Connection, size: int, most: int, device: torch.device, theirs: torch.device) -> None:
+    def __init__(self, connection: Connection, most: int, device: torch.device, theirs: torch.device) -> None:
+        """`most` bytes are all that a call, or an answer, may have."""
         self._connection, self._most, self._device, self._theirs = connection, most, device, theirs
         self._stream = torch.cuda.current_stream(device)
         self._lock = threading.Lock()  # for the counters, which another thread lets go on
         self._lost = False
-        self._open(min(size, most))
+        self._open(min(_ROOM, most), min(_ROOM, most))
 
-    def _open(self, size: int) -> None:
+    def _open(self, calls: int, answers: int) -> None:
+        body = {"calls": calls, "answers": answers}
         try:
-            reply = self._connection.ask(Message(Kind.CHANNEL, self._connection.next_request(), body={"bytes": size}))
+            reply = self._connection.ask(Message(Kind.CHANNEL, self._connection.next_request(), body=body))
         except ConnectionCut:
             raise _gone() from None
         if reply.kind is Kind.ERROR:
             raise errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
         try:
-            handle, half = bytes.fromhex(reply.body["handle"]), int(reply.body["bytes"]) // 2
+            handle, calls, answers = bytes.fromhex(reply.body["handle"]), int(reply.body["calls"]), int(reply.body["answers"])
             self._memory = driver.OpenedMemory(handle, int(reply.body["size"]), self._theirs)
             shared = open_shared(reply.body["host"])
         except ConnectionCut:
@@ -208,7 +214,7 @@ class CudaCaller:
         if len(shared) != _PAGE + _RING * _SLOT:
             raise BadMessage(f"the executor's ring has {len(shared)} bytes: another version of symbiosis?")
         memory = self._memory.bytes
-        self._calls, self._answers, self._size = memory[:half], memory[half : 2 * half], half
+        self._calls, self._answers = memory[:calls], memory[calls : calls + answers]
         self._host: mmap.mmap = shared
         with self._lock:
             self._counters = driver.Counters(shared, self._device)
@@ -247,9 +253,9 @@ class CudaCaller:
         rows = message.tensors[0]
         sent = [(t.shape, t.dtype) for t in message.tensors]
         back = [(torch.Size((rows.shape[0], width)), rows.dtype) for width in widths]
-        needed = max(lay_out((shape[0], shape[1], dtype) for shape, dtype in shapes)[1] for shapes in (sent, back))
-        if needed > self._size:
-            self._grow(needed)
+        calls, answers = (lay_out((shape[0], shape[1], dtype) for shape, dtype in shapes)[1] for shapes in (sent, back))
+        if calls > len(self._calls) or answers > len(self._answers):
+            self._grow(calls, answers)
         message.request = REQUEST
         frame = encode(message, self._calls)
         return _Plan(_LENGTH.pack(len(frame)) + frame, _views(self._calls, sent), _views(self._answers, back))
@@ -274,11 +280,12 @@ class CudaCaller:
         self._counters.host[_FAILED] = 0
         return errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
 
-    def _grow(self, size: int) -> None:
+    def _grow(self, calls: int, answers: int) -> None:
         self._wait()  # nobody reads the old memory any more
         self._check()
         old = self._counters, self._memory
-        self._open(min(size + size // 4, self._most))
+        calls, answers = max(calls, len(self._calls)), max(answers, len(self._answers))
+        self._open(*(min(-(-size // _ROOM) * _ROOM, self._most) for size in (calls, answers)))
         for part in old:
             part.close()
 

@@ -38,7 +38,6 @@ from symbiosis.links.memory import SharedMemory, open_shared, owner
 from symbiosis.links.wire import WirePort
 from symbiosis.messages import Kind, Message, is_call
 
-_FIRST_BYTES = 8 << 20
 _log = logging.getLogger("symbiosis")
 _NAME = re.compile(r"(?!.*\.lock$)[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 
@@ -136,13 +135,13 @@ class ShmPort(WirePort):
     def keeps(self, peer: Peer) -> bool:
         return peer in self._channels
 
-    def open_channel(self, peer: Peer, size: int, device: torch.device) -> dict[str, Any]:
-        if not 0 < size <= self._max_bytes:
-            raise TooLarge(f"a channel of {size} bytes: expected 1 to {self._max_bytes}")
+    def open_channel(self, peer: Peer, calls: int, answers: int, device: torch.device) -> dict[str, Any]:
+        if not 0 < min(calls, answers) <= max(calls, answers) <= self._max_bytes:
+            raise TooLarge(f"a channel for calls of {calls} bytes, answers of {answers}: expected 1 to {self._max_bytes}")
         known = self._channels.get(peer)
         if known is not None and known.busy:
             raise TooManyCalls("a call of this channel has not been answered yet: its memory cannot go now")
-        channel = CudaChannel(size, device)
+        channel = CudaChannel(calls, answers, device)
         self._close_channel(peer)
         self._channels[peer] = channel
         return channel.reference()
@@ -226,7 +225,7 @@ class ShmLink(WireLink):
             connection = self.connect()
             try:
                 most = int(self.welcome["limits"]["max_bytes"])
-                caller = CudaCaller(connection, _FIRST_BYTES, most, self._gpu, self._their_gpu)
+                caller = CudaCaller(connection, most, self._gpu, self._their_gpu)
                 watch = Watch(self._executor, caller)
             except BaseException:
                 connection.close()
