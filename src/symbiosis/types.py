@@ -16,7 +16,24 @@ class Direction(IntEnum):
     FORWARD = 0
     BACKWARD = 1
     ONWARD = 2
-    """Forward through a layer and those that follow it, with the norms and sums between them. For inference."""
+    """Forward through layers that follow each other, with the norms and sums between them. For inference."""
+
+
+class Turn(IntEnum):
+    """What stands among the layers of a call onward and is none. They go one after the other; each changes the rows."""
+
+    ADD = (1 << 31) - 1
+    """The next of the call's tensors is added."""
+    KEEP = (1 << 31) - 2
+    """The rows as they are now are kept, and"""
+    BACK = (1 << 31) - 3
+    """added here."""
+    READ = (1 << 31) - 4
+    """The way ends. Layers after this read the rows, and their results are answers too."""
+
+    @property
+    def handle(self) -> int:
+        return int(self)
 
 
 class LayerKind(StrEnum):

@@ -126,14 +126,6 @@ def call_block(session: Session, layer: LayerSpec, x: Tensor) -> Tensor:
     return _BlockCall.apply(x, session, layer)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def call_onward(
-    session: Session, layers: tuple[LayerSpec, ...], x: Tensor, total: Tensor, with_bias: tuple[bool, ...]
-) -> tuple[Tensor, ...]:
-    """Layers that follow each other, with the norms between them; before each norm a result is added to `total`."""
-    results = _ask(session, layers, Direction.ONWARD, (x, total), training=False, with_bias=with_bias)
-    return tuple(_shaped(result, *x.shape[:-1], result.shape[-1]) for result in results)
-
-
 class _ExpertsCall(torch.autograd.Function):
     """Experts of an MoE: gradients for the rows and for the router's weights."""
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from symbiosis.client.as_made import AsMade
 from symbiosis.client.groups import Groups
 from symbiosis.client.mixing import mix_in
+from symbiosis.client.promise import is_pending, plain
 from symbiosis.client.shared import Shared
 from symbiosis.errors import CannotSplit
 from symbiosis.types import LayerSpec
@@ -33,18 +33,17 @@ class _Hosted:
 
 
 class WatchedNorm(nn.Module):
-    """Mixed into the class of a norm that the executor has too: what it gives may lead onward (`onward`)."""
+    """Mixed into the class of a norm that the executor has too: of a promise it gives a promise."""
 
     _symbiosis_hosted: _Hosted
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        rows = super().forward(*args, **kwargs)
-        if torch.is_grad_enabled() or len(args) != 1 or kwargs:
-            return rows
-        (x,), hosted = args, self._symbiosis_hosted
-        if not isinstance(x, Tensor) or x.is_inference() or not hosted.groups.onward.is_way(x) or rows.dtype is not x.dtype:
-            return rows
-        return hosted.groups.normed(hosted.spec, x, rows, is_shared=hosted.is_still(self))
+        hosted = self._symbiosis_hosted
+        if len(args) == 1 and not kwargs and is_pending(args[0]) and hosted.is_still(self):
+            (x,), promises = args, hosted.groups.promises
+            if promises.can(x) and x.node.fits(1) and x.shape[-1] == hosted.spec.in_width:
+                return promises.norm(hosted.spec, x)
+        return super().forward(*plain(args), **plain(kwargs))
 
 
 def watch_norms(model: nn.Module, groups: Groups, norms: Iterable[LayerSpec]) -> None:
@@ -57,4 +56,3 @@ def watch_norms(model: nn.Module, groups: Groups, norms: Iterable[LayerSpec]) ->
         mix_in(norm, WatchedNorm)
         parameters = {name: Shared.of(parameter) for name, parameter in norm._parameters.items()}
         object.__setattr__(norm, "_symbiosis_hosted", _Hosted(spec, groups, AsMade(norm), parameters))
-    groups.onward.know(model)

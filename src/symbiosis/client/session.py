@@ -22,8 +22,8 @@ _SPARE_BYTES = 4096  # alignment of tensors within a message
 
 def answer_widths(layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> list[int]:
     """How wide the tensors are that come back."""
-    if direction is not Direction.BACKWARD:
-        return [layer.out_width for layer in layers if direction is Direction.FORWARD or layer.kind is not LayerKind.NORM]
+    if direction is Direction.FORWARD:
+        return [layer.out_width for layer in layers]
     if layers[0].kind is LayerKind.EXPERTS:
         return [layers[0].in_width, rows[1].shape[1]]
     return [layers[0].in_width]
@@ -81,6 +81,16 @@ class Session:
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = self._form(layers, direction, rows, with_bias)
+        return self._in_parts(form, direction, rows, training=training)
+
+    def onward(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Layers that follow each other, by handles and `Turn`s, as one call that answers with tensors of these widths."""
+        form = self._forms.get(program)
+        if form is None:
+            form = self._forms[program] = _Form(program, widths, self._most_rows(rows, widths))
+        return self._in_parts(form, Direction.ONWARD, rows, training=False)
+
+    def _in_parts(self, form: _Form, direction: Direction, rows: tuple[Tensor, ...], *, training: bool) -> tuple[Tensor, ...]:
         count, parts = rows[0].shape[0], []
         for start in range(0, count, form.rows):
             part = rows if count <= form.rows else tuple(t[start : start + form.rows] for t in rows)
@@ -94,12 +104,16 @@ class Session:
         self, layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...], with_bias: tuple[bool, ...]
     ) -> _Form:
         widths = answer_widths(layers, direction, rows)
+        flags = with_bias or (False,) * len(layers)
+        handles = tuple(layer.handle | (WITH_BIAS * flag) for layer, flag in zip(layers, flags, strict=True))
+        return _Form(handles, widths, self._most_rows(rows, widths))
+
+    def _most_rows(self, rows: tuple[Tensor, ...], widths: list[int]) -> int:
+        """How many rows of such a call and its answer a message takes."""
         sent = sum(t.shape[1] * t.element_size() for t in rows)
         size = rows[0].element_size() if rows[0].is_floating_point() else 8  # ids are answered in the layer's dtype
         wire = max(sent, size * sum(widths))
-        flags = with_bias or (False,) * len(layers)
-        handles = tuple(layer.handle | (WITH_BIAS * flag) for layer, flag in zip(layers, flags, strict=True))
-        return _Form(handles, widths, max(1, min(self.limits.max_rows, (self.limits.max_bytes - _SPARE_BYTES) // wire)))
+        return max(1, min(self.limits.max_rows, (self.limits.max_bytes - _SPARE_BYTES) // wire))
 
     def fetch_weight(self, layer: LayerSpec, name: str) -> Tensor:
         """A base weight itself. Raises `WeightsWithheld` where the provider does not allow it."""

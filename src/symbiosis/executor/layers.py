@@ -6,7 +6,6 @@ Plain reference for every kind: the module it was cut out of (tests/parity).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -61,6 +60,10 @@ class BaseLayer:
 
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
         raise BadCall(f"{self.spec.paths[0]} has no backward call")
+
+    def results(self) -> list[int]:
+        """How wide the results of `forward` are."""
+        return [self.spec.out_width]
 
     def with_bias(self) -> BaseLayer:
         """The same layer with its bias added in forward."""
@@ -278,14 +281,11 @@ def answer_widths(layers: Sequence[BaseLayer], direction: Direction) -> list[int
     """How wide the results of a call are."""
     if direction is Direction.BACKWARD:
         return [layers[0].spec.in_width]
-    return [layer.spec.out_width for layer in layers if direction is Direction.FORWARD or not isinstance(layer, Norm)]
+    return [width for layer in layers for width in layer.results()]
 
 
 def check_together(layers: Sequence[BaseLayer], direction: Direction, rows: Rows) -> None:
     """Raise `BadCall` unless several layers can be one call with these rows."""
-    if direction is Direction.ONWARD:
-        _check_onward(layers, rows)
-        return
     if not all(isinstance(layer, Matrix) for layer in layers) or len({layer.spec.in_width for layer in layers}) > 1:
         raise BadCall("only matrices that read rows of one width can be called together")
     if direction is Direction.FORWARD:
@@ -297,32 +297,11 @@ def check_together(layers: Sequence[BaseLayer], direction: Direction, rows: Rows
         layer.check(direction, (grad,))
 
 
-def _check_onward(layers: Sequence[BaseLayer], rows: Rows) -> None:
-    """Raise `BadCall` unless each layer can read what the one before, and the norms and the sum between them, give."""
-    if len(rows) != 2:
-        raise BadCall(f"a call onward takes rows and those to add results to, got {len(rows)} tensors")
-    if any(not isinstance(layer, Matrix | Block | Norm) for layer in layers):
-        raise BadCall("only matrices, blocks and the norms between them can be called onward")
-    if isinstance(layers[0], Norm) or isinstance(layers[-1], Norm):
-        raise BadCall("a call onward begins and ends with a layer, not with a norm")
-    layers[0].check(Direction.FORWARD, rows[:1])
-    width, reads, readers = rows[1].shape[1], rows[0].shape[1], 1
-    layers[0].check_rows(rows[1], None)
-    for before, layer in itertools.pairwise(layers):
-        if isinstance(layer, Norm) and not isinstance(before, Norm):
-            if readers > 1 or before.spec.out_width != width:
-                raise BadCall(f"{before.spec.paths[0]} gives no rows of width {width} to add")
-            reads, readers = width, 0
-        readers += not isinstance(layer, Norm)
-        if layer.spec.in_width != reads:
-            raise BadCall(f"{layer.spec.paths[0]} takes rows of width {layer.spec.in_width}, got {reads}")
-
-
 def run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None = None) -> Rows:
-    """Run one layer, several matrices that read the same rows, or layers that follow each other, on joined rows.
+    """Run one layer, or several matrices that read the same rows, on joined rows; into `out` if it is given.
 
-    The results go into `out` if it is given. Forward and onward give one per
-    layer; backward of several gives the one gradient of the rows they shared.
+    Forward gives one result per layer; backward of several gives the one
+    gradient of the rows they shared.
     """
     results = _run(layers, direction, rows, out)
     if out is None:
@@ -334,31 +313,11 @@ def run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows
 
 
 def _run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None) -> Rows:
-    if direction is Direction.ONWARD:
-        return _onward(layers, rows, out)
     if len(layers) == 1:
-        return layers[0].forward(rows, out) if direction is Direction.FORWARD else layers[0].backward(rows, out)
+        return layers[0].backward(rows, out) if direction is Direction.BACKWARD else layers[0].forward(rows, out)
     if direction is Direction.FORWARD:
         return tuple(layer.forward(rows, out and (out[i],))[0] for i, layer in enumerate(layers))
     (total,) = layers[0].backward(rows[:1], out)
     for layer, grad in zip(layers[1:], rows[1:], strict=True):
         total.addmm_(grad, cast(Matrix, layer).weight_OI)
     return (total,)
-
-
-def _onward(layers: Sequence[BaseLayer], rows: Rows, out: Rows | None) -> Rows:
-    """Before a layer's norm the last result is added to the second rows; norms before that one are of the result itself."""
-    (x, total), results, norms = rows, list[Tensor](), list[BaseLayer]()
-    for layer in layers:
-        if isinstance(layer, Norm):
-            norms.append(layer)
-            continue
-        if norms:
-            last = results[-1]
-            for norm in norms[:-1]:
-                (last,) = norm.forward((last,))
-            total = total + last
-            (x,) = norms[-1].forward((total,))
-            norms.clear()
-        results.extend(layer.forward((x,), out and (out[len(results)],)))
-    return tuple(results)

@@ -28,7 +28,7 @@ from symbiosis.executor.runner import Work
 _KNOWN, _KNOWN_TOGETHER = 4, 64  # what comes so often comes again; companies change, and do without one of their own
 _SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # rows
 _ROWS, _ROWS_TOGETHER = 256, 512  # with more rows the GPU takes longer than the launches
-_LAYERS = 9  # of one call: o, norms, an MLP, norms, q, k and v
+_LAYERS = 4  # of one call: q, k and v, or gate and up
 _MOST, _MOST_OF_ONE = 8192, 1024  # graphs of everybody together, and of one tenant
 _MOST_PARTED = 2048  # companies whose copies are remembered
 _log = logging.getLogger("symbiosis")

@@ -33,6 +33,7 @@ from symbiosis.executor.policies import BatchKey, Decision, Heard, Pending, Poli
 from symbiosis.executor.runner import Call, Cut, Work, run_batch
 from symbiosis.executor.sessions import Session, Sessions
 from symbiosis.executor.turns import Turns
+from symbiosis.executor.way import Way, is_turn
 from symbiosis.links import driver
 from symbiosis.links.base import Peer
 from symbiosis.messages import PROTOCOL, Kind, Message, tensor_bytes
@@ -94,6 +95,7 @@ class Service:
         """When the last batch ended."""
         self._started = clock()
         self._key = lru_cache(maxsize=4096)(self._new_key)
+        self._way = lru_cache(maxsize=4096)(lambda program: Way(program, self._layer))
         self._enters = lru_cache(maxsize=4096)(self._is_entry)
         self._entry = {
             0,
@@ -243,7 +245,10 @@ class Service:
 
     def _check_work(self, peer: Peer, message: Message) -> Work:
         """What a call asks for, if it may; noted on the message if all of it was checked for good."""
-        layers = tuple(self._layer(handle) for handle in message.layers)
+        if message.direction is Direction.ONWARD:
+            layers: tuple[BaseLayer, ...] = (self._way(message.layers),)
+        else:
+            layers = tuple(self._layer(handle) for handle in message.layers)
         rows = self._check(layers, message)
         key = self._key(message.layers, message.direction, tuple(t.shape[1] for t in rows))
         places = None
@@ -258,11 +263,14 @@ class Service:
         return work
 
     def _new_key(self, handles: tuple[int, ...], direction: Direction, widths: tuple[int, ...]) -> BatchKey:
-        specs = [self._layer(handle).spec for handle in handles]
+        handles_alone = [handle for handle in handles if direction is not Direction.ONWARD or not is_turn(handle)]
+        specs = [self._layer(handle).spec for handle in handles_alone]
         shape = (direction, *(x for spec in specs for x in (spec.kind, spec.in_width, spec.out_width)), *widths)
         if len(specs) > 1:  # each is as dear as alone until more is known
             alone = Direction.FORWARD if direction is Direction.ONWARD else direction
-            self._costs.consists(shape, [self._key((handle,), alone, self._alone(handle, alone)).shape for handle in handles])
+            self._costs.consists(
+                shape, [self._key((handle,), alone, self._alone(handle, alone)).shape for handle in handles_alone]
+            )
         return BatchKey(handles, direction, shape)
 
     def _alone(self, handle: int, direction: Direction) -> tuple[int, ...]:
@@ -284,7 +292,7 @@ class Service:
         size = rows[0].element_size() if rows[0].is_floating_point() else layers[0].dtype.itemsize
         if count * sum(back) * size > self.limits.max_bytes:
             raise TooLarge(f"the answer to {count} rows is beyond the {self.limits.max_bytes} bytes of a message: cut the call")
-        if len(layers) == 1 and message.direction is not Direction.ONWARD:
+        if len(layers) == 1:
             layers[0].check(message.direction, rows)
         else:
             check_together(layers, message.direction, rows)

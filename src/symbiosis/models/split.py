@@ -375,12 +375,13 @@ def _blocks(modules: dict[nn.Module, tuple[str, ...]], identities: dict[nn.Modul
 def _norms(modules: dict[nn.Module, tuple[str, ...]], layers: list[HostedLayer]) -> Iterable[HostedLayer]:
     """Small modules that treat each row alone and may stand between hosted layers; numbered after these."""
     widths = {layer.spec.in_width for layer in layers}
+    dtypes = {weight.dtype for layer in layers for weight in layer.weights.values()}
     taken = [f"{path}." for layer in layers for path in layer.spec.paths]
     probed: dict[tuple[object, ...], BlockShape | None] = {}
     handle = len(layers)
     for module, paths in modules.items():
         weights = dict(module.named_parameters())
-        if not weights or any(weight.dim() != 1 or not weight.is_floating_point() for weight in weights.values()):
+        if not weights or any(weight.dim() != 1 or {weight.dtype} != dtypes for weight in weights.values()):
             continue
         width = len(next(iter(weights.values())))
         if width not in widths or module._modules or module._buffers:

@@ -1,0 +1,314 @@
+"""Fewer calls in decoding: results that are computed when somebody looks at them, with all that led there in one call.
+
+From the attention of one layer to that of the next, every row goes its way
+alone: o, its adapter's change, a sum, a norm, the MLP, a sum, a norm, q, k and
+v. A layer that is called without gradients gives a `Promise`: a tensor that
+knows how it comes about. Sums with it and norms of it are promises too. Whatever
+else is done with one needs its numbers: then the executor computes the whole
+way in one call onward.
+
+A promise holds copies of what it starts from, so nobody can change what it
+will be; and that is what it would have been at once: the same operations in
+the same order, rounded alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from symbiosis.client.session import Session
+from symbiosis.messages import MAX_LAYERS
+from symbiosis.types import WITH_BIAS, LayerSpec, Turn
+
+_ROWS = 512  # more take longer than their ways
+_TRIES = 4  # a layer whose promise was looked at so often at once is computed at once
+_SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+_PROPERTIES = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "requires_grad",
+    "is_leaf",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "grad_fn",
+)
+_FACTS = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.is_inference),
+    *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex, Tensor.is_contiguous),
+}
+
+
+class Member(NamedTuple):
+    """A layer as it is called: with the executor's bias or without."""
+
+    layer: LayerSpec
+    with_bias: bool
+
+    @property
+    def handle(self) -> int:
+        return self.layer.handle | (WITH_BIAS * self.with_bias)
+
+
+class Promises:
+    """Makes a session's promises, where they are worth it."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._dtype = getattr(torch, session.manifest.dtype)
+        self._broken: dict[Member, int] = {}
+
+    def can(self, x: Tensor) -> bool:
+        """Whether what becomes of these rows may be promised."""
+        # in other dtypes than the executor's, its sums are rounded otherwise
+        if torch.is_grad_enabled() or x.dtype is not self._dtype or torch.is_autocast_enabled(x.device.type):
+            return False
+        if forward_ad._current_level >= 0:  # these say more than their numbers
+            return False
+        return 0 < x.numel() <= _ROWS * x.shape[-1] and not x.is_inference()
+
+    def can_layer(self, me: Member, x: Tensor) -> bool:
+        return self._broken.get(me, 0) < _TRIES and self.can(x) and (not is_pending(x) or x.node.fits(1))
+
+    def layer(self, me: Member, x: Tensor) -> Promise:
+        """What a layer makes of `x`."""
+        source = x.node if is_pending(x) else plain(x).detach().clone()
+        return Promise(Node(self, me, source, me.layer.out_width))
+
+    def norm(self, norm: LayerSpec, x: Promise) -> Promise:
+        """What the executor's norm makes of a promise that is pending."""
+        return Promise(Node(self, norm, x.node, norm.out_width))
+
+    def note_broken(self, me: Member) -> None:
+        """Somebody looked at a layer's own result."""
+        self._broken[me] = self._broken.get(me, 0) + 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Promises:
+        return self
+
+
+class Node:
+    """How a tensor comes about: by a step from another node, or from rows that nobody else has."""
+
+    __slots__ = ("_addend", "_length", "_public", "_source", "dtype_device", "is_used", "promises", "shape", "step", "value")
+
+    def __init__(
+        self,
+        promises: Promises,
+        step: Member | LayerSpec | Turn,
+        source: Node | Tensor,
+        width: int,
+        addend: Node | Tensor | None = None,
+    ) -> None:
+        """A step is a layer, a norm, or that something is added."""
+        self.promises, self.step = promises, step
+        self.shape: tuple[int, ...] = (*source.shape[:-1], width)
+        self.dtype_device: tuple[torch.dtype, torch.device] = (
+            source.dtype_device if isinstance(source, Node) else (source.dtype, source.device)
+        )
+        self._source: Node | Tensor | None = source
+        self._addend = addend
+        self.value: Tensor | None = None
+        """Its numbers once they are computed, and"""
+        self._public: Tensor | None = None
+        """those that others have got: the same, or a copy if other nodes count on these."""
+        self._length: int = (source._length if isinstance(source, Node) else 1) + (2 if isinstance(addend, Node) else 1)
+        """At most so many words are what leads here, and a `READ` after it."""
+        self.is_used = False
+        for used in (source, addend):
+            if isinstance(used, Node):
+                used.is_used = True
+
+    @property
+    def is_public(self) -> bool:
+        return self._public is not None
+
+    def public(self) -> Tensor:
+        """Its numbers, for whatever somebody does with them."""
+        if self._public is None:
+            if self.value is None:
+                if isinstance(self.step, Member):
+                    self.promises.note_broken(self.step)
+                self.compute(())
+            assert self.value is not None, "just computed"
+            self._public = self.value.clone() if self.is_used else self.value
+        return self._public
+
+    def as_it_is(self) -> Tensor:
+        """Its numbers as they are now, whatever somebody does with them later. They must be there."""
+        if self._public is not None:
+            return self._public.clone()
+        assert self.value is not None, "whoever asks has looked"
+        self.is_used = True
+        return self.value
+
+    def compute(self, readers: Sequence[Member]) -> tuple[Tensor, ...]:
+        """Its numbers, and those of layers that read them."""
+        path = self._path()
+        first = path[0]._source
+        start = first.value if isinstance(first, Node) else first
+        assert start is not None, "the first that is to be computed has what it starts from"
+        tensors, program, added = [start], list[int](), {id(node._addend) for node in path}
+        for node in path:
+            addend = node._addend
+            if addend is None:
+                program.append(node.step.handle)
+            elif isinstance(addend, Node) and addend.value is None:
+                program.append(Turn.BACK)
+            else:
+                program.append(Turn.ADD)
+                tensors.append(addend.value if isinstance(addend, Node) else addend)  # type: ignore[arg-type]
+            if id(node) in added:
+                program.append(Turn.KEEP)
+        if readers:
+            program += [Turn.READ, *(reader.handle for reader in readers)]
+        is_norm = isinstance(self.step, LayerSpec)
+        widths = [self.shape[-1]] * (2 if is_norm else 1) + [reader.layer.out_width for reader in readers]
+        rows = tuple(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors)
+        results = [
+            torch.ops.aten._unsafe_view(result, (*self.shape[:-1], result.shape[-1]))
+            for result in self.promises.session.onward(tuple(program), widths, rows)
+        ]
+        source = self._source
+        self._settle(results.pop(0))
+        if is_norm:
+            before = results.pop(0)
+            if isinstance(source, Node) and source.value is None:
+                source._settle(before)
+        return tuple(results)
+
+    def _settle(self, value: Tensor) -> None:
+        self.value, self._source, self._addend = value, None, None  # what led here may go
+
+    def _path(self) -> list[Node]:
+        """What is to be computed for this, first to last. What is added, and cannot be kept on the way, is computed before."""
+        path, at = [self], self._source
+        while isinstance(at, Node) and at.value is None:
+            path.append(at)
+            at = at._source
+        path.reverse()
+        kept: Node | None = None
+        added = {id(node._addend) for node in path}
+        for node in path:
+            addend = node._addend
+            if isinstance(addend, Node) and addend.value is None and addend is not kept:
+                addend.compute(())
+                return self._path()  # shorter, if that was on the way
+            if id(node) in added:
+                kept = node
+        return path
+
+    def fits(self, steps: int) -> bool:
+        """Whether so many steps more can be computed in one call with this one."""
+        return self._length + steps < MAX_LAYERS
+
+    def leads_to(self, other: Node) -> bool:
+        """Whether this is on the way to another, before it."""
+        at: Node | Tensor | None = other
+        while isinstance(at, Node) and at.value is None and at is not self:
+            at = at._source
+        return at is self and self is not other
+
+
+class Promise(Tensor):
+    """A tensor that is computed when somebody looks at its numbers."""
+
+    node: Node
+
+    @staticmethod
+    def __new__(cls: Any, node: Node) -> Promise:
+        dtype, device = node.dtype_device
+        made: Promise = Tensor._make_wrapper_subclass(cls, node.shape, dtype=dtype, device=device)
+        made.node = node
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS and (not args[0].node.is_public or _has_history(args[0])):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _SUMS and len(args) == 2 and not kwargs:
+            total = _sum(*args)
+            if total is not None:
+                return total
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
+        return func(*plain(args), **plain(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*plain(args), **plain(kwargs or {}))
+
+
+class _Numbers(torch.autograd.Function):
+    """A promise's numbers to autograd. It has a history where it left a function of autograd's, such as a checkpoint."""
+
+    @staticmethod
+    def forward(ctx: Any, promise: Promise, numbers: Tensor) -> Tensor:
+        return numbers.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def _has_history(promise: Promise) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return promise.requires_grad
+
+
+def is_pending(x: Any) -> TypeGuard[Promise]:
+    """Whether this is a promise, and nobody has looked at it."""
+    return type(x) is Promise and x.node.value is None
+
+
+def plain(value: Any) -> Any:
+    """The same with numbers in the place of promises."""
+    if type(value) is Promise:
+        numbers = value.node.public()
+        return _Numbers.apply(value, numbers) if torch.is_grad_enabled() and _has_history(value) else numbers  # type: ignore[no-untyped-call]
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return {key: plain(each) for key, each in value.items()} if type(value) is dict else value
+
+
+def _sum(one: Any, other: Any) -> Promise | None:
+    """The sum as a promise, if it can be one."""
+    if not is_pending(one) or (is_pending(other) and one.node.leads_to(other.node)):
+        one, other = other, one
+    if not is_pending(one) or type(other) not in (Tensor, Promise):
+        return None
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return None
+    promises = one.node.promises
+    if not promises.can(one) or not promises.can(other) or not one.node.fits(2):
+        return None
+    addend: Node | Tensor
+    if type(other) is Promise:
+        addend = other.node if other.node.value is None else other.node.as_it_is()
+    else:
+        addend = other.detach().clone()
+    return Promise(Node(promises, Turn.ADD, one.node, one.shape[-1], addend))
+
+
+def _changes_nothing(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this gives its first argument itself."""
+    x = args[0] if args else None
+    if not is_pending(x):
+        return False
+    if func is F.dropout:
+        return not kwargs.get("training", args[2] if len(args) > 2 else True)
+    if func is Tensor.to:
+        return len(args) == 2 and not kwargs and (args[1] is x.dtype or args[1] == x.device)
+    return func is Tensor.contiguous and len(args) == 1 and not kwargs

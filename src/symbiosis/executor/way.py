@@ -1,0 +1,100 @@
+"""Layers that follow each other, with the norms and sums between them, as one call: a decoding tenant's way onward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from symbiosis.errors import BadCall
+from symbiosis.executor.layers import BaseLayer, Block, Matrix, Norm, Rows
+from symbiosis.types import Direction, LayerKind, LayerSpec, Turn
+
+_Step = BaseLayer | Turn
+
+
+def is_turn(handle: int) -> bool:
+    return handle in Turn._value2member_map_
+
+
+class Way(BaseLayer):
+    """A program of layers and turns. Its answers: the rows at its end; what its last norm read, if it ends with one; then
+    what the layers after `READ` make of these rows.
+
+    Plain reference: the same steps, each a call of its own (tests/parity).
+    """
+
+    def __init__(self, program: Sequence[int], layer_of: Callable[[int], BaseLayer]) -> None:
+        """Raises `BadCall` unless each step can take what the one before gives, `UnknownLayer` for what there is not."""
+        steps: list[_Step] = [Turn(each) if is_turn(each) else layer_of(each) for each in program]
+        if not steps or isinstance(steps[0], Turn):
+            raise BadCall("a call onward begins with a layer")
+        end = steps.index(Turn.READ) if Turn.READ in steps else len(steps)
+        self._steps, self._readers = steps[:end], steps[end + 1 :]
+        if any(not isinstance(step, Matrix | Block | Norm | Turn) for step in self._steps):
+            raise BadCall("only matrices, blocks, norms and sums can be on the way of a call onward")
+        if any(not isinstance(step, Matrix | Block) for step in self._readers):
+            raise BadCall("only matrices and blocks can read what a call onward comes to")
+        first = steps[0]
+        self._widths: list[int] = [first.spec.in_width]
+        width = self._check(first.spec.in_width)
+        spec = LayerSpec(
+            handle=first.spec.handle,
+            identity="",
+            kind=LayerKind.BLOCK,
+            paths=(f"the way from {first.spec.paths[0]}",),
+            in_width=first.spec.in_width,
+            out_width=width,
+        )
+        super().__init__(spec, first.weights, getattr(first, "module", None))
+        self._results = [width] * (2 if self._ends_with_norm() else 1)
+        self._results += [reader.spec.out_width for reader in cast(list[BaseLayer], self._readers)]
+
+    def _check(self, width: int) -> int:
+        """How wide the rows are at the end."""
+        kept: int | None = None
+        for step in self._steps:
+            if isinstance(step, BaseLayer):
+                _check_width(step, width)
+                width = step.spec.out_width
+            elif step is Turn.ADD:
+                self._widths.append(width)
+            elif step is Turn.KEEP:
+                kept = width
+            elif kept != width:
+                raise BadCall(f"rows of width {width} cannot be added to kept ones: {'none' if kept is None else kept}")
+        for reader in cast(list[BaseLayer], self._readers):
+            _check_width(reader, width)
+        return width
+
+    def _ends_with_norm(self) -> bool:
+        return isinstance(self._steps[-1], Norm)
+
+    def widths(self, direction: Direction) -> tuple[int | None, ...]:
+        return tuple(self._widths)
+
+    def results(self) -> list[int]:
+        return self._results
+
+    def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
+        x, *others = rows
+        before = kept = x
+        for step in self._steps:
+            if isinstance(step, BaseLayer):
+                before, x = x, step.forward((x,))[0]
+            elif step is Turn.ADD:
+                x = x + others.pop(0)
+            elif step is Turn.KEEP:
+                kept = x
+            else:
+                x = x + kept
+        results: list[Tensor] = [x, before] if self._ends_with_norm() else [x]
+        for reader in cast(list[BaseLayer], self._readers):
+            results += reader.forward((x,), out and (out[len(results)],))
+        return tuple(results)
+
+
+def _check_width(layer: BaseLayer, width: int) -> None:
+    if layer.spec.in_width != width:
+        raise BadCall(f"{layer.spec.paths[0]} takes rows of width {layer.spec.in_width}, got {width}")
