@@ -24,6 +24,8 @@ class Turn(IntEnum):
 
     ADD = (1 << 31) - 1
     """The next of the call's tensors is added."""
+    ADD_FLOAT = (1 << 31) - 5
+    """The same in float32, as the tensor is, whatever the rows are; and rounded to that."""
     KEEP = (1 << 31) - 2
     """The rows as they are now are kept, and"""
     BACK = (1 << 31) - 3

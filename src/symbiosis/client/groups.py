@@ -40,10 +40,7 @@ class _Run:
 
 def _key(seen: Tensor, x: Tensor) -> _Key:
     """What has to be the same for two calls to have read the same rows."""
-    if type(seen) is Promise:  # nobody can write to what nobody has
-        was = (seen.node.public()._version if seen.node.is_public else 0, 0)
-    else:
-        was = (seen._version, seen.data_ptr())
+    was = (seen.node.writes(), 0) if type(seen) is Promise else (seen._version, seen.data_ptr())
     return (*was, x.dtype, x.requires_grad, seen.is_leaf, torch.is_grad_enabled())
 
 

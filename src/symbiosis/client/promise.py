@@ -14,8 +14,9 @@ the same order, rounded alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from symbiosis.types import WITH_BIAS, LayerSpec, Turn
 
 _ROWS = 512  # more take longer than their ways
 _TRIES = 4  # a layer whose promise was looked at so often at once is computed at once
+_HALVES = torch.bfloat16, torch.float16
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _PROPERTIES = (
     "shape",
@@ -65,24 +67,24 @@ class Promises:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._dtype = getattr(torch, session.manifest.dtype)
+        self.dtype = getattr(torch, session.manifest.dtype)
         self._broken: dict[Member, int] = {}
 
     def can(self, x: Tensor) -> bool:
         """Whether what becomes of these rows may be promised."""
         # in other dtypes than the executor's, its sums are rounded otherwise
-        if torch.is_grad_enabled() or x.dtype is not self._dtype or torch.is_autocast_enabled(x.device.type):
+        if torch.is_grad_enabled() or x.dtype is not self.dtype or torch.is_autocast_enabled(x.device.type):
             return False
         if forward_ad._current_level >= 0:  # these say more than their numbers
             return False
-        return 0 < x.numel() <= _ROWS * x.shape[-1] and not x.is_inference()
+        return 0 < math.prod(x.shape) <= _ROWS * x.shape[-1] and not x.is_inference()
 
     def can_layer(self, me: Member, x: Tensor) -> bool:
         return self._broken.get(me, 0) < _TRIES and self.can(x) and (not is_pending(x) or x.node.fits(1))
 
     def layer(self, me: Member, x: Tensor) -> Promise:
         """What a layer makes of `x`."""
-        source = x.node if is_pending(x) else plain(x).detach().clone()
+        source = x.node if is_pending(x) else plain(x).clone()
         return Promise(Node(self, me, source, me.layer.out_width))
 
     def norm(self, norm: LayerSpec, x: Promise) -> Promise:
@@ -100,7 +102,10 @@ class Promises:
 class Node:
     """How a tensor comes about: by a step from another node, or from rows that nobody else has."""
 
-    __slots__ = ("_addend", "_length", "_public", "_source", "dtype_device", "is_used", "promises", "shape", "step", "value")
+    __slots__ = (
+        *("promises", "step", "shape", "dtype", "device", "value", "is_used"),
+        *("_source", "_addend", "_public", "_published", "_length"),
+    )
 
     def __init__(
         self,
@@ -110,12 +115,14 @@ class Node:
         width: int,
         addend: Node | Tensor | None = None,
     ) -> None:
-        """A step is a layer, a norm, or that something is added."""
+        """A step is a layer, a norm, or that something is added.
+
+        A sum with float32 has the addend's dtype, and is a step only when it is rounded (`rounded`).
+        """
         self.promises, self.step = promises, step
-        self.shape: tuple[int, ...] = (*source.shape[:-1], width)
-        self.dtype_device: tuple[torch.dtype, torch.device] = (
-            source.dtype_device if isinstance(source, Node) else (source.dtype, source.device)
-        )
+        self.shape: torch.Size = torch.Size((*source.shape[:-1], width))
+        self.dtype: torch.dtype = source.dtype if not isinstance(addend, Tensor) else addend.dtype
+        self.device: torch.device = source.device
         self._source: Node | Tensor | None = source
         self._addend = addend
         self.value: Tensor | None = None
@@ -124,10 +131,22 @@ class Node:
         """those that others have got: the same, or a copy if other nodes count on these."""
         self._length: int = (source._length if isinstance(source, Node) else 1) + (2 if isinstance(addend, Node) else 1)
         """At most so many words are what leads here, and a `READ` after it."""
+        self._published = 0
         self.is_used = False
         for used in (source, addend):
             if isinstance(used, Node):
                 used.is_used = True
+
+    @property
+    def is_wide(self) -> bool:
+        return self.step is Turn.ADD_FLOAT and self.dtype is torch.float32
+
+    def rounded(self) -> Node:
+        """A wide sum in the dtype of its rows."""
+        assert self._source is not None, "it is pending"
+        made = Node(self.promises, Turn.ADD_FLOAT, self._source, self.shape[-1], self._addend)
+        made.dtype = self._source.dtype
+        return made
 
     @property
     def is_public(self) -> bool:
@@ -142,7 +161,12 @@ class Node:
                 self.compute(())
             assert self.value is not None, "just computed"
             self._public = self.value.clone() if self.is_used else self.value
+            self._published = self._public._version
         return self._public
+
+    def writes(self) -> int:
+        """How often others have written to its numbers."""
+        return 0 if self._public is None else self._public._version - self._published
 
     def as_it_is(self) -> Tensor:
         """Its numbers as they are now, whatever somebody does with them later. They must be there."""
@@ -154,6 +178,8 @@ class Node:
 
     def compute(self, readers: Sequence[Member]) -> tuple[Tensor, ...]:
         """Its numbers, and those of layers that read them."""
+        if self.is_wide:
+            return self._compute_here()
         path = self._path()
         first = path[0]._source
         start = first.value if isinstance(first, Node) else first
@@ -166,7 +192,7 @@ class Node:
             elif isinstance(addend, Node) and addend.value is None:
                 program.append(Turn.BACK)
             else:
-                program.append(Turn.ADD)
+                program.append(node.step.handle)
                 tensors.append(addend.value if isinstance(addend, Node) else addend)  # type: ignore[arg-type]
             if id(node) in added:
                 program.append(Turn.KEEP)
@@ -175,10 +201,9 @@ class Node:
         is_norm = isinstance(self.step, LayerSpec)
         widths = [self.shape[-1]] * (2 if is_norm else 1) + [reader.layer.out_width for reader in readers]
         rows = tuple(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors)
-        results = [
-            torch.ops.aten._unsafe_view(result, (*self.shape[:-1], result.shape[-1]))
-            for result in self.promises.session.onward(tuple(program), widths, rows)
-        ]
+        answers = self.promises.session.onward(tuple(program), widths, rows)
+        # the same tensors in the tenant's shape: not views, so that whoever gets one may write to it
+        results = [answer.resize_(*self.shape[:-1], answer.shape[-1]) for answer in answers]
         source = self._source
         self._settle(results.pop(0))
         if is_norm:
@@ -186,6 +211,15 @@ class Node:
             if isinstance(source, Node) and source.value is None:
                 source._settle(before)
         return tuple(results)
+
+    def _compute_here(self) -> tuple[Tensor, ...]:
+        source = self._source
+        assert isinstance(source, Node), "sums are made of promises"
+        if source.value is None:
+            source.compute(())
+        assert source.value is not None, "just computed"
+        self._settle(source.value + cast(Tensor, self._addend))
+        return ()
 
     def _settle(self, value: Tensor) -> None:
         self.value, self._source, self._addend = value, None, None  # what led here may go
@@ -225,10 +259,31 @@ class Promise(Tensor):
 
     node: Node
 
+    # asked all the time, and cheaper by themselves than as functions of torch
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return _like(self).shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return _like(self).dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return _like(self).device
+
+    def dim(self) -> int:
+        return len(_like(self).shape)
+
+    def numel(self) -> int:
+        return math.prod(_like(self).shape)
+
+    def is_inference(self) -> bool:
+        return False
+
     @staticmethod
     def __new__(cls: Any, node: Node) -> Promise:
-        dtype, device = node.dtype_device
-        made: Promise = Tensor._make_wrapper_subclass(cls, node.shape, dtype=dtype, device=device)
+        made: Promise = Tensor._make_wrapper_subclass(cls, node.shape, dtype=node.dtype, device=node.device)
         made.node = node
         return made
 
@@ -244,11 +299,18 @@ class Promise(Tensor):
                 return total
         if _changes_nothing(func, args, kwargs):
             return args[0]
+        if func is Tensor.to and _rounds(*args, **kwargs):
+            return Promise(args[0].node.rounded())
         return func(*plain(args), **plain(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*plain(args), **plain(kwargs or {}))
+
+
+def _like(promise: Promise) -> Node | Tensor:
+    """What knows its shape, dtype and device: its numbers, where others have them and may have changed them."""
+    return promise.node._public if promise.node._public is not None else promise.node
 
 
 class _Numbers(torch.autograd.Function):
@@ -269,8 +331,8 @@ def _has_history(promise: Promise) -> bool:
 
 
 def is_pending(x: Any) -> TypeGuard[Promise]:
-    """Whether this is a promise, and nobody has looked at it."""
-    return type(x) is Promise and x.node.value is None
+    """Whether this is a promise that nobody has looked at, and of which more may be made."""
+    return type(x) is Promise and x.node.value is None and not x.node.is_wide
 
 
 def plain(value: Any) -> Any:
@@ -289,17 +351,23 @@ def _sum(one: Any, other: Any) -> Promise | None:
         one, other = other, one
     if not is_pending(one) or type(other) not in (Tensor, Promise):
         return None
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-        return None
     promises = one.node.promises
-    if not promises.can(one) or not promises.can(other) or not one.node.fits(2):
+    if one.shape != other.shape or one.device != other.device or not promises.can(one) or not one.node.fits(2):
         return None
-    addend: Node | Tensor
-    if type(other) is Promise:
-        addend = other.node if other.node.value is None else other.node.as_it_is()
-    else:
-        addend = other.detach().clone()
-    return Promise(Node(promises, Turn.ADD, one.node, one.shape[-1], addend))
+    if other.dtype is not one.dtype:  # adapters in float32 beside a model in half of it
+        if other.dtype is not torch.float32 or one.dtype not in _HALVES or type(other) is Promise or other.is_inference():
+            return None
+        return Promise(Node(promises, Turn.ADD_FLOAT, one.node, one.shape[-1], other.clone()))
+    if not promises.can(other):
+        return None
+    return Promise(Node(promises, Turn.ADD, one.node, one.shape[-1], _addend(other)))
+
+
+def _addend(x: Tensor) -> Node | Tensor:
+    """What a sum may count on, whatever becomes of `x`."""
+    if type(x) is not Promise:
+        return x.clone()
+    return x.node if x.node.value is None else x.node.as_it_is()
 
 
 def _changes_nothing(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
@@ -312,3 +380,10 @@ def _changes_nothing(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     if func is Tensor.to:
         return len(args) == 2 and not kwargs and (args[1] is x.dtype or args[1] == x.device)
     return func is Tensor.contiguous and len(args) == 1 and not kwargs
+
+
+def _rounds(x: Any, dtype: Any = None, **more: Any) -> bool:
+    """Whether this rounds a wide sum, that nobody has looked at, to the dtype of its rows."""
+    if type(x) is not Promise or more or not x.node.is_wide or x.node.value is not None:
+        return False
+    return dtype is x.node.promises.dtype and not torch.is_grad_enabled()

@@ -61,6 +61,10 @@ class BaseLayer:
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
         raise BadCall(f"{self.spec.paths[0]} has no backward call")
 
+    def takes(self, index: int) -> torch.dtype:
+        """In which dtype it computes with the tensor of this number, if that is floating."""
+        return self.dtype
+
     def results(self) -> list[int]:
         """How wide the results of `forward` are."""
         return [self.spec.out_width]

@@ -114,7 +114,7 @@ class Cut:
 def _alone(work: Work) -> Rows:
     if work.places is not None:
         return run(work.layers, work.key.direction, work.rows, work.places)
-    rows = tuple(_ready(part, work.layers[0]) for part in work.rows)
+    rows = tuple(_ready(part, work.layers[0], index) for index, part in enumerate(work.rows))
     results = run(work.layers, work.key.direction, rows)
     return tuple(_give_back(result, work.rows[0]) for result in results)
 
@@ -131,7 +131,8 @@ def _joined(works: Sequence[Work]) -> list[Rows]:
 
 def _join(works: Sequence[Work]) -> Rows:
     """The rows of all calls below each other."""
-    columns = [[_ready(part, works[0].layers[0]) for part in parts] for parts in zip(*(w.rows for w in works), strict=True)]
+    layer, parted = works[0].layers[0], zip(*(work.rows for work in works), strict=True)
+    columns = [[_ready(part, layer, index) for part in parts] for index, parts in enumerate(parted)]
     return tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns)
 
 
@@ -142,9 +143,9 @@ def _split(works: Sequence[Work], results: Rows) -> list[Rows]:
     return [tuple(_give_back(part, work.rows[0]) for part in parts) for work, parts in zip(works, split, strict=True)]
 
 
-def _ready(rows: Tensor, layer: BaseLayer) -> Tensor:
-    """Rows on the layer's device and (if floating) in its dtype."""
-    return rows.to(layer.device, layer.dtype if rows.is_floating_point() else None)
+def _ready(rows: Tensor, layer: BaseLayer, index: int) -> Tensor:
+    """Rows on the layer's device and (if floating) in the dtype it takes."""
+    return rows.to(layer.device, layer.takes(index) if rows.is_floating_point() else None)
 
 
 def _give_back(result: Tensor, rows: Tensor) -> Tensor:

@@ -252,7 +252,7 @@ class Service:
         rows = self._check(layers, message)
         key = self._key(message.layers, message.direction, tuple(t.shape[1] for t in rows))
         places = None
-        if all(t.dtype is layers[0].dtype and t.device == layers[0].device for t in rows):
+        if all(t.dtype is layers[0].takes(i) and t.device == layers[0].device for i, t in enumerate(rows)):
             widths = answer_widths(layers, message.direction)
             places = peer.port.places(peer, [(rows[0].shape[0], width) for width in widths], layers[0].dtype)
         # rows of tenants on this host lie in their channel's own memory, whether they wait here or there

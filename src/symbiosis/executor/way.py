@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from symbiosis.errors import BadCall
@@ -38,6 +39,7 @@ class Way(BaseLayer):
             raise BadCall("only matrices and blocks can read what a call onward comes to")
         first = steps[0]
         self._widths: list[int] = [first.spec.in_width]
+        self._floats: list[bool] = [False]
         width = self._check(first.spec.in_width)
         spec = LayerSpec(
             handle=first.spec.handle,
@@ -58,8 +60,9 @@ class Way(BaseLayer):
             if isinstance(step, BaseLayer):
                 _check_width(step, width)
                 width = step.spec.out_width
-            elif step is Turn.ADD:
+            elif step in (Turn.ADD, Turn.ADD_FLOAT):
                 self._widths.append(width)
+                self._floats.append(step is Turn.ADD_FLOAT)
             elif step is Turn.KEEP:
                 kept = width
             elif kept != width:
@@ -74,6 +77,9 @@ class Way(BaseLayer):
     def widths(self, direction: Direction) -> tuple[int | None, ...]:
         return tuple(self._widths)
 
+    def takes(self, index: int) -> torch.dtype:
+        return torch.float32 if self._floats[index] else self.dtype
+
     def results(self) -> list[int]:
         return self._results
 
@@ -85,6 +91,8 @@ class Way(BaseLayer):
                 before, x = x, step.forward((x,))[0]
             elif step is Turn.ADD:
                 x = x + others.pop(0)
+            elif step is Turn.ADD_FLOAT:
+                x = (x + others.pop(0)).to(x.dtype)
             elif step is Turn.KEEP:
                 kept = x
             else:
