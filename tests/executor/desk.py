@@ -10,7 +10,7 @@ from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from symbiosis.executor.layers import BaseLayer, Block, Experts, Matrix
+from symbiosis.executor.layers import BaseLayer, Block, Experts, Matrix, Norm
 from symbiosis.executor.policies import Decision
 from symbiosis.executor.service import Service
 from symbiosis.executor.turns import Turns
@@ -19,7 +19,7 @@ from symbiosis.messages import Kind, Message
 from symbiosis.types import Direction, LayerKind, LayerSpec, Limits, Manifest
 
 WIDTH = 32
-LINEAR, OTHER, WIDE, BLOCK, EXPERTS = range(5)  # handles
+LINEAR, OTHER, WIDE, BLOCK, EXPERTS, NORM = range(6)  # handles
 
 
 class Clock:
@@ -89,6 +89,7 @@ def make_layers() -> list[BaseLayer]:
         Matrix(spec(WIDE, LayerKind.CONV1D, 4096), {"weight": torch.randn(WIDTH, 4096)}),
         Block(spec(BLOCK, LayerKind.BLOCK, WIDTH), mlp),
         Experts(spec(EXPERTS, LayerKind.EXPERTS, WIDTH, experts=4), weights, experts),
+        Norm(spec(NORM, LayerKind.NORM, WIDTH), nn.LayerNorm(WIDTH).eval().requires_grad_(False)),
     ]
 
 
