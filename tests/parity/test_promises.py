@@ -7,12 +7,13 @@ import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import symbiosis
@@ -174,6 +175,15 @@ def test_a_norm_of_the_tenants_own_is_used(both):
     same(model, plain)
 
 
+class Two(NamedTuple):
+    one: Tensor
+    other: Tensor
+
+
+class Several(list[Tensor]):
+    pass
+
+
 @pytest.mark.parametrize(
     "look",
     [
@@ -198,6 +208,11 @@ def test_a_norm_of_the_tenants_own_is_used(both):
         lambda p: torch.where(p > 0, p, -p),
         lambda p: torch.nn.functional.dropout(p, 0.5, training=False),
         torch.vmap(lambda row: row * 2),
+        lambda p: torch.vmap(lambda row: p + row)(torch.ones(4, 3, 32)),
+        lambda p: torch.func.grad(lambda y: (p * y).sum())(torch.ones(3, 32)),
+        lambda p: torch.stack(Two(p, p)),
+        lambda p: torch.cat(Several([p, p])),
+        lambda p: torch.full((2,), float(torch.is_floating_point(input=p))),
         torch.ops.aten.relu,
         lambda p: torch.stack(list(p)),
     ],
@@ -241,6 +256,75 @@ def test_changing_one_of_several_promises_leaves_the_others(both):
         results.append((end, total, normed))
     for found, expected in zip(results[1], results[0], strict=True):
         assert torch.equal(found, expected)
+
+
+def test_looking_at_a_part_of_a_sum_before_the_sum(both):
+    results = []
+    for each in both:
+        layer, x = each.model.layers[0], torch.linspace(-1, 1, 96).view(3, 32)
+        part = layer.self_attn.o_proj(x)
+        total = part + x
+        after = layer.mlp(layer.post_attention_layernorm(total + part))
+        results.append((part.norm(), total, after, part))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_sum_that_grows_for_ever_is_computed_on_the_way(both):
+    totals = []
+    for each in both:
+        total = torch.zeros(2, 32)
+        for step in range(200):
+            total = each.model.layers[0].self_attn.o_proj(torch.full((2, 32), step / 200)) + total
+        totals.append(total)
+    assert torch.equal(totals[1], totals[0])
+
+
+def test_promises_of_one_executor_mean_nothing_to_another():
+    plain = [LLAMA.model() for _ in range(2)]
+    with torch.no_grad():
+        for parameter in plain[1].parameters():
+            parameter.mul_(1.5)
+    with connected(plain[0], "inproc") as one, connected(plain[1], "inproc") as other, torch.no_grad():
+        results = []
+        for first, second in (plain, (one, other)):
+            start = first.model.layers[0].self_attn.o_proj(torch.linspace(-1, 1, 96).view(3, 32))
+            layer = second.model.layers[0]
+            total = start + layer.self_attn.o_proj(start)
+            results.append((total, layer.mlp(layer.post_attention_layernorm(total)), layer.input_layernorm(start)))
+        for found, expected in zip(results[1], results[0], strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_nothing_is_promised_in_functions_of_autograds(both):
+    """Gradients of a checkpointed part of an OLMo-like stretch: its result goes straight into a layer."""
+    grads = []
+    for each in both:
+        layer, x = each.model.layers[0], torch.linspace(-1, 1, 96).view(3, 32).requires_grad_()
+        with torch.enable_grad():
+            middle = checkpoint(layer.self_attn.o_proj, x, use_reentrant=True)
+            (layer.mlp(middle) + middle).square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "phi3"])
+def test_tokens_are_counted_once(name):
+    architecture = next(each for each in ARCHITECTURES if each.name == name)
+    batch = architecture.batch()
+    with symbiosis.Executor(architecture.model()) as executor, torch.no_grad():
+        model = symbiosis.connect(executor)
+        for passes in range(1, 8):
+            model(**batch)
+            assert executor.stats()["tokens"] == passes * batch["input_ids"].numel()
+
+
+def test_what_models_give_has_its_numbers(both):
+    _, model = both
+    inner = model.model(LLAMA.batch()["input_ids"], output_hidden_states=True)
+    assert type(inner.last_hidden_state) is Tensor
+    assert all(type(state) is Tensor for state in inner.hidden_states)
+    nn.Parameter(inner.last_hidden_state)
 
 
 def test_threads_share_a_model(both):

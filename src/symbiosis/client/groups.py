@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.calls import call_block, call_matrices
-from symbiosis.client.promise import Member, Promise, Promises, is_pending, plain
+from symbiosis.client.promise import Member, Promise, Promises, plain
 from symbiosis.client.session import Session
 from symbiosis.messages import MAX_LAYERS
 from symbiosis.types import LayerKind, LayerSpec
@@ -79,7 +79,7 @@ class Groups:
         return mine
 
     def _ask(self, members: tuple[Member, ...], x: Tensor) -> tuple[Tensor, ...]:
-        if is_pending(x) and x.node.fits(len(members)):
+        if self.promises.made(x) and not torch.is_grad_enabled() and x.node.fits(len(members)) and not x.node.sum_up():
             return x.node.compute(members)
         x = plain(x)
         if members[0].layer.kind is LayerKind.BLOCK:

@@ -19,6 +19,7 @@ from symbiosis.client.groups import Groups
 from symbiosis.client.layers import VirtualConv1D, VirtualEmbedding, VirtualLayer, VirtualLinear
 from symbiosis.client.loss import speed_up_loss
 from symbiosis.client.norm import watch_norms
+from symbiosis.client.promise import look_at_results
 from symbiosis.client.session import Session
 from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
 from symbiosis.links import driver
@@ -61,6 +62,7 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
         fuse(model)
     if not mapped.base or mode == "executor":
         watch_norms(model, groups, (spec for spec in manifest.layers if spec.kind is LayerKind.NORM))
+        look_at_results(model)
     speed_up_loss(model)
     make_room(model)
     model.symbiosis = session

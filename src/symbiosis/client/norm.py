@@ -11,7 +11,7 @@ from torch import nn
 from symbiosis.client.as_made import AsMade
 from symbiosis.client.groups import Groups
 from symbiosis.client.mixing import mix_in
-from symbiosis.client.promise import is_pending, plain
+from symbiosis.client.promise import plain
 from symbiosis.client.shared import Shared
 from symbiosis.errors import CannotSplit
 from symbiosis.types import LayerSpec
@@ -39,8 +39,9 @@ class WatchedNorm(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hosted = self._symbiosis_hosted
-        if len(args) == 1 and not kwargs and is_pending(args[0]) and hosted.is_still(self):
-            (x,), promises = args, hosted.groups.promises
+        promises = hosted.groups.promises
+        if len(args) == 1 and not kwargs and promises.made(args[0]) and hosted.is_still(self):
+            (x,) = args
             if promises.can(x) and x.node.fits(1) and x.shape[-1] == hosted.spec.in_width:
                 return promises.norm(hosted.spec, x)
         return super().forward(*plain(args), **plain(kwargs))

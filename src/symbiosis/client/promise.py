@@ -15,13 +15,15 @@ the same order, rounded alike.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from symbiosis.client.session import Session
 from symbiosis.messages import MAX_LAYERS
@@ -69,22 +71,29 @@ class Promises:
         self.session = session
         self.dtype = getattr(torch, session.manifest.dtype)
         self._broken: dict[Member, int] = {}
+        self.publishing = threading.Lock()
 
     def can(self, x: Tensor) -> bool:
         """Whether what becomes of these rows may be promised."""
         # in other dtypes than the executor's, its sums are rounded otherwise
         if torch.is_grad_enabled() or x.dtype is not self.dtype or torch.is_autocast_enabled(x.device.type):
             return False
-        if forward_ad._current_level >= 0:  # these say more than their numbers
+        if not torch._C._is_fwd_grad_enabled():  # in a function of autograd's: what leaves it gets a history
             return False
+        if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+            return False  # tensors say more than their numbers
         return 0 < math.prod(x.shape) <= _ROWS * x.shape[-1] and not x.is_inference()
 
     def can_layer(self, me: Member, x: Tensor) -> bool:
-        return self._broken.get(me, 0) < _TRIES and self.can(x) and (not is_pending(x) or x.node.fits(1))
+        return self._broken.get(me, 0) < _TRIES and self.can(x) and (not self.made(x) or x.node.fits(1))
+
+    def made(self, x: Any) -> TypeGuard[Promise]:
+        """Whether this is a promise of this session's, of which more may be made."""
+        return is_pending(x) and x.node.promises is self
 
     def layer(self, me: Member, x: Tensor) -> Promise:
         """What a layer makes of `x`."""
-        source = x.node if is_pending(x) else plain(x).clone()
+        source = x.node if self.made(x) else plain(x).clone()
         return Promise(Node(self, me, source, me.layer.out_width))
 
     def norm(self, norm: LayerSpec, x: Promise) -> Promise:
@@ -156,13 +165,23 @@ class Node:
         """Its numbers, for whatever somebody does with them."""
         if self._public is None:
             if self.value is None:
-                if isinstance(self.step, Member):
-                    self.promises.note_broken(self.step)
-                self.compute(())
+                self._look()
             assert self.value is not None, "just computed"
-            self._public = self.value.clone() if self.is_used else self.value
-            self._published = self._public._version
+            with self.promises.publishing:
+                if self._public is None:
+                    public = self.value.clone() if self.is_used else self.value
+                    self._published, self._public = public._version, public
         return self._public
+
+    def _look(self) -> None:
+        if isinstance(self.step, Member):
+            self.promises.note_broken(self.step)
+            source = self._source
+            if isinstance(source, Node) and source.value is None and not source.sum_up():
+                (self.value,) = source.compute((self.step,))  # what it reads will be wanted too
+                return
+        if not self.sum_up():
+            self.compute(())
 
     def writes(self) -> int:
         """How often others have written to its numbers."""
@@ -177,9 +196,7 @@ class Node:
         return self.value
 
     def compute(self, readers: Sequence[Member]) -> tuple[Tensor, ...]:
-        """Its numbers, and those of layers that read them."""
-        if self.is_wide:
-            return self._compute_here()
+        """Its numbers, and those of layers that read them. Whoever asks has tried to `sum_up`."""
         path = self._path()
         first = path[0]._source
         start = first.value if isinstance(first, Node) else first
@@ -201,28 +218,32 @@ class Node:
         is_norm = isinstance(self.step, LayerSpec)
         widths = [self.shape[-1]] * (2 if is_norm else 1) + [reader.layer.out_width for reader in readers]
         rows = tuple(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors)
-        answers = self.promises.session.onward(tuple(program), widths, rows)
-        # the same tensors in the tenant's shape: not views, so that whoever gets one may write to it
-        results = [answer.resize_(*self.shape[:-1], answer.shape[-1]) for answer in answers]
+        with torch._C._DisableFuncTorch():  # whoever looks, and from where, has no part in the numbers
+            answers = self.promises.session.onward(tuple(program), widths, rows)
+            # the same tensors in the tenant's shape: not views, so that whoever gets one may write to it
+            results = [answer.resize_(*self.shape[:-1], answer.shape[-1]) for answer in answers]
         source = self._source
-        self._settle(results.pop(0))
+        self.value = results.pop(0)
         if is_norm:
             before = results.pop(0)
             if isinstance(source, Node) and source.value is None:
-                source._settle(before)
+                source.value = before
         return tuple(results)
 
-    def _compute_here(self) -> tuple[Tensor, ...]:
-        source = self._source
-        assert isinstance(source, Node), "sums are made of promises"
-        if source.value is None:
-            source.compute(())
-        assert source.value is not None, "just computed"
-        self._settle(source.value + cast(Tensor, self._addend))
-        return ()
-
-    def _settle(self, value: Tensor) -> None:
-        self.value, self._source, self._addend = value, None, None  # what led here may go
+    def sum_up(self) -> bool:
+        """Add here what needs no executor, since what it is added to is there. Whether that was all."""
+        if self.is_wide:
+            source = cast(Node, self._source)
+            if source.value is None and not source.sum_up():
+                source.compute(())
+        for node in self._path():
+            before, addend = node._source, node._addend
+            if addend is None or not isinstance(before, Node) or before.value is None:
+                break
+            if isinstance(addend, Node):
+                addend = addend.value
+            node.value = (before.value + cast(Tensor, addend)).to(node.dtype)
+        return self.value is not None
 
     def _path(self) -> list[Node]:
         """What is to be computed for this, first to last. What is added, and cannot be kept on the way, is computed before."""
@@ -236,8 +257,9 @@ class Node:
         for node in path:
             addend = node._addend
             if isinstance(addend, Node) and addend.value is None and addend is not kept:
-                addend.compute(())
-                return self._path()  # shorter, if that was on the way
+                if not addend.sum_up():
+                    addend.compute(())
+                return self._path()  # shorter, since that was on the way
             if id(node) in added:
                 kept = node
         return path
@@ -285,12 +307,13 @@ class Promise(Tensor):
     def __new__(cls: Any, node: Node) -> Promise:
         made: Promise = Tensor._make_wrapper_subclass(cls, node.shape, dtype=node.dtype, device=node.device)
         made.node = node
+        torch._C._set_throw_on_mutable_data_ptr(made)  # to what does not ask, there are no numbers
         return made
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS and (not args[0].node.is_public or _has_history(args[0])):
+        if args and func in _FACTS and (not args[0].node.is_public or _has_history(args[0])):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _SUMS and len(args) == 2 and not kwargs:
@@ -311,6 +334,22 @@ class Promise(Tensor):
 def _like(promise: Promise) -> Node | Tensor:
     """What knows its shape, dtype and device: its numbers, where others have them and may have changed them."""
     return promise.node._public if promise.node._public is not None else promise.node
+
+
+def look_at_results(model: nn.Module) -> None:
+    """Let no promise leave the models in this one: what they give has its numbers."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_hook(_with_numbers)
+
+
+def _with_numbers(_: nn.Module, __: Any, output: Any) -> Any:
+    if not isinstance(output, dict):
+        return plain(output)
+    for key, value in output.items():
+        if isinstance(value, Tensor | tuple | list):
+            output[key] = plain(value)
+    return output
 
 
 class _Numbers(torch.autograd.Function):
@@ -340,19 +379,26 @@ def plain(value: Any) -> Any:
     if type(value) is Promise:
         numbers = value.node.public()
         return _Numbers.apply(value, numbers) if torch.is_grad_enabled() and _has_history(value) else numbers  # type: ignore[no-untyped-call]
-    if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
-    return {key: plain(each) for key, each in value.items()} if type(value) is dict else value
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        made = [plain(each) for each in value]
+        if type(value) in (list, tuple):
+            return type(value)(made)
+        return type(value)(*made) if hasattr(value, "_fields") else made if isinstance(value, list) else tuple(made)
+    return {key: plain(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _sum(one: Any, other: Any) -> Promise | None:
-    """The sum as a promise, if it can be one."""
+    """The sum as a promise, if it can be one. Of two that are pending one has to lead to the other."""
     if not is_pending(one) or (is_pending(other) and one.node.leads_to(other.node)):
         one, other = other, one
     if not is_pending(one) or type(other) not in (Tensor, Promise):
         return None
     promises = one.node.promises
-    if one.shape != other.shape or one.device != other.device or not promises.can(one) or not one.node.fits(2):
+    if type(other) is Promise and other.node.value is None and not (promises.made(other) and other.node.leads_to(one.node)):
+        other = plain(other)
+    if not is_pending(one) or not promises.can(one) or not one.node.fits(2):
+        return None
+    if one.shape != other.shape or one.device != other.device:
         return None
     if other.dtype is not one.dtype:  # adapters in float32 beside a model in half of it
         if other.dtype is not torch.float32 or one.dtype not in _HALVES or type(other) is Promise or other.is_inference():

@@ -17,6 +17,7 @@ from symbiosis.messages import Kind, Message
 from symbiosis.models.part import unpack_tokenizer
 from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec, Limits, Manifest
 
+_MOST_FORMS = 4096
 _SPARE_BYTES = 4096  # alignment of tensors within a message
 
 
@@ -80,15 +81,21 @@ class Session:
         key = (layers, direction, with_bias, *[(t.shape[1], t.dtype) for t in rows])
         form = self._forms.get(key)
         if form is None:
-            form = self._forms[key] = self._form(layers, direction, rows, with_bias)
+            form = self._keep(key, self._form(layers, direction, rows, with_bias))
         return self._in_parts(form, direction, rows, training=training)
 
     def onward(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Layers that follow each other, by handles and `Turn`s, as one call that answers with tensors of these widths."""
         form = self._forms.get(program)
         if form is None:
-            form = self._forms[program] = _Form(program, widths, self._most_rows(rows, widths))
+            form = self._keep(program, _Form(program, widths, self._most_rows(rows, widths)))
         return self._in_parts(form, Direction.ONWARD, rows, training=False)
+
+    def _keep(self, key: Any, form: _Form) -> _Form:
+        if len(self._forms) >= _MOST_FORMS:
+            self._forms.clear()
+        self._forms[key] = form
+        return form
 
     def _in_parts(self, form: _Form, direction: Direction, rows: tuple[Tensor, ...], *, training: bool) -> tuple[Tensor, ...]:
         count, parts = rows[0].shape[0], []

@@ -466,7 +466,7 @@ class Service:
 
     def _is_entry(self, key: BatchKey) -> bool:
         """Whether rows enter the model with this call."""
-        return key.direction is Direction.FORWARD and not self._entry.isdisjoint(ref & ~WITH_BIAS for ref in key.layers)
+        return key.direction is not Direction.BACKWARD and not self._entry.isdisjoint(ref & ~WITH_BIAS for ref in key.layers)
 
     def _answer(self, peer: Peer, asked: Message, reply: Message) -> None:
         reply.request = asked.request
