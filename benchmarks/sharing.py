@@ -74,10 +74,10 @@ def measure(
             steps[mode].append(statistics.mean(statistics.median(each) for each in found))
     figures = {"tokens_per_s": rates, "step_s": steps, "memory_bytes": memory}
     if count == 1:
-        for mode in modes:
+        for mode in modes * 2:
             workers.all(teams[mode], "generate")
         pace: dict[str, list[float]] = {mode: [] for mode in modes}
-        for repetition in range(5):
+        for repetition in range(11):
             for mode in rotated(modes, repetition):
                 pace[mode] += workers.all(teams[mode], "generate")
         figures["seconds_per_token"] = pace

@@ -94,8 +94,15 @@ def test_large_calls_are_not_kept():
         assert replays.run(known_as([one, other])) is None
 
 
+def test_what_comes_now_and_then_is_not_kept():
+    replays = Replays(torch.device("cpu"), soon_s=0.0)
+    one = work(1)
+    for _ in range(12):
+        assert replays.run(known_as([one])) is None
+
+
 def test_one_tenant_keeps_a_bounded_number():
-    replays = Replays(torch.device("cpu"))
+    replays = Replays(torch.device("cpu"), soon_s=3600.0)
     kept = [work(1) for _ in range(1030)]
     for _ in range(4):
         for each in kept:

@@ -37,9 +37,13 @@ _log = logging.getLogger("symbiosis")
 class Replays:
     """For works with places, on one stream: its graphs share the memory between their kernels."""
 
-    def __init__(self, device: torch.device, making_share: float = 0.1) -> None:
-        """`making_share` of the time may go into graphs of companies."""
-        self._device, self._making_share = device, making_share
+    def __init__(self, device: torch.device, making_share: float = 0.1, soon_s: float = 0.5) -> None:
+        """`making_share` of the time may go into graphs of companies.
+
+        What one tenant asks for again is known if it comes so soon: a prompt of the
+        same length now and then is not worth a graph for each of its calls.
+        """
+        self._device, self._making_share, self._soon_s = device, making_share, soon_s
         self._make_from = 0.0
         """When the next of those may be made."""
         self.captures = 0
@@ -64,7 +68,9 @@ class Replays:
 
     def _alone(self, tenant: str, work: Work, places: Rows) -> list[Rows] | None:
         if work.replay is None:
-            work.runs += 1
+            now = time.monotonic()
+            work.runs = work.runs + 1 if now - work.ran < self._soon_s else 1
+            work.ran = now
             if work.runs != _KNOWN or work.rows[0].shape[0] > _ROWS:
                 return None
             kept = self._works.pop(tenant, None) or WeakSet()

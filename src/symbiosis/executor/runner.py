@@ -33,7 +33,9 @@ class Work:
     """Where the results may be computed in place, on the layers' device and in their dtype."""
     bytes: int
     runs: int = 0
-    """How often it ran so far, and"""
+    """How often it ran lately,"""
+    ran: float = 0.0
+    """when it last did, and"""
     replay: Callable[[], object] | None = None
     """what runs it again, if it came often enough (`replays`)."""
     number: int = field(default_factory=itertools.count().__next__)
