@@ -151,6 +151,15 @@ def test_a_list_with_a_mistake_leaves_nothing_behind(adapters, kind):
     assert engine.generate([[7, 8]], ["mine"], wish) == expected
 
 
+@pytest.fixture
+def interruptible():
+    """Whoever started the tests in the background ignores the signal, and so would they."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_call_and_not_the_engine(adapters):
     engine, wish = tiny_engine(adapters), Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
     expected = engine.generate([[7, 8]], ["mine"], wish)

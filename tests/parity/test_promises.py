@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import symbiosis
-from symbiosis.client.promise import Promise
+from symbiosis.client.promise import Promise, is_worth_it
 from symbiosis.errors import Closed
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import connected, twin
@@ -74,6 +74,17 @@ def test_with_gradients_or_many_rows_nothing_is_promised(both):
         assert type(attention.o_proj(torch.randn(2, 32))) is Tensor
     with torch.inference_mode():
         assert not isinstance(attention.o_proj(torch.randn(2, 32)), Promise)
+
+
+@pytest.mark.parametrize(
+    ("shape", "anywhere", "on_gpu"),
+    [((1, 1, 32), True, True), ((512, 1, 32), True, True), ((1, 8, 32), True, True), ((1, 9, 32), True, False),
+     ((8, 32), True, True), ((9, 32), True, False), ((513, 1, 32), False, False), ((0, 1, 32), False, False),
+     ((1, 1, 0), False, False)],
+)  # fmt: skip
+def test_what_is_worth_a_promise(shape, anywhere, on_gpu):
+    assert is_worth_it(torch.Size(shape), on_gpu=False) is anywhere
+    assert is_worth_it(torch.Size(shape), on_gpu=True) is on_gpu
 
 
 def test_what_somebody_always_looks_at_is_not_promised_any_more(both):

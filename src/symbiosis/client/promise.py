@@ -29,7 +29,7 @@ from symbiosis.client.session import Session
 from symbiosis.messages import MAX_LAYERS
 from symbiosis.types import WITH_BIAS, LayerSpec, Turn
 
-_ROWS = 512  # more take longer than their ways
+_ROWS, _FEW = 512, 8  # more take longer than their ways
 _TRIES = 4  # a layer whose promise was looked at so often at once is computed at once
 _HALVES = torch.bfloat16, torch.float16
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
@@ -82,7 +82,7 @@ class Promises:
             return False
         if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
             return False  # tensors say more than their numbers
-        return 0 < math.prod(x.shape) <= _ROWS * x.shape[-1] and not x.is_inference()
+        return is_worth_it(x.shape, on_gpu=x.device.type == "cuda") and not x.is_inference()
 
     def can_layer(self, me: Member, x: Tensor) -> bool:
         return self._broken.get(me, 0) < _TRIES and self.can(x) and (not self.made(x) or x.node.fits(1))
@@ -367,6 +367,19 @@ class _Numbers(torch.autograd.Function):
 def _has_history(promise: Promise) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return promise.requires_grad
+
+
+def is_worth_it(shape: torch.Size, *, on_gpu: bool) -> bool:
+    """Whether one call for a long way is better than several for so many rows.
+
+    On a GPU it is one launch once it has come a few times, as it does when
+    sequences go on by one token each. The many kernels of one that comes once, such as a
+    prompt's, are in the way of the tenant's own.
+    """
+    rows = math.prod(shape[:-1])
+    if not 0 < rows <= _ROWS or shape[-1] == 0:
+        return False
+    return not on_gpu or rows <= _FEW or (len(shape) > 2 and shape[-2] == 1)
 
 
 def is_pending(x: Any) -> TypeGuard[Promise]:
