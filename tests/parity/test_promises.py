@@ -338,6 +338,23 @@ def test_what_models_give_has_its_numbers(both):
     nn.Parameter(inner.last_hidden_state)
 
 
+@pytest.mark.parametrize("link", ["inproc", "shm"])
+def test_looking_in_inference_mode_makes_no_tensor_of_inference_mode(link):
+    plain = LLAMA.model()
+    with connected(plain, link) as model:
+        results = []
+        for each in (plain, model):
+            with torch.no_grad():
+                part = each.model.layers[0].self_attn.o_proj(torch.linspace(-1, 1, 96).view(3, 32))
+                total = part + torch.ones(3, 32)
+            with torch.inference_mode():
+                part.sum()
+                total.sum()
+            with torch.no_grad():
+                results.append(total.add_(1.0) * part.mul_(2.0))
+        assert torch.equal(results[1], results[0])
+
+
 def test_threads_share_a_model(both):
     plain, model = both
     expected = [plain(**LLAMA.batch(seed)).logits for seed in range(4)]

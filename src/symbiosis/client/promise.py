@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -29,7 +30,8 @@ from symbiosis.client.session import Session
 from symbiosis.messages import MAX_LAYERS
 from symbiosis.types import WITH_BIAS, LayerSpec, Turn
 
-_ROWS, _FEW = 512, 8  # more take longer than their ways
+_ROWS = 512  # more take longer than their ways
+_FEW = 8  # rows that come again in any shape: a token, or a few drafts of one
 _TRIES = 4  # a layer whose promise was looked at so often at once is computed at once
 _HALVES = torch.bfloat16, torch.float16
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
@@ -164,14 +166,19 @@ class Node:
     def public(self) -> Tensor:
         """Its numbers, for whatever somebody does with them."""
         if self._public is None:
-            if self.value is None:
-                self._look()
-            assert self.value is not None, "just computed"
-            with self.promises.publishing:
-                if self._public is None:
-                    public = self.value.clone() if self.is_used else self.value
-                    self._published, self._public = public._version, public
+            with _ordinary():
+                self._publish()
+        assert self._public is not None, "just published"
         return self._public
+
+    def _publish(self) -> None:
+        if self.value is None:
+            self._look()
+        assert self.value is not None, "just computed"
+        with self.promises.publishing:
+            if self._public is None:
+                public = self.value.clone() if self.is_used else self.value
+                self._published, self._public = public._version, public
 
     def _look(self) -> None:
         if isinstance(self.step, Member):
@@ -218,7 +225,7 @@ class Node:
         is_norm = isinstance(self.step, LayerSpec)
         widths = [self.shape[-1]] * (2 if is_norm else 1) + [reader.layer.out_width for reader in readers]
         rows = tuple(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors)
-        with torch._C._DisableFuncTorch():  # whoever looks, and from where, has no part in the numbers
+        with _ordinary(), torch._C._DisableFuncTorch():  # whoever looks, and from where, has no part in the numbers
             answers = self.promises.session.onward(tuple(program), widths, rows)
             # the same tensors in the tenant's shape: not views, so that whoever gets one may write to it
             results = [answer.resize_(*self.shape[:-1], answer.shape[-1]) for answer in answers]
@@ -242,7 +249,8 @@ class Node:
                 break
             if isinstance(addend, Node):
                 addend = addend.value
-            node.value = (before.value + cast(Tensor, addend)).to(node.dtype)
+            with _ordinary():
+                node.value = (before.value + cast(Tensor, addend)).to(node.dtype)
         return self.value is not None
 
     def _path(self) -> list[Node]:
@@ -329,6 +337,11 @@ class Promise(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*plain(args), **plain(kwargs or {}))
+
+
+def _ordinary() -> AbstractContextManager[Any]:
+    """Tensors made in here can be written to anywhere, though somebody looks in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _like(promise: Promise) -> Node | Tensor:
