@@ -11,7 +11,7 @@ from torch import nn
 from symbiosis.client.as_made import AsMade
 from symbiosis.client.groups import Groups
 from symbiosis.client.mixing import mix_in
-from symbiosis.client.promise import plain
+from symbiosis.client.promise import Promise, plain
 from symbiosis.client.shared import Shared
 from symbiosis.errors import CannotSplit
 from symbiosis.types import LayerSpec
@@ -38,6 +38,8 @@ class WatchedNorm(nn.Module):
     _symbiosis_hosted: _Hosted
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and type(args[0]) is not Promise:
+            return super().forward(args[0])
         hosted = self._symbiosis_hosted
         promises = hosted.groups.promises
         if len(args) == 1 and not kwargs and promises.made(args[0]) and hosted.is_still(self):

@@ -134,7 +134,7 @@ class Node:
         self.shape: torch.Size = torch.Size((*source.shape[:-1], width))
         self.dtype: torch.dtype = source.dtype if not isinstance(addend, Tensor) else addend.dtype
         self.device: torch.device = source.device
-        self._source: Node | Tensor | None = source
+        self._source = source
         self._addend = addend
         self.value: Tensor | None = None
         """Its numbers once they are computed, and"""
@@ -154,7 +154,6 @@ class Node:
 
     def rounded(self) -> Node:
         """A wide sum in the dtype of its rows."""
-        assert self._source is not None, "it is pending"
         made = Node(self.promises, Turn.ADD_FLOAT, self._source, self.shape[-1], self._addend)
         made.dtype = self._source.dtype
         return made
@@ -278,7 +277,7 @@ class Node:
 
     def leads_to(self, other: Node) -> bool:
         """Whether this is on the way to another, before it."""
-        at: Node | Tensor | None = other
+        at: Node | Tensor = other
         while isinstance(at, Node) and at.value is None and at is not self:
             at = at._source
         return at is self and self is not other
@@ -321,7 +320,7 @@ class Promise(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and func in _FACTS and (not args[0].node.is_public or _has_history(args[0])):
+        if args and func in _FACTS and not args[0].node.is_public:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _SUMS and len(args) == 2 and not kwargs:
@@ -365,23 +364,6 @@ def _with_numbers(_: nn.Module, __: Any, output: Any) -> Any:
     return output
 
 
-class _Numbers(torch.autograd.Function):
-    """A promise's numbers to autograd. It has a history where it left a function of autograd's, such as a checkpoint."""
-
-    @staticmethod
-    def forward(ctx: Any, promise: Promise, numbers: Tensor) -> Tensor:
-        return numbers.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-def _has_history(promise: Promise) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return promise.requires_grad
-
-
 def is_worth_it(shape: torch.Size, *, on_gpu: bool) -> bool:
     """Whether one call for a long way is better than several for so many rows.
 
@@ -403,8 +385,7 @@ def is_pending(x: Any) -> TypeGuard[Promise]:
 def plain(value: Any) -> Any:
     """The same with numbers in the place of promises."""
     if type(value) is Promise:
-        numbers = value.node.public()
-        return _Numbers.apply(value, numbers) if torch.is_grad_enabled() and _has_history(value) else numbers  # type: ignore[no-untyped-call]
+        return value.node.public()
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         made = [plain(each) for each in value]
         if type(value) in (list, tuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+
+from symbiosis.executor.bounded import drop_oldest
 
 _MOST_SHAPES = 4096
 _ENOUGH = 8.0  # batches of its own, where its parts are known
@@ -49,13 +50,13 @@ class Costs:
 
     def observe(self, shape: Hashable, rows: int, seconds: float) -> None:
         line = self._lines.pop(shape, None) or _Line()
-        _drop_oldest(self._lines)
+        drop_oldest(self._lines, _MOST_SHAPES)
         self._lines[shape] = line  # at the end: what is seen stays
         line.add(rows, seconds)
 
     def consists(self, shape: Hashable, parts: list[Hashable]) -> None:
         """A shape that costs what its parts cost, until it was seen itself."""
-        _drop_oldest(self._parts)
+        drop_oldest(self._parts, _MOST_SHAPES)
         self._parts[shape] = parts
 
     def _fit(self, shape: Hashable) -> tuple[float, float]:
@@ -87,9 +88,3 @@ class Costs:
     def saving(self, shape: Hashable) -> float:
         """Seconds saved by running two batches as one: the fixed part."""
         return self._fit(shape)[0]
-
-
-def _drop_oldest(known: dict[Hashable, Any]) -> None:
-    """Room for one more: tenants can invent combinations of layers."""
-    while len(known) >= _MOST_SHAPES:
-        del known[next(iter(known))]
