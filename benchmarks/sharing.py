@@ -52,7 +52,14 @@ def teams_of(modes: Sequence[str], count: int, size: int) -> dict[str, range]:
 
 
 def measure(
-    workers: Workers, teams: dict[str, range], shape: str, device: str, seconds: float, served: Served, shared: int
+    workers: Workers,
+    teams: dict[str, range],
+    shape: str,
+    device: str,
+    seconds: float,
+    served: Served,
+    shared: int,
+    console: Console,
 ) -> dict[str, Any]:
     """As many tenants in each of the modes; `shared` is the executor's memory without tenants."""
     modes, count = list(teams), len(teams["plain"])
@@ -63,6 +70,7 @@ def measure(
         workers.all(team, "load", mode, shape, served.address)
         workers.all(team, "train", WARM_UP_STEPS)
         memory[mode] = [used_bytes(device) - before + (0 if mode == "plain" else shared)]
+        console.log(f"{mode} × {count} are there")
     rates: dict[str, list[float]] = {mode: [] for mode in modes}
     steps: dict[str, list[float]] = {mode: [] for mode in modes}
     # Several tenants are bound by the GPU, one by its host, whose speed varies from second to second: many short windows.
@@ -73,6 +81,7 @@ def measure(
             rates[mode].append(sum(tokens / statistics.mean(each) for each in found))
             steps[mode].append(statistics.mean(statistics.median(each) for each in found))
     figures = {"tokens_per_s": rates, "step_s": steps, "memory_bytes": memory}
+    console.log("fine-tuned:", {mode: f"{statistics.median(each) * 1e3:.1f} ms" for mode, each in steps.items()})
     if count == 1:
         for mode in modes * 2:
             workers.all(teams[mode], "generate")
@@ -81,6 +90,7 @@ def measure(
             for mode in rotated(modes, repetition):
                 pace[mode] += workers.all(teams[mode], "generate")
         figures["seconds_per_token"] = pace
+        console.log("generated")
     for team in teams.values():
         workers.all(team, "drop")
     return {name: compared(runs, "plain") for name, runs in figures.items()}
@@ -100,18 +110,18 @@ def line(figures: dict[str, Any], mode: str) -> str:
 def run(
     shape: str, device: str, seconds: float, counts: Sequence[int], modes: Sequence[str], mps: bool, folder: Path = FOLDER
 ) -> None:
-    console, results = Console(width=160), {}
+    console, results = Console(width=160, log_path=False), {}
     chosen = {count: tuple(modes) or (ALONE if count == 1 else TOGETHER) for count in counts}
     size = max(count * len(chosen[count]) for count in counts)
     with Workers(size, device) as workers:
         workers.all(range(size), "context")
         empty = used_bytes(device)
         with Served(shape, device) as served:
-            console.print(f"{shape}: the executor is at {served.address}")
+            console.log(f"{shape}: the executor is at {served.address}")
             shared = used_bytes(device) - empty
             for count in counts:
                 teams = teams_of(chosen[count], count, size)
-                results[count] = measure(workers, teams, shape, device, seconds, served, shared)
+                results[count] = measure(workers, teams, shape, device, seconds, served, shared, console)
                 for mode in teams:
                     console.print(f"{shape} {mode:9s}× {count} {line(results[count], mode)}")
                 figures = {"script": "sharing", "shape": shape, "mps": mps, "executor_bytes": shared, "tenants": results}
