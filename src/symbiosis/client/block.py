@@ -28,13 +28,14 @@ class VirtualBlock(nn.Module):
     def _runs_whole(self, x: Any) -> bool:
         if self._matrices[0]._direct is not None:
             return False
-        if not isinstance(x, Tensor) or x.dim() == 0 or (self.training and not self._block.train_safe):
+        if not isinstance(x, Tensor) or (self.training and not self._block.train_safe):
             return False
-        if x.dtype != self._matrices[0].dtype or x.shape[-1] != self._block.in_width or x.numel() == 0:
+        shape = x.shape
+        if not shape or shape[-1] != self._block.in_width or 0 in shape or x.dtype is not self._matrices[0].dtype:
             return False
-        if torch.is_autocast_enabled(x.device.type):
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
             return False
-        return self._as_made.holds(self) and all(matrix.pristine() for matrix in self._matrices)
+        return self._as_made.holds(self) and all([matrix.pristine() for matrix in self._matrices])
 
 
 def make_block(module: nn.Module, spec: LayerSpec) -> None:

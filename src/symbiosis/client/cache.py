@@ -55,7 +55,7 @@ class Room:
         memory = self.memory
         if memory is None or held is not self.filled or length + count > memory.shape[2]:
             memory = self.memory = _roomy(held, length + count)
-        memory[:, :, length : length + count] = new
+        memory.narrow(2, length, count).copy_(new)
         self.filled = memory.narrow(2, 0, length + count)
         return self.filled
 

@@ -22,7 +22,7 @@ from symbiosis.client.calls import call_block, call_matrices
 from symbiosis.client.promise import Member, Promise, Promises, plain
 from symbiosis.client.session import Session
 from symbiosis.messages import MAX_LAYERS
-from symbiosis.types import LayerKind, LayerSpec
+from symbiosis.types import WITH_BIAS, LayerKind, LayerSpec
 
 _Key = tuple[object, ...]
 
@@ -40,8 +40,12 @@ class _Run:
 
 def _key(seen: Tensor, x: Tensor) -> _Key:
     """What has to be the same for two calls to have read the same rows."""
-    was = (seen.node.writes(), 0) if type(seen) is Promise else (seen._version, seen.data_ptr())
-    return (*was, x.dtype, x.requires_grad, seen.is_leaf, torch.is_grad_enabled())
+    if type(seen) is not Promise:
+        return seen._version, seen.data_ptr(), x.dtype, x.requires_grad, seen.is_leaf, torch.is_grad_enabled()
+    like = seen.node.like
+    if isinstance(like, Tensor):
+        return seen.node.writes(), 0, x.dtype, like.requires_grad, like.is_leaf, torch.is_grad_enabled()
+    return 0, 0, x.dtype, False, True, torch.is_grad_enabled()  # the same as of its numbers when they are there
 
 
 class Groups:
@@ -52,14 +56,15 @@ class Groups:
         self.promises = Promises(session)
         self._local = threading.local()
         self._learned: dict[Member, tuple[Member, ...]] = {}
+        self._members: dict[int, Member] = {}
 
     def call(self, layer: LayerSpec, x: Tensor, seen: Tensor, *, with_bias: bool) -> Tensor:
         """x @ Wᵀ, plus the bias if asked for; or what a block makes of x. Perhaps a promise of it.
 
         `seen` is what the layer was called with, `x` the same after any cast.
         """
-        me = Member(layer, with_bias)
-        if seen.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(seen):
+        me = self._members.get(layer.handle | (WITH_BIAS * with_bias)) or self._member(layer, with_bias=with_bias)
+        if type(seen) is not Promise and (seen.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(seen)):
             # no version counter: a change in place between two calls could not be seen; or no numbers of its own
             return self._ask((me,), x)[0]
         run: _Run = getattr(self._local, "run", None) or _Run()
@@ -79,13 +84,17 @@ class Groups:
         return mine
 
     def _ask(self, members: tuple[Member, ...], x: Tensor) -> tuple[Tensor, ...]:
-        if self.promises.made(x) and not torch.is_grad_enabled() and x.node.fits(len(members)) and not x.node.sum_up():
-            return x.node.compute(members)
+        if self.promises.made(x) and not torch.is_grad_enabled() and x.node.fits(len(members)) and (way := x.node.way()):
+            return x.node.compute(way, members)
         x = plain(x)
         if members[0].layer.kind is LayerKind.BLOCK:
             return (call_block(self._session, members[0].layer, x),)
         layers, with_bias = tuple(m.layer for m in members), tuple(m.with_bias for m in members)
         return call_matrices(self._session, layers, x, with_bias)
+
+    def _member(self, layer: LayerSpec, *, with_bias: bool) -> Member:
+        made = Member(layer, with_bias=with_bias)
+        return self._members.setdefault(made.handle, made)
 
     def _learn(self, run: _Run) -> None:
         if not run.members or (run.guessed and not run.waiting):

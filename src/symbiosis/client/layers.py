@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.client.as_made import is_watched
 from symbiosis.client.calls import call_embedding, call_matrices, call_transposed
 from symbiosis.client.groups import Groups
 from symbiosis.client.session import Session
@@ -57,7 +56,8 @@ class VirtualLayer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._carrier().dtype
+        like = self._parameters.get("like")  # asked in every call
+        return self._carrier().dtype if like is None else like.dtype
 
     @property
     def device(self) -> torch.device:
@@ -73,7 +73,7 @@ class VirtualLayer(nn.Module):
     def is_local(self) -> bool:
         if self._fetched:
             self._notice_changes()
-        return bool(self._changed) or any(self._parameters.get(name) is not None for name in self._hosted)
+        return bool(self._changed) or any([self._parameters.get(name) is not None for name in self._hosted])
 
     def _notice_changes(self) -> None:
         """Fetched numbers may be written to at any time, through whatever shares their memory."""
@@ -215,14 +215,15 @@ class VirtualLayer(nn.Module):
 
     def _cast(self, x: Tensor) -> Tensor:
         """Rows as the plain layer would see them. Raises `BadCall` where it would fail."""
-        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        elif x.dtype != self.dtype:
+        elif x.dtype is not self.dtype:
             raise BadCall(
                 f"{self.spec.paths[0]} computes in {self.dtype}, got {x.dtype}: cast the input, or the model with .to()"
             )
-        if x.dim() == 0 or x.shape[-1] != self.spec.in_width:
-            raise BadCall(f"{self.spec.paths[0]} takes inputs of width {self.spec.in_width}, got shape {tuple(x.shape)}")
+        shape = x.shape
+        if not shape or shape[-1] != self.spec.in_width:
+            raise BadCall(f"{self.spec.paths[0]} takes inputs of width {self.spec.in_width}, got shape {tuple(shape)}")
         return x
 
 
@@ -275,7 +276,7 @@ class VirtualMatrix(VirtualLayer):
     def pristine(self) -> bool:
         """Whether the executor would compute exactly this layer, bias included."""
         like = self._parameters.get("like")
-        if is_watched(self) or self.is_local or (like is not None and like.requires_grad):
+        if self.is_local or (like is not None and like.requires_grad):
             return False
         return self.bias_is_shared()
 

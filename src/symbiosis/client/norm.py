@@ -29,7 +29,7 @@ class _Hosted:
     def is_still(self, norm: nn.Module) -> bool:
         if not self.as_made.holds(norm) or len(norm._parameters) != len(self.parameters):
             return False
-        return all(shared.is_still(norm._parameters.get(name)) for name, shared in self.parameters.items())
+        return all([shared.is_still(norm._parameters.get(name)) for name, shared in self.parameters.items()])
 
 
 class WatchedNorm(nn.Module):

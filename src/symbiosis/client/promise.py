@@ -18,7 +18,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,17 +53,18 @@ _FACTS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.is_inference),
     *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex, Tensor.is_contiguous),
 }
+_NEED_NO_NUMBERS = {*_FACTS, *_SUMS, F.dropout, Tensor.to, Tensor.contiguous}  # perhaps
+_SINGLE = {Tensor, nn.Parameter, torch.dtype, torch.device, torch.Size, int, float, bool, str, type(None)}
 
 
-class Member(NamedTuple):
-    """A layer as it is called: with the executor's bias or without."""
+class Member:
+    """A layer as it is called: with the executor's bias or without. `Groups` makes one of each."""
 
-    layer: LayerSpec
-    with_bias: bool
+    __slots__ = ("handle", "layer", "with_bias")
 
-    @property
-    def handle(self) -> int:
-        return self.layer.handle | (WITH_BIAS * self.with_bias)
+    def __init__(self, layer: LayerSpec, *, with_bias: bool) -> None:
+        self.layer, self.with_bias = layer, with_bias
+        self.handle = layer.handle | (WITH_BIAS * with_bias)
 
 
 class Promises:
@@ -77,14 +78,12 @@ class Promises:
 
     def can(self, x: Tensor) -> bool:
         """Whether what becomes of these rows may be promised."""
+        if not _may_promise():
+            return False
+        if type(x) is Promise and x.node.value is None:  # so could what led there, which has the same rows
+            return x.node.dtype is self.dtype
         # in other dtypes than the executor's, its sums are rounded otherwise
-        if torch.is_grad_enabled() or x.dtype is not self.dtype or torch.is_autocast_enabled(x.device.type):
-            return False
-        if not torch._C._is_fwd_grad_enabled():  # in a function of autograd's: what leaves it gets a history
-            return False
-        if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
-            return False  # tensors say more than their numbers
-        return is_worth_it(x.shape, on_gpu=x.device.type == "cuda") and not x.is_inference()
+        return x.dtype is self.dtype and is_worth_it(x.shape, on_gpu=x.is_cuda) and not x.is_inference()
 
     def can_layer(self, me: Member, x: Tensor) -> bool:
         return self._broken.get(me, 0) < _TRIES and self.can(x) and (not self.made(x) or x.node.fits(1))
@@ -114,7 +113,7 @@ class Node:
     """How a tensor comes about: by a step from another node, or from rows that nobody else has."""
 
     __slots__ = (
-        *("promises", "step", "shape", "dtype", "device", "value", "is_used"),
+        *("promises", "step", "shape", "dtype", "device", "value", "is_used", "like"),
         *("_source", "_addend", "_public", "_published", "_length"),
     )
 
@@ -131,7 +130,9 @@ class Node:
         A sum with float32 has the addend's dtype, and is a step only when it is rounded (`rounded`).
         """
         self.promises, self.step = promises, step
-        self.shape: torch.Size = torch.Size((*source.shape[:-1], width))
+        self.shape: torch.Size = source.shape
+        if width != self.shape[-1]:
+            self.shape = torch.Size((*self.shape[:-1], width))
         self.dtype: torch.dtype = source.dtype if not isinstance(addend, Tensor) else addend.dtype
         self.device: torch.device = source.device
         self._source = source
@@ -142,6 +143,8 @@ class Node:
         """those that others have got: the same, or a copy if other nodes count on these."""
         self._length: int = (source._length if isinstance(source, Node) else 1) + (2 if isinstance(addend, Node) else 1)
         """At most so many words are what leads here, and a `READ` after it."""
+        self.like: Node | Tensor = self
+        """What knows its shape, dtype and device: its numbers, where others have them and may have changed them."""
         self._published = 0
         self.is_used = False
         for used in (source, addend):
@@ -177,17 +180,17 @@ class Node:
         with self.promises.publishing:
             if self._public is None:
                 public = self.value.clone() if self.is_used else self.value
-                self._published, self._public = public._version, public
+                self._published, self.like, self._public = public._version, public, public
 
     def _look(self) -> None:
         if isinstance(self.step, Member):
             self.promises.note_broken(self.step)
             source = self._source
-            if isinstance(source, Node) and source.value is None and not source.sum_up():
-                (self.value,) = source.compute((self.step,))  # what it reads will be wanted too
+            if isinstance(source, Node) and source.value is None and (way := source.way()):
+                (self.value,) = source.compute(way, (self.step,))  # what it reads will be wanted too
                 return
-        if not self.sum_up():
-            self.compute(())
+        if way := self.way():
+            self.compute(way, ())
 
     def writes(self) -> int:
         """How often others have written to its numbers."""
@@ -201,14 +204,13 @@ class Node:
         self.is_used = True
         return self.value
 
-    def compute(self, readers: Sequence[Member]) -> tuple[Tensor, ...]:
-        """Its numbers, and those of layers that read them. Whoever asks has tried to `sum_up`."""
-        path = self._path()
-        first = path[0]._source
+    def compute(self, way: Sequence[Node], readers: Sequence[Member]) -> tuple[Tensor, ...]:
+        """Its numbers, by its `way`; the results are those of layers that read them."""
+        first = way[0]._source
         start = first.value if isinstance(first, Node) else first
         assert start is not None, "the first that is to be computed has what it starts from"
-        tensors, program, added = [start], list[int](), {id(node._addend) for node in path}
-        for node in path:
+        tensors, program, added = [start], list[int](), {id(node._addend) for node in way}
+        for node in way:
             addend = node._addend
             if addend is None:
                 program.append(node.step.handle)
@@ -220,14 +222,15 @@ class Node:
             if id(node) in added:
                 program.append(Turn.KEEP)
         if readers:
-            program += [Turn.READ, *(reader.handle for reader in readers)]
+            program += [Turn.READ, *[reader.handle for reader in readers]]
         is_norm = isinstance(self.step, LayerSpec)
         widths = [self.shape[-1]] * (2 if is_norm else 1) + [reader.layer.out_width for reader in readers]
-        rows = tuple(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors)
+        rows = tuple([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors])
         with _ordinary(), torch._C._DisableFuncTorch():  # whoever looks, and from where, has no part in the numbers
             answers = self.promises.session.onward(tuple(program), widths, rows)
             # the same tensors in the tenant's shape: not views, so that whoever gets one may write to it
-            results = [answer.resize_(*self.shape[:-1], answer.shape[-1]) for answer in answers]
+            ahead = self.shape[:-1]
+            results = [answer.resize_(*ahead, width) for answer, width in zip(answers, widths, strict=True)]
         source = self._source
         self.value = results.pop(0)
         if is_norm:
@@ -236,24 +239,27 @@ class Node:
                 source.value = before
         return tuple(results)
 
-    def sum_up(self) -> bool:
-        """Add here what needs no executor, since what it is added to is there. Whether that was all."""
+    def way(self) -> list[Node]:
+        """What the executor is to compute for this, first to last: what needs none, since what it is added to is there, is
+        added here. Nothing is left if that was all.
+        """
         if self.is_wide:
             source = cast(Node, self._source)
-            if source.value is None and not source.sum_up():
-                source.compute(())
-        for node in self._path():
+            if source.value is None and (way := source.way()):
+                source.compute(way, ())
+        path = self._path()
+        for done, node in enumerate(path):
             before, addend = node._source, node._addend
             if addend is None or not isinstance(before, Node) or before.value is None:
-                break
+                return path[done:]
             if isinstance(addend, Node):
                 addend = addend.value
             with _ordinary():
                 node.value = (before.value + cast(Tensor, addend)).to(node.dtype)
-        return self.value is not None
+        return []
 
     def _path(self) -> list[Node]:
-        """What is to be computed for this, first to last. What is added, and cannot be kept on the way, is computed before."""
+        """All that has no numbers yet and leads here. What is added, and cannot be kept on the way, is computed before."""
         path, at = [self], self._source
         while isinstance(at, Node) and at.value is None:
             path.append(at)
@@ -264,8 +270,8 @@ class Node:
         for node in path:
             addend = node._addend
             if isinstance(addend, Node) and addend.value is None and addend is not kept:
-                if not addend.sum_up():
-                    addend.compute(())
+                if way := addend.way():
+                    addend.compute(way, ())
                 return self._path()  # shorter, since that was on the way
             if id(node) in added:
                 kept = node
@@ -291,21 +297,21 @@ class Promise(Tensor):
     # asked all the time, and cheaper by themselves than as functions of torch
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return _like(self).shape
+        return self.node.like.shape
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return _like(self).dtype
+        return self.node.like.dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return _like(self).device
+        return self.node.like.device
 
     def dim(self) -> int:
-        return len(_like(self).shape)
+        return len(self.node.like.shape)
 
     def numel(self) -> int:
-        return math.prod(_like(self).shape)
+        return math.prod(self.node.like.shape)
 
     def is_inference(self) -> bool:
         return False
@@ -320,17 +326,18 @@ class Promise(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and func in _FACTS and not args[0].node.is_public:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _SUMS and len(args) == 2 and not kwargs:
-            total = _sum(*args)
-            if total is not None:
-                return total
-        if _changes_nothing(func, args, kwargs):
-            return args[0]
-        if func is Tensor.to and _rounds(*args, **kwargs):
-            return Promise(args[0].node.rounded())
+        if func in _NEED_NO_NUMBERS:
+            if args and func in _FACTS and not args[0].node.is_public:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func in _SUMS and len(args) == 2 and not kwargs:
+                total = _sum(*args)
+                if total is not None:
+                    return total
+            if _changes_nothing(func, args, kwargs):
+                return args[0]
+            if func is Tensor.to and _rounds(*args, **kwargs):
+                return Promise(args[0].node.rounded())
         return func(*plain(args), **plain(kwargs))
 
     @classmethod
@@ -338,14 +345,18 @@ class Promise(Tensor):
         return func(*plain(args), **plain(kwargs or {}))
 
 
+def _may_promise() -> bool:
+    """Whether tensors are nothing but their numbers here and now, and are computed with as they are."""
+    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        return False
+    if not torch._C._is_fwd_grad_enabled():  # in a function of autograd's: what leaves it gets a history
+        return False
+    return forward_ad._current_level < 0 and torch._C._functorch.maybe_current_level() is None
+
+
 def _ordinary() -> AbstractContextManager[Any]:
     """Tensors made in here can be written to anywhere, though somebody looks in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def _like(promise: Promise) -> Node | Tensor:
-    """What knows its shape, dtype and device: its numbers, where others have them and may have changed them."""
-    return promise.node._public if promise.node._public is not None else promise.node
 
 
 def look_at_results(model: nn.Module) -> None:
@@ -386,6 +397,8 @@ def plain(value: Any) -> Any:
     """The same with numbers in the place of promises."""
     if type(value) is Promise:
         return value.node.public()
+    if type(value) in _SINGLE:
+        return value
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         made = [plain(each) for each in value]
         if type(value) in (list, tuple):
@@ -411,7 +424,7 @@ def _sum(one: Any, other: Any) -> Promise | None:
         if other.dtype is not torch.float32 or one.dtype not in _HALVES or type(other) is Promise or other.is_inference():
             return None
         return Promise(Node(promises, Turn.ADD_FLOAT, one.node, one.shape[-1], other.clone()))
-    if not promises.can(other):
+    if not is_pending(other) and not promises.can(other):
         return None
     return Promise(Node(promises, Turn.ADD, one.node, one.shape[-1], _addend(other)))
 

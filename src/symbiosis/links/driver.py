@@ -224,7 +224,7 @@ class Counters:
         self._enqueue(self._wait, stream, place, value)
 
     def _enqueue(self, function: Any, stream: int, place: int, value: int) -> None:
-        if torch.cuda.current_device() != self._device.index:  # the default stream is that of the current device
+        if torch._C._cuda_getDevice() != self._device.index:  # the default stream is that of the current device
             with torch.cuda.device(self._device):
                 return self._enqueue(function, stream, place, value)
         if function(stream, self._pointer + 4 * place, value & 0xFFFFFFFF, 0):
