@@ -78,22 +78,27 @@ def test_a_change_is_noticed(change):
     made = AsMade(block)
     object.__setattr__(block, "made", made)
     assert made.holds(block)
+    assert made.holds(block)  # at one glance
     change(block)
     assert not made.holds(block)
+    assert not made.holds_part_by_part()
 
 
 @pytest.mark.parametrize("change", [same_again, something_of_no_account, nn.Module.eval])
 def test_what_changes_nothing_is_not(change):
     block = Block()
     made = AsMade(block)
+    assert made.holds(block)
     change(block)
-    assert made.holds(block)
-    assert made.holds(block)
+    for _ in range(3):
+        assert made.holds(block)
+        assert made.holds_part_by_part()
 
 
 def test_patched_classes_are_noticed(monkeypatch):
     block = Block()
     made = AsMade(block)
+    assert made.holds(block)
     monkeypatch.setattr(nn.Linear, "forward", lambda _, x: x)
     assert not made.holds(block)
 

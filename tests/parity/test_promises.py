@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -195,11 +196,34 @@ class Several(list[Tensor]):
     pass
 
 
+class Adds:
+    """Knows by itself how it is added to something."""
+
+    def __radd__(self, other: Tensor) -> Tensor:
+        return other * 3
+
+
+class Sees(TorchFunctionMode):
+    """What functions of torch are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(
     "look",
     [
         lambda p: p + p,
         lambda p: p + 1.0,
+        lambda p: 1.0 + p,
+        lambda p: torch.ones(3, 32) + p,
+        lambda p: p + torch.ones(3, 32, dtype=torch.float64),
+        lambda p: p + Adds(),
         lambda p: 2.0 - p,
         lambda p: p + torch.ones(32),
         lambda p: torch.add(p, p, alpha=2),
@@ -209,6 +233,8 @@ class Several(list[Tensor]):
         lambda p: p.clone().add_(p),
         lambda p: p.add_(p),
         lambda p: p.to(torch.float64),
+        lambda p: p.to(dtype=torch.float16, copy=True),
+        lambda p: p.to(torch.ones(2, dtype=torch.float64)),
         lambda p: p.T.contiguous(),
         lambda p: p[1:, ::2],
         lambda p: torch.tensor(p.tolist()),
@@ -238,6 +264,19 @@ def test_a_promise_is_a_tensor_to_everything(both, look):
     assert isinstance(result, Tensor)
     assert torch.equal(result, look(expected))
     assert torch.equal(found, expected)  # changed in place, both are
+
+
+def test_whoever_watches_torchs_functions_sees_what_is_done_with_promises(both):
+    seen = []
+    for each in both:
+        promise = each.model.layers[0].self_attn.o_proj(torch.ones(3, 32))
+        with Sees() as sees:
+            result = (torch.ones(3, 32) + promise).to(torch.float64)
+        seen.append((sees.names, result))
+    (expected, right), (found, result) = seen
+    assert torch.equal(result, right)
+    assert {"to", "add"} <= {name.strip("_").removeprefix("r") for name in found}
+    assert {"to", "add"} <= {name.strip("_").removeprefix("r") for name in expected}
 
 
 def test_sums_and_norms_are_promised_and_rounded_as_ever(both):

@@ -80,10 +80,12 @@ class Promises:
         """Whether what becomes of these rows may be promised."""
         if not _may_promise():
             return False
-        if type(x) is Promise and x.node.value is None:  # so could what led there, which has the same rows
-            return x.node.dtype is self.dtype
-        # in other dtypes than the executor's, its sums are rounded otherwise
-        return x.dtype is self.dtype and is_worth_it(x.shape, on_gpu=x.is_cuda) and not x.is_inference()
+        like = x.node.like if type(x) is Promise else x
+        if like.dtype is not self.dtype:  # in other dtypes than the executor's, its sums are rounded otherwise
+            return False
+        if isinstance(like, Node):
+            return True  # as what led there could, which has the same rows
+        return is_worth_it(like.shape, on_gpu=like.device.type == "cuda") and not like.is_inference()
 
     def can_layer(self, me: Member, x: Tensor) -> bool:
         return self._broken.get(me, 0) < _TRIES and self.can(x) and (not self.made(x) or x.node.fits(1))
@@ -316,6 +318,16 @@ class Promise(Tensor):
     def is_inference(self) -> bool:
         return False
 
+    # These too, since torch takes its time to find out whom to ask
+    def __add__(self, other: Any) -> Any:
+        return _straight(Tensor.__add__, self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _straight(Tensor.__radd__, self, other)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return _straight(Tensor.to, self, *args, **kwargs)
+
     @staticmethod
     def __new__(cls: Any, node: Node) -> Promise:
         made: Promise = Tensor._make_wrapper_subclass(cls, node.shape, dtype=node.dtype, device=node.device)
@@ -343,6 +355,13 @@ class Promise(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*plain(args), **plain(kwargs or {}))
+
+
+def _straight(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What torch would come to, unless somebody watches its functions."""
+    if torch._C._len_torch_function_stack() > 0:
+        return func(*args, **kwargs)
+    return Promise.__torch_function__(func, (), args, kwargs)
 
 
 def _may_promise() -> bool:
