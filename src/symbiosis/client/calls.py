@@ -1,10 +1,11 @@
 """Layer calls under autograd: forward asks the executor, backward asks it again. It keeps nothing between.
 
-Shapes: x is [..., I]; batch and sequence are flattened to rows, nothing is padded.
+Shapes: x is [..., I], with a row wherever it has one; nothing is padded.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -33,16 +34,6 @@ def _check_plain(tensor: Tensor) -> None:
         )
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1, tensor.shape[-1])
-
-
-def _shaped(rows: Tensor, *shape: int) -> Tensor:
-    """Rows in the tenant's shape. Not a view to autograd: adapters add to results in place."""
-    shaped: Tensor = torch.ops.aten._unsafe_view(rows, shape)
-    return shaped
-
-
 def _ask(
     session: Session,
     layers: tuple[LayerSpec, ...],
@@ -54,9 +45,9 @@ def _ask(
 ) -> tuple[Tensor, ...]:
     for tensor in tensors:
         _check_plain(tensor)
-    rows = tuple(_rows(t) for t in tensors)
-    if rows[0].shape[0] == 0:
-        return tuple(rows[0].new_empty(0, width) for width in answer_widths(layers, direction, rows))
+    rows = tuple([t.detach() if t.requires_grad else t for t in tensors])
+    if math.prod(rows[0].shape[:-1]) == 0:
+        return tuple(rows[0].new_empty(*rows[0].shape[:-1], width) for width in answer_widths(layers, direction, rows))
     return session.call(layers, direction, rows, training=training, with_bias=with_bias)
 
 
@@ -69,8 +60,7 @@ class _MatrixCall(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.session, ctx.layers, ctx.direction, ctx.shape = session, layers, direction, x.shape
-        results = _ask(session, layers, direction, (x,), training=ctx.needs_input_grad[0], with_bias=with_bias)
-        return tuple(_shaped(result, *x.shape[:-1], result.shape[-1]) for result in results)
+        return _ask(session, layers, direction, (x,), training=ctx.needs_input_grad[0], with_bias=with_bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -82,8 +72,7 @@ class _MatrixCall(torch.autograd.Function):
             parts = [_MatrixCall.apply(grad, ctx.session, (layer,), (), back)[0] for layer, grad in present]  # type: ignore[no-untyped-call]
             return torch.stack(parts).sum(0).view(ctx.shape), None, None, None, None
         layers, tensors = tuple(layer for layer, _ in present), tuple(grad for _, grad in present)
-        result = _ask(ctx.session, layers, back, tensors, training=True)[0]
-        return result.view(ctx.shape), None, None, None, None
+        return _ask(ctx.session, layers, back, tensors, training=True)[0], None, None, None, None
 
 
 def call_matrices(
@@ -91,8 +80,7 @@ def call_matrices(
 ) -> tuple[Tensor, ...]:
     """x @ Wᵀ for each layer, plus its bias where asked for, in one call."""
     if not _differentiable(x):
-        results = _ask(session, layers, Direction.FORWARD, (x,), training=False, with_bias=with_bias)
-        return tuple(_shaped(result, *x.shape[:-1], result.shape[-1]) for result in results)
+        return _ask(session, layers, Direction.FORWARD, (x,), training=False, with_bias=with_bias)
     return _MatrixCall.apply(x, session, layers, with_bias, Direction.FORWARD)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -108,21 +96,18 @@ class _BlockCall(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, session: Session, layer: LayerSpec) -> Tensor:
         ctx.session, ctx.layer = session, layer
         ctx.save_for_backward(x)
-        result = _ask(session, (layer,), Direction.FORWARD, (x,), training=ctx.needs_input_grad[0])[0]
-        return _shaped(result, *x.shape[:-1], layer.out_width)
+        return _ask(session, (layer,), Direction.FORWARD, (x,), training=ctx.needs_input_grad[0])[0]
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        result = _ask(ctx.session, (ctx.layer,), Direction.BACKWARD, (x, grad), training=True)[0]
-        return result.view(x.shape), None, None
+        return _ask(ctx.session, (ctx.layer,), Direction.BACKWARD, (x, grad), training=True)[0], None, None
 
 
 def call_block(session: Session, layer: LayerSpec, x: Tensor) -> Tensor:
     if not _differentiable(x):
-        result = _ask(session, (layer,), Direction.FORWARD, (x,), training=False)[0]
-        return _shaped(result, *x.shape[:-1], layer.out_width)
+        return _ask(session, (layer,), Direction.FORWARD, (x,), training=False)[0]
     return _BlockCall.apply(x, session, layer)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -227,12 +227,8 @@ class Node:
             program += [Turn.READ, *[reader.handle for reader in readers]]
         is_norm = isinstance(self.step, LayerSpec)
         widths = [self.shape[-1]] * (2 if is_norm else 1) + [reader.layer.out_width for reader in readers]
-        rows = tuple([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors])
         with _ordinary(), torch._C._DisableFuncTorch():  # whoever looks, and from where, has no part in the numbers
-            answers = self.promises.session.onward(tuple(program), widths, rows)
-            # the same tensors in the tenant's shape: not views, so that whoever gets one may write to it
-            ahead = self.shape[:-1]
-            results = [answer.resize_(*ahead, width) for answer, width in zip(answers, widths, strict=True)]
+            results = list(self.promises.session.onward(tuple(program), widths, tuple(tensors)))
         source = self._source
         self.value = results.pop(0)
         if is_norm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 
 from symbiosis.client.download import download
 from symbiosis.errors import NoTokenizer
-from symbiosis.links.base import Link
+from symbiosis.links.base import Link, as_rows, shaped
 from symbiosis.messages import Kind, Message
 from symbiosis.models.part import unpack_tokenizer
 from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec, Limits, Manifest
@@ -26,7 +27,7 @@ def answer_widths(layers: tuple[LayerSpec, ...], direction: Direction, rows: tup
     if direction is Direction.FORWARD:
         return [layer.out_width for layer in layers]
     if layers[0].kind is LayerKind.EXPERTS:
-        return [layers[0].in_width, rows[1].shape[1]]
+        return [layers[0].in_width, rows[1].shape[-1]]
     return [layers[0].in_width]
 
 
@@ -77,15 +78,18 @@ class Session:
         training: bool,
         with_bias: tuple[bool, ...] = (),
     ) -> tuple[Tensor, ...]:
-        """One layer call; cut into several where it is longer than the executor takes. Rows are 2-D."""
-        key = (layers, direction, with_bias, *[(t.shape[1], t.dtype) for t in rows])
+        """One layer call; cut into several where it is longer than the executor takes.
+
+        Rows are in any shape, the first tensor's; so are those of the answer.
+        """
+        key = (layers, direction, with_bias, *[(t.shape[-1], t.dtype) for t in rows])
         form = self._forms.get(key)
         if form is None:
             form = self._keep(key, self._form(layers, direction, rows, with_bias))
         return self._in_parts(form, direction, rows, training=training)
 
     def onward(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Layers that follow each other, by handles and `Turn`s, as one call that answers with tensors of these widths."""
+        """Layers that follow each other, by handles and `Turn`s, as one such call that answers with tensors of these widths."""
         form = self._forms.get(program)
         if form is None:
             form = self._keep(program, _Form(program, widths, self._most_rows(rows, widths)))
@@ -98,14 +102,18 @@ class Session:
         return form
 
     def _in_parts(self, form: _Form, direction: Direction, rows: tuple[Tensor, ...], *, training: bool) -> tuple[Tensor, ...]:
-        count, parts = rows[0].shape[0], []
-        for start in range(0, count, form.rows):
-            part = rows if count <= form.rows else tuple(t[start : start + form.rows] for t in rows)
-            message = Message(Kind.CALL, layers=form.handles, direction=direction, training=training, tensors=part)
-            parts.append(self._link.call(message, form.widths))
-        results = parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        device = rows[0].device
-        return results if results[0].device == device else tuple(result.to(device) for result in results)
+        ahead, device = rows[0].shape[:-1], rows[0].device
+        if math.prod(ahead) <= form.rows:
+            results = self._one(form, direction, rows, training=training)
+        else:
+            flat = zip(*[torch.split(t, form.rows) for t in as_rows(rows)], strict=True)
+            parts = [self._one(form, direction, part, training=training) for part in flat]
+            results = shaped(tuple([torch.cat(column) for column in zip(*parts, strict=True)]), ahead)
+        return results if results[0].device == device else tuple([result.to(device) for result in results])
+
+    def _one(self, form: _Form, direction: Direction, rows: tuple[Tensor, ...], *, training: bool) -> tuple[Tensor, ...]:
+        message = Message(Kind.CALL, layers=form.handles, direction=direction, training=training, tensors=rows)
+        return self._link.call(message, form.widths)
 
     def _form(
         self, layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...], with_bias: tuple[bool, ...]
@@ -117,7 +125,7 @@ class Session:
 
     def _most_rows(self, rows: tuple[Tensor, ...], widths: list[int]) -> int:
         """How many rows of such a call and its answer a message takes."""
-        sent = sum(t.shape[1] * t.element_size() for t in rows)
+        sent = sum(t.shape[-1] * t.element_size() for t in rows)
         size = rows[0].element_size() if rows[0].is_floating_point() else 8  # ids are answered in the layer's dtype
         wire = max(sent, size * sum(widths))
         return max(1, min(self.limits.max_rows, (self.limits.max_bytes - _SPARE_BYTES) // wire))

@@ -87,6 +87,16 @@ class Port(ABC):
     def close(self) -> None: ...
 
 
+def as_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """2-D, whatever shape their rows are in."""
+    return tuple([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors])
+
+
+def shaped(rows: tuple[Tensor, ...], ahead: torch.Size) -> tuple[Tensor, ...]:
+    """Rows in a shape. Not views to autograd: adapters add to results in place."""
+    return tuple([torch.ops.aten._unsafe_view(each, (*ahead, each.shape[-1])) for each in rows])
+
+
 class Link(ABC):
     """A tenant's end. Safe to use from several threads; each request is answered or raises."""
 
@@ -95,8 +105,15 @@ class Link(ABC):
         """Send and wait. Raises the error the executor answered with, or `ExecutorLost`."""
 
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
-        """The tensors that answer a CALL, as many and as wide as `widths` says."""
-        return self.request(message).tensors
+        """The tensors that answer a CALL, as many and as wide as `widths` says.
+
+        Its tensors have a row wherever their first has one, in whatever shape; so have the answers.
+        """
+        ahead = message.tensors[0].shape[:-1]
+        if len(ahead) == 1:
+            return self.request(message).tensors
+        message.tensors = as_rows(message.tensors)
+        return shaped(self.request(message).tensors, ahead)
 
     def use_gpu(self, device: torch.device, theirs: torch.device) -> None:
         """The tenant is on a GPU and sees the executor's, perhaps the same: keep calls there, if this link can."""

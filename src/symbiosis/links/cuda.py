@@ -33,6 +33,7 @@ from torch import Tensor
 from symbiosis import errors
 from symbiosis.errors import BadMessage, ExecutorLost, SymbiosisError, TooLarge
 from symbiosis.links import driver
+from symbiosis.links.base import as_rows
 from symbiosis.links.dial import Connection, ConnectionCut
 from symbiosis.links.memory import SharedMemory, open_shared
 from symbiosis.links.waiting import Wakeup
@@ -222,14 +223,14 @@ class CudaCaller:
         self._plans: dict[Any, _Plan] = {}
 
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
-        """The answer's tensors, of these widths: there by the time the current stream comes to use them."""
+        """The answer's tensors (`Link.call`): there by the time the current stream comes to use them."""
         stream = driver.current_stream(self._device)
         if stream != self._stream.cuda_stream:
             now = torch.cuda.current_stream(self._device)
             now.wait_stream(self._stream)
             self._stream = now
         tensors = message.tensors
-        key = (message.layers, message.direction, message.training, *widths, *((t.shape, t.dtype) for t in tensors))
+        key = (message.layers, message.direction, message.training, *widths, *[(t.shape, t.dtype) for t in tensors])
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan(message, widths)
@@ -250,15 +251,17 @@ class CudaCaller:
         return tuple(results)
 
     def _plan(self, message: Message, widths: list[int]) -> _Plan:
-        rows = message.tensors[0]
+        tensors, ahead = message.tensors, message.tensors[0].shape[:-1]
+        message.request, message.tensors = REQUEST, as_rows(tensors)
         sent = [(t.shape, t.dtype) for t in message.tensors]
-        back = [(torch.Size((rows.shape[0], width)), rows.dtype) for width in widths]
+        back = [(torch.Size((sent[0][0][0], width)), tensors[0].dtype) for width in widths]
         calls, answers = (lay_out((shape[0], shape[1], dtype) for shape, dtype in shapes)[1] for shapes in (sent, back))
         if calls > len(self._calls) or answers > len(self._answers):
             self._grow(calls, answers)
-        message.request = REQUEST
         frame = encode(message, self._calls)
-        return _Plan(_LENGTH.pack(len(frame)) + frame, _views(self._calls, sent), _views(self._answers, back))
+        places = [place.view(t.shape) for place, t in zip(_views(self._calls, sent), tensors, strict=True)]
+        answered = [place.view(*ahead, width) for place, width in zip(_views(self._answers, back), widths, strict=True)]
+        return _Plan(_LENGTH.pack(len(frame)) + frame, places, answered)
 
     def _check(self) -> None:
         """Raise what the executor answered to a call before; wait while the ring is full."""
