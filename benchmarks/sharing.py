@@ -13,7 +13,7 @@ came, beyond empty contexts; the executor's, its context included, is counted to
 every shared mode.
 
     python -m benchmarks.sharing 1b          # Figures 11 and 12, about 2 minutes on one H200
-    python -m benchmarks.sharing 7b          # about 2 minutes
+    python -m benchmarks.sharing 7b          # about 5 minutes
     python -m benchmarks.sharing 1b --mps    # the same under CUDA MPS
     python -m benchmarks.sharing tiny --cpu  # seconds, for the tests
 """
@@ -86,7 +86,7 @@ def measure(
         for mode in modes * 2:
             workers.all(teams[mode], "generate")
         pace: dict[str, list[float]] = {mode: [] for mode in modes}
-        for repetition in range(11):
+        for repetition in range(21):
             for mode in rotated(modes, repetition):
                 pace[mode] += workers.all(teams[mode], "generate")
         figures["seconds_per_token"] = pace
