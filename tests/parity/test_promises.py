@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import symbiosis
-from symbiosis.client.promise import Promise, is_worth_it
+from symbiosis.client.promise import Node, Promise, is_worth_it
 from symbiosis.errors import Closed
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import connected, twin
@@ -367,6 +368,20 @@ def test_tokens_are_counted_once(name):
         for passes in range(1, 8):
             model(**batch)
             assert executor.stats()["tokens"] == passes * batch["input_ids"].numel()
+
+
+def test_what_led_to_a_promise_goes_with_it_and_waits_for_no_collector(both):
+    def nodes() -> int:
+        return sum(type(each) is Node for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = nodes()
+        same(both[1], both[0], passes=3)
+        assert nodes() == before
+    finally:
+        gc.enable()
 
 
 def test_what_models_give_has_its_numbers(both):

@@ -115,7 +115,7 @@ class Node:
     """How a tensor comes about: by a step from another node, or from rows that nobody else has."""
 
     __slots__ = (
-        *("promises", "step", "shape", "dtype", "device", "value", "is_used", "like"),
+        *("promises", "step", "shape", "dtype", "device", "value", "is_used"),
         *("_source", "_addend", "_public", "_published", "_length"),
     )
 
@@ -145,8 +145,6 @@ class Node:
         """those that others have got: the same, or a copy if other nodes count on these."""
         self._length: int = (source._length if isinstance(source, Node) else 1) + (2 if isinstance(addend, Node) else 1)
         """At most so many words are what leads here, and a `READ` after it."""
-        self.like: Node | Tensor = self
-        """What knows its shape, dtype and device: its numbers, where others have them and may have changed them."""
         self._published = 0
         self.is_used = False
         for used in (source, addend):
@@ -162,6 +160,11 @@ class Node:
         made = Node(self.promises, Turn.ADD_FLOAT, self._source, self.shape[-1], self._addend)
         made.dtype = self._source.dtype
         return made
+
+    @property
+    def like(self) -> Node | Tensor:
+        """What knows its shape, dtype and device: its numbers, where others have them and may have changed them."""
+        return self if self._public is None else self._public
 
     @property
     def is_public(self) -> bool:
@@ -182,7 +185,7 @@ class Node:
         with self.promises.publishing:
             if self._public is None:
                 public = self.value.clone() if self.is_used else self.value
-                self._published, self.like, self._public = public._version, public, public
+                self._published, self._public = public._version, public
 
     def _look(self) -> None:
         if isinstance(self.step, Member):

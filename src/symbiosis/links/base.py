@@ -110,8 +110,6 @@ class Link(ABC):
         Its tensors have a row wherever their first has one, in whatever shape; so have the answers.
         """
         ahead = message.tensors[0].shape[:-1]
-        if len(ahead) == 1:
-            return self.request(message).tensors
         message.tensors = as_rows(message.tensors)
         return shaped(self.request(message).tensors, ahead)
 
