@@ -123,6 +123,20 @@ def test_a_sub_class_that_gets_a_function_of_its_own_is_noticed():
     assert not made.holds(block)
 
 
+def test_a_part_of_another_class_that_gets_a_function_of_its_own_is_noticed():
+    class Other(nn.Linear):
+        pass
+
+    block = Block()
+    made = AsMade(block)
+    assert made.holds(block)
+    block.linear.__class__ = Other
+    for _ in range(3):
+        assert made.holds(block) is made.holds_part_by_part() is True
+    Other.forward = lambda _, x: x
+    assert not made.holds(block)
+
+
 def test_a_copy_has_its_own():
     block = Block()
     object.__setattr__(block, "made", AsMade(block))

@@ -280,6 +280,39 @@ def test_forward_mode_and_transforms_are_refused():
                 part(forward_ad.make_dual(x, x))
             with pytest.raises(BadCall, match=r"torch\.func"):
                 torch.func.vmap(part)(x[:, None])
+            with pytest.raises(BadCall, match="meta"):
+                part(x.to("meta")) + 1.0
+
+
+@pytest.mark.parametrize("link", ["inproc", "shm", "tcp"])
+def test_batched_gradients_are_refused_and_nobody_waits_for_ever(link):
+    with connected(LLAMA.model(), link) as model:
+        x = torch.randn(3, 32, requires_grad=True)
+        for part in (q(model), model.model.layers[0].mlp):
+            result = part(x)
+            with pytest.raises(BadCall, match=r"torch\.func"):
+                torch.autograd.grad(result, x, torch.randn(4, *result.shape), is_grads_batched=True)
+            part(x).sum().backward()
+
+
+@pytest.mark.parametrize("link", ["inproc", "shm", "tcp"])
+@pytest.mark.parametrize("shape", [(32,), (3, 32), (2, 3, 32), (2, 1, 3, 32)], ids=str)
+def test_results_may_be_written_to_whatever_shape_their_rows_are_in(link, shape):
+    plain = LLAMA.model()
+    with connected(twin(plain), link) as model:
+        for seed in range(3):
+            outcomes = []
+            for each in (plain, model):
+                torch.manual_seed(seed)
+                x, weights = torch.randn(shape, requires_grad=True), torch.randn(shape)
+                attention = each.model.layers[0].self_attn
+                one, other = attention.q_proj(x), attention.v_proj(x)
+                one += weights
+                other.mul_(2.0)
+                (one.sin().sum() + other.sin().sum()).backward()
+                outcomes.append((one.detach(), other.detach(), x.grad))
+            for found, expected in zip(*reversed(outcomes), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_bias_that_is_taken_away_and_ways_to_write_a_product():

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -216,6 +216,16 @@ class Sees(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def without_functions(look: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same where nobody is asked what torch's functions do."""
+
+    def looked(promise: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return look(promise)
+
+    return looked
+
+
 @pytest.mark.parametrize(
     "look",
     [
@@ -235,6 +245,10 @@ class Sees(TorchFunctionMode):
         lambda p: p.add_(p),
         lambda p: p.to(torch.float64),
         lambda p: p.to(dtype=torch.float16, copy=True),
+        lambda p: p.to("cpu", torch.float64),
+        lambda p: p.to(torch.float64, True),
+        lambda p: p + torch.ones(3, 32).to_sparse(),
+        without_functions(lambda p: torch.from_numpy((p + torch.ones(3, 32)).numpy())),
         lambda p: p.to(torch.ones(2, dtype=torch.float64)),
         lambda p: p.T.contiguous(),
         lambda p: p[1:, ::2],

@@ -16,17 +16,19 @@ class AsMade:
     def __init__(self, module: nn.Module) -> None:
         self._parts = [_Part(part) for part in module.modules()]
         self._modules = [part.module for part in self._parts]
-        self._codes = list({type(part.module): part for part in self._parts}.values())
+        self._codes: list[_Part] = []
         self._seen: _Seen | None = None
 
     def holds(self, module: nn.Module) -> bool:
         """Whether all is still so, in one mode, and nobody watches what happens inside. Asked in every call."""
         if self._modules[0] is not module or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
+        # lists, not generators: they are made in every call
         if self._seen is not None and self._seen.is_untouched() and all([part.is_same_code() for part in self._codes]):
             return True
         if not self.holds_part_by_part():
             return False
+        self._codes = list({type(part.module): part for part in self._parts}.values())
         self._seen = _Seen(self._modules)
         return True
 

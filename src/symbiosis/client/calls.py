@@ -28,7 +28,7 @@ def _check_plain(tensor: Tensor) -> None:
     """Raise `BadCall` if more is to be known of a tensor than its numbers: what the executor answers says nothing of that."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         raise BadCall("derivatives in forward mode (jvp, jacfwd) cannot be computed through the executor: use backward mode")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor):
         raise BadCall(
             "torch.func's transforms cannot see through the executor: use torch.autograd, or a full copy of the model"
         )

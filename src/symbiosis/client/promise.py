@@ -357,8 +357,8 @@ class Promise(Tensor):
 
 
 def _straight(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What torch would come to, unless somebody watches its functions."""
-    if torch._C._len_torch_function_stack() > 0:
+    """What torch would come to, unless somebody watches its functions, or wants none of ours."""
+    if torch._C._len_torch_function_stack() > 0 or not torch._C._is_torch_function_enabled():
         return func(*args, **kwargs)
     return Promise.__torch_function__(func, (), args, kwargs)
 
@@ -436,7 +436,7 @@ def _sum(one: Any, other: Any) -> Promise | None:
         other = plain(other)
     if not is_pending(one) or not promises.can(one) or not one.node.fits(2):
         return None
-    if one.shape != other.shape or one.device != other.device:
+    if one.shape != other.shape or one.device != other.device or (type(other) is Tensor and other.layout is not torch.strided):
         return None
     if other.dtype is not one.dtype:  # adapters in float32 beside a model in half of it
         if other.dtype is not torch.float32 or one.dtype not in _HALVES or type(other) is Promise or other.is_inference():
@@ -462,12 +462,12 @@ def _changes_nothing(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     if func is F.dropout:
         return not kwargs.get("training", args[2] if len(args) > 2 else True)
     if func is Tensor.to:
-        return len(args) == 2 and not kwargs and (args[1] is x.dtype or args[1] == x.device)
+        return len(args) == 2 and not kwargs and (args[1] is x.dtype or (type(args[1]) is torch.device and args[1] == x.device))
     return func is Tensor.contiguous and len(args) == 1 and not kwargs
 
 
-def _rounds(x: Any, dtype: Any = None, **more: Any) -> bool:
+def _rounds(x: Any, dtype: Any = None, *more: Any, **named: Any) -> bool:
     """Whether this rounds a wide sum, that nobody has looked at, to the dtype of its rows."""
-    if type(x) is not Promise or more or not x.node.is_wide or x.node.value is not None:
+    if type(x) is not Promise or more or named or not x.node.is_wide or x.node.value is not None:
         return False
     return dtype is x.node.promises.dtype and not torch.is_grad_enabled()

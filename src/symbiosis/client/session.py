@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from symbiosis.client.download import download
-from symbiosis.errors import NoTokenizer
+from symbiosis.errors import BadCall, NoTokenizer
 from symbiosis.links.base import Link, as_rows, shaped
 from symbiosis.messages import Kind, Message
 from symbiosis.models.part import unpack_tokenizer
@@ -103,6 +103,8 @@ class Session:
 
     def _in_parts(self, form: _Form, direction: Direction, rows: tuple[Tensor, ...], *, training: bool) -> tuple[Tensor, ...]:
         ahead, device = rows[0].shape[:-1], rows[0].device
+        if device.type == "meta":
+            raise BadCall("rows on the meta device have no numbers, so the executor cannot compute with them")
         if math.prod(ahead) <= form.rows:
             results = self._one(form, direction, rows, training=training)
         else:

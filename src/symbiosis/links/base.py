@@ -107,7 +107,7 @@ class Link(ABC):
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
         """The tensors that answer a CALL, as many and as wide as `widths` says.
 
-        Its tensors have a row wherever their first has one, in whatever shape; so have the answers.
+        Its tensors have a row wherever their first has one, in whatever shape; so have the answers. The message is used up.
         """
         ahead = message.tensors[0].shape[:-1]
         message.tensors = as_rows(message.tensors)

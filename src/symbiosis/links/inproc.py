@@ -51,9 +51,9 @@ class InprocPort(Port):
         self._wakeup.ring()  # there may be more
 
     def reply(self, peer: Peer, message: Message) -> bool:
+        message.tensors = tuple(_own(tensor) for tensor in message.tensors)  # before: whoever waits can be told if that fails
         waiting = self._waiting.pop(message.request, None)
         if waiting is not None:
-            message.tensors = tuple(_own(tensor) for tensor in message.tensors)
             waiting[1].give(message)
         return waiting is not None
 
