@@ -13,7 +13,7 @@ came, beyond empty contexts; the executor's, its context included, is counted to
 every shared mode.
 
     python -m benchmarks.sharing 1b          # Figures 11 and 12, about 2 minutes on one H200
-    python -m benchmarks.sharing 7b          # about 5 minutes
+    python -m benchmarks.sharing 7b          # some minutes
     python -m benchmarks.sharing 1b --mps    # the same under CUDA MPS
     python -m benchmarks.sharing tiny --cpu  # seconds, for the tests
 """

@@ -56,8 +56,7 @@ class VirtualLayer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        like = self._parameters.get("like")  # asked in every call
-        return self._carrier().dtype if like is None else like.dtype
+        return self._carrier().dtype
 
     @property
     def device(self) -> torch.device:
@@ -274,7 +273,7 @@ class VirtualMatrix(VirtualLayer):
         return self._shared_bias.is_still(bias)
 
     def pristine(self) -> bool:
-        """Whether the executor would compute exactly this layer, bias included."""
+        """Whether the executor would compute exactly this layer, bias included, if nobody watches it."""
         like = self._parameters.get("like")
         if self.is_local or (like is not None and like.requires_grad):
             return False

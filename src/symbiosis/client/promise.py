@@ -53,7 +53,6 @@ _FACTS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.is_inference),
     *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex, Tensor.is_contiguous),
 }
-_NEED_NO_NUMBERS = {*_FACTS, *_SUMS, F.dropout, Tensor.to, Tensor.contiguous}  # perhaps
 _SINGLE = {Tensor, nn.Parameter, torch.dtype, torch.device, torch.Size, int, float, bool, str, type(None)}
 
 
@@ -337,18 +336,17 @@ class Promise(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _NEED_NO_NUMBERS:
-            if args and func in _FACTS and not args[0].node.is_public:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            if func in _SUMS and len(args) == 2 and not kwargs:
-                total = _sum(*args)
-                if total is not None:
-                    return total
-            if _changes_nothing(func, args, kwargs):
-                return args[0]
-            if func is Tensor.to and _rounds(*args, **kwargs):
-                return Promise(args[0].node.rounded())
+        if args and func in _FACTS and not args[0].node.is_public:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _SUMS and len(args) == 2 and not kwargs:
+            total = _sum(*args)
+            if total is not None:
+                return total
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
+        if func is Tensor.to and _rounds(*args, **kwargs):
+            return Promise(args[0].node.rounded())
         return func(*plain(args), **plain(kwargs))
 
     @classmethod
@@ -417,7 +415,7 @@ def plain(value: Any) -> Any:
         return value.node.public()
     if type(value) in _SINGLE:
         return value
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+    if isinstance(value, list | tuple):
         made = [plain(each) for each in value]
         if type(value) in (list, tuple):
             return type(value)(made)
