@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -142,6 +143,41 @@ def test_bigger_calls_grow_the_channel(server):
         for rows in (1, 3000, 20000, 5):
             ids = torch.arange(rows, device="cuda")[None, :].remainder(128)[:, :2000].repeat(max(1, rows // 2000), 1)
             torch.testing.assert_close(model(ids).logits, reference(ids).logits, atol=1e-4, rtol=1e-4)
+    model.symbiosis.close()
+
+
+def test_forward_and_backward_share_a_channel(server):
+    there = server()
+    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+    before = there.stats()["sessions"]
+    one_step(adapted(model))
+    assert there.stats()["sessions"] == before + 1
+    model.symbiosis.close()
+
+
+def test_threads_share_the_channel_of_their_stream_and_disturb_nobody(server):
+    there = server()
+    model, reference = symbiosis.connect(there.address, device="cuda", mode="executor"), plain()
+    before = there.stats()["sessions"]
+    inputs = [(torch.arange(8 * (number + 1), device="cuda")[None, :] + number) % 128 for number in range(6)]
+    torch.cuda.synchronize()
+
+    def ask(number: int) -> list[torch.Tensor]:
+        # two threads to each of three streams
+        stream = torch.cuda.default_stream() if number < 2 else streams[number % 2]
+        with torch.no_grad(), torch.cuda.stream(stream):
+            found = [model(inputs[number]).logits for _ in range(20)]
+        stream.synchronize()
+        return found
+
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        answers = list(threads.map(ask, range(len(inputs))))
+    for ids, found in zip(inputs, answers, strict=True):
+        expected = reference(ids).logits
+        for each in found:
+            torch.testing.assert_close(each, expected, atol=1e-4, rtol=1e-4)
+    assert there.stats()["sessions"] == before + 3
     model.symbiosis.close()
 
 

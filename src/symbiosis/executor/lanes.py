@@ -75,7 +75,7 @@ class Lanes:
     def _enter(self, calls: Sequence[Call]) -> None:
         lane = self._usual
         if all(call.work.places is not None for call in calls):
-            lane = self._calm if all(call.pending.training for call in calls) else self._urgent
+            lane = self._calm if all(call.trains for call in calls) else self._urgent
         if lane is not self._now:
             torch.cuda.set_stream(lane)
             self._now = lane

@@ -141,8 +141,8 @@ class Lockstep:
     name: str = "lockstep"
     max_wait_s: float = 1.0
     """Longest time a call waits for the others."""
-    max_rows: int = 8192
-    """Most rows of one batch."""
+    max_rows: int = 1024
+    """Most rows of calls that share a batch: a product of so many keeps a GPU busy by itself, and company costs it copies."""
 
     def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
         if not pending:
@@ -184,8 +184,8 @@ class Opportunistic:
     name: str = "opportunistic"
     max_wait_s: float = 0.1
     """Longest time any call is held back or passed over; then it is served first come, first served."""
-    max_rows: int = 8192
-    """Most rows of one batch."""
+    max_rows: int = 1024
+    """Most rows of calls that share a batch: a product of so many keeps a GPU busy by itself, and company costs it copies."""
     small_rows: int = 64
     """Calls up to this size are small whatever they cost, and never wait."""
     company_s: float = 0.1

@@ -51,6 +51,11 @@ class Call:
     request: int
     work: Work
 
+    @property
+    def trains(self) -> bool:
+        """Whether it is a trainer's: the first of its step have no gradient, and look like any other."""
+        return self.pending.training or self.session.training
+
 
 @torch.no_grad()
 def run_batch(calls: Sequence[Call]) -> list[Rows | SymbiosisError]:

@@ -181,8 +181,7 @@ class Service:
     def _channel(self, peer: Peer, message: Message) -> Message:
         if self._gpu() is None:
             raise DirectRefused("the executor's layers are not on one GPU: there is no channel to them")
-        calls, answers = int(message.body["calls"]), int(message.body["answers"])
-        return Message(Kind.REPLY, body=peer.port.open_channel(peer, calls, answers, self._layers[0].device))
+        return Message(Kind.REPLY, body=peer.port.open_channel(peer, int(message.body["bytes"]), self._layers[0].device))
 
     def _blob(self, message: Message) -> Message:
         manifest = self._manifest()
@@ -345,7 +344,7 @@ class Service:
         if self._cut is not None and self._is_cuts_turn and self._advance(self._cut):
             self._is_cuts_turn = False
             return 0.0
-        waiting = [call.pending for call in self._queue.values() if self._cut is None or not _trains(call)]
+        waiting = [call.pending for call in self._queue.values() if self._cut is None or not call.trains]
         now = self._clock()
         try:
             decision = self.policy.decide(waiting, self._others(self._heard(now)), self._costs, now) if waiting else Decision()
@@ -355,8 +354,8 @@ class Service:
             self._fail_all(SymbiosisError(f"the executor's policy failed: {type(error).__name__}"))
             return 0.0
         if calls and self._lanes is None and self.turns.are_taken():
-            training = [call for call in calls if _trains(call)]
-            calls = [call for call in calls if not _trains(call)]
+            training = [call for call in calls if call.trains]
+            calls = [call for call in calls if not call.trains]
             if training:
                 self._cut = Cut(training, self._clock())
         if calls:
@@ -546,8 +545,3 @@ class Service:
             "graphs": self._lanes.graphs if self._lanes is not None else 0,
             "tenants": tenants,
         }
-
-
-def _trains(call: Call) -> bool:
-    """Whether a call is a trainer's: the first of its step have no gradient, and look like any other."""
-    return call.pending.training or call.session.training

@@ -71,8 +71,8 @@ class Port(ABC):
         """Where the tensors of an answer to this peer may be computed in place; None if nowhere."""
         return None
 
-    def open_channel(self, peer: Peer, calls: int, answers: int, device: torch.device) -> dict[str, Any]:
-        """A way for calls and answers of up to so many bytes that stays on the GPU."""
+    def open_channel(self, peer: Peer, size: int, device: torch.device) -> dict[str, Any]:
+        """A way for calls that stays on the GPU, each with its answer of up to so many bytes."""
         raise DirectRefused("only tenants on the executor's host can have a channel on its GPU: connect at its shm:// address")
 
     @abstractmethod

@@ -8,8 +8,10 @@ tenant's Python runs ahead of the GPU. The executor looks at the counters,
 batches what has arrived, launches, and its stream counts the calls as done.
 
 A stream does one thing after the other: a channel never holds two calls at
-once, however far the host has run ahead.
+once, however far the host has run ahead. So a tenant has a channel for each of
+its streams, whichever threads use it: forward and backward share one.
 
+    GPU memory:  the call's rows | its answer, behind them
     host memory: counters (one page) | ring of frames
 """
 
@@ -37,14 +39,14 @@ from symbiosis.links.base import as_rows
 from symbiosis.links.dial import Connection, ConnectionCut
 from symbiosis.links.memory import SharedMemory, open_shared
 from symbiosis.links.waiting import Wakeup
-from symbiosis.messages import ALIGN, Kind, Message, decode, encode, lay_out
+from symbiosis.messages import Kind, Message, decode, encode, lay_out
 
 _PAGE = 4096
 _RING = 256
 _SLOT = 1024
 _LENGTH = struct.Struct("<I")
 _ARRIVED, _DONE, _FAILED = 0, 16, 32  # which number of the page: apart, since two processors write them
-_ROOM = 4 << 20  # bytes: channels grow by so many
+_ROOM = 4 << 20  # bytes: a channel has a multiple of it
 _REMEMBER = 4096  # calls of one channel that are known by heart
 REQUEST = (1 << 64) - 1
 """The number of every call of a channel: there is only one at a time."""
@@ -75,13 +77,18 @@ def _copy(targets: list[Tensor], sources: tuple[Tensor, ...] | list[Tensor]) -> 
         torch._foreach_copy_(targets, sources)
 
 
+def _end(tensors: Iterable[Tensor]) -> int:
+    """Where the rows of a call end in a channel's memory, and its answer begins."""
+    return lay_out((t.shape[0], t.shape[1], t.dtype) for t in tensors)[1]
+
+
 class CudaChannel:
     """The executor's end."""
 
-    def __init__(self, calls: int, answers: int, device: torch.device) -> None:
-        """Room for calls and for answers of so many bytes, each on its own: attention's answers are three times its calls."""
-        calls = -(-calls // ALIGN) * ALIGN
-        self._memory = driver.DeviceMemory(calls + answers, device)
+    def __init__(self, size: int, most: int, device: torch.device) -> None:
+        """Room for a call and its answer of at least `size` bytes together; `most` are all that a tensor may have."""
+        self._memory = driver.DeviceMemory(-(-size // _ROOM) * _ROOM, device)
+        self._most = most
         try:
             self._memory.bytes.zero_()  # nobody reads what another tenant left
             self._shared = SharedMemory(_PAGE + _RING * _SLOT)
@@ -90,19 +97,17 @@ class CudaChannel:
         except BaseException:
             self._memory.close()
             raise
-        self._calls, self._answers = self._memory.bytes[:calls], self._memory.bytes[calls : calls + answers]
         self._device = device
         self._next = 1
-        self._known: dict[bytes, Message] = {}
-        self._start = self._answers.data_ptr()
+        self._known: dict[bytes, tuple[Message, Tensor]] = {}
+        self._room = self._memory.bytes  # where the answer to the call that was taken goes
         self.busy = False
         """A call was taken and not answered yet."""
 
     def reference(self) -> dict[str, Any]:
         """How the tenant finds it."""
         handle, size, _ = driver.export(self._memory.bytes)
-        sizes = {"calls": len(self._calls), "answers": len(self._answers), "size": size}
-        return {"host": self._shared.reference(), "handle": handle.hex(), **sizes}
+        return {"host": self._shared.reference(), "handle": handle.hex(), "size": size}
 
     def has_call(self) -> bool:
         """Whether a call has arrived that was not taken yet."""
@@ -115,19 +120,20 @@ class CudaChannel:
         (length,) = _LENGTH.unpack_from(self._host, at)
         # a copy: the tenant can write to the ring at any time
         frame = bytes(self._host[at + _LENGTH.size : at + _LENGTH.size + min(length, _SLOT - _LENGTH.size)])
-        message = self._known.get(frame)  # a tenant says the same few things again and again
-        if message is None:
-            message = decode(memoryview(frame), max_bytes=len(self._calls), max_body=0, arena=self._calls)
+        known = self._known.get(frame)  # a tenant says the same few things again and again
+        if known is None:
+            message = decode(memoryview(frame), max_bytes=self._most, max_body=0, arena=self._memory.bytes)
             if message.kind is not Kind.CALL or message.request != REQUEST:
                 raise BadMessage(f"a {message.kind.name} among the calls of a channel")
             if len(self._known) >= _REMEMBER:
                 del self._known[next(iter(self._known))]
-            self._known[frame] = message
+            known = self._known[frame] = message, self._memory.bytes[_end(message.tensors) :]
+        message, self._room = known
         return message
 
     def places(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Where an answer of these shapes lies."""
-        return tuple(_views(self._answers, [(torch.Size(shape), dtype) for shape in shapes]))
+        return tuple(_views(self._room, [(torch.Size(shape), dtype) for shape in shapes]))
 
     def answer(self, message: Message) -> None:
         """Give the answer to the call that was taken; the GPU delivers it when it is computed."""
@@ -142,14 +148,15 @@ class CudaChannel:
 
     def _put(self, message: Message) -> None:
         if message.kind is not Kind.REPLY:
-            self._answers.fill_(0xFF)  # no number: whatever the tenant computes before it hears of this shows
+            self._memory.bytes.fill_(0xFF)  # no number: whatever the tenant computes before it hears of this shows
             self._counters.host[_FAILED] = self._next & 0xFFFFFFFF
             return
         offsets, _ = lay_out((t.shape[0], t.shape[1], t.dtype) for t in message.tensors)
-        here = [self._start + offset for offset in offsets]
+        start = self._room.data_ptr()
+        here = [start + offset for offset in offsets]
         if [t.data_ptr() for t in message.tensors] != here:  # not computed in place
             shapes = [(t.shape, t.dtype) for t in message.tensors]
-            _copy(_views(self._answers, shapes), message.tensors)
+            _copy(_views(self._room, shapes), message.tensors)
 
     def _let_go(self) -> None:
         """The tenant's stream goes on, and its next call finds that the executor is gone."""
@@ -182,30 +189,30 @@ class _Plan:
 
 
 class CudaCaller:
-    """The tenant's end: one thread's calls.
+    """The tenant's end: the calls of one stream, by whichever threads.
 
     The tenant may be on another GPU of the host (`theirs` is the executor's,
     as this process numbers it): then its copies go from GPU to GPU.
     """
 
-    def __init__(self, connection: Connection, most: int, device: torch.device, theirs: torch.device) -> None:
-        """`most` bytes are all that a call, or an answer, may have."""
-        self._connection, self._most, self._device, self._theirs = connection, most, device, theirs
-        self._stream = torch.cuda.current_stream(device)
+    def __init__(self, connection: Connection, device: torch.device, theirs: torch.device) -> None:
+        """For the stream on `device` that is current now."""
+        self._connection, self._device, self._theirs = connection, device, theirs
+        self._stream = driver.current_stream(device)
+        self._calling = threading.Lock()
         self._lock = threading.Lock()  # for the counters, which another thread lets go on
         self._lost = False
-        self._open(min(_ROOM, most), min(_ROOM, most))
+        self._open(1)
 
-    def _open(self, calls: int, answers: int) -> None:
-        body = {"calls": calls, "answers": answers}
+    def _open(self, size: int) -> None:
         try:
-            reply = self._connection.ask(Message(Kind.CHANNEL, self._connection.next_request(), body=body))
+            reply = self._connection.ask(Message(Kind.CHANNEL, self._connection.next_request(), body={"bytes": size}))
         except ConnectionCut:
             raise _gone() from None
         if reply.kind is Kind.ERROR:
             raise errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
         try:
-            handle, calls, answers = bytes.fromhex(reply.body["handle"]), int(reply.body["calls"]), int(reply.body["answers"])
+            handle = bytes.fromhex(reply.body["handle"])
             self._memory = driver.OpenedMemory(handle, int(reply.body["size"]), self._theirs)
             shared = open_shared(reply.body["host"])
         except ConnectionCut:
@@ -214,8 +221,6 @@ class CudaCaller:
             raise BadMessage(f"the executor's channel makes no sense: {error!r}") from error
         if len(shared) != _PAGE + _RING * _SLOT:
             raise BadMessage(f"the executor's ring has {len(shared)} bytes: another version of symbiosis?")
-        memory = self._memory.bytes
-        self._calls, self._answers = memory[:calls], memory[calls : calls + answers]
         self._host: mmap.mmap = shared
         with self._lock:
             self._counters = driver.Counters(shared, self._device)
@@ -223,12 +228,11 @@ class CudaCaller:
         self._plans: dict[Any, _Plan] = {}
 
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
-        """The answer's tensors (`Link.call`): there by the time the current stream comes to use them."""
-        stream = driver.current_stream(self._device)
-        if stream != self._stream.cuda_stream:
-            now = torch.cuda.current_stream(self._device)
-            now.wait_stream(self._stream)
-            self._stream = now
+        """The answer's tensors (`Link.call`): there by the time the stream comes to use them."""
+        with self._calling:  # so calls are in the stream in the order of their numbers
+            return self._call(message, widths)
+
+    def _call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
         tensors = message.tensors
         key = (message.layers, message.direction, message.training, *widths, *[(t.shape, t.dtype) for t in tensors])
         plan = self._plans.get(key)
@@ -241,8 +245,8 @@ class CudaCaller:
         _copy(plan.calls, tensors)
         at = _slot(self._next)
         self._host[at : at + len(plan.frame)] = plan.frame
-        self._counters.write(stream, _ARRIVED, self._next)
-        self._counters.wait(stream, _DONE, self._next)
+        self._counters.write(self._stream, _ARRIVED, self._next)
+        self._counters.wait(self._stream, _DONE, self._next)
         self._next += 1
         if len(plan.answers) == 1 and self._device == self._theirs:
             return (plan.answers[0].clone(),)
@@ -255,12 +259,12 @@ class CudaCaller:
         message.request, message.tensors = REQUEST, as_rows(tensors)
         sent = [(t.shape, t.dtype) for t in message.tensors]
         back = [(torch.Size((sent[0][0][0], width)), tensors[0].dtype) for width in widths]
-        calls, answers = (lay_out((shape[0], shape[1], dtype) for shape, dtype in shapes)[1] for shapes in (sent, back))
-        if calls > len(self._calls) or answers > len(self._answers):
-            self._grow(calls, answers)
-        frame = encode(message, self._calls)
-        places = [place.view(t.shape) for place, t in zip(_views(self._calls, sent), tensors, strict=True)]
-        answered = [place.view(*ahead, width) for place, width in zip(_views(self._answers, back), widths, strict=True)]
+        end = _end(message.tensors)
+        self._grow(lay_out(((shape[0], shape[1], dtype) for shape, dtype in back), end)[1])
+        memory = self._memory.bytes
+        frame = encode(message, memory)
+        places = [place.view(t.shape) for place, t in zip(_views(memory, sent), tensors, strict=True)]
+        answered = [place.view(*ahead, width) for place, width in zip(_views(memory[end:], back), widths, strict=True)]
         return _Plan(_LENGTH.pack(len(frame)) + frame, places, answered)
 
     def _check(self) -> None:
@@ -283,27 +287,29 @@ class CudaCaller:
         self._counters.host[_FAILED] = 0
         return errors.from_code(str(reply.body.get("code")), str(reply.body.get("message")))
 
-    def _grow(self, calls: int, answers: int) -> None:
+    def _grow(self, size: int) -> None:
+        if size <= len(self._memory.bytes):
+            return
         self._wait()  # nobody reads the old memory any more
         self._check()
         old = self._counters, self._memory
-        calls, answers = max(calls, len(self._calls)), max(answers, len(self._answers))
-        self._open(*(min(-(-size // _ROOM) * _ROOM, self._most) for size in (calls, answers)))
+        self._open(size)
         for part in old:
             part.close()
 
     def close(self) -> None:
         """Raises what the executor answered to the last call, if that failed."""
-        try:
-            if not self._lost:
-                self._wait()
-                self._check()
-                with self._lock:
-                    self._lost = True
-                    self._counters.close()
-                    self._memory.close()
-        finally:
-            self._connection.leave()
+        with self._calling:
+            try:
+                if not self._lost:
+                    self._wait()
+                    self._check()
+                    with self._lock:
+                        self._lost = True
+                        self._counters.close()
+                        self._memory.close()
+            finally:
+                self._connection.leave()
 
     def _wait(self) -> None:
         for device in {self._device, self._theirs}:

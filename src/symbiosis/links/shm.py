@@ -135,13 +135,13 @@ class ShmPort(WirePort):
     def keeps(self, peer: Peer) -> bool:
         return peer in self._channels
 
-    def open_channel(self, peer: Peer, calls: int, answers: int, device: torch.device) -> dict[str, Any]:
-        if not 0 < min(calls, answers) <= max(calls, answers) <= self._max_bytes:
-            raise TooLarge(f"a channel for calls of {calls} bytes, answers of {answers}: expected 1 to {self._max_bytes}")
+    def open_channel(self, peer: Peer, size: int, device: torch.device) -> dict[str, Any]:
+        if not 0 < size <= 2 * self._max_bytes:
+            raise TooLarge(f"a channel of {size} bytes: expected 1 to {2 * self._max_bytes}, for a call and its answer")
         known = self._channels.get(peer)
         if known is not None and known.busy:
             raise TooManyCalls("a call of this channel has not been answered yet: its memory cannot go now")
-        channel = CudaChannel(calls, answers, device)
+        channel = CudaChannel(size, self._max_bytes, device)
         self._close_channel(peer)
         self._channels[peer] = channel
         return channel.reference()
@@ -186,7 +186,8 @@ class ShmLink(WireLink):
         name = parse(address)
         self._gpu: torch.device | None = None
         self._their_gpu = torch.device("cuda")
-        self._local, self._callers = threading.local(), list[tuple[CudaCaller, Watch]]()
+        self._callers: dict[int, tuple[CudaCaller, Watch]] = {}  # by stream
+        self._opening = threading.Lock()
         if not name:
             raise BadAddress("shm:// needs the name that the executor's listen() returned")
         super().__init__(address, f"ipc://{runtime_folder() / name}", token=token, hello=hello, grace_s=grace_s)
@@ -218,29 +219,34 @@ class ShmLink(WireLink):
         return caller.call(message, widths)
 
     def _caller(self) -> CudaCaller:
-        """This thread's own."""
-        caller: CudaCaller | None = getattr(self._local, "caller", None)
-        if caller is None:
-            assert self._gpu is not None, "asked for by a call on a GPU"
-            connection = self.connect()
-            try:
-                most = int(self.welcome["limits"]["max_bytes"])
-                caller = CudaCaller(connection, most, self._gpu, self._their_gpu)
-                watch = Watch(self._executor, caller)
-            except BaseException:
-                connection.close()
-                raise
-            self._local.caller = caller
-            self._callers.append((caller, watch))
-        return caller
+        """That of the current stream."""
+        assert self._gpu is not None, "asked for by a call on a GPU"
+        stream = driver.current_stream(self._gpu)
+        known = self._callers.get(stream)
+        if known is None:
+            with self._opening:
+                known = self._callers.get(stream) or self._new_caller(self._gpu)
+                self._callers[stream] = known
+        return known[0]
+
+    def _new_caller(self, gpu: torch.device) -> tuple[CudaCaller, Watch]:
+        connection = self.connect()
+        try:
+            caller = CudaCaller(connection, gpu, self._their_gpu)
+            return caller, Watch(self._executor, caller)
+        except BaseException:
+            connection.close()
+            raise
 
     def close(self) -> None:
         """Raises the error of the last call on the GPU, if nobody has heard of it yet."""
         self._gpu = None
         try:
-            for caller, watch in self._callers:
-                watch.stop()
-                caller.close()
+            for caller, watch in self._callers.values():
+                try:
+                    caller.close()
+                finally:
+                    watch.stop()  # not before: if the executor dies now, somebody must let the stream go on
         finally:
             self._callers.clear()
             super().close()
