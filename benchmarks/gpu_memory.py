@@ -98,7 +98,8 @@ def run(shape: str, device: str, mps: bool, folder: Path = FOLDER) -> None:
                     }
                 )
                 console.print(line(shape, figures["runs"][-1]))
-                sizes = [each["executor_bytes_by_driver"] or each["executor_bytes"] for each in figures["runs"]]
+                told = [each["executor_bytes_by_driver"] for each in figures["runs"]]
+                sizes = [each["executor_bytes"] for each in figures["runs"]] if None in told else told
                 figures["spread"] = max(sizes) / (min(sizes) or 1)
                 save(name, question, figures, folder)
             workers.all(sorted(loaded), "drop")

@@ -143,28 +143,31 @@ class TestOpportunistic:
 
     def test_a_big_call_waits_a_bounded_share_of_its_own_time(self):
         policy, costs = Opportunistic(wait_share=0.1), known_costs(fixed=1.0, per_row=1e-3)
-        decision = policy.decide([call(1, rows=1000)], heard(1, 2), costs, 0.0)
+        decision = policy.decide([call(1, rows=500)], heard(1, 2), costs, 0.0)
         assert not decision.batch
-        assert decision.ask_again_at == pytest.approx(min(policy.max_wait_s, 0.1 * 2.0))
-        assert numbers(policy.decide([call(1, rows=1000)], heard(1, 2), costs, decision.ask_again_at)) == [1]
+        assert decision.ask_again_at == pytest.approx(min(policy.max_wait_s, 0.1 * 1.5))
+        assert numbers(policy.decide([call(1, rows=500)], heard(1, 2), costs, decision.ask_again_at)) == [1]
+
+    def test_a_call_does_not_wait_for_company_that_would_not_fit(self):
+        assert numbers(Opportunistic().decide([call(1, rows=600)], heard(1, 2), known_costs(fixed=1.0), 0.0)) == [1]
 
     def test_a_big_call_does_not_wait_when_nobody_else_can_come(self):
         costs = known_costs(fixed=1.0)
-        assert numbers(Opportunistic().decide([call(1, rows=1000)], heard(1), costs, 0.0)) == [1]
+        assert numbers(Opportunistic().decide([call(1, rows=500)], heard(1), costs, 0.0)) == [1]
         stalled = {1: Heard(10.0), 2: Heard(1.0)}
-        assert numbers(Opportunistic().decide([call(1, rows=1000, arrived=10.0)], stalled, costs, 10.0)) == [1]
-        everybody = [call(1, rows=1000), call(2, rows=1000, key=MLP)]
+        assert numbers(Opportunistic().decide([call(1, rows=500, arrived=10.0)], stalled, costs, 10.0)) == [1]
+        everybody = [call(1, rows=500), call(2, rows=500, key=MLP)]
         assert Opportunistic().decide(everybody, heard(1, 2), costs, 0.0).batch
 
     def test_a_big_call_does_not_wait_when_nothing_would_be_gained(self):
-        assert numbers(Opportunistic().decide([call(1, rows=1000)], heard(1, 2), known_costs(fixed=0.0), 0.0)) == [1]
+        assert numbers(Opportunistic().decide([call(1, rows=500)], heard(1, 2), known_costs(fixed=0.0), 0.0)) == [1]
 
     def test_nothing_known_yet_means_no_wait(self):
-        assert numbers(Opportunistic().decide([call(1, rows=1000)], heard(1, 2), Costs(), 0.0)) == [1]
+        assert numbers(Opportunistic().decide([call(1, rows=500)], heard(1, 2), Costs(), 0.0)) == [1]
 
     def test_the_provider_sets_the_worst_wait(self):
         policy = Opportunistic(max_wait_s=0.001)
-        decision = policy.decide([call(1, rows=1000)], heard(1, 2), known_costs(fixed=10.0), 0.0)
+        decision = policy.decide([call(1, rows=500)], heard(1, 2), known_costs(fixed=10.0), 0.0)
         assert decision.ask_again_at == pytest.approx(0.001)
 
     def test_rows_of_a_batch_are_capped(self):
@@ -195,6 +198,17 @@ class TestOpportunistic:
             now += 0.001
         assert now <= policy.max_wait_s + 0.002
         assert served
+
+    @pytest.mark.parametrize("training", [False, True])
+    def test_a_call_that_fits_no_batch_does_not_starve_beside_small_ones_of_its_kind(self, training):
+        policy, costs = Opportunistic(max_wait_s=0.05), known_costs()
+        large = call(1, rows=2000, training=training)
+        for step in range(100):
+            now = 0.001 * step
+            small = [call(number, arrived=now, training=training) for number in (2 * step + 2, 2 * step + 3)]
+            if large in policy.decide([large, *small], heard(1, 2, 3, at=now), costs, now).batch:
+                break
+        assert now <= policy.max_wait_s + 0.002
 
 
 queues = st.lists(

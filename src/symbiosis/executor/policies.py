@@ -262,8 +262,8 @@ class Opportunistic:
         """When the group must run at the latest; in the past if at once."""
         first = min(call.arrived for call in calls)
         rows = sum(call.rows for call in calls)
-        if rows >= self.max_rows or any(call.rows <= self.small_rows for call in calls):
-            return first
+        if rows + min(call.rows for call in calls) > self.max_rows or any(call.rows <= self.small_rows for call in calls):
+            return first  # one more of its kind would not fit
         gain, own_time = costs.saving(key.shape), costs.estimate(key.shape, rows)
         if gain < self.least_gain * own_time:
             return first
@@ -335,10 +335,11 @@ class Opportunistic:
 
     def _gather(self, calls: list[Pending], small: set[int], now: float) -> tuple[Pending, ...]:
         """Who travels together: inference before training, first come first; small calls take no big ones along."""
+        if any(now - call.arrived > self.max_wait_s for call in calls):
+            return _fill(sorted(calls, key=lambda call: call.number), self.max_rows)
         calls = sorted(calls, key=lambda call: (call.number not in small, call.training, call.number))
-        overdue = any(now - call.arrived > self.max_wait_s for call in calls)
         limit = self.max_rows
-        if calls[0].number in small and not overdue:
+        if calls[0].number in small:
             limit = max(2 * self.small_rows, sum(c.rows for c in calls if c.number in small))
         return _fill(calls, min(limit, self.max_rows))
 

@@ -77,26 +77,30 @@ def _copy(targets: list[Tensor], sources: tuple[Tensor, ...] | list[Tensor]) -> 
         torch._foreach_copy_(targets, sources)
 
 
-def _end(tensors: Iterable[Tensor]) -> int:
-    """Where the rows of a call end in a channel's memory, and its answer begins."""
-    return lay_out((t.shape[0], t.shape[1], t.dtype) for t in tensors)[1]
+def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
+    """Where the rows of a call lie in a channel's memory, and where they end and its answer begins."""
+    return lay_out((t.shape[0], t.shape[1], t.dtype) for t in tensors)
 
 
 class CudaChannel:
     """The executor's end."""
 
     def __init__(self, size: int, most: int, device: torch.device) -> None:
-        """Room for a call and its answer of at least `size` bytes together; `most` are all that a tensor may have."""
-        self._memory = driver.DeviceMemory(-(-size // _ROOM) * _ROOM, device)
-        self._most = most
+        """Room for a call and its answer of at least `size` bytes together; `most` are all that a call's rows may have."""
+        self._shared = SharedMemory(_PAGE + _RING * _SLOT)
         try:
-            self._memory.bytes.zero_()  # nobody reads what another tenant left
-            self._shared = SharedMemory(_PAGE + _RING * _SLOT)
-            self._host = memoryview(self._shared.memory)
-            self._counters = driver.Counters(self._shared.memory, device)
+            self._memory = driver.DeviceMemory(-(-size // _ROOM) * _ROOM, device)
+            try:
+                self._memory.bytes.zero_()  # nobody reads what another tenant left
+                self._counters = driver.Counters(self._shared.memory, device)
+            except BaseException:
+                self._memory.close()
+                raise
         except BaseException:
-            self._memory.close()
+            self._shared.close()
             raise
+        self._host = memoryview(self._shared.memory)
+        self._most = most
         self._device = device
         self._next = 1
         self._known: dict[bytes, tuple[Message, Tensor]] = {}
@@ -125,11 +129,20 @@ class CudaChannel:
             message = decode(memoryview(frame), max_bytes=self._most, max_body=0, arena=self._memory.bytes)
             if message.kind is not Kind.CALL or message.request != REQUEST:
                 raise BadMessage(f"a {message.kind.name} among the calls of a channel")
+            room = self._behind(message.tensors)
             if len(self._known) >= _REMEMBER:
                 del self._known[next(iter(self._known))]
-            known = self._known[frame] = message, self._memory.bytes[_end(message.tensors) :]
+            known = self._known[frame] = message, room
         message, self._room = known
         return message
+
+    def _behind(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Where the answer to these rows goes: never over them."""
+        offsets, end = _laid_out(tensors)
+        start = self._memory.bytes.data_ptr()
+        if any(t.numel() and t.data_ptr() != start + offset for t, offset in zip(tensors, offsets, strict=True)):
+            raise BadMessage("the rows of a call lie one after the other from the start of its channel, and these do not")
+        return self._memory.bytes[end:]
 
     def places(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Where an answer of these shapes lies."""
@@ -189,7 +202,7 @@ class _Plan:
 
 
 class CudaCaller:
-    """The tenant's end: the calls of one stream, by whichever threads.
+    """The tenant's end: the calls of one stream, by whichever threads. A call that fails is an error of the stream's next.
 
     The tenant may be on another GPU of the host (`theirs` is the executor's,
     as this process numbers it): then its copies go from GPU to GPU.
@@ -202,6 +215,8 @@ class CudaCaller:
         self._calling = threading.Lock()
         self._lock = threading.Lock()  # for the counters, which another thread lets go on
         self._lost = False
+        self._is_cut = False
+        """Somebody interrupted a call while it was put into the stream."""
         self._open(1)
 
     def _open(self, size: int) -> None:
@@ -233,6 +248,8 @@ class CudaCaller:
             return self._call(message, widths)
 
     def _call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
+        if self._is_cut:
+            self._settle()
         tensors = message.tensors
         key = (message.layers, message.direction, message.training, *widths, *[(t.shape, t.dtype) for t in tensors])
         plan = self._plans.get(key)
@@ -243,11 +260,13 @@ class CudaCaller:
             self._plans[key] = plan
         self._check()
         _copy(plan.calls, tensors)
+        self._is_cut = True
         at = _slot(self._next)
         self._host[at : at + len(plan.frame)] = plan.frame
         self._counters.write(self._stream, _ARRIVED, self._next)
         self._counters.wait(self._stream, _DONE, self._next)
         self._next += 1
+        self._is_cut = False
         if len(plan.answers) == 1 and self._device == self._theirs:
             return (plan.answers[0].clone(),)
         results = [torch.empty_like(place, device=self._device) for place in plan.answers]
@@ -259,13 +278,25 @@ class CudaCaller:
         message.request, message.tensors = REQUEST, as_rows(tensors)
         sent = [(t.shape, t.dtype) for t in message.tensors]
         back = [(torch.Size((sent[0][0][0], width)), tensors[0].dtype) for width in widths]
-        end = _end(message.tensors)
+        _, end = _laid_out(message.tensors)
         self._grow(lay_out(((shape[0], shape[1], dtype) for shape, dtype in back), end)[1])
         memory = self._memory.bytes
         frame = encode(message, memory)
         places = [place.view(t.shape) for place, t in zip(_views(memory, sent), tensors, strict=True)]
         answered = [place.view(*ahead, width) for place, width in zip(_views(memory[end:], back), widths, strict=True)]
         return _Plan(_LENGTH.pack(len(frame)) + frame, places, answered)
+
+    def _settle(self) -> None:
+        """Go on after a call that was cut: if it was sent, its number is used up once it is answered."""
+        self._wait()
+        number, host = self._next & 0xFFFFFFFF, self._counters.host
+        if host[_ARRIVED] == number:
+            while host[_DONE] != number:
+                if self._lost:
+                    raise self._failure()
+                time.sleep(1e-4)
+            self._next += 1
+        self._is_cut = False
 
     def _check(self) -> None:
         """Raise what the executor answered to a call before; wait while the ring is full."""

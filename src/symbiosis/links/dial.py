@@ -217,14 +217,14 @@ class Connection:
 
 
 def _release(context: zmq.Context[Any], sockets: set[zmq.Socket[bytes]]) -> None:
-    """Let go of whatever a link that was never closed still holds."""
+    """Let go of whatever a link still holds: one that was never closed, or whose closing was interrupted."""
     for socket in list(sockets):
         socket.close(0)
     context.term()
 
 
 class WireLink(Link):
-    """A tenant's session: as many connections as threads call at once."""
+    """A tenant's session: as many connections as threads ask at once."""
 
     def __init__(self, address: str, endpoint: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
         self.address = address
@@ -353,7 +353,7 @@ class WireLink(Link):
         if connection is not None:
             connection.leave()
         if last:
-            self.context.term()
+            _release(self.context, self.sockets)
 
     def close(self) -> None:
         """Threads that wait for an answer get `Closed`; the last of them takes the context along."""
@@ -366,4 +366,4 @@ class WireLink(Link):
         for connection in free:
             connection.leave()
         if last:
-            self.context.term()
+            _release(self.context, self.sockets)

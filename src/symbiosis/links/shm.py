@@ -15,6 +15,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -188,6 +189,7 @@ class ShmLink(WireLink):
         self._their_gpu = torch.device("cuda")
         self._callers: dict[int, tuple[CudaCaller, Watch]] = {}  # by stream
         self._opening = threading.Lock()
+        self._is_closing = False
         if not name:
             raise BadAddress("shm:// needs the name that the executor's listen() returned")
         super().__init__(address, f"ipc://{runtime_folder() / name}", token=token, hello=hello, grace_s=grace_s)
@@ -205,48 +207,49 @@ class ShmLink(WireLink):
         self._gpu, self._their_gpu = device, theirs
 
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
-        rows = message.tensors[0]
-        if rows.device != self._gpu or not rows.is_floating_point():
+        rows, gpu = message.tensors[0], self._gpu
+        if gpu is None or rows.device != gpu or not rows.is_floating_point():
             return super().call(message, widths)
-        if self.closed:
-            raise Closed("this session was closed; connect again")
-        try:
-            caller = self._caller()
-        except driver.DriverError as error:
-            _log.warning("no channel on the executor's GPU (%s): calls go through shared memory", error)
-            self._gpu = None
-            return super().call(message, widths)
-        return caller.call(message, widths)
-
-    def _caller(self) -> CudaCaller:
-        """That of the current stream."""
-        assert self._gpu is not None, "asked for by a call on a GPU"
-        stream = driver.current_stream(self._gpu)
-        known = self._callers.get(stream)
+        known = self._callers.get(driver.current_stream(gpu))
         if known is None:
-            with self._opening:
-                known = self._callers.get(stream) or self._new_caller(self._gpu)
-                self._callers[stream] = known
-        return known[0]
+            try:
+                known = self._open_caller(gpu)
+            except driver.DriverError as error:
+                _log.warning("no channel on the executor's GPU (%s): calls go through shared memory", error)
+                self._gpu = None
+                return super().call(message, widths)
+        return known[0].call(message, widths)
+
+    def _open_caller(self, gpu: torch.device) -> tuple[CudaCaller, Watch]:
+        """That of the current stream."""
+        stream = driver.current_stream(gpu)
+        with self._opening:
+            if self._is_closing:
+                raise Closed("this session was closed; connect again")
+            if stream not in self._callers:
+                self._callers[stream] = self._new_caller(gpu)
+            return self._callers[stream]
 
     def _new_caller(self, gpu: torch.device) -> tuple[CudaCaller, Watch]:
         connection = self.connect()
         try:
             caller = CudaCaller(connection, gpu, self._their_gpu)
-            return caller, Watch(self._executor, caller)
         except BaseException:
             connection.close()
+            raise
+        try:
+            return caller, Watch(self._executor, caller)
+        except BaseException:
+            caller.close()
             raise
 
     def close(self) -> None:
         """Raises the error of the last call on the GPU, if nobody has heard of it yet."""
-        self._gpu = None
-        try:
-            for caller, watch in self._callers.values():
-                try:
-                    caller.close()
-                finally:
-                    watch.stop()  # not before: if the executor dies now, somebody must let the stream go on
-        finally:
-            self._callers.clear()
-            super().close()
+        with self._opening:
+            self._is_closing = True
+            callers, self._callers = list(self._callers.values()), {}
+        with ExitStack() as closing:  # each of them, whatever the others raise
+            closing.callback(super().close)
+            for caller, watch in callers:
+                closing.callback(watch.stop)  # after it: if the executor dies now, somebody must let the stream go on
+                closing.callback(caller.close)
