@@ -123,6 +123,15 @@ def test_rows_that_do_not_fit_a_way_are_refused(tensors, more):
     assert desk.answer(peer).kind is Kind.ERROR
 
 
+def test_a_long_way_of_many_rows_is_refused_since_everybody_would_wait_for_it():
+    desk = Desk(max_rows=100)
+    peer = desk.tenant()
+    for count, kind in ((25, Kind.REPLY), (26, Kind.ERROR)):
+        ask(desk, peer, (LINEAR, NORM, LINEAR, NORM), rows(count))
+        desk.run()
+        assert desk.answer(peer).kind is kind
+
+
 def test_turns_mean_nothing_in_other_directions_and_norms_have_no_backward():
     desk = Desk()
     peer = desk.tenant()

@@ -55,6 +55,7 @@ def dealer(served: Served) -> Iterator[zmq.Socket]:
     context = zmq.Context()
     made = context.socket(zmq.DEALER)
     made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.ROUTING_ID, b"d" * 16)
     made.connect(served.address)
     yield made
     context.destroy(linger=0)
@@ -177,6 +178,18 @@ def test_a_peer_that_never_says_hello_gets_nothing_else(served: Served, bystande
             assert (answer.request, answer.body["code"]) == (5, "hello_first")
 
 
+def test_whoever_brings_no_id_of_its_own_gets_no_channel(served: Served, bystander):
+    """libzmq would number it, and the next to come could take its number, and its answers."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.connect(served.address)
+    answer = say(dealer, Message(Kind.HELLO, 1, body={"name": "eve"}))
+    assert answer.kind is Kind.ERROR
+    assert "routing id of 5 bytes" in answer.body["message"]
+    context.destroy(linger=0)
+
+
 def test_a_tenant_that_never_reads_is_cut_off_and_nobody_notices(served: Served, bystander):
     """Two thousand calls of 1 MB answers, none read: memory stays bounded by what may wait."""
     context = zmq.Context()
@@ -184,6 +197,7 @@ def test_a_tenant_that_never_reads_is_cut_off_and_nobody_notices(served: Served,
     # Eve shares a process with the executor: what waits on her own side must not be taken for the executor's
     dealer.setsockopt(zmq.SNDHWM, 4)
     dealer.setsockopt(zmq.RCVHWM, 4)
+    dealer.setsockopt(zmq.ROUTING_ID, b"e" * 16)
     dealer.connect(served.address)
     assert say(dealer, Message(Kind.HELLO, 1, body={"name": "eve"})).kind is Kind.WELCOME
     before = psutil.Process().memory_info().rss
@@ -230,6 +244,7 @@ def test_a_flood_of_channels_by_one_tenant_keeps_nobody_out(serve: Serve):
     context = zmq.Context()
     for i in range(30):
         flood = context.socket(zmq.DEALER)
+        flood.setsockopt(zmq.ROUTING_ID, b"flood of channels %d" % i)
         flood.connect(served.address)
         assert say(flood, Message(Kind.HELLO, i, body={"name": "eve"})).kind is Kind.WELCOME
     assert ann(torch.ones(1, 3, dtype=torch.int64)).logits.shape == (1, 3, 128)

@@ -58,6 +58,7 @@ class Disaster:
     def _send(self, messages: list[list[bytes]]) -> None:
         dealer = self.context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, self.rng.choice([0, 50]))
+        dealer.setsockopt(zmq.ROUTING_ID, self.rng.randbytes(16))
         dealer.connect(self.address)
         for message in messages:
             dealer.send_multipart(message)

@@ -69,11 +69,11 @@ def test_a_routing_id_that_somebody_else_had_is_no_identity(serve: Serve):
     served = serve("tcp-token")
     context = zmq.Context()
     try:
-        ann = raw_socket(context, served.address, TOKENS["ann"], b"ann's own")
+        ann = raw_socket(context, served.address, TOKENS["ann"], b"ann's own, of no use to bob")
         assert say(ann, Message(Kind.HELLO, 1)).body["tenant"] == "ann"
         ann.close()
         while True:  # until the executor has seen ann's connection end, the id is refused
-            bob = raw_socket(context, served.address, TOKENS["bob"], b"ann's own")
+            bob = raw_socket(context, served.address, TOKENS["bob"], b"ann's own, of no use to bob")
             bob.send(encode(Message(Kind.STATS, 2)))
             if bob.poll(300):
                 break

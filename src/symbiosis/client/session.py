@@ -92,7 +92,8 @@ class Session:
         """Layers that follow each other, by handles and `Turn`s, as one such call that answers with tensors of these widths."""
         form = self._forms.get(program)
         if form is None:
-            form = self._keep(program, _Form(program, widths, self._most_rows(rows, widths)))
+            most = min(self._most_rows(rows, widths), max(1, self.limits.max_rows // len(program)))
+            form = self._keep(program, _Form(program, widths, most))
         return self._in_parts(form, Direction.ONWARD, rows, training=False)
 
     def _keep(self, key: Any, form: _Form) -> _Form:

@@ -285,8 +285,12 @@ class Service:
             raise BadCall(f"all tensors of a call have the same number of rows, got {[t.shape[0] for t in rows]}")
         if not 1 <= count <= self.limits.max_rows:
             raise TooLarge(f"a call carries 1 to {self.limits.max_rows} rows, got {count}: cut it into several")
-        if message.direction is Direction.ONWARD and message.training:
-            raise BadCall("calls onward are for inference: they have no backward")
+        if message.direction is Direction.ONWARD:
+            if message.training:
+                raise BadCall("calls onward are for inference: they have no backward")
+            steps, most = len(message.layers), self.limits.max_rows
+            if count * steps > most:
+                raise TooLarge(f"{count} rows for {steps} steps onward: together at most {most}, cut it into several calls")
         back = answer_widths(layers, message.direction)
         size = rows[0].element_size() if rows[0].is_floating_point() else layers[0].dtype.itemsize
         if count * sum(back) * size > self.limits.max_bytes:

@@ -43,6 +43,7 @@ _ASK_AGAIN_S = 0.5
 _TRY_AGAIN_S = 0.1
 _TICK_MS = 50
 _MAX_REPLY_BYTES = 1 << 30
+_ID_MARK = b"\1"  # ids that begin with 0 are libzmq's own
 _HANG_UPS = 4  # in a row, during the handshake: that is no executor being restarted
 _ENDED = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED)
 _REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -82,6 +83,7 @@ class Connection:
 
     def _set_up(self) -> None:
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTING_ID, _ID_MARK + secrets.token_bytes(31))  # what answers are addressed by
         self._socket.setsockopt(zmq.IPV6, int("[" in self._link.endpoint))
         self._socket.setsockopt(zmq.SNDHWM, 64)
         self._socket.setsockopt(zmq.RCVTIMEO, _TICK_MS)
