@@ -84,7 +84,7 @@ def test_tensors_from_a_frame_are_copies_and_survive_it():
         (header(version=0), VersionMismatch),
         (header(kind=0), BadMessage),
         (header(kind=200), BadMessage),
-        (header(direction=3), BadMessage),
+        (header(direction=4), BadMessage),
         (header(flags=2), BadMessage),
         (header(zero=1), BadMessage),
         (header(tensors=MAX_TENSORS + 1).ljust(4096, b"\0"), BadMessage),

@@ -25,7 +25,7 @@ from torch import Tensor
 from symbiosis.errors import BadMessage, TooLarge, VersionMismatch
 from symbiosis.types import Direction
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAGIC = b"SYMB"
 MAX_LAYERS = 16
 MAX_TENSORS = 32

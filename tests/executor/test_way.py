@@ -10,16 +10,17 @@ from symbiosis.messages import MAX_LAYERS, Kind
 from symbiosis.types import Direction, Turn
 from tests.executor.desk import BLOCK, EXPERTS, LINEAR, NORM, OTHER, WIDE, WIDTH, Desk
 
-ADD, ADD_FLOAT, KEEP, BACK, READ = Turn.ADD, Turn.ADD_FLOAT, Turn.KEEP, Turn.BACK, Turn.READ
+ADD, ADD_FLOAT, KEEP, SAVE, BACK, READ = Turn.ADD, Turn.ADD_FLOAT, Turn.KEEP, Turn.SAVE, Turn.BACK, Turn.READ
 LLAMA = (LINEAR, ADD, ADD, KEEP, NORM, BLOCK, BACK, NORM, READ, LINEAR, OTHER)
+HALF = (LINEAR, ADD, ADD_FLOAT, SAVE, NORM, BLOCK, BACK)
 
 
 def rows(count: int = 3, seed: int = 0, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-def ask(desk: Desk, peer, program, *tensors: torch.Tensor, **more) -> None:
-    desk.say(peer, Kind.CALL, layers=tuple(program), direction=Direction.ONWARD, tensors=tensors, **more)
+def ask(desk: Desk, peer, program, *tensors: torch.Tensor, direction: Direction = Direction.ONWARD, **more) -> None:
+    desk.say(peer, Kind.CALL, layers=tuple(program), direction=direction, tensors=tensors, **more)
 
 
 def alone(desk: Desk, layer: int, x: torch.Tensor) -> torch.Tensor:
@@ -70,6 +71,63 @@ def test_float32_is_added_before_rounding():
     assert torch.equal(found, (x @ weight.T + change).bfloat16())
 
 
+def half_by_hand(desk: Desk, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Half a layer's end and what is saved; gradients of all it starts from; that of its end."""
+    with torch.enable_grad():
+        x, change, residual = (tensor.clone().requires_grad_() for tensor in tensors)
+        total = alone(desk, LINEAR, x) + change + residual
+        end = total + alone(desk, BLOCK, alone(desk, NORM, total))
+        grad = rows(len(x), seed=99)
+        return [end.detach(), total.detach()], list(torch.autograd.grad(end, (x, change, residual), grad)), grad
+
+
+def test_half_a_layer_and_its_way_home_give_what_autograd_gives():
+    desk = Desk()
+    peers = [desk.tenant(name) for name in ("ann", "bob")]
+    expected = [half_by_hand(desk, *(rows(n + 2, seed=10 * n + i) for i in range(3))) for n in range(2)]
+    for n, peer in enumerate(peers):
+        ask(desk, peer, HALF, *(rows(n + 2, seed=10 * n + i) for i in range(3)), training=True)
+    assert desk.run() == 1
+    for peer, (results, _, grad) in zip(peers, expected, strict=True):
+        found = desk.answer(peer).tensors
+        torch.testing.assert_close(list(found), results, rtol=1e-5, atol=1e-5)
+        ask(desk, peer, HALF, found[1], grad, direction=Direction.HOMEWARD, training=True)
+    assert desk.run() == 1
+    for peer, (_, (first, change, residual), _) in zip(peers, expected, strict=True):
+        found = desk.answer(peer).tensors
+        torch.testing.assert_close(list(found), [first, change], rtol=1e-4, atol=1e-5)
+        assert torch.equal(change, residual)
+
+
+@pytest.mark.parametrize(
+    ("program", "count", "words"),
+    [
+        ((LINEAR, ADD, KEEP, NORM, BLOCK, BACK), 2, "half a layer"),
+        ((LINEAR,), 2, "half a layer"),
+        ((), 2, "begins with a layer"),
+        (HALF, 1, "takes 2 tensors"),
+        (HALF, 3, "takes 2 tensors"),
+        ((99, *HALF[1:]), 2, "no layer 99"),
+    ],
+)
+def test_there_is_no_way_home_but_from_half_a_layer(program, count, words):
+    desk = Desk()
+    peer = desk.tenant()
+    ask(desk, peer, program, *(rows(seed=i) for i in range(count)), direction=Direction.HOMEWARD)
+    answer = desk.answer(peer)
+    assert answer.kind is Kind.ERROR
+    assert words in answer.body["message"]
+
+
+def test_a_way_home_of_many_rows_is_refused_too():
+    desk = Desk(max_rows=100)
+    peer = desk.tenant()
+    for count, kind in ((14, Kind.REPLY), (15, Kind.ERROR)):
+        ask(desk, peer, HALF, rows(count), rows(count), direction=Direction.HOMEWARD)
+        desk.run()
+        assert desk.answer(peer).kind is kind
+
+
 @pytest.mark.parametrize(
     ("program", "count", "words"),
     [
@@ -89,8 +147,17 @@ def test_float32_is_added_before_rounding():
         ((LINEAR, ADD), 3, "takes 2 tensors"),
         ((LINEAR,), 2, "takes 1 tensors"),
         ((LINEAR, 99), 1, "no layer 99"),
-        ((LINEAR, Turn.ADD_FLOAT - 1), 1, "no layer"),
+        ((LINEAR, Turn.SAVE - 1), 1, "no layer"),
         ((BLOCK | 1 << 31,), 1, "no bias"),
+        ((LINEAR, SAVE), 1, "half a layer"),
+        ((LINEAR, SAVE, NORM, BLOCK), 1, "half a layer"),
+        ((BLOCK, SAVE, NORM, BLOCK, BACK), 1, "half a layer"),
+        ((LINEAR, SAVE, NORM, LINEAR, BACK), 1, "half a layer"),
+        ((LINEAR, SAVE, BLOCK, BLOCK, BACK), 1, "half a layer"),
+        ((LINEAR, KEEP, SAVE, NORM, BLOCK, BACK), 1, "half a layer"),
+        ((LINEAR, NORM, SAVE, NORM, BLOCK, BACK), 1, "half a layer"),
+        ((*HALF[:1], *HALF[3:], READ, LINEAR), 1, "half a layer"),
+        ((*HALF[:1], *HALF[3:], NORM), 1, "half a layer"),
     ],
 )
 def test_ways_that_lead_nowhere_are_refused(program, count, words):
@@ -148,5 +215,9 @@ def test_inventing_ways_costs_no_memory_for_ever():
         ask(desk, peer, (LINEAR, *(KEEP if bit == "1" else NORM for bit in bits))[:MAX_LAYERS], rows(1))
         desk.run()
         assert desk.answer(peer).kind is Kind.REPLY
+        ask(desk, peer, (LINEAR, *(ADD,) * (number % 10), *HALF[3:]), rows(1), rows(1), direction=Direction.HOMEWARD)
+        desk.run()
+        assert desk.answer(peer).kind is Kind.REPLY
     assert desk.service._way.cache_info().currsize <= 4096
+    assert desk.service._way_home.cache_info().currsize <= 4096
     assert len(desk.service._costs._parts) <= 4096

@@ -155,6 +155,31 @@ def test_forward_and_backward_share_a_channel(server):
     model.symbiosis.close()
 
 
+def test_half_a_layer_is_one_call_each_way_and_may_be_looked_at(server):
+    _, expected = one_step(adapted(plain()))
+    there = server()
+    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+    found, seen, layers = adapted(model), list[float](), model.config.num_hidden_layers
+
+    def look(_: Any, __: Any, result: Any) -> None:
+        seen.append(result[0].norm().item())
+
+    for expects in (None, 4, 6):  # calls a layer
+        if expects == 6:
+            for layer in model.model.layers:
+                layer.self_attn.register_forward_hook(look)
+        before = there.stats()["calls"]
+        _, grads = one_step(found)
+        calls = there.stats()["calls"] - before
+        for name, grad in expected.items():
+            torch.testing.assert_close(grads[name], grad, atol=1e-4, rtol=1e-3)
+        found.zero_grad()
+        # q, k and v, and the rest; the first q, k and v have nothing before them to train
+        assert expects is None or calls == expects * layers - 1
+    assert len(seen) == layers
+    model.symbiosis.close()
+
+
 def test_threads_share_the_channel_of_their_stream_and_disturb_nobody(server):
     there = server()
     model, reference = symbiosis.connect(there.address, device="cuda", mode="executor"), plain()

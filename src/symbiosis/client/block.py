@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis.client.as_made import AsMade
+from symbiosis.client.as_made import AsMade, is_watched
+from symbiosis.client.half import Late
 from symbiosis.client.layers import VirtualMatrix
 from symbiosis.client.mixing import mix_in
+from symbiosis.client.unseen import plain
 from symbiosis.types import LayerSpec
 
 
@@ -22,7 +24,8 @@ class VirtualBlock(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and self._runs_whole(args[0]):
-            return self._matrices[0].groups.call(self._block, args[0], args[0], with_bias=False)
+            x = plain(args[0]) if type(args[0]) is Late and is_watched(self) else args[0]
+            return self._matrices[0].groups.call(self._block, x, x, with_bias=False)
         return super().forward(*args, **kwargs)
 
     def _runs_whole(self, x: Any) -> bool:

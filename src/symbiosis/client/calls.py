@@ -111,6 +111,34 @@ def call_block(session: Session, layer: LayerSpec, x: Tensor) -> Tensor:
     return _BlockCall.apply(x, session, layer)  # type: ignore[no-untyped-call,no-any-return]
 
 
+class _HalfCall(torch.autograd.Function):
+    """Half a layer: what a matrix makes of the first rows, the others added to it, and what a norm and a block make of that."""
+
+    @staticmethod
+    def forward(ctx: Any, session: Session, program: tuple[int, ...], width: int, *rows: Tensor) -> Tensor:
+        for tensor in rows:
+            _check_plain(tensor)
+        ctx.session, ctx.program, ctx.widths = session, program, [rows[0].shape[-1], width]
+        ctx.dtypes = [tensor.dtype for tensor in rows]
+        total, saved = session.onward(program, [width, width], rows, training=any(ctx.needs_input_grad))
+        ctx.save_for_backward(saved)
+        return total
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _check_plain(grad)
+        first, total = ctx.session.homeward(ctx.program, ctx.widths, (*ctx.saved_tensors, grad))
+        grads = first, *[total.to(dtype) for dtype in ctx.dtypes[1:]]
+        needed = ctx.needs_input_grad[3:]
+        return None, None, None, *[grad if need else None for grad, need in zip(grads, needed, strict=True)]
+
+
+def call_half(session: Session, program: tuple[int, ...], rows: tuple[Tensor, ...], width: int) -> Tensor:
+    """By handles and `Turn`s, of which one is `SAVE`; `width` is that of the sums."""
+    return _HalfCall.apply(session, program, width, *rows)  # type: ignore[no-untyped-call,no-any-return]
+
+
 class _ExpertsCall(torch.autograd.Function):
     """Experts of an MoE: gradients for the rows and for the router's weights."""
 

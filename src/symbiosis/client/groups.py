@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.calls import call_block, call_matrices
-from symbiosis.client.promise import Member, Promise, Promises, plain
+from symbiosis.client.half import Halves, Late
+from symbiosis.client.promise import Member, Promise, Promises
 from symbiosis.client.session import Session
+from symbiosis.client.unseen import plain
 from symbiosis.messages import MAX_LAYERS
 from symbiosis.types import WITH_BIAS, LayerKind, LayerSpec
 
@@ -54,15 +56,20 @@ class Groups:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.promises = Promises(session)
+        self.halves = Halves(session)
         self._local = threading.local()
         self._learned: dict[Member, tuple[Member, ...]] = {}
         self._members: dict[int, Member] = {}
 
     def call(self, layer: LayerSpec, x: Tensor, seen: Tensor, *, with_bias: bool) -> Tensor:
-        """x @ Wᵀ, plus the bias if asked for; or what a block makes of x. Perhaps a promise of it.
+        """x @ Wᵀ, plus the bias if asked for; or what a block makes of x. Perhaps a promise of it, or it comes late.
 
         `seen` is what the layer was called with, `x` the same after any cast.
         """
+        if type(seen) is Late:
+            if layer.kind is LayerKind.BLOCK and self.halves.can_block(seen, layer):
+                return self.halves.block(seen, layer)
+            x, seen = plain(x), plain(seen)
         me = self._members.get(layer.handle | (WITH_BIAS * with_bias)) or self._member(layer, with_bias=with_bias)
         if type(seen) is not Promise and (seen.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(seen)):
             # no version counter: a change in place between two calls could not be seen; or no numbers of its own
@@ -78,6 +85,9 @@ class Groups:
         if len(group) == 1 and self.promises.can_layer(me, x):
             self._local.run = _Run(weakref.ref(seen), key, [me])
             return self.promises.layer(me, x)
+        if len(group) == 1 and x is seen and self.halves.can_begin(me, x):
+            self._local.run = _Run(weakref.ref(seen), key, [me])
+            return self.halves.begin(me, x)
         waiting = dict(zip(group, self._ask(group, x), strict=True))
         mine = waiting.pop(me)
         self._local.run = _Run(weakref.ref(seen), key, [me], waiting, len(group) > 1)

@@ -19,8 +19,8 @@ from symbiosis.client.groups import Groups
 from symbiosis.client.layers import VirtualConv1D, VirtualEmbedding, VirtualLayer, VirtualLinear
 from symbiosis.client.loss import speed_up_loss
 from symbiosis.client.norm import watch_norms
-from symbiosis.client.promise import look_at_results
 from symbiosis.client.session import Session
+from symbiosis.client.unseen import look_at_results
 from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
 from symbiosis.links import driver
 from symbiosis.links.base import Link
@@ -62,6 +62,7 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
         fuse(model)
     if not mapped.base or mode == "executor":
         watch_norms(model, groups, (spec for spec in manifest.layers if spec.kind is LayerKind.NORM))
+        groups.halves.find()
         look_at_results(model)
     speed_up_loss(model)
     make_room(model)

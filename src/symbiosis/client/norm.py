@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from symbiosis.client.as_made import AsMade
+from symbiosis.client.as_made import AsMade, is_watched
 from symbiosis.client.groups import Groups
 from symbiosis.client.mixing import mix_in
-from symbiosis.client.promise import Promise, plain
 from symbiosis.client.shared import Shared
+from symbiosis.client.unseen import Unseen, plain
 from symbiosis.errors import CannotSplit
 from symbiosis.types import LayerSpec
 
@@ -33,20 +33,26 @@ class _Hosted:
 
 
 class WatchedNorm(nn.Module):
-    """Mixed into the class of a norm that the executor has too: of a promise it gives a promise."""
+    """Mixed into the class of a norm that the executor has too: of what comes later it gives what comes later."""
 
     _symbiosis_hosted: _Hosted
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and type(args[0]) is not Promise:
-            return super().forward(args[0])
+        if len(args) != 1 or kwargs:
+            return super().forward(*plain(args), **plain(kwargs))
+        (x,) = args
+        if not isinstance(x, Unseen):
+            return super().forward(x)
         hosted = self._symbiosis_hosted
-        promises = hosted.groups.promises
-        if len(args) == 1 and not kwargs and promises.made(args[0]) and hosted.is_still(self):
-            (x,) = args
-            if promises.can(x) and x.node.fits(1) and x.shape[-1] == hosted.spec.in_width:
-                return promises.norm(hosted.spec, x)
-        return super().forward(*plain(args), **plain(kwargs))
+        spec, promises, halves = hosted.spec, hosted.groups.promises, hosted.groups.halves
+        if halves.can_norm(x, spec) and hosted.is_still(self) and not (is_watched(self) or self._is_trained()):
+            return halves.norm(x, spec, super().forward)
+        if promises.made(x) and hosted.is_still(self) and promises.can(x) and x.node.fits(1) and x.shape[-1] == spec.in_width:
+            return promises.norm(spec, x)
+        return super().forward(plain(x))
+
+    def _is_trained(self) -> bool:
+        return any([parameter is not None and parameter.requires_grad for parameter in self._parameters.values()])
 
 
 def watch_norms(model: nn.Module, groups: Groups, norms: Iterable[LayerSpec]) -> None:

@@ -17,43 +17,24 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn import functional as F
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from symbiosis.client.session import Session
+from symbiosis.client.unseen import FACTS, HALVES, SUMS, Unseen, changes_nothing, is_ordinary, ordinary, plain
 from symbiosis.messages import MAX_LAYERS
 from symbiosis.types import WITH_BIAS, LayerSpec, Turn
 
 _ROWS = 512  # more take longer than their ways
 _FEW = 8  # rows that come again in any shape: a token, or a few drafts of one
 _TRIES = 4  # a layer whose promise was looked at so often at once is computed at once
-_HALVES = torch.bfloat16, torch.float16
-_SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-_PROPERTIES = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "layout",
-    "requires_grad",
-    "is_leaf",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "grad_fn",
-)
 _FACTS = {
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.is_inference),
-    *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex, Tensor.is_contiguous),
+    *FACTS,
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")),
+    Tensor.is_inference,
 }
-_SINGLE = {Tensor, nn.Parameter, torch.dtype, torch.device, torch.Size, int, float, bool, str, type(None)}
 
 
 class Member:
@@ -172,7 +153,7 @@ class Node:
     def public(self) -> Tensor:
         """Its numbers, for whatever somebody does with them."""
         if self._public is None:
-            with _ordinary():
+            with ordinary():
                 self._publish()
         assert self._public is not None, "just published"
         return self._public
@@ -229,7 +210,7 @@ class Node:
             program += [Turn.READ, *[reader.handle for reader in readers]]
         is_norm = isinstance(self.step, LayerSpec)
         widths = [self.shape[-1]] * (2 if is_norm else 1) + [reader.layer.out_width for reader in readers]
-        with _ordinary(), torch._C._DisableFuncTorch():  # whoever looks, and from where, has no part in the numbers
+        with ordinary(), torch._C._DisableFuncTorch():  # whoever looks, and from where, has no part in the numbers
             results = list(self.promises.session.onward(tuple(program), widths, tuple(tensors)))
         source = self._source
         self.value = results.pop(0)
@@ -254,7 +235,7 @@ class Node:
                 return path[done:]
             if isinstance(addend, Node):
                 addend = addend.value
-            with _ordinary():
+            with ordinary():
                 node.value = (before.value + cast(Tensor, addend)).to(node.dtype)
         return []
 
@@ -289,49 +270,10 @@ class Node:
         return at is self and self is not other
 
 
-class Promise(Tensor):
+class Promise(Unseen):
     """A tensor that is computed when somebody looks at its numbers."""
 
     node: Node
-
-    # asked all the time, and cheaper by themselves than as functions of torch
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return self.node.like.shape
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.node.like.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.node.like.device
-
-    def dim(self) -> int:
-        return len(self.node.like.shape)
-
-    def numel(self) -> int:
-        return math.prod(self.node.like.shape)
-
-    def is_inference(self) -> bool:
-        return False
-
-    # These too, since torch takes its time to find out whom to ask
-    def __add__(self, other: Any) -> Any:
-        return _straight(Tensor.__add__, self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return _straight(Tensor.__radd__, self, other)
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        return _straight(Tensor.to, self, *args, **kwargs)
-
-    @staticmethod
-    def __new__(cls: Any, node: Node) -> Promise:
-        made: Promise = Tensor._make_wrapper_subclass(cls, node.shape, dtype=node.dtype, device=node.device)
-        made.node = node
-        torch._C._set_throw_on_mutable_data_ptr(made)  # to what does not ask, there are no numbers
-        return made
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -339,11 +281,11 @@ class Promise(Tensor):
         if args and func in _FACTS and not args[0].node.is_public:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _SUMS and len(args) == 2 and not kwargs:
+        if func in SUMS and len(args) == 2 and not kwargs:
             total = _sum(*args)
             if total is not None:
                 return total
-        if _changes_nothing(func, args, kwargs):
+        if args and is_pending(args[0]) and changes_nothing(func, args, kwargs):
             return args[0]
         if func is Tensor.to and _rounds(*args, **kwargs):
             return Promise(args[0].node.rounded())
@@ -354,41 +296,9 @@ class Promise(Tensor):
         return func(*plain(args), **plain(kwargs or {}))
 
 
-def _straight(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What torch would come to, unless somebody watches its functions, or wants none of ours."""
-    if torch._C._len_torch_function_stack() > 0 or not torch._C._is_torch_function_enabled():
-        return func(*args, **kwargs)
-    return Promise.__torch_function__(func, (), args, kwargs)
-
-
 def _may_promise() -> bool:
     """Whether tensors are nothing but their numbers here and now, and are computed with as they are."""
-    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
-        return False
-    if not torch._C._is_fwd_grad_enabled():  # in a function of autograd's: what leaves it gets a history
-        return False
-    return forward_ad._current_level < 0 and torch._C._functorch.maybe_current_level() is None
-
-
-def _ordinary() -> AbstractContextManager[Any]:
-    """Tensors made in here can be written to anywhere, though somebody looks in inference mode."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def look_at_results(model: nn.Module) -> None:
-    """Let no promise leave the models in this one: what they give has its numbers."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.register_forward_hook(_with_numbers)
-
-
-def _with_numbers(_: nn.Module, __: Any, output: Any) -> Any:
-    if not isinstance(output, dict):
-        return plain(output)
-    for key, value in output.items():
-        if isinstance(value, Tensor | tuple | list):
-            output[key] = plain(value)
-    return output
+    return not torch.is_grad_enabled() and is_ordinary()
 
 
 def is_worth_it(shape: torch.Size, *, on_gpu: bool) -> bool:
@@ -409,20 +319,6 @@ def is_pending(x: Any) -> TypeGuard[Promise]:
     return type(x) is Promise and x.node.value is None and not x.node.is_wide
 
 
-def plain(value: Any) -> Any:
-    """The same with numbers in the place of promises."""
-    if type(value) is Promise:
-        return value.node.public()
-    if type(value) in _SINGLE:
-        return value
-    if isinstance(value, list | tuple):
-        made = [plain(each) for each in value]
-        if type(value) in (list, tuple):
-            return type(value)(made)
-        return type(value)(*made) if hasattr(value, "_fields") else made if isinstance(value, list) else tuple(made)
-    return {key: plain(each) for key, each in value.items()} if isinstance(value, dict) else value
-
-
 def _sum(one: Any, other: Any) -> Promise | None:
     """The sum as a promise, if it can be one. Of two that are pending one has to lead to the other."""
     if not is_pending(one) or (is_pending(other) and one.node.leads_to(other.node)):
@@ -437,7 +333,7 @@ def _sum(one: Any, other: Any) -> Promise | None:
     if one.shape != other.shape or one.device != other.device or (type(other) is Tensor and other.layout is not torch.strided):
         return None
     if other.dtype is not one.dtype:  # adapters in float32 beside a model in half of it
-        if other.dtype is not torch.float32 or one.dtype not in _HALVES or type(other) is Promise or other.is_inference():
+        if other.dtype is not torch.float32 or one.dtype not in HALVES or type(other) is Promise or other.is_inference():
             return None
         return Promise(Node(promises, Turn.ADD_FLOAT, one.node, one.shape[-1], other.clone()))
     if not is_pending(other) and not promises.can(other):
@@ -450,18 +346,6 @@ def _addend(x: Tensor) -> Node | Tensor:
     if type(x) is not Promise:
         return x.clone()
     return x.node if x.node.value is None else x.node.as_it_is()
-
-
-def _changes_nothing(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this gives its first argument itself."""
-    x = args[0] if args else None
-    if not is_pending(x):
-        return False
-    if func is F.dropout:
-        return not kwargs.get("training", args[2] if len(args) > 2 else True)
-    if func is Tensor.to:
-        return len(args) == 2 and not kwargs and (args[1] is x.dtype or (type(args[1]) is torch.device and args[1] == x.device))
-    return func is Tensor.contiguous and len(args) == 1 and not kwargs
 
 
 def _rounds(x: Any, dtype: Any = None, *more: Any, **named: Any) -> bool:

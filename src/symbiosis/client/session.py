@@ -48,6 +48,8 @@ class Session:
         self.model_class = model_class
         self.manifest = manifest
         self.limits = limits
+        self.computes_late = True
+        """Whether half a layer may be one call in training (`half`): False if a step was refused for it each time."""
         self._link = link
         self._forms: dict[Any, _Form] = {}
         self._row_squares: dict[int, Tensor] = {}
@@ -88,13 +90,22 @@ class Session:
             form = self._keep(key, self._form(layers, direction, rows, with_bias))
         return self._in_parts(form, direction, rows, training=training)
 
-    def onward(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def onward(
+        self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...], *, training: bool = False
+    ) -> tuple[Tensor, ...]:
         """Layers that follow each other, by handles and `Turn`s, as one such call that answers with tensors of these widths."""
-        form = self._forms.get(program)
-        if form is None:
-            most = min(self._most_rows(rows, widths), max(1, self.limits.max_rows // len(program)))
-            form = self._keep(program, _Form(program, widths, most))
-        return self._in_parts(form, Direction.ONWARD, rows, training=False)
+        form = self._forms.get(program) or self._keep(program, self._way(program, widths, rows))
+        return self._in_parts(form, Direction.ONWARD, rows, training=training)
+
+    def homeward(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The gradients of such a call, from what it saved and the gradient of its end."""
+        key = ("home", *program)
+        form = self._forms.get(key) or self._keep(key, self._way(program, widths, rows))
+        return self._in_parts(form, Direction.HOMEWARD, rows, training=True)
+
+    def _way(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> _Form:
+        most = min(self._most_rows(rows, widths), max(1, self.limits.max_rows // len(program)))
+        return _Form(program, widths, most)
 
     def _keep(self, key: Any, form: _Form) -> _Form:
         if len(self._forms) >= _MOST_FORMS:
@@ -106,10 +117,12 @@ class Session:
         ahead, device = rows[0].shape[:-1], rows[0].device
         if device.type == "meta":
             raise BadCall("rows on the meta device have no numbers, so the executor cannot compute with them")
-        if math.prod(ahead) <= form.rows:
+        count = math.prod(ahead)
+        if count <= form.rows:
             results = self._one(form, direction, rows, training=training)
         else:
-            flat = zip(*[torch.split(t, form.rows) for t in as_rows(rows)], strict=True)
+            most = -(-count // -(-count // form.rows))  # in as many parts, of about the same length
+            flat = zip(*[torch.split(t, most) for t in as_rows(rows)], strict=True)
             parts = [self._one(form, direction, part, training=training) for part in flat]
             results = shaped(tuple([torch.cat(column) for column in zip(*parts, strict=True)]), ahead)
         return results if results[0].device == device else tuple([result.to(device) for result in results])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import resource
 import select
 import signal
 import sys
@@ -18,12 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from typer.core import TyperCommand
 
+from symbiosis import open_files
 from symbiosis.commands.options import DEFAULT_ADDRESS, is_given
 from symbiosis.errors import SymbiosisError
 
 DEFAULT_HTTP = "127.0.0.1:8000"
 _SHORT_SECRET = 8
-_MOST_FILES = 65536
 _FOR_HTTP = (
     *("key", "admin_key", "adapter", "adapter_root", "uploads", "tenant_adapters", "tenant_adapter_gb", "tenant_requests"),
     *("tenant_rate", "cache_gb", "adapter_gb", "adapter_host_gb", "max_rows", "max_running", "max_queued", "tenant_queued"),
@@ -198,7 +197,7 @@ def serve(
             check_http(http, keys)
         for address in listen or [DEFAULT_ADDRESS]:
             check_address(address, tokens)  # before a big model is loaded for nothing
-    _allow_many_files()
+    open_files.allow_many()  # every channel takes two
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
         task = progress.add_task("Splitting", total=None, visible=False)
         executor = Executor(
@@ -266,13 +265,6 @@ def serve(
             if hosting is not None:
                 hosting.check()
         err.print("stopping")
-
-
-def _allow_many_files() -> None:
-    """Every channel takes two, and where none is left nobody new gets in."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def read_adapters(given: list[str]) -> dict[str, Path]:

@@ -69,6 +69,10 @@ class BaseLayer:
         """How wide the results of `forward` are."""
         return [self.spec.out_width]
 
+    def gradients(self) -> list[int]:
+        """How wide the results of `backward` are."""
+        return [self.spec.in_width]
+
     def with_bias(self) -> BaseLayer:
         """The same layer with its bias added in forward."""
         raise BadCall(f"{self.spec.paths[0]} has no bias to add")
@@ -213,7 +217,7 @@ def _alike(found: Tensor, expected: Tensor) -> bool:
 
 
 class Norm(BaseLayer):
-    """A norm between layers. There is no backward call: tenants compute theirs themselves."""
+    """A norm between layers. There is no backward call: tenants compute theirs themselves, but on the way home."""
 
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
         super().__init__(spec, {}, module)
@@ -228,7 +232,14 @@ class Norm(BaseLayer):
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         if self._twice is None:
             return (self.module(rows[0]),)
-        return (normalised(rows[0], cast(Tensor, self.module.weight), epsilon_of(self.module), twice=self._twice),)
+        weight = cast(Tensor, self.module.weight).detach()  # nobody asks for its gradient
+        return (normalised(rows[0], weight, epsilon_of(self.module), twice=self._twice),)
+
+    def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        """That of the rows."""
+        with _recomputing():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.forward((x,))[0], x, grad)[0]
 
 
 class Experts(BaseLayer):
@@ -283,8 +294,8 @@ def make_layer(spec: LayerSpec, weights: dict[str, Tensor], bias: Tensor | None,
 
 def answer_widths(layers: Sequence[BaseLayer], direction: Direction) -> list[int]:
     """How wide the results of a call are."""
-    if direction is Direction.BACKWARD:
-        return [layers[0].spec.in_width]
+    if direction.is_back:
+        return layers[0].gradients()
     return [width for layer in layers for width in layer.results()]
 
 
@@ -318,7 +329,7 @@ def run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows
 
 def _run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None) -> Rows:
     if len(layers) == 1:
-        return layers[0].backward(rows, out) if direction is Direction.BACKWARD else layers[0].forward(rows, out)
+        return layers[0].backward(rows, out) if direction.is_back else layers[0].forward(rows, out)
     if direction is Direction.FORWARD:
         return tuple(layer.forward(rows, out and (out[i],))[0] for i, layer in enumerate(layers))
     (total,) = layers[0].backward(rows[:1], out)

@@ -29,7 +29,7 @@ class BatchKey:
 
     def __post_init__(self) -> None:  # made once, looked at all the time
         first = min(reference & ~WITH_BIAS for reference in self.layers)
-        progress = (1, -first) if self.direction is Direction.BACKWARD else (0, first)
+        progress = (1, -first) if self.direction.is_back else (0, first)
         object.__setattr__(self, "progress", progress)
         object.__setattr__(self, "_hash", hash((self.layers, self.direction, self.shape)))
 

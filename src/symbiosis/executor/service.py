@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -33,12 +33,12 @@ from symbiosis.executor.policies import BatchKey, Decision, Heard, Pending, Poli
 from symbiosis.executor.runner import Call, Cut, Work, run_batch
 from symbiosis.executor.sessions import Session, Sessions
 from symbiosis.executor.turns import Turns
-from symbiosis.executor.way import Way, is_turn
+from symbiosis.executor.way import Way, WayHome, is_turn
 from symbiosis.links import driver
 from symbiosis.links.base import Peer
 from symbiosis.messages import PROTOCOL, Kind, Message, tensor_bytes
 from symbiosis.models import cache
-from symbiosis.types import WITH_BIAS, BlobRef, Direction, LayerKind, Limits, Manifest
+from symbiosis.types import WITH_BIAS, BlobRef, Direction, LayerKind, LayerSpec, Limits, Manifest
 
 PROVIDER = "provider"
 _FORGET_AFTER_S = 120.0
@@ -96,6 +96,7 @@ class Service:
         self._started = clock()
         self._key = lru_cache(maxsize=4096)(self._new_key)
         self._way = lru_cache(maxsize=4096)(lambda program: Way(program, self._layer))
+        self._way_home = lru_cache(maxsize=4096)(lambda program: WayHome(self._way(program)))
         self._enters = lru_cache(maxsize=4096)(self._is_entry)
         self._entry = {
             0,
@@ -246,6 +247,8 @@ class Service:
         """What a call asks for, if it may; noted on the message if all of it was checked for good."""
         if message.direction is Direction.ONWARD:
             layers: tuple[BaseLayer, ...] = (self._way(message.layers),)
+        elif message.direction is Direction.HOMEWARD:
+            layers = (self._way_home(message.layers),)
         else:
             layers = tuple(self._layer(handle) for handle in message.layers)
         rows = self._check(layers, message)
@@ -262,18 +265,19 @@ class Service:
         return work
 
     def _new_key(self, handles: tuple[int, ...], direction: Direction, widths: tuple[int, ...]) -> BatchKey:
-        handles_alone = [handle for handle in handles if direction is not Direction.ONWARD or not is_turn(handle)]
+        handles_alone = [handle for handle in handles if not (direction.is_way and is_turn(handle))]
         specs = [self._layer(handle).spec for handle in handles_alone]
         shape = (direction, *(x for spec in specs for x in (spec.kind, spec.in_width, spec.out_width)), *widths)
         if len(specs) > 1:  # each is as dear as alone until more is known
-            alone = Direction.FORWARD if direction is Direction.ONWARD else direction
-            self._costs.consists(
-                shape, [self._key((handle,), alone, self._alone(handle, alone)).shape for handle in handles_alone]
-            )
+            self._costs.consists(shape, [self._alone(spec, back=direction.is_back).shape for spec in specs])
         return BatchKey(handles, direction, shape)
 
-    def _alone(self, handle: int, direction: Direction) -> tuple[int, ...]:
-        return tuple(width or 0 for width in self._layer(handle).widths(direction))
+    def _alone(self, spec: LayerSpec, *, back: bool) -> BatchKey:
+        """A call of one layer by itself; there is none of a norm's gradient."""
+        direction = Direction.BACKWARD if back and spec.kind is not LayerKind.NORM else Direction.FORWARD
+        widths = tuple(width or 0 for width in self._layer(spec.handle).widths(direction))
+        key: BatchKey = self._key((spec.handle,), direction, widths)
+        return key
 
     def _check(self, layers: tuple[BaseLayer, ...], message: Message) -> tuple[torch.Tensor, ...]:
         # Integers decide which memory is read: take them out of the tenant's reach before looking at them.
@@ -285,9 +289,9 @@ class Service:
             raise BadCall(f"all tensors of a call have the same number of rows, got {[t.shape[0] for t in rows]}")
         if not 1 <= count <= self.limits.max_rows:
             raise TooLarge(f"a call carries 1 to {self.limits.max_rows} rows, got {count}: cut it into several")
-        if message.direction is Direction.ONWARD:
-            if message.training:
-                raise BadCall("calls onward are for inference: they have no backward")
+        if message.direction.is_way:
+            if message.training and message.direction is Direction.ONWARD and not cast(Way, layers[0]).saves:
+                raise BadCall("a call onward that saves nothing is for inference: it has no backward")
             steps, most = len(message.layers), self.limits.max_rows
             if count * steps > most:
                 raise TooLarge(f"{count} rows for {steps} steps onward: together at most {most}, cut it into several calls")
@@ -463,13 +467,13 @@ class Service:
         away = call.pending.arrived - session.answered
         own = away if 0.0 <= away <= _OWN_WORK_S and session.peer.port.same_host else 0.0
         session.key, session.rows = call.pending.key, call.pending.rows
-        session.training = call.pending.training or session.key.direction is Direction.BACKWARD
+        session.training = call.pending.training or session.key.direction.is_back
         session.ran, session.span_s = started, own + seconds
         session.last_seen = session.answered = ended
 
     def _is_entry(self, key: BatchKey) -> bool:
         """Whether rows enter the model with this call."""
-        return key.direction is not Direction.BACKWARD and not self._entry.isdisjoint(ref & ~WITH_BIAS for ref in key.layers)
+        return not key.direction.is_back and not self._entry.isdisjoint(ref & ~WITH_BIAS for ref in key.layers)
 
     def _answer(self, peer: Peer, asked: Message, reply: Message) -> None:
         reply.request = asked.request

@@ -1,4 +1,8 @@
-"""Layers that follow each other, with the norms and sums between them, as one call: a decoding tenant's way onward."""
+"""Layers that follow each other, with the norms and sums between them, as one call: a tenant's way onward.
+
+In decoding that is the way from the attention of one layer to that of the next. In
+training it is half a layer, from its attention to its end, and there is a way back.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from symbiosis.executor.layers import BaseLayer, Block, Matrix, Norm, Rows
 from symbiosis.types import Direction, LayerKind, LayerSpec, Turn
 
 _Step = BaseLayer | Turn
+_HALF = "what is saved for gradients is half a layer: a matrix, sums, SAVE, a norm, a block, BACK"
 
 
 def is_turn(handle: int) -> bool:
@@ -20,8 +25,8 @@ def is_turn(handle: int) -> bool:
 
 
 class Way(BaseLayer):
-    """A program of layers and turns. Its answers: the rows at its end; what its last norm read, if it ends with one; then
-    what the layers after `READ` make of these rows.
+    """A program of layers and turns. Its answers: the rows at its end; what its last norm read, if it ends with one, or what
+    is saved; then what the layers after `READ` make of these rows.
 
     Plain reference: the same steps, each a call of its own (tests/parity).
     """
@@ -41,6 +46,9 @@ class Way(BaseLayer):
         self._widths: list[int] = [first.spec.in_width]
         self._floats: list[bool] = [False]
         width = self._check(first.spec.in_width)
+        self.saves = Turn.SAVE in self._steps
+        if self.saves:
+            self.half()
         spec = LayerSpec(
             handle=first.spec.handle,
             identity="",
@@ -50,7 +58,7 @@ class Way(BaseLayer):
             out_width=width,
         )
         super().__init__(spec, first.weights, getattr(first, "module", None))
-        self._results = [width] * (2 if self._ends_with_norm() else 1)
+        self._results = [width] * (2 if self.saves or self._ends_with_norm() else 1)
         self._results += [reader.spec.out_width for reader in cast(list[BaseLayer], self._readers)]
 
     def _check(self, width: int) -> int:
@@ -63,13 +71,22 @@ class Way(BaseLayer):
             elif step in (Turn.ADD, Turn.ADD_FLOAT):
                 self._widths.append(width)
                 self._floats.append(step is Turn.ADD_FLOAT)
-            elif step is Turn.KEEP:
+            elif step in (Turn.KEEP, Turn.SAVE):
                 kept = width
             elif kept != width:
                 raise BadCall(f"rows of width {width} cannot be added to kept ones: {'none' if kept is None else kept}")
         for reader in cast(list[BaseLayer], self._readers):
             _check_width(reader, width)
         return width
+
+    def half(self) -> tuple[Matrix, Norm, Block]:
+        """The layers of half a layer: x + block(norm(x)), where x is what a matrix gives, and sums. Raises `BadCall`."""
+        first, *sums, save, norm, block, back = self._steps if len(self._steps) >= 5 else [Turn.BACK] * 5
+        if not (isinstance(first, Matrix) and isinstance(norm, Norm) and isinstance(block, Block)):
+            raise BadCall(_HALF)
+        if (save, back) != (Turn.SAVE, Turn.BACK) or not {*sums} <= {Turn.ADD, Turn.ADD_FLOAT} or self._readers:
+            raise BadCall(_HALF)
+        return first, norm, block
 
     def _ends_with_norm(self) -> bool:
         return isinstance(self._steps[-1], Norm)
@@ -93,14 +110,38 @@ class Way(BaseLayer):
                 x = x + others.pop(0)
             elif step is Turn.ADD_FLOAT:
                 x = (x + others.pop(0)).to(x.dtype)
-            elif step is Turn.KEEP:
+            elif step in (Turn.KEEP, Turn.SAVE):
                 kept = x
             else:
                 x = x + kept
-        results: list[Tensor] = [x, before] if self._ends_with_norm() else [x]
+        results: list[Tensor] = [x, kept] if self.saves else [x, before] if self._ends_with_norm() else [x]
         for reader in cast(list[BaseLayer], self._readers):
             results += reader.forward((x,), out and (out[len(results)],))
         return tuple(results)
+
+
+class WayHome(BaseLayer):
+    """From the rows that half a layer saved and the gradient of its end to the gradients of its first rows and of the saved.
+
+    Plain reference: autograd through the same steps (tests/executor/test_way.py).
+    """
+
+    def __init__(self, way: Way) -> None:
+        """Raises `BadCall` for a way of which nothing is saved."""
+        self._matrix, self._norm, self._block = way.half()
+        super().__init__(way.spec, self._matrix.weights)
+
+    def widths(self, direction: Direction) -> tuple[int | None, ...]:
+        return (self.spec.out_width, self.spec.out_width)
+
+    def gradients(self) -> list[int]:
+        return [self.spec.in_width, self.spec.out_width]
+
+    def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
+        saved, grad = rows
+        (inner,) = self._block.backward((*self._norm.forward((saved,)), grad))
+        total = grad + self._norm.gradient(saved, inner)
+        return (*self._matrix.backward((total,), out and out[:1]), total)
 
 
 def _check_width(layer: BaseLayer, width: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import resource
 import socket
 import sys
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import uvicorn
 from transformers import AutoTokenizer
 
+from symbiosis import open_files
 from symbiosis.links.line import Line
 from symbiosis.server.app import Server
 from symbiosis.server.patience import PatientProtocol
@@ -26,16 +26,14 @@ from symbiosis.server.tokens import Tokens
 
 _LOST_S = 2.0
 """After the engine is gone, everybody is told so for this long; then the port is free for the next one."""
-_MOST_FILES, _OWN_FILES = 65536, 128
+_OWN_FILES = 128
 _FINISH_S = 30
 """At the end, running answers have so long to finish."""
 
 
 def _protocol(patience_s: float) -> type[asyncio.Protocol]:
     """As many connections as this process may have, less what it needs itself."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, _MOST_FILES) if hard != resource.RLIM_INFINITY else _MOST_FILES
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    most = open_files.allow_many()
 
     class Protocol(PatientProtocol):
         def __init__(self, *args: Any, **options: Any) -> None:

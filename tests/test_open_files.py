@@ -1,0 +1,22 @@
+"""A process that serves may have as many files open as its host allows."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from symbiosis.open_files import allow_many
+
+
+@pytest.mark.parametrize("before", [64, 256])
+def test_the_limit_is_raised_as_far_as_it_may_be(before):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+        most = allow_many()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+        assert most > before
+        assert allow_many() == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
