@@ -472,27 +472,23 @@ def test_a_full_disk_fails_the_job_that_met_it_and_no_other(tmp_path):
 
 
 def test_while_answers_are_served_passes_are_short_and_chats_go_on(tmp_path):
-    """Full passes would take seconds; with somebody to serve, none is much longer than asked for."""
+    """No pass is as short as asked for, so those beside answers have the least there is: one example."""
     long = [Example(tuple(range(1, 65)), tuple(range(1, 65)))] * 64
     task = Task("long", lora(r=8, target_modules="all-linear"), {"max_steps": 100000, "per_device_train_batch_size": 64})
-    with site(short_pass_s=0.02, share=0.5) as here:
+    with site(short_pass_s=0.001, share=0.5) as here:
         peer = here.peer
         peer.send(**order(task, tmp_path, "job", data=str(write(tmp_path / "long.safetensors", long))))
         peer.wait_for(lambda: peer.said("job", "step"))
         before = here.host.stats
         assert before.beside_passes == 0
-        full_s = before.seconds / before.passes
-        begun = time.monotonic()
-        number = 0
-        while time.monotonic() - begun < 3:
+        assert before.rows / before.passes >= 4 * 64
+        until, number = time.monotonic() + 60, 0
+        while number < 8 or here.host.stats.beside_passes < 8:
+            assert time.monotonic() < until, "training or a chat got no turn"
             number += 1
             peer.ask(f"q{number}", PROMPT, count=32)
         after = here.host.stats
-        passes = after.beside_passes
-        assert passes > 3, "training got no turn"
-        assert after.beside_seconds / passes < max(0.06, full_s / 2)
-        assert after.beside_rows / passes < before.rows / before.passes / 2
-        assert number > 3
+        assert after.beside_rows / after.beside_passes == 64
         here.peer.send(op="stop_training", id="job")
         here.peer.wait("job")
 
