@@ -19,6 +19,7 @@ from symbiosis.errors import SymbiosisError, TooLarge
 from symbiosis.server.failures import BadRequest, bad_request
 from symbiosis.server.forms import Form
 from symbiosis.server.schemas import Strict
+from symbiosis.server.values import check_values
 
 MAX_JSON = 16 << 20
 _BYTES_PER_S = 32 << 10
@@ -65,6 +66,7 @@ async def read_json(request: Request, schema: type[_Schema], *, keys_once: bool 
     body = bytearray()
     async for piece in pieces(request, MAX_JSON):
         body += piece
+    check_values(body)
     try:
         wish = schema.model_validate_json(bytes(body))
     except ValidationError as error:

@@ -1,0 +1,55 @@
+"""Values of a body are counted without reading it, and rightly so."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis.errors import TooLarge
+from symbiosis.server import values
+from symbiosis.server.values import check_values
+
+TEXT = st.text(alphabet='ab"\\,:[]{}\n\u00e4', max_size=8)
+ANYTHING = st.recursive(
+    st.none() | st.integers() | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def counted(value: Any) -> tuple[int, int, int, int]:
+    """The plain way: texts, keys, groups and commas of what was read."""
+    if isinstance(value, str):
+        return 1, 0, 0, 0
+    if not isinstance(value, list | dict):
+        return 0, 0, 0, 0
+    keys = len(value) if isinstance(value, dict) else 0
+    inner = [counted(each) for each in (value.values() if isinstance(value, dict) else value)]
+    texts, more_keys, groups, commas = (sum(column) for column in zip((0, 0, 0, 0), *inner, strict=True))
+    return keys + texts, keys + more_keys, 1 + groups, max(0, len(value) - 1) + commas
+
+
+@given(ANYTHING, st.booleans())
+def test_as_many_as_there_are_and_not_one_more(value, ascii):
+    body = json.dumps(value, ensure_ascii=ascii).encode()
+    texts, keys, groups, commas = counted(value)
+    with pytest.MonkeyPatch.context() as patch:
+        found = {"_MOST_TEXTS": texts, "_MOST_KEYS": keys, "_MOST_GROUPS": groups, "_MOST_VALUES": commas + 1}
+        for name, most in found.items():
+            patch.setattr(values, name, most)
+        check_values(body)
+        for name, most in found.items():
+            if most:
+                patch.setattr(values, name, most - 1)
+                with pytest.raises(TooLarge, match=f"at most {most - 1} are taken"):
+                    check_values(body)
+                patch.setattr(values, name, most)
+
+
+@given(st.binary())
+def test_whatever_the_bytes_are(body):
+    check_values(body)
