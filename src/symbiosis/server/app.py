@@ -145,37 +145,42 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         wish = await read_json(request, Tokenize)
-        if wish.prompt is not None:
-            ids = await self._tokens.encode(wish.prompt, special=wish.add_special_tokens)
-        else:
-            messages = [message.plain() for message in wish.messages or ()]
-            ids = await self._tokens.encode_chat(messages, answer=wish.add_generation_prompt)
+        tenant = request.state.caller.tenant
+        with self._allowances.request(tenant):
+            if wish.prompt is not None:
+                ids = await self._tokens.encode(tenant, wish.prompt, special=wish.add_special_tokens)
+            else:
+                messages = [message.plain() for message in wish.messages or ()]
+                ids = await self._tokens.encode_chat(tenant, messages, answer=wish.add_generation_prompt)
         found = await self._remote.ask("stats")
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": found["longest"]})
 
     async def detokenize(self, request: Request) -> Response:
         wish = await read_json(request, Detokenize)
-        return JSONResponse({"prompt": await self._tokens.decode(wish.tokens)})
+        tenant = request.state.caller.tenant
+        with self._allowances.request(tenant):
+            return JSONResponse({"prompt": await self._tokens.decode(tenant, wish.tokens)})
 
     async def completions(self, request: Request) -> Response:
-        wish = await read_json(request, Completion)
+        wish, tenant = await read_json(request, Completion), request.state.caller.tenant
         check_n(len(wish.prompts), wish.n or 1)
         sampling = wish.sampling(max_tokens=wish.max_tokens or _DEFAULT_TOKENS, logprobs=wish.logprobs)
         shape = CompletionShape(wish.model, self._tokens.shown, with_usage=_with_usage(wish))
 
         async def prompts() -> list[list[int]]:
-            return [await self._tokens.encode(prompt) if isinstance(prompt, str) else prompt for prompt in wish.prompts]
+            given = wish.prompts
+            return [await self._tokens.encode(tenant, each) if isinstance(each, str) else each for each in given]
 
         return await self._answer(request, wish, prompts, sampling, shape)
 
     async def chat(self, request: Request) -> Response:
-        wish = await read_json(request, Chat)
+        wish, tenant = await read_json(request, Chat), request.state.caller.tenant
         logprobs = wish.top_logprobs or 0 if wish.logprobs else None
         sampling = wish.sampling(max_tokens=wish.max_completion_tokens or wish.max_tokens, logprobs=logprobs)
         shape = ChatShape(wish.model, self._tokens.shown, with_usage=_with_usage(wish))
 
         async def prompts() -> list[list[int]]:
-            return [await self._tokens.encode_chat([message.plain() for message in wish.messages])]
+            return [await self._tokens.encode_chat(tenant, [message.plain() for message in wish.messages])]
 
         return await self._answer(request, wish, prompts, sampling, shape)
 

@@ -16,9 +16,9 @@ class RequestLimits:
     """Of each tenant, the admin too. None: no limit but the engine's own."""
 
     at_once: int | None = None
-    """Completions and chats that have not ended."""
+    """Completions, chats and texts to tokenize that have not ended."""
     per_minute: int | None = None
-    """Completions and chats begun; as many may come in one go after a minute's rest."""
+    """Of the same begun; as many may come in one go after a minute's rest."""
 
     def __post_init__(self) -> None:
         for name in ("at_once", "per_minute"):

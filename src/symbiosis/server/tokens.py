@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from symbiosis.engine.stops import TextStream
 from symbiosis.errors import ContextTooLong, NoTokenizer, OutOfRange
 from symbiosis.server.failures import BadRequest
 
+_Made = TypeVar("_Made")
+
 
 class Tokens:
-    """Long texts take long: all are encoded on one thread beside the event loop."""
+    """Long texts take long: all are encoded on one thread beside the event loop, where tenants take turns."""
 
     def __init__(self, tokenizer: Any, longest: int) -> None:
         """`longest`: most tokens a request may have. What certainly has more is not even encoded."""
         self._tokenizer, self._longest = tokenizer, longest
         self._widest = 1 if tokenizer is None else max(len(piece) for piece in tokenizer.get_vocab())
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-tokenizer")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of tenants with texts here: each has one on the thread or before it, and its others wait behind that."""
         self.shown = lru_cache(maxsize=65536)(self._shown)
 
     @property
@@ -28,9 +33,9 @@ class Tokens:
         """None if the model has none. For others to copy: this one has its thread."""
         return self._tokenizer
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+    async def encode(self, tenant: str, text: str, *, special: bool = True) -> list[int]:
         """Raises `NoTokenizer` or `ContextTooLong`."""
-        return await self._run(lambda: self._ids(text, special))
+        return await self._run(tenant, lambda: self._ids(text, special))
 
     def _ids(self, text: str, special: bool) -> list[int]:
         if len(text) > self._longest * self._widest:
@@ -39,9 +44,9 @@ class Tokens:
             )
         return list(self._known()(text, add_special_tokens=special)["input_ids"])
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]], *, answer: bool = True) -> list[int]:
+    async def encode_chat(self, tenant: str, messages: Sequence[dict[str, str]], *, answer: bool = True) -> list[int]:
         """A chat as the tokenizer's template writes it; with `answer`, up to where the assistant begins."""
-        return await self._run(lambda: self._chat(messages, answer))
+        return await self._run(tenant, lambda: self._chat(messages, answer))
 
     def _chat(self, messages: Sequence[dict[str, str]], answer: bool) -> list[int]:
         tokenizer = self._known()
@@ -53,7 +58,7 @@ class Tokens:
             raise BadRequest(f"the model's chat template does not take these messages: {error}", field="messages") from None
         return self._ids(text, False)
 
-    async def decode(self, ids: list[int]) -> str:
+    async def decode(self, tenant: str, ids: list[int]) -> str:
         """Raises `NoTokenizer`, or `OutOfRange` for what is no token."""
 
         def text() -> str:
@@ -62,7 +67,7 @@ class Tokens:
                 raise OutOfRange(f"tokens: {max(ids)} is no token, expected less than {len(tokenizer)}", field="tokens")
             return str(tokenizer.decode(ids, skip_special_tokens=False))
 
-        return await asyncio.get_running_loop().run_in_executor(self._worker, text)
+        return await self._run(tenant, text)
 
     def stream(self, stops: Sequence[str], *, include_stop: bool, skip_special: bool) -> TextStream:
         return TextStream(self._known(), stops, include_stop=include_stop, skip_special_tokens=skip_special)
@@ -77,6 +82,6 @@ class Tokens:
             raise NoTokenizer("this model was served without a tokenizer: neither text nor chats can be read")
         return self._tokenizer
 
-    async def _run(self, work: Any) -> list[int]:
-        made: list[int] = await asyncio.get_running_loop().run_in_executor(self._worker, work)
-        return made
+    async def _run(self, tenant: str, work: Callable[[], _Made]) -> _Made:
+        async with self._turns.setdefault(tenant, asyncio.Lock()):
+            return await asyncio.get_running_loop().run_in_executor(self._worker, work)

@@ -1,0 +1,47 @@
+"""Tenants take turns at the tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from symbiosis.errors import ContextTooLong
+from symbiosis.server.tokens import Tokens
+from tests.tiny_chat import tiny_tokenizer
+
+
+def test_nobody_waits_for_all_of_another_tenants_texts():
+    tokens, done = Tokens(tiny_tokenizer(), 1 << 20), []
+
+    async def encode(tenant: str, text: str) -> None:
+        assert await tokens.encode(tenant, text)
+        done.append(tenant)
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(20):
+                group.create_task(encode("ann", "x " * 5000))
+            await asyncio.sleep(0)
+            for _ in range(2):
+                group.create_task(encode("bob", "x"))
+
+    asyncio.run(run())
+    assert sorted(done[:4]) == ["ann", "ann", "bob", "bob"]
+    assert len(done) == 22
+    assert not tokens._turns, "kept of tenants who have no text here"
+
+
+def test_who_leaves_or_fails_holds_up_nobody():
+    async def run() -> list[bool]:
+        tokens = Tokens(tiny_tokenizer(), 1 << 10)
+        left = [asyncio.ensure_future(tokens.encode("ann", "x " * 500)) for _ in range(5)]
+        await asyncio.sleep(0)
+        for each in left[::2]:
+            each.cancel()
+        with pytest.raises(ContextTooLong):
+            await tokens.encode("ann", "x" * (1 << 24))
+        assert len(await tokens.encode("ann", "x " * 5)) >= 5
+        return [each.cancelled() for each in left]
+
+    assert asyncio.run(run()) == [True, False, True, False, True]
