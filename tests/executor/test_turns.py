@@ -190,14 +190,14 @@ def test_a_policy_of_the_gpu_hears_until_when_a_pass_goes_on(turns, clock):
 class Training(threading.Thread):
     """Wants to compute a pass of hosted training."""
 
-    def __init__(self, turns):
+    def __init__(self, turns, short_s=PASS_S):
         super().__init__(daemon=True)
-        self.turns, self.over = turns, False
+        self.turns, self.short_s, self.over = turns, short_s, False
         self.begun: list[Permit | None] = []
         self.start()
 
     def run(self):
-        self.begun.append(self.turns.begin_pass(PASS_S, lambda: self.over))
+        self.begun.append(self.turns.begin_pass(self.short_s, lambda: self.over))
 
     def end(self):
         self.join(30)
@@ -222,11 +222,11 @@ def test_hosted_training_takes_full_passes_while_nobody_is_served(clock):
 def test_hosted_training_waits_for_the_pass_and_then_the_engine_for_it(turns, clock):
     engine = Engine(turns)
     assert engine.inside.wait(30)
-    training = Training(turns)
+    training = Training(turns, 1e3)  # the engine waits for it in real time: long enough not to see the end of
     asking(turns)
     engine.end()
     training.join(30)
-    assert training.begun == [SHORT]
+    assert training.begun == [Permit("short", 1e3, beside=True)]
     second = Engine(turns)
     wanted(turns)
     assert not second.inside.wait(0.05)

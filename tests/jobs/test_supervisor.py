@@ -526,10 +526,12 @@ async def test_nobody_waits_for_the_data_of_a_job_that_was_cancelled(world, monk
 async def test_what_is_left_over_is_removed_at_the_start(world):
     kept = world.add("kept")
     (world.folder.files / "file-nobodys").write_text("x")
+    world.records.add_file("file-half-deleted", "ann", "data.jsonl", 1)
     world.folder.work("ftjob-nobodys").mkdir()
     world.folder.work("ftjob-nobodys").joinpath("x").write_text("x")
     await world.start()
     assert not list(world.folder.files.iterdir())
+    assert not world.records.file_ids()
     assert [path.name for path in world.folder.work("").iterdir()] == [kept]
 
 

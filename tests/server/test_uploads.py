@@ -9,6 +9,7 @@ import pickle
 import random
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -75,6 +76,21 @@ def test_an_adapter_is_its_tenants_alone(hotel, world):
     assert delete(hotel, CHIEF, "mine").status_code == 404
     assert delete(hotel, CHIEF, "mine", owner="ann").status_code == 200
     assert listed(hotel, CHIEF) == [("judge", None)]
+
+
+def test_whoever_uploads_and_deletes_at_once_what_is_kept_is_what_is_served(hotel, world, uploads):
+    parts = files(world.root / "pirate")
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(20):
+            coming = threads.submit(put, hotel, ANN, "mine", parts)
+            while not coming.done():
+                assert threads.submit(delete, hotel, ANN, "mine").result().status_code in (200, 404)
+            assert coming.result().status_code == 201
+            served = [name for name, owner in listed(hotel, ANN) if owner == "ann"]
+            assert served == [each.name for each in kept(uploads)]
+    put(hotel, ANN, "mine", parts)
+    assert delete(hotel, ANN, "mine").status_code == 200
+    assert not list(uploads.iterdir())
 
 
 def test_the_admins_are_for_everybody_and_a_tenants_own_goes_before(hotel, world):
@@ -282,11 +298,11 @@ def test_a_client_that_leaves_in_mid_upload_leaves_nothing(hotel, uploads):
             head.encode() + b"Content-Type: multipart/form-data; boundary=xyz\r\n\r\n" + _form([("config", b"{}")])[:-9]
         )
         wait = threading.Event()
-        for _ in range(100):
+        for _ in range(600):
             if list(uploads.iterdir()) or wait.wait(0.05):
                 break
         assert list(uploads.iterdir())
-    for _ in range(100):
+    for _ in range(600):
         if not list(uploads.iterdir()) or wait.wait(0.05):
             break
     assert not list(uploads.iterdir())

@@ -46,8 +46,8 @@ def opened(**settings):
 def studio():
     with opened() as studio:
         yield studio
+        assert emptied(studio)
         core = studio._sampler._core
-        assert core.is_idle()
         assert not core.adapters
         core._residency.check_integrity()
 
@@ -73,11 +73,18 @@ def tokens(answers):
     return [answer.tokens for answer in answers]
 
 
+def until(over, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not over():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.001)
+
+
 def emptied(studio, seconds=30.0):
     """Whether everything has gone from the engine."""
-    until = time.monotonic() + seconds
+    end = time.monotonic() + seconds
     core = studio._sampler._core
-    while time.monotonic() < until:
+    while time.monotonic() < end:
         figures = core.figures()
         if core.is_idle() and not (figures.registered or figures.device_bytes or studio._sampler._places):
             return True
@@ -126,11 +133,11 @@ def test_training_goes_on_while_answers_are_computed():
     with opened(training_share=0.9) as studio:
         session = studio.open("ann", lora(), seed=7)
         train(session)
-        long = session.sample(PROMPTS * 4, max_tokens=200, ignore_eos=True)
+        long = session.sample(PROMPTS * 4, max_tokens=400, ignore_eos=True)
         train(session, 3)
         assert session.forward(examples(5)).result(60).tokens == 4
         assert not long.done()
-        assert [len(answer.tokens) for answer in long.result(120)] == [200] * 12
+        assert [len(answer.tokens) for answer in long.result(120)] == [400] * 12
 
 
 def test_the_same_number_is_computed_once(studio, monkeypatch):
@@ -243,8 +250,7 @@ def test_who_closes_a_session_waits_for_no_answer_and_nothing_stays(studio):
     session = studio.open("ann", lora(), seed=7)
     running = session.sample(PROMPTS, max_tokens=200, ignore_eos=True)
     waiting = session.sample(PROMPTS, max_tokens=200, number=3)
-    while not studio._sampler._core.scheduler.running:
-        time.sleep(0.001)
+    until(lambda: studio._sampler._core.scheduler.running)
     session.close()
     for future in (running, waiting):
         with pytest.raises(Closed):
@@ -328,10 +334,8 @@ def test_no_adapter_stays_in_memory(studio, monkeypatch):
         session.sample(PROMPTS, max_tokens=3).result(60)
     session.forward(examples(5)).result(60)
     assert emptied(studio)
-    time.sleep(0.1)  # threads let go of their last task
-    gc.collect()
     assert made
-    assert not [each for each in made if each() is not None]
+    until(lambda: gc.collect() >= 0 and all(each() is None for each in made))  # threads let go of their last task
 
 
 def test_nobody_else_can_ask_for_what_is_sampled_from(studio, monkeypatch):
@@ -341,16 +345,15 @@ def test_nobody_else_can_ask_for_what_is_sampled_from(studio, monkeypatch):
     desk = studio._sampler._desk
     out = desk._out
     monkeypatch.setattr(desk, "_out", lambda events: (refused.extend(e for e in events if e.id.startswith("x")), out(events)))
-    running = session.sample(PROMPTS, max_tokens=100, ignore_eos=True)
-    while not core.scheduler.running:
-        time.sleep(0.001)
+    running = session.sample(PROMPTS, max_tokens=400, ignore_eos=True)
+    until(lambda: core.scheduler.running)
     assert core.adapters == {}
     for number, name in enumerate(["", ":", "::", "ann", "session-1", next(iter(core._residency.loaded))]):
         for tenant in ("", "ann", "eve"):
             desk.submit(Order(id=f"x{number}{tenant}", prompt=[1], adapter=name, tenant=tenant))
     running.result(60)
-    assert {event.error.code for event in refused} == {"unknown_adapter"}
-    assert len(refused) == 18
+    until(lambda: len(refused) >= 18)
+    assert [event.error.code for event in refused] == ["unknown_adapter"] * 18
 
 
 def test_more_adapters_than_the_device_has_room_for(tmp_path):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from symbiosis.errors import QuotaExceeded, TooLarge, TooManyRequests
 from symbiosis.jobs.disk import to_disk, told
+from symbiosis.jobs.errors import UnknownFile
 from symbiosis.jobs.folder import Folder
 from symbiosis.jobs.queue import JobLimits
 from symbiosis.jobs.records import File, Records
@@ -25,46 +27,58 @@ class Files:
     def __init__(self, folder: Folder, records: Records, limits: JobLimits) -> None:
         self._folder, self._records, self._limits = folder, records, limits
         self._coming: list[Incoming] = []
+        self._changing = threading.Lock()
 
     def begin(self, tenant: str) -> Incoming:
         """Raises `TooManyRequests` or `QuotaExceeded`."""
-        under_way = sum(each.tenant == tenant for each in self._coming)
-        if under_way >= _AT_ONCE:
-            raise TooManyRequests(f"{under_way} uploads of yours are under way, and no more may be. Try again later")
-        count, _ = self._records.files_taken(tenant)
-        if count + under_way >= self._limits.tenant_files:
-            raise QuotaExceeded(f"{count} files are kept for you, at most {self._limits.tenant_files} may: delete one")
-        incoming = Incoming(self, self._folder.file(f"file-{secrets.token_hex(12)}"), tenant)
-        self._coming.append(incoming)
-        return incoming
+        with self._changing:
+            under_way = sum(each.tenant == tenant for each in self._coming)
+            if under_way >= _AT_ONCE:
+                raise TooManyRequests(f"{under_way} uploads of yours are under way, and no more may be. Try again later")
+            count, _ = self._records.files_taken(tenant)
+            if count + under_way >= self._limits.tenant_files:
+                raise QuotaExceeded(f"{count} files are kept for you, at most {self._limits.tenant_files} may: delete one")
+            incoming = Incoming(self, self._folder.file(f"file-{secrets.token_hex(12)}"), tenant)
+            self._coming.append(incoming)
+            return incoming
 
     def check_room(self, incoming: Incoming) -> None:
         if incoming.bytes > self._limits.file_bytes:
             raise TooLarge(f"a file has {self._limits.file_bytes} bytes at most")
         _, taken = self._records.files_taken(incoming.tenant)
-        taken += sum(each.bytes for each in self._coming if each.tenant == incoming.tenant)
+        with self._changing:
+            taken += sum(each.bytes for each in self._coming if each.tenant == incoming.tenant)
         if taken > self._limits.tenant_bytes:
             raise QuotaExceeded(f"your files have more than the {self._limits.tenant_bytes} bytes that are kept: delete one")
 
     def end(self, incoming: Incoming, filename: str | None) -> File | None:
-        if incoming in self._coming:
-            self._coming.remove(incoming)
-        if filename is None:
-            incoming.path.unlink(missing_ok=True)
-            return None
-        try:
-            return self._records.add_file(incoming.path.name, incoming.tenant, shown(filename), incoming.bytes)
-        except BaseException:
-            incoming.path.unlink(missing_ok=True)
-            raise
+        with self._changing:
+            if incoming in self._coming:
+                self._coming.remove(incoming)
+            if filename is None:
+                incoming.path.unlink(missing_ok=True)
+                return None
+            try:
+                return self._records.add_file(incoming.path.name, incoming.tenant, shown(filename), incoming.bytes)
+            except BaseException:
+                incoming.path.unlink(missing_ok=True)
+                raise
 
-    def path(self, file: File) -> Path:
-        return self._folder.file(file.id)
+    def path(self, id: str, tenant: str) -> Path:
+        """Raises `UnknownFile`."""
+        path = self._folder.file(self._records.file(id, tenant).id)
+        if not path.exists():
+            raise UnknownFile(f"the file {id} is being deleted")
+        return path
 
     def remove(self, id: str, tenant: str) -> None:
-        """Jobs have copies of their own of what they need."""
+        """Jobs have copies of their own of what they need. The content goes first: on a full disk, a change of the record
+        needs the room that it had. Raises `UnknownFile`.
+        """
+        file = self._records.file(id, tenant)
+        with told():
+            self._folder.file(file.id).unlink(missing_ok=True)
         self._records.remove_file(id, tenant)
-        self._folder.file(id).unlink(missing_ok=True)
 
 
 class Incoming:

@@ -29,6 +29,9 @@ class Folder:
         """`id` is one of ours: it came out of the database."""
         return self.files / id
 
+    def file_ids(self) -> set[str]:
+        return {path.name for path in self.files.iterdir()}
+
     def work(self, job: str) -> Path:
         return self._work / job
 

@@ -218,6 +218,10 @@ class Records:
     def file_ids(self) -> set[str]:
         return {row[0] for row in self._all("SELECT id FROM files")}
 
+    def forget_files(self, ids: Collection[str]) -> None:
+        with self.transaction():
+            self._db.executemany("DELETE FROM files WHERE id=?", [(id,) for id in ids])
+
     # Jobs
 
     def add_job(

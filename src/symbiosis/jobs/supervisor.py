@@ -243,6 +243,7 @@ class Supervisor:
         unfinished = self._records.jobs_in(State.VALIDATING, State.QUEUED, State.PAUSED)
         for job in unfinished:
             self._records.forget_served(job)  # the engine is another one
+        self._records.forget_files(self._records.file_ids() - self._folder.file_ids())  # half deleted
         self._folder.remove_others(files=self._records.file_ids(), jobs={job.id for job in unfinished})
         return [job for job in unfinished if job.state is State.VALIDATING]
 

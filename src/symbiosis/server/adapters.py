@@ -17,6 +17,7 @@ from symbiosis.errors import BadAdapter, Forbidden, UnknownAdapter
 from symbiosis.server.bodies import read_form, read_json
 from symbiosis.server.failures import BadRequest
 from symbiosis.server.keys import Caller
+from symbiosis.server.locks import Locks
 from symbiosis.server.remote import Remote
 from symbiosis.server.schemas import LoadAdapter, Named, PinAdapter, UnloadAdapter
 from symbiosis.server.settings import Settings
@@ -43,6 +44,8 @@ class Adapters:
         self._remote, self._settings, self._store = remote, settings, store
         self._check_name, self._promised = check_name, promised
         self._ending: set[asyncio.Task[Any]] = set()
+        self._changing = Locks()
+        """By owner and name: what is served under it and what is kept change together."""
 
     def visible(self, caller: Caller, served: dict[str, Any]) -> dict[str, tuple[str | None, Any]]:
         """Owner and content hash of the adapters a caller may name, its own before those for everybody."""
@@ -107,13 +110,14 @@ class Adapters:
         await asyncio.to_thread(upload.complete)
 
     async def _serve(self, upload: Upload) -> str:
-        try:
-            name = owned(upload.owner, upload.name)
-            found = await self._remote.ask("load", name=name, folder=str(upload.folder), replace=True)
-            upload.keep()
-        except BaseException:
-            upload.drop()
-            raise
+        name = owned(upload.owner, upload.name)
+        async with self._changing.of((upload.owner, upload.name)):
+            try:
+                found = await self._remote.ask("load", name=name, folder=str(upload.folder), replace=True)
+                upload.keep()
+            except BaseException:
+                upload.drop()
+                raise
         hash: str = found["hash"]
         return hash
 
@@ -121,7 +125,7 @@ class Adapters:
         """One of the two files of an adapter of one's own, as PEFT reads them."""
         name, file = self._name(request), request.path_params["file"]
         kept = None if self._store is None else self._store.get(request.state.caller.owner, name)
-        if kept is None or file not in FIELDS.values():
+        if kept is None or file not in FIELDS.values() or not (kept.folder / file).exists():  # a newer one may have come
             raise UnknownAdapter(f"there is no adapter {name!r} of yours that is kept here with a file {file!r:.60}")
         return FileResponse(kept.folder / file, media_type="application/octet-stream")
 
@@ -140,9 +144,10 @@ class Adapters:
         self._check(wish.lora_name, "lora_name")
         folder = _confined(self._settings.adapter_root, wish.lora_path)
         await self._check_name(None, wish.lora_name)
-        await self._remote.ask("load", name=wish.lora_name, folder=str(folder), replace=wish.load_inplace)
-        if self._store is not None:
-            self._store.remove(None, wish.lora_name)  # it was replaced
+        async with self._changing.of((None, wish.lora_name)):
+            await self._remote.ask("load", name=wish.lora_name, folder=str(folder), replace=wish.load_inplace)
+            if self._store is not None:
+                self._store.remove(None, wish.lora_name)  # it was replaced
         return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -156,12 +161,13 @@ class Adapters:
         return JSONResponse({"id": wish.lora_name, "object": "adapter", "owner": wish.owner, "pinned": wish.pinned})
 
     async def _forget(self, owner: str | None, name: str) -> None:
-        was_kept = self._store is not None and self._store.remove(owner, name)
-        try:
-            await self._remote.ask("unload", name=owned(owner, name))
-        except UnknownAdapter:
-            if not was_kept:
-                raise UnknownAdapter(f"there is no adapter {name!r} of yours") from None
+        async with self._changing.of((owner, name)):
+            was_kept = self._store is not None and self._store.remove(owner, name)
+            try:
+                await self._remote.ask("unload", name=owned(owner, name))
+            except UnknownAdapter:
+                if not was_kept:
+                    raise UnknownAdapter(f"there is no adapter {name!r} of yours") from None
 
     def _name(self, request: Request) -> str:
         try:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 from symbiosis.engine.stops import TextStream
 from symbiosis.errors import ContextTooLong, NoTokenizer, OutOfRange
 from symbiosis.server.failures import BadRequest
+from symbiosis.server.locks import Locks
 
 _Made = TypeVar("_Made")
 
@@ -24,8 +24,8 @@ class Tokens:
         self._tokenizer, self._longest = tokenizer, longest
         self._widest = 1 if tokenizer is None else max(len(piece) for piece in tokenizer.get_vocab())
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-tokenizer")
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Of tenants with texts here: each has one on the thread or before it, and its others wait behind that."""
+        self._turns = Locks()
+        """A tenant has one text on the thread or before it; its others wait behind that."""
         self.shown = lru_cache(maxsize=65536)(self._shown)
 
     @property
@@ -83,5 +83,5 @@ class Tokens:
         return self._tokenizer
 
     async def _run(self, tenant: str, work: Callable[[], _Made]) -> _Made:
-        async with self._turns.setdefault(tenant, asyncio.Lock()):
+        async with self._turns.of(tenant):
             return await asyncio.get_running_loop().run_in_executor(self._worker, work)

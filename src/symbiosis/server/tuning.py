@@ -157,9 +157,10 @@ class Tuning:
 
     async def content(self, request: Request) -> Response:
         _page(request, None)
-        found = await asyncio.to_thread(self._known().file, request.path_params["id"], request.state.caller.tenant)
+        self._known()
+        path = await asyncio.to_thread(self._files.path, request.path_params["id"], request.state.caller.tenant)
         headers = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}
-        return FileResponse(self._files.path(found), media_type="application/octet-stream", headers=headers)
+        return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
     async def remove_file(self, request: Request) -> Response:
         id = request.path_params["id"]
@@ -211,7 +212,7 @@ class Tuning:
 
     def _source(self, field: str, id: str, tenant: str) -> Path:
         try:
-            return self._files.path(self._known().file(id, tenant))
+            return self._files.path(id, tenant)
         except UnknownFile as error:
             raise BadRequest(str(error), field=field, code="file_not_found") from None
 
