@@ -195,10 +195,17 @@ class Limits:
     with the residual and an adapter's change in float32 (half a layer in one call) have 32 MiB and a little."""
     max_sessions: int = 1024
     """Most channels open at once, over all tenants."""
+    max_tenant_sessions: int = 64
+    """Of one tenant, where tenants have tokens."""
     weights: bool = True
     """Whether a tenant may fetch a base weight for a method that needs it."""
     direct: bool = True
     """Whether a tenant on the executor's GPU may map its memory, and so could write to it."""
+
+    @property
+    def max_choices(self) -> int:
+        """Most experts that the rows of one call choose, all together."""
+        return 8 * self.max_rows
 
     def to_json(self) -> dict[str, Any]:
         return {"max_rows": self.max_rows, "max_bytes": self.max_bytes, "weights": self.weights, "direct": self.direct}

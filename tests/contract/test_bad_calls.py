@@ -88,6 +88,12 @@ def test_expert_indices_out_of_range_are_refused_over_every_link(serve: Serve, k
     assert good.tensors[0].shape == (3, 32)
 
 
+@pytest.mark.parametrize("direction", [Direction.FORWARD, BACK])
+def test_numbers_so_tiny_that_they_take_a_hundred_times_as_long_count_as_zero(link: Served, direction: Direction):
+    reply = link.raw().request(Message(Kind.CALL, layers=(0,), direction=direction, tensors=(torch.full((3, 64), 1e-40),)))
+    assert not reply.tensors[0].any()
+
+
 class Company:
     """A policy for tests: waits until two calls are there, then runs them as one batch."""
 

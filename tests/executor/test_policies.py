@@ -33,6 +33,7 @@ class Heard:
     pass_cost_s: float = 0.1
     pass_calls: int = 100
     own_s: float = 0.1
+    tenant_ran: float = 0.0
 
     @property
     def answered(self) -> float:

@@ -329,6 +329,84 @@ def test_where_every_channel_is_busy_one_more_is_refused():
     assert desk.answer(third).body["code"] == "too_many_calls"
 
 
+def test_who_has_most_channels_all_busy_pushes_out_nobody_elses():
+    desk = Desk(max_sessions=4)
+    bob = desk.tenant("bob")
+    for peer in (desk.tenant("eve"), desk.tenant("eve"), desk.tenant("eve")):
+        desk.call(peer, torch.ones(1, WIDTH))
+    more = desk.stranger()
+    desk.say(more, Kind.HELLO, body={"name": "eve"})
+    assert desk.answer(more).body["code"] == "too_many_calls"
+    assert bob.state is not None
+    assert desk.tenant("carol").state is not None  # she takes bob's place: eve's are busy
+    assert bob.state is None
+
+
+def test_a_tenant_with_a_token_has_so_many_channels_and_one_more_pushes_out_its_own():
+    desk = Desk(max_tenant_sessions=3)
+    bob = desk.tenant("bob")
+    mine = [desk.stranger("eve") for _ in range(4)]
+    for peer in mine[:3]:
+        desk.say(peer, Kind.HELLO)
+        desk.clock.now += 1
+    desk.call(mine[0], torch.ones(1, WIDTH))
+    desk.say(mine[3], Kind.HELLO)
+    assert [peer.state is not None for peer in mine] == [True, False, True, True]
+    for peer in mine[2:]:
+        desk.call(peer, torch.ones(1, WIDTH))
+    desk.say(mine[1], Kind.HELLO)
+    refused = desk.answers(mine[1])[-1].body
+    assert refused["code"] == "too_many_calls"
+    assert "of yours" in refused["message"]
+    assert bob.state is not None
+
+
+def test_rows_choose_so_many_experts_together():
+    desk = Desk(max_rows=4)
+    ann, most = desk.tenant(), 8 * 4
+    for columns, code in ((4, None), (most + 1, "too_large")):
+        index = torch.zeros(1, columns, dtype=torch.int64)
+        desk.call(ann, torch.ones(1, WIDTH), index, torch.ones(1, columns), layers=(EXPERTS,))
+        desk.run()
+        assert desk.answer(ann).body.get("code") == code
+
+
+def test_squares_are_computed_once(monkeypatch):
+    desk = Desk()
+    ann = desk.tenant()
+    said = []
+    for _ in range(2):
+        desk.say(ann, Kind.FETCH, layers=(LINEAR,), body={"what": "row_squares"})
+        (squares,) = desk.answer(ann).tensors
+        said.append(squares.clone())
+        squares.zero_()  # a tenant in this process may do as it likes with its own
+        monkeypatch.setattr(torch.Tensor, "double", None)
+    assert torch.equal(*said)
+
+
+def test_overdue_calls_of_many_channels_leave_turns_to_others():
+    desk = Desk(Opportunistic(max_wait_s=0.1))
+    flood = [desk.tenant("eve") for _ in range(20)]
+    bob = desk.tenant("bob")
+
+    def ask(peer) -> None:
+        desk.call(peer, torch.ones(900, WIDTH))
+
+    for peer in (*flood, bob):
+        ask(peer)
+    answered = 0
+    for _ in range(20):
+        desk.clock.now += 1
+        assert desk.service.step() == 0.0
+        for peer in flood:
+            if not peer.state.busy:
+                ask(peer)
+        if not bob.state.busy:
+            answered += 1
+            ask(bob)
+    assert answered >= 9
+
+
 def test_invented_names_do_not_fill_the_memory():
     desk = Desk(max_sessions=4)
     for i in range(200):

@@ -137,7 +137,10 @@ class Session:
         widths = answer_widths(layers, direction, rows)
         flags = with_bias or (False,) * len(layers)
         handles = tuple(layer.handle | (WITH_BIAS * flag) for layer, flag in zip(layers, flags, strict=True))
-        return _Form(handles, widths, self._most_rows(rows, widths))
+        most = self._most_rows(rows, widths)
+        if layers[0].kind is LayerKind.EXPERTS:
+            most = max(1, min(most, self.limits.max_choices // rows[1].shape[-1]))
+        return _Form(handles, widths, most)
 
     def _most_rows(self, rows: tuple[Tensor, ...], widths: list[int]) -> int:
         """How many rows of such a call and its answer a message takes."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from symbiosis import tiny_numbers
 from symbiosis.engine.engine import Core
 from symbiosis.engine.names import found
 from symbiosis.engine.registry import Version
@@ -174,6 +175,7 @@ class Desk:
     # On the stepping thread
 
     def _run(self) -> None:
+        tiny_numbers.count_as_zero()
         try:
             while self._take():
                 self._step()

@@ -91,6 +91,7 @@ class Matrix(BaseLayer):
         self.weight_IO = self.weight_OI.t()
         self.bias: Tensor | None = None
         self._with_bias: Matrix | None = None
+        self._row_squares: Tensor | None = None
         if bias is not None:
             self._with_bias = Matrix(spec, weights)
             self._with_bias.bias = bias
@@ -109,8 +110,11 @@ class Matrix(BaseLayer):
         return (torch.mm(rows[0], self.weight_OI, out=out[0] if out else None),)
 
     def row_squares(self) -> Tensor:
-        # a few rows at a time: the whole matrix in float64 may be larger than all that is free
-        return torch.cat([part.double().square().sum(dim=1) for part in torch.split(self.weight_OI, 1024)])[None, :]
+        if self._row_squares is None:  # once: tenants who ask again and again keep nobody waiting
+            # a few rows at a time: the whole matrix in float64 may be larger than all that is free
+            parts = torch.split(self.weight_OI, 1024)
+            self._row_squares = torch.cat([part.double().square().sum(dim=1) for part in parts])[None, :]
+        return self._row_squares.clone()
 
 
 class Embedding(BaseLayer):

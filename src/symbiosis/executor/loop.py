@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 
+from symbiosis import tiny_numbers
 from symbiosis.errors import Closed, SymbiosisError
 from symbiosis.executor.service import Service
 from symbiosis.links.base import Peer, Port
@@ -62,6 +63,7 @@ class Loop:
         self._thread.join(timeout=60)
 
     def _run(self) -> None:
+        tiny_numbers.count_as_zero()
         try:
             self._serve()
         except BaseException:

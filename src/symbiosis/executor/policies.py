@@ -82,6 +82,10 @@ class Heard(Protocol):
     own_s: float
     """Its pace: how long its passes take, lately, without waiting here."""
 
+    @property
+    def tenant_ran(self) -> float:
+        """When a call of its tenant's last ran."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -109,6 +113,12 @@ def _fill(calls: Iterable[Pending], max_rows: int) -> tuple[Pending, ...]:
         batch.append(call)
         rows += call.rows
     return tuple(batch)
+
+
+def _turn(call: Pending, heard: Mapping[int, Heard]) -> tuple[float, int]:
+    """Smaller goes first: however many channels a tenant has, others come between two of its calls."""
+    last = heard.get(call.session)
+    return (last.tenant_ran if last is not None else 0.0, call.number)
 
 
 def _by_key(pending: Sequence[Pending]) -> dict[BatchKey, list[Pending]]:
@@ -158,7 +168,7 @@ class Lockstep:
 
 
 _PAUSE = 5.0  # times `company_s` between two passes: that was no pass but a pause
-_Rank = tuple[bool, bool, bool, bool, tuple[int, int], int]
+_Rank = tuple[bool, bool, bool, bool, tuple[int, int], float, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +193,7 @@ class Opportunistic:
 
     name: str = "opportunistic"
     max_wait_s: float = 0.1
-    """Longest time any call is held back or passed over; then it is served first come, first served."""
+    """Longest time any call is held back or passed over; then tenants take turns, each first come, first served."""
     max_rows: int = 1024
     """Most rows of calls that share a batch: a product of so many keeps a GPU busy by itself, and company costs it copies."""
     small_rows: int = 64
@@ -239,13 +249,13 @@ class Opportunistic:
             if rest_until > now and all(call.training for call in calls):
                 wait_until = max(wait_until, min(rest_until, min(call.arrived for call in calls) + self.max_wait_s))
             if now >= wait_until:
-                ready.append((self._rank(key, calls, small, coming, now), key))
+                ready.append((self._rank(key, calls, small, coming, heard, now), key))
             else:
                 ask_again = wait_until if ask_again is None else min(ask_again, wait_until)
         if not ready:
             return Decision(ask_again_at=ask_again)
         key = min(ready, key=lambda ranked: ranked[0])[1]
-        return Decision(batch=self._gather(groups[key], small, now))
+        return Decision(batch=self._gather(groups[key], small, heard, now))
 
     def _is_small(self, call: Pending, costs: Costs) -> bool:
         return call.rows <= self.small_rows or costs.is_mostly_fixed(call.key.shape, call.rows)
@@ -312,20 +322,28 @@ class Opportunistic:
         active = [last for last in heard.values() if not last.training and now - last.last_seen <= self.company_s]
         return min(1.0, sum(last.pass_cost_s / last.pass_s for last in active if last.pass_s > 0.0))
 
-    def _rank(self, key: BatchKey, calls: list[Pending], small: set[int], coming: list[BatchKey | None], now: float) -> _Rank:
+    def _rank(
+        self,
+        key: BatchKey,
+        calls: list[Pending],
+        small: set[int],
+        coming: list[BatchKey | None],
+        heard: Mapping[int, Heard],
+        now: float,
+    ) -> _Rank:
         """Smaller goes first: overdue, inference, small, nobody just behind, furthest behind, first come.
 
         So those behind catch up with others of their kind that wait further on,
         and from there they travel together: that is how batches form without
         anybody being held back while there is nothing else to do.
         """
-        oldest = min(call.number for call in calls)
-        if any(now - call.arrived > self.max_wait_s for call in calls):
-            return (False, False, False, False, (0, 0), oldest)
+        overdue = [_turn(call, heard) for call in calls if now - call.arrived > self.max_wait_s]
+        if overdue:
+            return (False, False, False, False, (0, 0), *min(overdue))
         training = all(call.training for call in calls)
         big = all(call.number not in small for call in calls)
         awaited = any(self._is_just_behind(last, key) for last in coming)
-        return (True, training, big, awaited, key.progress, oldest)
+        return (True, training, big, awaited, key.progress, 0.0, min(call.number for call in calls))
 
     def _is_just_behind(self, last: BatchKey | None, key: BatchKey) -> bool:
         """Whether a session that called `last` will soon ask for `key`."""
@@ -333,10 +351,11 @@ class Opportunistic:
             return False
         return 0 < key.progress[1] - last.progress[1] <= self.reach
 
-    def _gather(self, calls: list[Pending], small: set[int], now: float) -> tuple[Pending, ...]:
+    def _gather(self, calls: list[Pending], small: set[int], heard: Mapping[int, Heard], now: float) -> tuple[Pending, ...]:
         """Who travels together: inference before training, first come first; small calls take no big ones along."""
         if any(now - call.arrived > self.max_wait_s for call in calls):
-            return _fill(sorted(calls, key=lambda call: call.number), self.max_rows)
+            in_turn = sorted(calls, key=lambda call: (now - call.arrived <= self.max_wait_s, *_turn(call, heard)))
+            return _fill(in_turn, self.max_rows)
         calls = sorted(calls, key=lambda call: (call.number not in small, call.training, call.number))
         limit = self.max_rows
         if calls[0].number in small:

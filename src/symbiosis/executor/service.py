@@ -154,19 +154,26 @@ class Service:
 
     def _welcome(self, peer: Peer, message: Message) -> Message:
         if peer.state is None:
-            if len(self._sessions.open) >= self.limits.max_sessions:
-                silent = self._sessions.expendable()
-                if silent is None:
-                    raise TooManyCalls(f"the executor has {self.limits.max_sessions} channels busy: try again later")
-                self._forget(silent)
             given = str(message.body.get("name") or "")
             tenant = peer.tenant or (given if _NAME.fullmatch(given) else "tenant")
+            self._make_room(tenant, is_known=peer.tenant is not None)
             self._sessions.add(peer, tenant, self._clock())
         session: Session = peer.state
         body = {"model": self.model, "tenant": session.tenant, "protocol": PROTOCOL, "limits": self.limits.to_json()}
         return Message(
             Kind.WELCOME, body={**body, "policy": self.policy.name, "gpu": self._gpu() if peer.port.same_host else None}
         )
+
+    def _make_room(self, tenant: str, *, is_known: bool) -> None:
+        """For one more channel of a tenant, which is known by its token or just says who it is. Raises `TooManyCalls`."""
+        all_of_mine = is_known and self._sessions.count(tenant) >= self.limits.max_tenant_sessions
+        if not all_of_mine and len(self._sessions.open) < self.limits.max_sessions:
+            return
+        silent = self._sessions.expendable(tenant, own=all_of_mine)
+        if silent is None:
+            most = self.limits.max_tenant_sessions if all_of_mine else self.limits.max_sessions
+            raise TooManyCalls(f"{most} channels are busy, and no more may be open{' of yours' * all_of_mine}: try again later")
+        self._forget(silent)
 
     def _gpu(self) -> str | None:
         """The one GPU all layers are on, if so."""
@@ -289,6 +296,8 @@ class Service:
             raise BadCall(f"all tensors of a call have the same number of rows, got {[t.shape[0] for t in rows]}")
         if not 1 <= count <= self.limits.max_rows:
             raise TooLarge(f"a call carries 1 to {self.limits.max_rows} rows, got {count}: cut it into several")
+        if (chosen := max((t.numel() for t in rows if not t.is_floating_point()), default=0)) > self.limits.max_choices:
+            raise TooLarge(f"{count} rows choose {chosen} times: together at most {self.limits.max_choices}, cut the call")
         if message.direction.is_way:
             if message.training and message.direction is Direction.ONWARD and not cast(Way, layers[0]).saves:
                 raise BadCall("a call onward that saves nothing is for inference: it has no backward")
@@ -446,7 +455,8 @@ class Service:
         self._busy_s += seconds
         enters = self._enters(key)
         for call in calls:
-            counts = self._sessions.counts[call.session.tenant]
+            counts = call.session.counts
+            counts.ran = started
             counts.calls += 1
             counts.rows += call.pending.rows
             counts.training_rows += call.pending.rows if call.pending.training else 0
@@ -483,7 +493,7 @@ class Service:
 
     def _refuse(self, peer: Peer, request: int, error: SymbiosisError) -> None:
         if peer.state is not None:
-            self._sessions.counts[peer.state.tenant].errors += 1
+            peer.state.counts.errors += 1
         body = {"code": error.code, "message": str(error)[:_MAX_ERROR]}
         try:
             peer.port.reply(peer, Message(Kind.ERROR, request, body=body))

@@ -11,7 +11,7 @@ from symbiosis.links.base import Peer
 
 @dataclass(slots=True)
 class Counts:
-    """Totals since the start."""
+    """A tenant's totals since the start."""
 
     calls: int = 0
     rows: int = 0
@@ -21,6 +21,8 @@ class Counts:
     errors: int = 0
     waited_s: float = 0.0
     """Time calls spent in the queue."""
+    ran: float = 0.0
+    """When the last one ran."""
 
     def as_dict(self) -> dict[str, float]:
         mean_wait = self.waited_s / self.calls if self.calls else 0.0
@@ -74,6 +76,12 @@ class Session:
     """what those took."""
     own_s: float = 0.0
     """Its pace: how long its passes take, lately, without waiting in the queue."""
+    counts: Counts = field(default_factory=Counts)
+    """All of its tenant's."""
+
+    @property
+    def tenant_ran(self) -> float:
+        return self.counts.ran
 
     def enter(self, arrived: float) -> None:
         """A pass through the model begins."""
@@ -104,7 +112,7 @@ class Sessions:
             gone = next((name for name in self.counts if name not in here), None)
             if gone is not None:
                 del self.counts[gone]
-        self.counts.setdefault(tenant, Counts())
+        session.counts = self.counts.setdefault(tenant, Counts())
         peer.state = session
         return session
 
@@ -114,14 +122,18 @@ class Sessions:
             session.peer.state = None
             session.peer.port.forget(session.peer)
 
-    def expendable(self) -> Session | None:
-        """Whom to forget where one more wants in: the longest silent channel of the tenant with the most.
+    def count(self, tenant: str) -> int:
+        return sum(session.tenant == tenant for session in self.open.values())
 
-        So one tenant that opens channel after channel pushes out its own, and
+    def expendable(self, tenant: str, *, own: bool = False) -> Session | None:
+        """Whom to forget where one more channel of `tenant` wants in: the longest silent of the tenant with the most.
+
+        So one tenant that opens channel after channel pushes out its `own`, and
         whoever is pushed out but alive just says HELLO again.
         """
         channels = Counter(session.tenant for session in self.open.values())
-        idle = (session for session in self.open.values() if not session.busy)
+        own = own or channels[tenant] == max(channels.values(), default=0)
+        idle = (each for each in self.open.values() if not each.busy and (not own or each.tenant == tenant))
         return min(idle, key=lambda s: (-channels[s.tenant], s.last_seen), default=None)
 
     def idle(self, since: float) -> list[Session]:
