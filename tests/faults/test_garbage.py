@@ -18,6 +18,7 @@ from symbiosis.links.dial import WireLink
 from symbiosis.links.tcp import TcpLink
 from symbiosis.messages import PROTOCOL, Kind, Message, decode, encode
 from tests.conftest import Serve, Served
+from tests.links.test_connections import Caller, send_without_end
 from tests.test_messages import VALID
 
 
@@ -236,6 +237,29 @@ def test_a_second_call_before_the_answer_is_refused_over_the_wire(served: Served
     answers = [answer, hear(dealer)]
     assert sorted(a.kind for a in answers) == [Kind.PING, Kind.REPLY]
     assert not dealer.poll(100)
+
+
+def test_a_message_that_never_ends_is_cut_off_and_nobody_notices(served: Served, bystander):
+    """Parts of 30 MB each, and always one more."""
+    caller, before = Caller(served.address), psutil.Process().memory_info().rss
+    assert send_without_end(caller, bytes(30 << 20)) > 100 << 20
+    grown = psutil.Process().memory_info().rss - before
+    assert grown < 1 << 30, f"{grown >> 20} MB"
+    caller.raw.close()
+
+
+def test_who_reads_no_answer_is_cut_off(served: Served, bystander):
+    caller = Caller(served.address, b"c" * 16)
+    caller.send(bytes(encode(Message(Kind.HELLO, 1, body={"name": "eve"}))))
+    call = bytes(encode(Message(Kind.CALL, 1, (0,), tensors=(torch.ones(8000, 64),))))
+    for _ in range(1000):
+        try:
+            caller.send(call)
+        except OSError:
+            break
+    else:
+        raise AssertionError("it was not cut off")
+    caller.raw.close()
 
 
 def test_a_flood_of_channels_by_one_tenant_keeps_nobody_out(serve: Serve):

@@ -45,7 +45,7 @@ _FORGET_AFTER_S = 120.0
 _LOOK_AFTER_S = 10.0
 _OWN_WORK_S = 0.01  # a tenant that is away for longer is not at work on this machine
 _QUEUE_CALLS = 8  # longest calls that may wait in memory; more stay in the links
-_BLOB_CHUNK = 4 << 20
+_CHUNK = 4 << 20  # of what is handed out piece by piece: who asks in few bytes and does not read fills no memory
 _NAME = re.compile(r"[\w.@:-]{1,64}")
 _MAX_ERROR = 1000
 _log = logging.getLogger("symbiosis")
@@ -200,7 +200,7 @@ class Service:
         offset = int(message.body["offset"])
         with cache.blob_path(known[ref.sha256]).open("rb") as file:
             file.seek(min(max(0, offset), known[ref.sha256].size))
-            chunk = file.read(min(_BLOB_CHUNK, self.limits.max_bytes))
+            chunk = file.read(min(_CHUNK, self.limits.max_bytes))
         tensor = (
             torch.frombuffer(bytearray(chunk), dtype=torch.uint8)[None, :] if chunk else torch.empty(1, 0, dtype=torch.uint8)
         )
@@ -220,7 +220,7 @@ class Service:
             raise BadCall(f"{layer.spec.paths[0]} has no weight {message.body.get('name')!r}")
         flat = weight.reshape(-1, weight.shape[-1])
         start = int(message.body["start"])
-        count = max(1, self.limits.max_bytes // (flat.shape[1] * flat.element_size()))
+        count = max(1, min(_CHUNK, self.limits.max_bytes) // (flat.shape[1] * flat.element_size()))
         if not 0 <= start < flat.shape[0]:
             raise BadCall(f"rows from {start} on: the weight has {flat.shape[0]}")
         return Message(Kind.REPLY, tensors=(flat[start : start + count].clone(),))

@@ -21,6 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from symbiosis.errors import AddressInUse, BadAddress, BadMessage, SymbiosisError, TooLarge
 from symbiosis.links import keys
 from symbiosis.links.base import Peer, Port
+from symbiosis.links.connections import Connections
 from symbiosis.messages import Kind, Message, decode, encode
 
 MAX_REQUEST_BODY = 16 << 10
@@ -28,6 +29,7 @@ MAX_REQUEST_BODY = 16 << 10
 _SPARE_BYTES = 64 << 10  # header, descriptors and body beside the tensors
 _POLLIN = int(zmq.POLLIN)  # enums are slow
 _WAITING = 2  # messages per peer and direction, each perhaps as large as they come: a call and a ping are under way
+_AHEAD = _WAITING + 2  # messages: those, one that is read here, and one that is coming
 _LEAST_ID = 16  # bytes of a routing id that nobody guesses
 _KEEPALIVE_S = 30
 _NONCE = re.compile(r"[0-9a-f]{16,64}")
@@ -40,6 +42,8 @@ class WireState:
 
     nonce: str = ""
     arena: Any = None
+    descriptor: int = -1
+    """Of its connection, as libzmq knows it."""
 
 
 class _KnownKeys:
@@ -55,6 +59,14 @@ def _draw_lots() -> None:
     ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
 
 
+def _descriptor(frame: zmq.Frame) -> int:
+    """Of the connection it came by; -1 where libzmq does not say (to old versions of itself, which ours are not)."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
 class WirePort(Port):
     """The executor's end: one ROUTER socket."""
 
@@ -64,6 +76,7 @@ class WirePort(Port):
         self._tenants = {keys.tenant_keys(token).public: name for name, token in tokens.items()}
         self._proofs = {name: keys.proof_key(token) for name, token in tokens.items()}
         self._authenticator: ThreadAuthenticator | None = None
+        self._connections: Connections | None = None
         self._context = zmq.Context()
         _draw_lots()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -98,6 +111,7 @@ class WirePort(Port):
             pair = keys.executor_keys()
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = pair.public, pair.secret
+        self._connections = Connections(self._socket, _AHEAD * (self._max_bytes + _SPARE_BYTES))
         self._socket.bind(endpoint)
 
     def waitable(self) -> Any:
@@ -109,10 +123,12 @@ class WirePort(Port):
                 return
             key = self._socket.recv(zmq.NOBLOCK)
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            extra = 0
+            extra, size = 0, len(frame)
             while frame.more:
                 frame, extra = self._socket.recv(zmq.NOBLOCK, copy=False), extra + 1
+                size += len(frame)
             peer = self._peer(key, frame)
+            self._note(peer, _descriptor(frame), size)
             if extra:
                 yield peer, BadMessage(f"a message of {extra + 1} frames; expected one")
             else:
@@ -125,6 +141,16 @@ class WirePort(Port):
         if peer is None or peer.tenant != tenant:
             return Peer(self, key, tenant, link_state=WireState())
         return peer
+
+    def _note(self, peer: Peer, descriptor: int, size: int) -> None:
+        """It was heard by this connection."""
+        assert self._connections is not None
+        self._connections.heard(descriptor, size)
+        if peer.link_state.descriptor != descriptor:  # new, or it had to connect again
+            if self._peers.get(peer.key) is peer:
+                self._connections.left(peer.link_state.descriptor)
+                self._connections.belongs(descriptor)
+            peer.link_state.descriptor = descriptor
 
     def _read(self, peer: Peer, frame: memoryview) -> Message | SymbiosisError:
         try:
@@ -159,6 +185,8 @@ class WirePort(Port):
                     self._socket.getsockopt(zmq.EVENTS)
             except zmq.ZMQError:  # gone
                 return False
+        if self._connections is not None:  # what it was answered stays in memory otherwise
+            self._connections.cut(peer.link_state.descriptor)
         return False
 
     def is_gone(self, peer: Peer) -> bool:
@@ -173,6 +201,8 @@ class WirePort(Port):
 
     def _welcome(self, peer: Peer, message: Message) -> None:
         self._peers[peer.key] = peer
+        assert self._connections is not None
+        self._connections.belongs(peer.link_state.descriptor)
         if peer.tenant is not None and peer.link_state.nonce:
             message.body["proof"] = keys.prove(self._proofs[peer.tenant], peer.link_state.nonce)
 
@@ -185,6 +215,8 @@ class WirePort(Port):
     def forget(self, peer: Peer) -> None:
         if self._peers.get(peer.key) is peer:
             del self._peers[peer.key]
+            assert self._connections is not None
+            self._connections.left(peer.link_state.descriptor)
 
     def close(self) -> None:
         for peer in list(self._peers.values()):
@@ -192,6 +224,8 @@ class WirePort(Port):
                 self.forget(peer)
             except Exception:  # noqa: BLE001 - the others are to be let go too
                 _log.exception("a channel could not be closed")
+        if self._connections is not None:
+            self._connections.close()
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()

@@ -1,0 +1,143 @@
+"""Who is connected to a socket of libzmq's. It bounds what waits there by whole messages, and by neither the parts of one that
+never ends, nor by answers nobody reads, nor by how many connections there are; so this is done here.
+
+All that libzmq tells is descriptors. A connection is cut off by shutting its descriptor down: libzmq finds it closed, and lets
+go of everything it kept for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+_LOOK_EVERY_S = 0.2
+_STRANGERS = 256  # connections without a channel: newcomers, and those whose channels were forgotten
+_RECEIVED_AT = 128  # where the kernel's `struct tcp_info` says how many bytes have come
+_AT_ONCE = struct.pack("ii", 1, 0)  # once libzmq closes it, the other end is told so even if it waits to send
+_log = logging.getLogger("symbiosis")
+
+
+@dataclass(slots=True)
+class _Connection:
+    peer: object
+    """What the other end is called, as far as it is called anything: descriptors are used again."""
+    received: int
+    """By the kernel's count, when it was first looked at, and"""
+    delivered: int
+    """what had been heard on that descriptor then."""
+    began: float = field(default_factory=time.monotonic)
+
+
+class Connections:
+    """`heard`, `belongs`, `left` and `cut` are for the socket's thread; a thread of ours does the rest."""
+
+    def __init__(self, watched: zmq.Socket[bytes], most_ahead: int) -> None:
+        """`most_ahead`: bytes that may have come by one connection without being heard."""
+        self._watched, self._most_ahead = watched, most_ahead
+        self._delivered: dict[int, int] = {}
+        """What was heard by descriptor, over all connections that had it."""
+        self._open: dict[int, _Connection] = {}
+        self._channels: set[int] = set()
+        """Descriptors of those who have one."""
+        self._closing = threading.Event()
+        self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._thread = threading.Thread(target=self._watch, name="symbiosis-connections", daemon=True)
+        self._thread.start()
+
+    def heard(self, descriptor: int, size: int) -> None:
+        self._delivered[descriptor] = self._delivered.get(descriptor, 0) + size
+
+    def belongs(self, descriptor: int) -> None:
+        """A channel has it."""
+        self._channels.add(descriptor)
+
+    def left(self, descriptor: int) -> None:
+        """No channel has it any more."""
+        self._channels.discard(descriptor)
+
+    def cut(self, descriptor: int) -> None:
+        """Who does not read is let go, with all that waits for it."""
+        found = self._open.get(descriptor)
+        if found is None:
+            return
+        try:
+            with _opened(descriptor) as raw:
+                if raw.getpeername() == found.peer:
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+                    raw.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is gone
+
+    def close(self) -> None:
+        """Before the socket is closed."""
+        self._closing.set()
+        self._thread.join(30)
+        self._watched.disable_monitor()
+        self._monitor.close(0)
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            try:
+                if self._monitor.poll(int(1000 * _LOOK_EVERY_S)):
+                    self._note()
+                else:
+                    self._look()
+            except Exception:  # noqa: BLE001 - others are to be watched all the same
+                _log.exception("a connection could not be watched")
+
+    def _note(self) -> None:
+        """Who came and who went; a crowd of them does not keep us from looking."""
+        until = time.monotonic() + _LOOK_EVERY_S
+        while time.monotonic() < until and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            descriptor = int(event["value"])
+            self._open.pop(descriptor, None)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                state = _state(descriptor)
+                if state is not None:
+                    self._open[descriptor] = _Connection(*state, self._delivered.get(descriptor, 0))
+        self._look()
+
+    def _look(self) -> None:
+        for descriptor, known in list(self._open.items()):
+            state = _state(descriptor)
+            if state is None or state[0] != known.peer:
+                continue  # gone, which will be told
+            ahead = state[1] - known.received - (self._delivered.get(descriptor, 0) - known.delivered)
+            if ahead > self._most_ahead:
+                _log.warning("a connection was cut off: it has sent %d bytes of a message that does not end", ahead)
+                self.cut(descriptor)
+        strangers = [each for each in self._open.items() if each[0] not in self._channels]
+        strangers.sort(key=lambda each: each[1].began)
+        for descriptor, _ in strangers[: max(0, len(strangers) - _STRANGERS)]:
+            self.cut(descriptor)
+
+
+def _opened(descriptor: int) -> socket.socket:
+    """Another descriptor of the same connection. Raises `OSError`."""
+    another = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=another)
+    except OSError:
+        os.close(another)
+        raise
+
+
+def _state(descriptor: int) -> tuple[object, int] | None:
+    """Its other end, and how many bytes have come from there; None if there is no connection."""
+    try:
+        with _opened(descriptor) as raw:
+            if raw.family == socket.AF_UNIX:  # a process of the same user
+                return raw.getpeername(), 0
+            told = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+            return raw.getpeername(), struct.unpack_from("=Q", told, _RECEIVED_AT)[0] if len(told) == _RECEIVED_AT + 8 else 0
+    except OSError:
+        return None
