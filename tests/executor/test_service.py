@@ -407,6 +407,18 @@ def test_overdue_calls_of_many_channels_leave_turns_to_others():
     assert answered >= 9
 
 
+def test_a_trainers_first_call_of_a_step_is_a_trainers_though_it_has_no_gradient():
+    desk = Desk()
+    ann, bob = desk.tenant("ann"), desk.tenant("bob")
+    desk.call(ann, torch.ones(1, WIDTH), back=True, training=True)
+    desk.run()
+    for peer, trains in ((ann, True), (bob, False)):
+        desk.call(peer, torch.ones(1, WIDTH))
+        (call,) = desk.service._queue.values()
+        assert call.trains is trains
+        desk.run()
+
+
 def test_invented_names_do_not_fill_the_memory():
     desk = Desk(max_sessions=4)
     for i in range(200):

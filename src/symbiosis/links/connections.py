@@ -30,9 +30,9 @@ class _Connection:
     peer: object
     """What the other end is called, as far as it is called anything: descriptors are used again."""
     received: int
-    """By the kernel's count, when it was first looked at, and"""
-    delivered: int
-    """what had been heard on that descriptor then."""
+    """Bytes, by the kernel's count, when something was last heard of it, and"""
+    heard: int
+    """how many messages had been, by whoever had that descriptor."""
     began: float = field(default_factory=time.monotonic)
 
 
@@ -40,10 +40,10 @@ class Connections:
     """`heard`, `belongs`, `left` and `cut` are for the socket's thread; a thread of ours does the rest."""
 
     def __init__(self, watched: zmq.Socket[bytes], most_ahead: int) -> None:
-        """`most_ahead`: bytes that may have come by one connection without being heard."""
+        """`most_ahead`: bytes that may come by one connection while nothing is heard of it."""
         self._watched, self._most_ahead = watched, most_ahead
-        self._delivered: dict[int, int] = {}
-        """What was heard by descriptor, over all connections that had it."""
+        self._heard: dict[int, int] = {}
+        """Messages by descriptor, over all connections that had it."""
         self._open: dict[int, _Connection] = {}
         self._channels: set[int] = set()
         """Descriptors of those who have one."""
@@ -52,8 +52,9 @@ class Connections:
         self._thread = threading.Thread(target=self._watch, name="symbiosis-connections", daemon=True)
         self._thread.start()
 
-    def heard(self, descriptor: int, size: int) -> None:
-        self._delivered[descriptor] = self._delivered.get(descriptor, 0) + size
+    def heard(self, descriptor: int) -> None:
+        """A whole message came by it."""
+        self._heard[descriptor] = self._heard.get(descriptor, 0) + 1
 
     def belongs(self, descriptor: int) -> None:
         """A channel has it."""
@@ -103,7 +104,7 @@ class Connections:
             if event["event"] == zmq.EVENT_ACCEPTED:
                 state = _state(descriptor)
                 if state is not None:
-                    self._open[descriptor] = _Connection(*state, self._delivered.get(descriptor, 0))
+                    self._open[descriptor] = _Connection(*state, self._heard.get(descriptor, 0))
         self._look()
 
     def _look(self) -> None:
@@ -111,7 +112,10 @@ class Connections:
             state = _state(descriptor)
             if state is None or state[0] != known.peer:
                 continue  # gone, which will be told
-            ahead = state[1] - known.received - (self._delivered.get(descriptor, 0) - known.delivered)
+            heard = self._heard.get(descriptor, 0)
+            if heard != known.heard:
+                known.received, known.heard = state[1], heard
+            ahead = state[1] - known.received
             if ahead > self._most_ahead:
                 _log.warning("a connection was cut off: it has sent %d bytes of a message that does not end", ahead)
                 self.cut(descriptor)

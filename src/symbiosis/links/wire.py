@@ -123,12 +123,11 @@ class WirePort(Port):
                 return
             key = self._socket.recv(zmq.NOBLOCK)
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            extra, size = 0, len(frame)
+            extra = 0
             while frame.more:
                 frame, extra = self._socket.recv(zmq.NOBLOCK, copy=False), extra + 1
-                size += len(frame)
             peer = self._peer(key, frame)
-            self._note(peer, _descriptor(frame), size)
+            self._note(peer, _descriptor(frame))
             if extra:
                 yield peer, BadMessage(f"a message of {extra + 1} frames; expected one")
             else:
@@ -142,10 +141,10 @@ class WirePort(Port):
             return Peer(self, key, tenant, link_state=WireState())
         return peer
 
-    def _note(self, peer: Peer, descriptor: int, size: int) -> None:
+    def _note(self, peer: Peer, descriptor: int) -> None:
         """It was heard by this connection."""
         assert self._connections is not None
-        self._connections.heard(descriptor, size)
+        self._connections.heard(descriptor)
         if peer.link_state.descriptor != descriptor:  # new, or it had to connect again
             if self._peers.get(peer.key) is peer:
                 self._connections.left(peer.link_state.descriptor)
