@@ -195,7 +195,7 @@ def test_chat_reads_lines_and_ends_at_exit(server):
 def test_finetune_writes_an_adapter_that_chat_and_generate_take(server, tmp_path):
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "xyz"}]}
     (tmp_path / "data.jsonl").write_text(json.dumps(chat) + "\n")
-    options = ("--targets", "all-linear", "--lr", 0.05, "--steps", 40, "--connect", server[1])
+    options = ("--targets", "all-linear", "--lr", 0.01, "--steps", 40, "--connect", server[1])
     done = run("finetune", tmp_path / "data.jsonl", "--out", tmp_path / "adapter", *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"adapter written to {tmp_path / 'adapter'}\n"

@@ -88,6 +88,23 @@ def test_expert_indices_out_of_range_are_refused_over_every_link(serve: Serve, k
     assert good.tensors[0].shape == (3, 32)
 
 
+def test_calls_whose_rows_choose_many_experts_are_cut_by_the_client(serve: Serve):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=16, num_experts_per_tok=12,
+    )  # fmt: skip
+    plain = MixtralForCausalLM(config).eval().requires_grad_(False)
+    served = serve("inproc", model=plain, limits={"max_rows": 16})
+    model, ids = served.connect(), torch.arange(30).reshape(2, 15)
+    found, expected = (torch.ones(32, requires_grad=True) for _ in range(2))
+    for one, scale in ((model, found), (plain, expected)):
+        rows = one.get_input_embeddings()(ids) * scale
+        one(inputs_embeds=rows).logits.square().sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("direction", [Direction.FORWARD, BACK])
 def test_numbers_so_tiny_that_they_take_a_hundred_times_as_long_count_as_zero(link: Served, direction: Direction):
     reply = link.raw().request(Message(Kind.CALL, layers=(0,), direction=direction, tensors=(torch.full((3, 64), 1e-40),)))

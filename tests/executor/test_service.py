@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -384,9 +386,11 @@ def test_squares_are_computed_once(monkeypatch):
     assert torch.equal(*said)
 
 
-def test_overdue_calls_of_many_channels_leave_turns_to_others():
+@pytest.mark.parametrize("renames", [False, True], ids=["of one tenant", "under ever new names"])
+def test_overdue_calls_of_many_channels_leave_turns_to_others(renames):
     desk = Desk(Opportunistic(max_wait_s=0.1))
-    flood = [desk.tenant("eve") for _ in range(20)]
+    names = (f"eve-{number}" if renames else "eve" for number in itertools.count())
+    flood = [desk.tenant(next(names)) for _ in range(20)]
     bob = desk.tenant("bob")
 
     def ask(peer) -> None:
@@ -395,16 +399,19 @@ def test_overdue_calls_of_many_channels_leave_turns_to_others():
     for peer in (*flood, bob):
         ask(peer)
     answered = 0
-    for _ in range(20):
+    for _ in range(44):
         desk.clock.now += 1
         assert desk.service.step() == 0.0
-        for peer in flood:
+        for place, peer in enumerate(flood):
             if not peer.state.busy:
-                ask(peer)
+                if renames:
+                    desk.say(peer, Kind.BYE)
+                    flood[place] = desk.tenant(next(names))
+                ask(flood[place])
         if not bob.state.busy:
             answered += 1
             ask(bob)
-    assert answered >= 9
+    assert answered >= (2 if renames else 20)
 
 
 def test_a_trainers_first_call_of_a_step_is_a_trainers_though_it_has_no_gradient():

@@ -456,7 +456,7 @@ class Service:
         enters = self._enters(key)
         for call in calls:
             counts = call.session.counts
-            counts.ran = started
+            counts.ran = max(counts.ran, started)
             counts.calls += 1
             counts.rows += call.pending.rows
             counts.training_rows += call.pending.rows if call.pending.training else 0

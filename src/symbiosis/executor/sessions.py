@@ -112,7 +112,8 @@ class Sessions:
             gone = next((name for name in self.counts if name not in here), None)
             if gone is not None:
                 del self.counts[gone]
-        session.counts = self.counts.setdefault(tenant, Counts())
+        # who has just come was served just now, or new names would always be next
+        session.counts = self.counts.setdefault(tenant, Counts(ran=now))
         peer.state = session
         return session
 

@@ -52,17 +52,17 @@ class Files:
             raise QuotaExceeded(f"your files have more than the {self._limits.tenant_bytes} bytes that are kept: delete one")
 
     def end(self, incoming: Incoming, filename: str | None) -> File | None:
-        with self._changing:
-            if incoming in self._coming:
-                self._coming.remove(incoming)
-            if filename is None:
+        kept: File | None = None
+        try:
+            if filename is not None:
+                kept = self._records.add_file(incoming.path.name, incoming.tenant, shown(filename), incoming.bytes)
+            return kept
+        finally:
+            if kept is None:
                 incoming.path.unlink(missing_ok=True)
-                return None
-            try:
-                return self._records.add_file(incoming.path.name, incoming.tenant, shown(filename), incoming.bytes)
-            except BaseException:
-                incoming.path.unlink(missing_ok=True)
-                raise
+            with self._changing:  # for a moment it counts twice rather than not at all
+                if incoming in self._coming:
+                    self._coming.remove(incoming)
 
     def path(self, id: str, tenant: str) -> Path:
         """Raises `UnknownFile`."""

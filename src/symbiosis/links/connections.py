@@ -45,8 +45,8 @@ class Connections:
         self._heard: dict[int, int] = {}
         """Messages by descriptor, over all connections that had it."""
         self._open: dict[int, _Connection] = {}
-        self._channels: set[int] = set()
-        """Descriptors of those who have one."""
+        self._owners: dict[int, object] = {}
+        """By descriptor, who has a channel there."""
         self._closing = threading.Event()
         self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._thread = threading.Thread(target=self._watch, name="symbiosis-connections", daemon=True)
@@ -56,16 +56,21 @@ class Connections:
         """A whole message came by it."""
         self._heard[descriptor] = self._heard.get(descriptor, 0) + 1
 
-    def belongs(self, descriptor: int) -> None:
-        """A channel has it."""
-        self._channels.add(descriptor)
+    def belongs(self, descriptor: int, owner: object) -> None:
+        """Somebody's channel has it."""
+        self._owners[descriptor] = owner
 
-    def left(self, descriptor: int) -> None:
-        """No channel has it any more."""
-        self._channels.discard(descriptor)
+    def left(self, descriptor: int, owner: object) -> None:
+        """That channel has it no more. It may be another's by now."""
+        if self._owners.get(descriptor) is owner:
+            del self._owners[descriptor]
 
-    def cut(self, descriptor: int) -> None:
-        """Who does not read is let go, with all that waits for it."""
+    def cut(self, descriptor: int, owner: object) -> None:
+        """Who does not read is let go, with all that waits for it; unless that connection is another's by now."""
+        if self._owners.get(descriptor, owner) is owner:
+            self._cut(descriptor)
+
+    def _cut(self, descriptor: int) -> None:
         found = self._open.get(descriptor)
         if found is None:
             return
@@ -87,29 +92,26 @@ class Connections:
     def _watch(self) -> None:
         while not self._closing.is_set():
             try:
-                if self._monitor.poll(int(1000 * _LOOK_EVERY_S)):
-                    self._note()
-                else:
-                    self._look()
+                self._note(time.monotonic() + _LOOK_EVERY_S)
+                self._look()
             except Exception:  # noqa: BLE001 - others are to be watched all the same
                 _log.exception("a connection could not be watched")
+                self._closing.wait(_LOOK_EVERY_S)
 
-    def _note(self) -> None:
-        """Who came and who went; a crowd of them does not keep us from looking."""
-        until = time.monotonic() + _LOOK_EVERY_S
-        while time.monotonic() < until and self._monitor.poll(0):
+    def _note(self, until: float) -> None:
+        """Who comes and who goes."""
+        while (left := until - time.monotonic()) > 0 and self._monitor.poll(int(1000 * left) + 1):
             event = recv_monitor_message(self._monitor)
             descriptor = int(event["value"])
             self._open.pop(descriptor, None)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                state = _state(descriptor)
-                if state is not None:
-                    self._open[descriptor] = _Connection(*state, self._heard.get(descriptor, 0))
-        self._look()
+                self._open[descriptor] = _Connection(*(_state(descriptor) or (None, 0)), self._heard.get(descriptor, 0))
 
     def _look(self) -> None:
         for descriptor, known in list(self._open.items()):
             state = _state(descriptor)
+            if state is not None and known.peer is None:  # there was no descriptor left to look at it
+                known.peer, known.received = state
             if state is None or state[0] != known.peer:
                 continue  # gone, which will be told
             heard = self._heard.get(descriptor, 0)
@@ -118,11 +120,11 @@ class Connections:
             ahead = state[1] - known.received
             if ahead > self._most_ahead:
                 _log.warning("a connection was cut off: it has sent %d bytes of a message that does not end", ahead)
-                self.cut(descriptor)
-        strangers = [each for each in self._open.items() if each[0] not in self._channels]
+                self._cut(descriptor)
+        strangers = [each for each in self._open.items() if each[0] not in self._owners]
         strangers.sort(key=lambda each: each[1].began)
         for descriptor, _ in strangers[: max(0, len(strangers) - _STRANGERS)]:
-            self.cut(descriptor)
+            self._cut(descriptor)
 
 
 def _opened(descriptor: int) -> socket.socket:

@@ -147,8 +147,8 @@ class WirePort(Port):
         self._connections.heard(descriptor)
         if peer.link_state.descriptor != descriptor:  # new, or it had to connect again
             if self._peers.get(peer.key) is peer:
-                self._connections.left(peer.link_state.descriptor)
-                self._connections.belongs(descriptor)
+                self._connections.left(peer.link_state.descriptor, peer)
+                self._connections.belongs(descriptor, peer)
             peer.link_state.descriptor = descriptor
 
     def _read(self, peer: Peer, frame: memoryview) -> Message | SymbiosisError:
@@ -185,7 +185,7 @@ class WirePort(Port):
             except zmq.ZMQError:  # gone
                 return False
         if self._connections is not None:  # what it was answered stays in memory otherwise
-            self._connections.cut(peer.link_state.descriptor)
+            self._connections.cut(peer.link_state.descriptor, peer)
         return False
 
     def is_gone(self, peer: Peer) -> bool:
@@ -199,9 +199,11 @@ class WirePort(Port):
         return False
 
     def _welcome(self, peer: Peer, message: Message) -> None:
-        self._peers[peer.key] = peer
         assert self._connections is not None
-        self._connections.belongs(peer.link_state.descriptor)
+        before = self._peers.get(peer.key, peer)
+        self._connections.left(before.link_state.descriptor, before)
+        self._connections.belongs(peer.link_state.descriptor, peer)
+        self._peers[peer.key] = peer
         if peer.tenant is not None and peer.link_state.nonce:
             message.body["proof"] = keys.prove(self._proofs[peer.tenant], peer.link_state.nonce)
 
@@ -215,7 +217,7 @@ class WirePort(Port):
         if self._peers.get(peer.key) is peer:
             del self._peers[peer.key]
             assert self._connections is not None
-            self._connections.left(peer.link_state.descriptor)
+            self._connections.left(peer.link_state.descriptor, peer)
 
     def close(self) -> None:
         for peer in list(self._peers.values()):
@@ -225,6 +227,7 @@ class WirePort(Port):
                 _log.exception("a channel could not be closed")
         if self._connections is not None:
             self._connections.close()
+            self._connections = None
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()

@@ -128,7 +128,7 @@ class Tuning:
             if not incoming.bytes:
                 raise BadRequest("the file is empty", field="file")
         except BaseException:
-            incoming.drop()
+            await self._to_its_end(asyncio.to_thread(incoming.drop))
             raise
         return JSONResponse(file_body(await self._to_its_end(self._keep(incoming, form.filename or "file"))))
 
@@ -136,7 +136,7 @@ class Tuning:
         try:
             return await asyncio.to_thread(incoming.keep, filename)
         except BaseException:
-            incoming.drop()
+            await self._to_its_end(asyncio.to_thread(incoming.drop))
             raise
 
     async def files(self, request: Request) -> Response:
