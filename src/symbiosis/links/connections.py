@@ -48,7 +48,7 @@ class Connections:
         self._owners: dict[int, object] = {}
         """By descriptor, who has a channel there."""
         self._closing = threading.Event()
-        self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         self._thread = threading.Thread(target=self._watch, name="symbiosis-connections", daemon=True)
         self._thread.start()
 
@@ -85,8 +85,8 @@ class Connections:
     def close(self) -> None:
         """Before the socket is closed."""
         self._closing.set()
+        self._watched.disable_monitor()  # which wakes our thread
         self._thread.join(30)
-        self._watched.disable_monitor()
         self._monitor.close(0)
 
     def _watch(self) -> None:
@@ -102,6 +102,8 @@ class Connections:
         """Who comes and who goes."""
         while (left := until - time.monotonic()) > 0 and self._monitor.poll(int(1000 * left) + 1):
             event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                return
             descriptor = int(event["value"])
             self._open.pop(descriptor, None)
             if event["event"] == zmq.EVENT_ACCEPTED:

@@ -111,13 +111,13 @@ class Adapters:
 
     async def _serve(self, upload: Upload) -> str:
         name = owned(upload.owner, upload.name)
-        async with self._changing.of((upload.owner, upload.name)):
-            try:
+        try:
+            async with self._changing.of((upload.owner, upload.name)):
                 found = await self._remote.ask("load", name=name, folder=str(upload.folder), replace=True)
                 upload.keep()
-            except BaseException:
-                upload.drop()
-                raise
+        except BaseException:
+            upload.drop()
+            raise
         hash: str = found["hash"]
         return hash
 
