@@ -1,5 +1,6 @@
-"""Numbers too small for their format's usual form: a CPU takes a hundred times as long for them, so whoever sent them would
-keep everybody else waiting."""
+"""Numbers too small for their format's usual form: a CPU takes up to a hundred times as long for them, so whoever sent them
+would keep everybody else waiting.
+"""
 
 from __future__ import annotations
 
