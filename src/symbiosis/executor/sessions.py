@@ -118,10 +118,10 @@ class Sessions:
         return session
 
     def remove(self, session: Session) -> None:
-        self.open.pop(session.number, None)
         if session.peer.state is session:
             session.peer.state = None
             session.peer.port.forget(session.peer)
+        self.open.pop(session.number, None)  # last: where it is not counted any more, its memory has gone too
 
     def count(self, tenant: str) -> int:
         return sum(session.tenant == tenant for session in self.open.values())
