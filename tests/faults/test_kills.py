@@ -88,7 +88,7 @@ def test_an_executor_that_freezes_for_a_while_is_waited_for():
 def test_a_frozen_executor_is_lost_after_the_grace_period_too():
     address = free_address()
     with process("executor", address, "0") as executor:
-        model = symbiosis.connect(address, grace_s=0.7)
+        model = symbiosis.connect(address, grace_s=3)
         executor.signal(signal.SIGSTOP)
         with pytest.raises(ExecutorLost):
             model(torch.ones(1, 3, dtype=torch.int64))

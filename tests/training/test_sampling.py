@@ -32,7 +32,7 @@ from symbiosis.training.host import Host
 from symbiosis.training.optimizer import StepSettings
 from tests.training.passes import examples
 from tests.training.tasks import TASKS, base, lora
-from tests.training.together import all_equal, values
+from tests.training.together import values
 
 PROMPTS = [[5, 9, 13, 17], [40, 3], [7, 7, 7, 8, 9, 10, 11]]
 LARGE = StepSettings(learning_rate=0.1)
@@ -178,7 +178,9 @@ def test_sampling_changes_nothing_of_what_is_trained(studio):
             if session is ones[0]:
                 session.sample(PROMPTS, max_tokens=2).result(60)
             session.optim_step(LARGE).result(60)
-    assert all_equal(*map(values, ones))
+    for found, expected in zip(*(values(session).values() for session in ones), strict=True):
+        # beside an answer that has just ended, a pass may still be cut in pieces, whose sums are rounded otherwise
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 def test_what_is_wrong_is_refused_at_once(studio):
