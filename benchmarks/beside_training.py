@@ -56,7 +56,7 @@ class Plan:
         }
 
 
-TINY = Plan(streams=(1, 2), new=6, batch=1, length=8, training_s=0.3, repetitions=1, tiny=True)
+TINY = Plan(streams=(1, 2), new=6, batch=1, length=8, training_s=1.0, repetitions=1, tiny=True)
 
 
 def _case(count: int, trains: bool) -> str:

@@ -65,7 +65,7 @@ def test_an_executor_that_comes_back_with_another_model_is_not_used():
 def test_an_executor_that_stays_away_is_reported_after_the_grace_period():
     address = free_address()
     with process("executor", address, "0") as executor:
-        model = symbiosis.connect(address, grace_s=0.5)
+        model = symbiosis.connect(address, grace_s=2)
         executor.kill()
         for _ in range(2):
             with pytest.raises(ExecutorLost, match="grace period"):
