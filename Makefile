@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve demo test lint unit gpu kills gpubench plots bench soak clean help
+.PHONY: serve demo test lint unit gpu kills gpubench plots bench delays soak clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -74,6 +74,10 @@ bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.beside_training
 	$(BIN)/python -m benchmarks.queueing
+
+SEED ?= 1
+delays: $(READY)  ## the tests while threads are late, others with each SEED, about 35 minutes on 2 cores (tests/delays.py)
+	SYMBIOSIS_DELAYS_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.delays -n 4 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
 soak: $(READY)  ## long proofs: faults by the thousand
 	$(BIN)/pytest -m slow

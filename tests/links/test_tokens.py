@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import zmq
@@ -12,6 +13,7 @@ import symbiosis
 from symbiosis import launch
 from symbiosis.errors import Unauthorized
 from symbiosis.links import keys
+from symbiosis.links.dial import Connection
 from symbiosis.links.tcp import TcpLink
 from symbiosis.messages import Kind, Message, decode, encode
 from tests.conftest import TOKENS, Serve
@@ -38,6 +40,21 @@ def test_a_token_where_none_is_taken_is_told_so(serve: Serve):
     """The tenant wanted a proof of who answers; an executor without tokens has none to give."""
     with pytest.raises(Unauthorized, match="takes none"):
         symbiosis.connect(serve("tcp").address, token="mine")
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tcp-token"])
+def test_who_is_refused_before_it_has_said_anything_is_told_so_too(serve: Serve, kind, monkeypatch):
+    greet = Connection._greet
+
+    def late(self: Connection, deadline: float) -> None:
+        time.sleep(0.1)
+        greet(self, deadline)
+
+    monkeypatch.setattr(Connection, "_greet", late)
+    address = serve(kind).address
+    for _ in range(3):
+        with pytest.raises(Unauthorized, match="takes none"):
+            symbiosis.connect(address, token="mine")
 
 
 def test_the_name_comes_from_the_token_and_not_from_what_a_tenant_says(serve: Serve):

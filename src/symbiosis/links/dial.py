@@ -103,7 +103,11 @@ class Connection:
 
     def _greet(self, deadline: float) -> None:
         nonce = secrets.token_hex(16)
-        self._send(Message(Kind.HELLO, self._link.next_request(), body={**self._link.hello, "nonce": nonce}))
+        try:
+            self._send(Message(Kind.HELLO, self._link.next_request(), body={**self._link.hello, "nonce": nonce}))
+        except ConnectionCut:
+            self._check()  # it may have ended for a reason
+            raise
         while time.monotonic() < deadline:
             reply = self._receive()
             if reply is not None and reply.kind is Kind.ERROR:
