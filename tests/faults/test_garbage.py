@@ -73,7 +73,7 @@ def say(dealer: zmq.Socket, message: Message) -> Message:
 
 
 def ask(dealer: zmq.Socket, message: Message) -> Message:
-    """To this message, said again where a connection that was cut off took it along."""
+    """Its answer; said again where a connection that was cut off took it along."""
     while True:
         dealer.send(encode(message))
         while dealer.poll(2000):
