@@ -180,6 +180,7 @@ def draw(path: Path) -> Path | None:
     figure.suptitle(f"{record['question']} ({record['shape']}{', MPS' if record.get('mps') else ''})")
     figure.tight_layout()
     figure.savefig(target, dpi=120)
+    pyplot().close(figure)
     return target
 
 
