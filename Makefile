@@ -41,18 +41,20 @@ gpu:  ## parity, links and kernels on a GPU, with the machine's own Python packa
 kills:  ## tenants and executors on a GPU killed at any moment, a hundred times, about 2 minutes
 	PYTHONPATH=src $(PYTHON) -m pytest -rP -m "gpu and slow" tests/gpu/test_kills.py
 
-gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own packages, about 35 minutes; then `make plots`
+gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own packages, about 40 minutes; then `make plots`
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_memory 7b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies gemma27b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies 7b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies 7b --remote 8 --seconds 4
 	PYTHONPATH=src $(PYTHON) -m benchmarks.small_and_large 7b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.mixed 7b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.lora 1b --seconds 0.4
 	PYTHONPATH=src $(PYTHON) -m benchmarks.lora 13b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.lora 13b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.lora gemma27b --seconds 0.5
 	PYTHONPATH=src $(PYTHON) -m benchmarks.adapter_kernels
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_serving 7b
