@@ -32,7 +32,7 @@ lint: $(READY)  ## ruff, strict types, import contract, forbidden words
 	@! grep -rnE '\b(pickle|cloudpickle|recv_pyobj|send_pyobj|torch\.load)\(' src/ || (echo 'forbidden near outside input' && false)
 
 unit: $(READY)  ## the tests
-	@$(BIN)/python -c 'from symbiosis.models.default import default_model_folder as fetch; fetch()'  # outside any test's time
+	@$(BIN)/python -c 'from symbiosis.models.default_model import default_model_folder as fetch; fetch()'  # outside any test's time
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu'
 
 gpu:  ## parity, links and kernels on a GPU, with the machine's own Python packages and pyzmq

@@ -103,10 +103,10 @@ class LowRank:
         """`rows` of each adapter."""
         import torch
 
-        from symbiosis.kernels import low_rank
+        from symbiosis.kernels.lora import shrink_expand
         from symbiosis.kernels.tiles import Segment, Tiles
 
-        self.kernels, self.rank, self.widths, self.rows = low_rank, rank, widths, rows
+        self.kernels, self.rank, self.widths, self.rows = shrink_expand, rank, widths, rows
         options = {"device": bench.device, "dtype": bench.dtype}
         self.bytes = adapters * rank * sum(width + out for out in widths) * torch.empty((), **options).element_size()
         self.layers = 2 if bench.tiny else max(4, min(32, -(-FROM_MEMORY // self.bytes)))
@@ -118,21 +118,21 @@ class LowRank:
         self.y = torch.zeros(adapters * rows, sum(widths), **options)
         self.slots = torch.arange(adapters, device=bench.device)
         self.rmax = -(-rank // 16) * 16
-        self.members = low_rank.Members(widths, bench.device)
+        self.members = shrink_expand.Members(widths, bench.device)
         segments = [Segment(n, n * rows, rows) for n in range(adapters)]
-        tile = low_rank.tile_rows(adapters * rows, adapters, self.rmax)
+        tile = shrink_expand.tile_rows(adapters * rows, adapters, self.rmax)
         self.tiles = Tiles.of(segments, tile, bench.device)
         if rows * adapters <= 64:  # as a graph has it: room for any batch of so many rows
-            self.tiles = Tiles(low_rank.most_tiles(adapters * rows, tile), tile, bench.device)
+            self.tiles = Tiles(shrink_expand.most_tiles(adapters * rows, tile), tile, bench.device)
             self.tiles.fill(segments)
         self.tables = [
             torch.tensor(
-                [[low_rank.Change(a[n], b[n]).entry() for a, b in zip(of_a, of_b, strict=True)] for n in range(adapters)],
+                [[shrink_expand.Change(a[n], b[n]).entry() for a, b in zip(of_a, of_b, strict=True)] for n in range(adapters)],
                 device=bench.device,
             )
             for of_a, of_b in zip(self.a, self.b, strict=True)
         ]
-        self.use(low_rank.plan(self.tiles, width, widths, self.rmax))
+        self.use(shrink_expand.plan(self.tiles, width, widths, self.rmax))
 
     def use(self, plan: Any) -> None:
         self.plan = plan

@@ -93,8 +93,8 @@ class Serving:
     """An engine that is stepped by a thread of its own while `with` lasts; knows when each token came."""
 
     def __init__(self, model: Any, plan: Plan, load: str, folder: Path, turns: Any) -> None:
-        from symbiosis.engine.engine import Core
-        from symbiosis.engine.residency import ResidencyConfig
+        from symbiosis.serving.engine import Core
+        from symbiosis.serving.lora.adapter_cache import ResidencyConfig
 
         pages = (plan.sequences + 2) * (-(-(plan.prompt + plan.new) // 16) + 1)
         memory = ResidencyConfig(device_bytes=plan.adapter_bytes, host_bytes=plan.adapter_bytes)
@@ -143,7 +143,7 @@ class Serving:
             self._going.set()
 
     def _answer(self) -> None:
-        from symbiosis.engine.sequences import Sampling
+        from symbiosis.serving.scheduling.sequence import Sampling
 
         plan, core, full = self._plan, self._core, self.load == "full"
         wish = Sampling(temperature=0.0, max_tokens=plan.new if full else plan.chat_new, ignore_eos=True)
@@ -186,7 +186,7 @@ def way_of(name: str, device: str) -> Any:
     """How engine and host share the device."""
     import torch
 
-    from symbiosis.executor.beside import Beside
+    from symbiosis.device_sharing.gpu_partition import Beside
 
     kind, _, part = name.partition(":")
     if kind not in ("priority", "beside", "steered") or bool(part) != (kind == "beside"):
@@ -255,8 +255,8 @@ def run(
     rounds: int = ROUNDS,
     load: str = "full",
 ) -> None:
-    from symbiosis.models.joining import join
-    from symbiosis.models.source import shared_copy
+    from symbiosis.models.fuse_projections import join
+    from symbiosis.models.loading import shared_copy
 
     console, plan = Console(width=160), PLANS[shape]
     model = random_model(shape, device)

@@ -168,10 +168,10 @@ class Serving:
     """An engine, asked step by step."""
 
     def __init__(self, model: Any, plan: Plan, device: str, folder: Path) -> None:
-        from symbiosis.engine.engine import Core
-        from symbiosis.engine.residency import ResidencyConfig
-        from symbiosis.engine.sequences import Sampling
-        from symbiosis.models.joining import join
+        from symbiosis.models.fuse_projections import join
+        from symbiosis.serving.engine import Core
+        from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+        from symbiosis.serving.scheduling.sequence import Sampling
 
         join(model)
         longest = max(plan.prompt + 2 * plan.new, plan.long_prompt + 1)

@@ -66,8 +66,8 @@ class Shared:
         """`sizes`: of each job the sequences of a batch, and tokens of each."""
         from peft import LoraConfig
 
-        from symbiosis.training.config import HostConfig
-        from symbiosis.training.host import Host
+        from symbiosis.finetuning.config import HostConfig
+        from symbiosis.finetuning.trainer import Host
 
         self.tokens = [batch * tokens for batch, tokens in sizes]
         rank, layers = SHAPES[shape].lora[3]
@@ -141,7 +141,7 @@ class Shared:
 
 def _train(session: Any, batch: Any, task: Any) -> list[float]:
     """Step after step, the next asked for before the last is answered, as `training.job` does it."""
-    from symbiosis.training.optimizer import StepSettings
+    from symbiosis.finetuning.optimizer import StepSettings
 
     settings, seconds, under_way = StepSettings(learning_rate=1e-4), [], []
     by_clock = isinstance(task, tuple)
@@ -170,7 +170,7 @@ def _train(session: Any, batch: Any, task: Any) -> list[float]:
 def _batch(vocabulary: int, batch: int, tokens: int, seed: int) -> Any:
     import torch
 
-    from symbiosis.training.examples import Example
+    from symbiosis.finetuning.examples import Example
 
     random = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, vocabulary, (batch, tokens), generator=random).tolist()

@@ -34,7 +34,7 @@ def served(core: Any, count: int, names: Sequence[str], generator: Any) -> float
     """Seconds per request until all of `count` are answered."""
     import torch
 
-    from symbiosis.engine.sequences import Sampling
+    from symbiosis.serving.scheduling.sequence import Sampling
 
     wish = Sampling(temperature=0.0, max_tokens=NEW, ignore_eos=True)
     prompts = torch.randint(1, core.facts.vocab, (count, PROMPT), generator=generator).tolist()
@@ -51,10 +51,10 @@ def served(core: Any, count: int, names: Sequence[str], generator: Any) -> float
 
 def host(count: int, names: Sequence[str], running: int) -> float:
     """Mean seconds of the scheduler per pass, while that many requests are answered."""
-    from symbiosis.engine.pages import PagePool
-    from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
-    from symbiosis.engine.sequences import Sampling
-    from symbiosis.engine.sequences import Sequence as Request
+    from symbiosis.serving.scheduling.block_manager import PagePool
+    from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
+    from symbiosis.serving.scheduling.sequence import Sampling
+    from symbiosis.serving.scheduling.sequence import Sequence as Request
 
     config = SchedulerConfig(vocabulary=1000, max_length=1000, max_running=running)
     scheduler = Scheduler(config, PagePool(4 * running, PROMPT))
@@ -75,8 +75,8 @@ def host(count: int, names: Sequence[str], running: int) -> float:
 def run(*, tiny: bool, repetitions: int, folder: Path = FOLDER) -> dict[str, Any]:
     import torch
 
-    from symbiosis.engine.engine import Core
-    from symbiosis.models.joining import join
+    from symbiosis.models.fuse_projections import join
+    from symbiosis.serving.engine import Core
 
     console = Console(width=120)
     counts, adapters, rank, running = ((4, 8, 16), 2, 4, 4) if tiny else ((32, 64, 128, 256, 512), 8, 16, 32)

@@ -42,7 +42,7 @@ def tiny_model() -> Any:
 def default_model() -> Any:
     import torch
 
-    from symbiosis.models.source import load
+    from symbiosis.models.loading import load
 
     return load(None, device=torch.device("cpu"), dtype=torch.float32, tokenizer=None).model.eval()
 
@@ -67,8 +67,8 @@ class Ways:
     def __init__(self, base: Any, folder: Path, *, requests: int, adapters: int, prompt: int, new: int, rank: int) -> None:
         import torch
 
-        from symbiosis.engine.engine import Engine
-        from symbiosis.engine.sequences import Sampling
+        from symbiosis.serving.engine import Engine
+        from symbiosis.serving.scheduling.sequence import Sampling
 
         self.new, self.names = new, [f"a{i * adapters // requests}" for i in range(requests)]
         self.peft = with_adapters(copy.deepcopy(base), adapters, rank, folder)

@@ -13,11 +13,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
-from symbiosis import launch
+from symbiosis.app import executor as launch
 from symbiosis.kernels.cpu import library
-from symbiosis.links.base import Link
-from symbiosis.links.shm import ShmLink
-from symbiosis.links.tcp import TcpLink
+from symbiosis.transport.base import Link
+from symbiosis.transport.shm import ShmLink
+from symbiosis.transport.tcp import TcpLink
 from symbiosis.types import Limits
 
 TOKENS = {"ann": "a secret of ann's", "bob": "a secret of bob's"}

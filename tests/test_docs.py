@@ -142,7 +142,7 @@ def test_the_readmes_fine_tuning_client_and_command(served, chats):
     asked = [{"role": "user", "content": "Hello"}]
     assert client.chat.completions.create(model=job.fine_tuned_model, messages=asked, max_tokens=4).choices
     (command,) = [block.partition("#")[0].strip() for block in blocks("bash") if "--hosted" in block]
-    command = command.replace("symbiosis ", f"{sys.executable} -m symbiosis.cli ") + f" --steps 2 --connect {served['http']}"
+    command = command.replace("symbiosis ", f"{sys.executable} -m symbiosis ") + f" --steps 2 --connect {served['http']}"
     done = subprocess.run(["bash", "-ec", command], cwd=chats, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert "is served: symbiosis chat --adapter ft-pirate-" in done.stdout
@@ -164,7 +164,7 @@ def test_the_fine_tuning_pages_own_loop(real_cache, tmp_path):
 @pytest.mark.timeout(600)
 def test_the_fine_tuning_pages_commands(served, chats):
     (commands,) = blocks("bash", FINE_TUNING)
-    commands = commands.replace("symbiosis ", f"{sys.executable} -m symbiosis.cli ").replace("--epochs 10", "--steps 2")
+    commands = commands.replace("symbiosis ", f"{sys.executable} -m symbiosis ").replace("--epochs 10", "--steps 2")
     commands = re.sub("(?m)$", f" --connect {served['http']}", commands.strip())
     done = subprocess.run(["bash", "-ec", commands], cwd=chats, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
@@ -193,7 +193,7 @@ def test_every_curl_of_the_providers_page_is_answered(tmp_path):
     adapter.save_pretrained(tmp_path / "adapters" / "pirate")
     adapter.save_pretrained(tmp_path / "my-adapter")
     serve, *curls = [block for block in blocks("bash", (ROOT / "docs/providers.md").read_text()) if "127.0.0.1:8000" in block]
-    serve = serve.replace("symbiosis serve", f"exec {sys.executable} -m symbiosis.cli serve tiny --listen shm://")
+    serve = serve.replace("symbiosis serve", f"exec {sys.executable} -m symbiosis serve tiny --listen shm://")
     process = subprocess.Popen(["bash", "-c", serve.replace(":8000", ":0")], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     try:
         url = next(line.split()[2] for line in process.stdout if line.startswith("listening at http"))

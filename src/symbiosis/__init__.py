@@ -9,28 +9,28 @@ __all__ = ["Engine", "Executor", "Sampling", "Studio", "connect", "errors"]
 
 if TYPE_CHECKING:
     from symbiosis import errors
-    from symbiosis.engine.engine import Engine
-    from symbiosis.engine.sequences import Sampling
-    from symbiosis.launch import Executor, connect
-    from symbiosis.studio import Studio
+    from symbiosis.app.executor import Executor, connect
+    from symbiosis.app.studio import Studio
+    from symbiosis.serving.engine import Engine
+    from symbiosis.serving.scheduling.sequence import Sampling
 
 
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: only when somebody needs them
     if name in ("Executor", "connect"):
-        from symbiosis import launch
+        from symbiosis.app import executor
 
-        return getattr(launch, name)
+        return getattr(executor, name)
     if name == "Engine":
-        from symbiosis.engine.engine import Engine
+        from symbiosis.serving.engine import Engine
 
         return Engine
     if name == "Sampling":
-        from symbiosis.engine.sequences import Sampling
+        from symbiosis.serving.scheduling.sequence import Sampling
 
         return Sampling
     if name == "Studio":
-        from symbiosis.studio import Studio
+        from symbiosis.app.studio import Studio
 
         return Studio
     if name == "errors":

@@ -1,5 +1,5 @@
 """`python -m symbiosis` is `symbiosis`."""
 
-from symbiosis.cli import app
+from symbiosis.cli.main import app
 
 app(prog_name="symbiosis")

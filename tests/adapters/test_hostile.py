@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig
 from safetensors.torch import load_file, save_file
 
-from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.files import Limits
-from symbiosis.adapters.folder import read
+from symbiosis.adapters.model_facts import ModelFacts
+from symbiosis.adapters.reader import read
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter, from_code
 from tests.adapters.wild import base, config_of, drop_config, save, set_config, split_file, write_file
 

@@ -17,9 +17,9 @@ from peft import (
 )
 from transformers import PreTrainedModel
 
-from symbiosis.adapters.facts import ModelFacts
-from symbiosis.adapters.folder import read
+from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter, LowRank, Scaling, Tokens, Whole
+from symbiosis.adapters.reader import read
 from symbiosis.errors import BadAdapter
 from tests.adapters.formulas import logits
 from tests.adapters.wild import NAMES, base, config_of, drop_config, save, served_by_peft, set_config

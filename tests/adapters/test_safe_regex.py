@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.adapters.patterns import Effort, Pattern, _Run
+from symbiosis.adapters.safe_regex import Effort, Pattern, _Run
 from symbiosis.errors import UnsupportedAdapter
 
 PATHS = [

@@ -13,9 +13,6 @@ import torch
 from peft import PeftModel
 
 import symbiosis
-from symbiosis.engine.desk import Order
-from symbiosis.engine.engine import Core
-from symbiosis.engine.residency import ResidencyConfig
 from symbiosis.errors import (
     AnswerFailed,
     CannotServe,
@@ -26,13 +23,16 @@ from symbiosis.errors import (
     OutOfRange,
     TooManyRequests,
 )
-from symbiosis.training.adapter import Trained
-from symbiosis.training.config import HostConfig
-from symbiosis.training.host import Host
-from symbiosis.training.optimizer import StepSettings
-from tests.training.passes import examples
-from tests.training.tasks import TASKS, base, lora
-from tests.training.together import values
+from symbiosis.finetuning.config import HostConfig
+from symbiosis.finetuning.optimizer import StepSettings
+from symbiosis.finetuning.trained_adapter import Trained
+from symbiosis.finetuning.trainer import Host
+from symbiosis.serving.engine import Core
+from symbiosis.serving.engine_loop import Order
+from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+from tests.finetuning.passes import examples
+from tests.finetuning.tasks import TASKS, base, lora
+from tests.finetuning.together import values
 
 PROMPTS = [[5, 9, 13, 17], [40, 3], [7, 7, 7, 8, 9, 10, 11]]
 LARGE = StepSettings(learning_rate=0.1)
@@ -392,7 +392,7 @@ def test_a_model_that_cannot_be_trained_leaves_no_thread(monkeypatch):
     before = set(threading.enumerate())
     with pytest.raises(OutOfRange):
         opened(training=HostConfig(max_rows=0))
-    monkeypatch.setattr("symbiosis.studio.Host", lambda *_: (_ for _ in ()).throw(CannotServe("no")))
+    monkeypatch.setattr("symbiosis.app.studio.Host", lambda *_: (_ for _ in ()).throw(CannotServe("no")))
     with pytest.raises(CannotServe):
         opened()
     assert not [each for each in set(threading.enumerate()) - before if each.name == "symbiosis-engine"]

@@ -19,17 +19,17 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from symbiosis.adapters.facts import ModelFacts
-from symbiosis.adapters.folder import read
+from symbiosis.adapters.model_facts import ModelFacts
+from symbiosis.adapters.reader import read
+from symbiosis.app.training_service import NoWorkshop
 from symbiosis.errors import CannotTrain
-from symbiosis.training import saving
-from symbiosis.training.data import Data
-from symbiosis.training.examples import Example
-from symbiosis.training.packed import PackedModel
-from symbiosis.workshop import NoWorkshop
-from tests.training.tasks import STEPS, TASKS, Task, base, lora, trained_alone
-from tests.training.together import assert_close
-from tests.training.workshop import ENDS, Peer, order, site, write
+from symbiosis.finetuning import checkpoint
+from symbiosis.finetuning.dataset import Data
+from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.packed.model import PackedModel
+from tests.app.workshop import ENDS, Peer, order, site, write
+from tests.finetuning.tasks import STEPS, TASKS, Task, base, lora, trained_alone
+from tests.finetuning.together import assert_close
 
 PROMPT = [5, 9, 13, 17]
 WILD = Task("wild", lora(), {"learning_rate": 1e30, "weight_decay": 1e3, "lr_scheduler_type": "constant"})
@@ -413,14 +413,14 @@ def test_a_job_that_nobody_wants_any_more_ends_without_its_steps_under_way(tmp_p
 
 
 def test_a_job_that_nobody_wants_any_more_has_written_all_it_writes_when_it_ends(tmp_path, there, monkeypatch):
-    save, begun = saving.save, threading.Event()
+    save, begun = checkpoint.save, threading.Event()
 
     def slow(*args, **options):
         begun.set()
         time.sleep(0.5)
         return save(*args, **options)
 
-    monkeypatch.setattr(saving, "save", slow)
+    monkeypatch.setattr(checkpoint, "save", slow)
     there.peer.send(**order(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "late"))
     assert begun.wait(60)
     there.peer.send(op="stop_training", id="late", at_once=True)
@@ -452,8 +452,8 @@ def test_where_nothing_can_be_trained_the_reason_is_said(tmp_path):
 FULL = """
 import json, resource, sys
 from pathlib import Path
-from tests.training.tasks import TASKS, Task, lora
-from tests.training.workshop import order, site
+from tests.finetuning.tasks import TASKS, Task, lora
+from tests.app.workshop import order, site
 
 root = Path(sys.argv[1])
 large = Task("large", lora(r=64, target_modules="all-linear"), {"max_steps": 6})

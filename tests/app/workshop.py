@@ -14,16 +14,16 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
-from symbiosis.engine.engine import Core
-from symbiosis.engine.window import Window
-from symbiosis.executor.turns import Turns
-from symbiosis.links.shm import runtime_folder
-from symbiosis.models.source import shared_copy
-from symbiosis.training.config import HostConfig
-from symbiosis.training.examples import Example
-from symbiosis.training.host import Host
-from symbiosis.workshop import Workshop
-from tests.training.tasks import Task, base
+from symbiosis.app.training_service import Workshop
+from symbiosis.device_sharing.cpu_turns import Turns
+from symbiosis.finetuning.config import HostConfig
+from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.trainer import Host
+from symbiosis.models.loading import shared_copy
+from symbiosis.serving.engine import Core
+from symbiosis.serving.ipc_server import Window
+from symbiosis.transport.shm import runtime_folder
+from tests.finetuning.tasks import Task, base
 
 ENDS = {"trained", "stopped", "failed"}
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from symbiosis.demo import _DATA, TENANTS
-from symbiosis.demo_figures import DemoFailed, Run, plot, report, view, write
-from symbiosis.finetuning import read_samples
+from symbiosis.cli.demo import _DATA, TENANTS
+from symbiosis.cli.demo_report import DemoFailed, Run, plot, report, view, write
+from symbiosis.cli.local_finetune import read_samples
 
 
 def finished() -> Run:
@@ -97,7 +97,7 @@ def test_the_demo_holds_on_the_real_model(tmp_path):
     # the tests' own cache is empty: the real model is kept in the user's
     environment = {name: value for name, value in os.environ.items() if name != "SYMBIOSIS_CACHE"}
     done = subprocess.run(
-        [sys.executable, "-m", "symbiosis.cli", "demo", "--out", str(tmp_path), "--steps", "6"],
+        [sys.executable, "-m", "symbiosis", "demo", "--out", str(tmp_path), "--steps", "6"],
         capture_output=True,
         text=True,
         env={**environment, "COLUMNS": "160"},

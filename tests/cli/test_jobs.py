@@ -13,11 +13,11 @@ from functools import partial
 
 import pytest
 
-from symbiosis.commands import jobs
-from symbiosis.site import Site
+from symbiosis.cli.commands import jobs
+from symbiosis.cli.http_client import Site
+from tests.cli.test_serve import fails, run
 from tests.server.conftest import ANN, BOB
-from tests.server.test_commands import fails, run
-from tests.server.test_tuning import ROWS, says
+from tests.server.test_fine_tuning import ROWS, says
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_fraction_of_an_epoch(studio, data):
 
 def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
     at = ["--connect", studio.url]
-    command = [sys.executable, "-m", "symbiosis.cli", "finetune", str(data), "--hosted", "--steps", "5000", *at]
+    command = [sys.executable, "-m", "symbiosis", "finetune", str(data), "--hosted", "--steps", "5000", *at]
     environment = {**os.environ, "SYMBIOSIS_KEY": ANN, "COLUMNS": "200"}
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what runs in the background ignores it otherwise
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

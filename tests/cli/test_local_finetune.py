@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import symbiosis
-from symbiosis.chatting import Speaker, with_adapter
+from symbiosis.cli.chat import Sampling
+from symbiosis.cli.local_chat import Speaker, with_adapter
+from symbiosis.cli.local_finetune import METHODS, BadSettings, FinetuneConfig, Sample, encode, finetune, read_samples
 from symbiosis.errors import BadAdapter, BadData
-from symbiosis.finetuning import METHODS, BadSettings, FinetuneConfig, Sample, encode, finetune, read_samples
-from symbiosis.talk import Sampling
-from symbiosis.training.recipe import Recipe
+from symbiosis.finetuning.loop.recipe import Recipe
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo ho"}]}

@@ -18,19 +18,19 @@ from transformers import AutoModelForCausalLM
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from symbiosis.chatting import Speaker
-from symbiosis.cli import app
-from symbiosis.commands.serve import read_tokens
+from symbiosis.cli.chat import Sampling
+from symbiosis.cli.commands.serve import read_tokens
+from symbiosis.cli.local_chat import Speaker
+from symbiosis.cli.local_finetune import METHODS
+from symbiosis.cli.main import app
 from symbiosis.errors import SymbiosisError
-from symbiosis.finetuning import METHODS
-from symbiosis.talk import Sampling
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 SECRET = "a-secret-of-ann"
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "symbiosis.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "symbiosis", *map(str, arguments)]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -107,7 +107,11 @@ def guarded(folder):
 
 def test_help_imports_no_torch_and_every_command_shows_an_example():
     loaded = subprocess.run(
-        [sys.executable, "-c", "import sys, symbiosis.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"],
+        [
+            sys.executable,
+            "-c",
+            "import sys, symbiosis.cli.main; print([m for m in ('torch', 'transformers') if m in sys.modules])",
+        ],
         capture_output=True,
         text=True,
     )

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import symbiosis
-from symbiosis.cli import app
-from symbiosis.engine.sequences import Sampling
+from symbiosis.cli.main import app
+from symbiosis.serving.scheduling.sequence import Sampling
 from tests.server.conftest import ANN, CHIEF
 
 

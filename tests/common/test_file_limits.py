@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from symbiosis.open_files import allow_many
+from symbiosis.common.file_limits import allow_many
 
 
 @pytest.mark.parametrize("before", [64, 256])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from symbiosis.training.rate import Rate
+from symbiosis.common.throughput import Rate
 
 
 def test_steps_that_are_told_of_in_bunches_give_one_rate():

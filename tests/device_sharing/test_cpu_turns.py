@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from symbiosis.executor.turns import Permit, Turns
-from tests.executor.desk import Clock
+from symbiosis.device_sharing.cpu_turns import Permit, Turns
+from tests.split.executor.service_bench import Clock
 
 PASS_S, SHARE = 0.1, 0.2
 EARNED_S = PASS_S / 4

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
+from symbiosis.device_sharing.cpu_turns import Permit, Turns
+from symbiosis.device_sharing.gpu_partition import Beside, turns_on
 from symbiosis.errors import SymbiosisError
-from symbiosis.executor.beside import Beside, turns_on
-from symbiosis.executor.turns import Permit, Turns
 
 
 class Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from symbiosis.executor.steering import Steering, fitting, tail
+from symbiosis.device_sharing.share_controller import Steering, fitting, tail
 
 ALONE = [0.005] * 12
 

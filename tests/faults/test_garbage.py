@@ -14,12 +14,12 @@ import torch
 import zmq
 
 from symbiosis.errors import VersionMismatch
-from symbiosis.links.dial import WireLink
-from symbiosis.links.tcp import TcpLink
-from symbiosis.messages import PROTOCOL, Kind, Message, decode, encode
+from symbiosis.transport.messages import PROTOCOL, Kind, Message, decode, encode
+from symbiosis.transport.tcp import TcpLink
+from symbiosis.transport.zmq_client import WireLink
 from tests.conftest import Serve, Served
-from tests.links.test_connections import Caller, send_without_end
-from tests.test_messages import VALID
+from tests.transport.test_connection_guard import Caller, send_without_end
+from tests.transport.test_messages import VALID
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_second_call_before_the_answer_is_refused_over_the_wire(served: Served
         name = "never"
 
         def decide(self, pending, heard, costs, now):
-            from symbiosis.executor.policies import Decision
+            from symbiosis.split.executor.policies import Decision
 
             return Decision()
 

@@ -11,7 +11,7 @@ import torch
 
 import symbiosis
 from symbiosis.errors import ExecutorLost, ModelChanged, SymbiosisError
-from symbiosis.executor import loop, service
+from symbiosis.split.executor import loop, service
 from tests.conftest import Serve
 from tests.faults.processes import free_address, process, seeded_model, train
 

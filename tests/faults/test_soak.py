@@ -12,10 +12,10 @@ import torch
 import zmq
 
 import symbiosis
-from symbiosis.messages import Kind, Message, encode
+from symbiosis.transport.messages import Kind, Message, encode
 from tests.faults.processes import Process, free_address, seeded_model, train
 from tests.faults.test_garbage import mutate
-from tests.test_messages import VALID
+from tests.transport.test_messages import VALID
 
 FAULTS = 300
 

@@ -9,9 +9,9 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
-from symbiosis.training.adapter import Trained
-from symbiosis.training.examples import Example
-from symbiosis.training.pack import Piece, Share
+from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.packed.batch import Piece, Share
+from symbiosis.finetuning.trained_adapter import Trained
 
 
 def examples(*lengths: int, vocabulary: int = 96, hidden: int = 1) -> list[Example]:

@@ -12,8 +12,8 @@ from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfi
 from torch import Tensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from symbiosis.training.examples import Example
-from symbiosis.training.recipe import Recipe
+from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.loop.recipe import Recipe
 from tests.conftest import tiny_config
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

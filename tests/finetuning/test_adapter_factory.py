@@ -12,9 +12,9 @@ from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, get_peft
 from peft.tuners.ia3 import IA3Layer
 
 from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
-from symbiosis.training import making
-from symbiosis.training.making import Maker
-from tests.training.tasks import base, lora
+from symbiosis.finetuning import adapter_factory
+from symbiosis.finetuning.adapter_factory import Maker
+from tests.finetuning.tasks import base, lora
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_whatever_peft_raises_is_typed(maker, monkeypatch):
     def fail(*_):
         raise KeyError("something of its own")
 
-    monkeypatch.setattr(making, "get_peft_model", fail)
+    monkeypatch.setattr(adapter_factory, "get_peft_model", fail)
     with pytest.raises(UnsupportedAdapter, match="something of its own"):
         maker.make(lora(), seed=1)
 

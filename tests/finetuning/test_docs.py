@@ -8,7 +8,7 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from symbiosis.models.default import default_model_folder
+from symbiosis.models.default_model import default_model_folder
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 

@@ -6,15 +6,15 @@ import httpx2
 import pytest
 
 import symbiosis
+from symbiosis.app.http_host import _training
+from symbiosis.device_sharing.cpu_turns import Turns
 from symbiosis.errors import CannotTrain
-from symbiosis.executor.turns import Turns
-from symbiosis.hosting import _training
-from symbiosis.training.config import HostConfig
-from symbiosis.training.host import Host
+from symbiosis.finetuning.config import HostConfig
+from symbiosis.finetuning.trainer import Host
+from tests.app.workshop import Peer, order
+from tests.finetuning.packed.test_model import BY_NAME, REFUSED
+from tests.finetuning.tasks import Task, lora
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
-from tests.training.tasks import Task, lora
-from tests.training.test_passes import BY_NAME, REFUSED
-from tests.training.workshop import Peer, order
 
 
 @pytest.fixture(scope="module")

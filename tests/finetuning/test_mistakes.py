@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 
 import symbiosis
 from symbiosis.errors import BadAdapter, NotStored, OutOfRange, SymbiosisError, UnknownModel
-from symbiosis.training.examples import Example
-from symbiosis.training.optimizer import StepSettings
-from tests.training.tasks import base, lora
+from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.optimizer import StepSettings
+from tests.finetuning.tasks import base, lora
 
 IDS = (5, 6, 7)
 

@@ -29,17 +29,17 @@ from symbiosis.errors import (
     UnsupportedAdapter,
     Withdrawn,
 )
-from symbiosis.training import portions
-from symbiosis.training.config import HostConfig
-from symbiosis.training.examples import Example
-from symbiosis.training.host import Host
-from symbiosis.training.making import Maker
-from symbiosis.training.optimizer import Optimizer, StepSettings
-from symbiosis.training.packed import PackedModel
-from symbiosis.training.saving import STATE
-from tests.training.passes import by_peft, examples, worst
-from tests.training.tasks import base, lora
-from tests.training.together import all_equal, values
+from symbiosis.finetuning.adapter_factory import Maker
+from symbiosis.finetuning.checkpoint import STATE
+from symbiosis.finetuning.config import HostConfig
+from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.optimizer import Optimizer, StepSettings
+from symbiosis.finetuning.packed.model import PackedModel
+from symbiosis.finetuning.scheduling import batch_planner
+from symbiosis.finetuning.trainer import Host
+from tests.finetuning.passes import by_peft, examples, worst
+from tests.finetuning.tasks import base, lora
+from tests.finetuning.together import all_equal, values
 
 STEP = StepSettings(learning_rate=1e-2)
 
@@ -345,7 +345,7 @@ def test_a_lack_of_memory_that_passes_harms_nobody(host, monkeypatch):
         return launch(self, shares)
 
     monkeypatch.setattr(PackedModel, "launch", once)
-    monkeypatch.setattr(portions, "_FITTED", 3)
+    monkeypatch.setattr(batch_planner, "_FITTED", 3)
     most = host.beside()["pass_rows"]
     assert session.forward_backward(examples(5)).result(60).tokens == 4
     failures.append(2)

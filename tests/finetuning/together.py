@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symbiosis.training.host import Host
-from symbiosis.training.job import Done, run
-from symbiosis.training.session import Session
-from tests.training.tasks import TASKS, Task, trained_alone
+from symbiosis.finetuning.loop.train_loop import Done, run
+from symbiosis.finetuning.session import Session
+from symbiosis.finetuning.trainer import Host
+from tests.finetuning.tasks import TASKS, Task, trained_alone
 
 
 def start(host: Host, task: Task) -> Session:

@@ -23,7 +23,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
-import symbiosis.launch
+import symbiosis.app.executor
 from tests.conftest import tiny_config
 
 if find_spec("triton") is not None:

@@ -10,8 +10,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from symbiosis.executor.capture import captured
-from symbiosis.links.driver import done_on
+from symbiosis.gpu.cuda_graph import captured
+from symbiosis.gpu.driver import done_on
 
 pytestmark = pytest.mark.gpu
 

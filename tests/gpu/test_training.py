@@ -8,14 +8,14 @@ from peft import LoraConfig
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from symbiosis import kernels
-from symbiosis.executor.beside import Beside
-from symbiosis.training.config import HostConfig
-from symbiosis.training.host import Host
-from symbiosis.training.making import Maker
-from symbiosis.training.optimizer import StepSettings
-from symbiosis.training.packed import PackedModel
+from symbiosis.device_sharing.gpu_partition import Beside
+from symbiosis.finetuning.adapter_factory import Maker
+from symbiosis.finetuning.config import HostConfig
+from symbiosis.finetuning.optimizer import StepSettings
+from symbiosis.finetuning.packed.model import PackedModel
+from symbiosis.finetuning.trainer import Host
 from tests.conftest import tiny_config
-from tests.training.passes import examples, share, worst
+from tests.finetuning.passes import examples, share, worst
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

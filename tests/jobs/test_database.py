@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from symbiosis.errors import SymbiosisError
+from symbiosis.jobs.database import Records
 from symbiosis.jobs.errors import KeyReused, StorageFull, UnknownFile, UnknownJob, WrongState
-from symbiosis.jobs.notes import Notes, Try
-from symbiosis.jobs.records import Records
+from symbiosis.jobs.event_recorder import Notes, Try
 from symbiosis.jobs.states import Change, State
 
 NASTY = ["'; DROP TABLE jobs; --", '" OR 1=1 --', "%", "_", "\x00", "é" * 60, "../../etc/passwd"]
@@ -173,8 +173,8 @@ def test_a_full_disk_changes_nothing_and_is_said(records):
 CHILD = """
 import sys
 from pathlib import Path
-from symbiosis.jobs.notes import Notes, Try
-from symbiosis.jobs.records import Records
+from symbiosis.jobs.event_recorder import Notes, Try
+from symbiosis.jobs.database import Records
 from symbiosis.jobs.states import State
 records = Records(Path(sys.argv[1]))
 for number in range(100000):

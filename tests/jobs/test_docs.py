@@ -8,8 +8,8 @@ from pathlib import Path
 from symbiosis.jobs.plan import METHODS
 from symbiosis.jobs.queue import JobLimits
 from symbiosis.jobs.states import State
-from symbiosis.server.job_schemas import Hyperparameters
-from symbiosis.server.store import StoreLimits
+from symbiosis.server.adapter_store import StoreLimits
+from symbiosis.server.openai.job_schemas import Hyperparameters
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "fine-tuning.md").read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from symbiosis.jobs.turn import Turn
+from symbiosis.jobs.fair_lock import Turn
 
 
 def test_tenants_take_turns():

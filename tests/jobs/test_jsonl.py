@@ -7,7 +7,7 @@ import json
 import pytest
 
 from symbiosis.jobs.errors import BadTrainingFile
-from symbiosis.jobs.lines import MAX_LINE, Kind, read
+from symbiosis.jobs.jsonl import MAX_LINE, Kind, read
 
 
 def chat(*turns: tuple[str, str], **more: object) -> str:

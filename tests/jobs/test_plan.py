@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 import pytest
 
+from symbiosis.cli.local_finetune import METHODS as LOCAL
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter
-from symbiosis.finetuning import METHODS as LOCAL
+from symbiosis.finetuning.loop.recipe import Recipe
 from symbiosis.jobs import plan
 from symbiosis.jobs.errors import BadPlan
 from symbiosis.jobs.plan import METHODS, Wishes
-from symbiosis.training.recipe import Recipe
 
 
 def made(examples: int = 20, validates: bool = False, **wishes):

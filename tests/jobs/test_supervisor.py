@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from symbiosis.errors import TooManyRequests, UnknownAdapter
-from symbiosis.jobs import admission, data, preparing
+from symbiosis.jobs import admission, data_preparation, tokenized_dataset
 from symbiosis.jobs import supervisor as module
 from symbiosis.jobs.admission import Admission, Wanted
+from symbiosis.jobs.data_preparation import Preparer
+from symbiosis.jobs.database import Records
 from symbiosis.jobs.errors import BadTrainingFile, KeyReused, NameReserved, StorageFull, WrongState
-from symbiosis.jobs.folder import Folder
+from symbiosis.jobs.layout import Folder
 from symbiosis.jobs.plan import Wishes, length, make
-from symbiosis.jobs.preparing import Preparer
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.records import Records
 from symbiosis.jobs.states import State
 from symbiosis.jobs.supervisor import Supervisor
 from tests.tiny_chat import tiny_tokenizer
@@ -489,7 +489,7 @@ async def test_large_files_are_read_while_the_job_is_validating(world):
 
 @played
 async def test_a_file_that_takes_too_long_to_read_is_refused(world, monkeypatch):
-    monkeypatch.setattr(preparing, "_LARGE_S", 0.0)
+    monkeypatch.setattr(data_preparation, "_LARGE_S", 0.0)
     job = world.add("slow", state=State.VALIDATING)
     (world.folder.work(job) / "training_file.jsonl").write_text('{"text": "x y z"}\n' * 20)
     await world.start()
@@ -502,7 +502,7 @@ async def test_nobody_waits_for_the_data_of_a_job_that_was_cancelled(world, monk
     cancelled, waits, other = (world.add(id, state=State.VALIDATING) for id in ("cancelled", "waits", "other"))
     for job, text in ((cancelled, "long"), (waits, "long"), (other, "x y z")):
         (world.folder.work(job) / "training_file.jsonl").write_text(f'{{"text": "{text}"}}\n' * 20)
-    reads, going_on, read, encoded = threading.Event(), threading.Event(), list[str](), data._encoded
+    reads, going_on, read, encoded = threading.Event(), threading.Event(), list[str](), tokenized_dataset._encoded
 
     def slowly(sample, *args):
         read.append(sample.text)
@@ -510,7 +510,7 @@ async def test_nobody_waits_for_the_data_of_a_job_that_was_cancelled(world, monk
         going_on.wait(10)
         return encoded(sample, *args)
 
-    monkeypatch.setattr(data, "_encoded", slowly)
+    monkeypatch.setattr(tokenized_dataset, "_encoded", slowly)
     supervisor, engine = await world.start()
     await asyncio.to_thread(reads.wait, 10)
     for job in (cancelled, waits):
@@ -834,7 +834,7 @@ async def test_a_job_gets_a_name_that_nothing_has(world, monkeypatch):
 @pytest.mark.parametrize("patience_s", [60.0, 0.0])
 def test_data_that_takes_long_is_read_once_the_job_is_accepted(world, monkeypatch, patience_s):
     """Nobody else's request waits for it."""
-    monkeypatch.setattr(preparing, "_AT_ONCE_S", patience_s)
+    monkeypatch.setattr(data_preparation, "_AT_ONCE_S", patience_s)
 
     async def play() -> None:
         _, engine = await world.start()

@@ -8,11 +8,11 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
-from symbiosis import finetuning
+from symbiosis.cli import local_finetune
 from symbiosis.errors import BadData
-from symbiosis.jobs import data, lines
+from symbiosis.jobs import jsonl, tokenized_dataset
 from symbiosis.jobs.errors import BadTrainingFile, StorageFull
-from symbiosis.models.default import default_model_folder
+from symbiosis.models.default_model import default_model_folder
 from tests.tiny_chat import TEMPLATE, tiny_tokenizer
 
 CHATS = [
@@ -33,8 +33,8 @@ def chats(turns=CHATS):
 
 
 def encoded(path, tokenizer, *, max_length=512, truncate=True, max_tokens=10**6):
-    samples = lines.read(path, field="training_file", max_examples=100)
-    return data.encode(
+    samples = jsonl.read(path, field="training_file", max_examples=100)
+    return tokenized_dataset.encode(
         samples, tokenizer, max_length=max_length, truncate=truncate, max_tokens=max_tokens, field="training_file"
     )
 
@@ -60,7 +60,7 @@ def test_equal_to_finetune(tmp_path, request, kind, max_length, rows):
     tokenizer = TOKENIZERS[kind]()
     path = written(tmp_path, rows)
     try:
-        expected, _ = finetuning.encode(finetuning.read_samples(path), tokenizer, max_length)
+        expected, _ = local_finetune.encode(local_finetune.read_samples(path), tokenizer, max_length)
     except BadData:
         with pytest.raises(BadTrainingFile, match="nothing to learn within its first 24 tokens"):
             encoded(path, tokenizer, max_length=max_length)
@@ -74,7 +74,7 @@ def test_labels_are_the_answers_and_weights_take_some_out(tmp_path):
     (row,) = chats(CHATS[1:2])
     row["messages"][2]["weight"] = 0
     ((example,), cut) = encoded(written(tmp_path, [row]), tokenizer)
-    learnt = [token for token in example.labels if token != data.IGNORED]
+    learnt = [token for token in example.labels if token != tokenized_dataset.IGNORED]
     assert (tokenizer.decode(learnt), cut) == ("four<end>", 0)
 
 
@@ -82,7 +82,7 @@ def test_of_a_pair_the_completion_is_learnt(tmp_path):
     tokenizer = tiny_tokenizer()
     ((example,), _) = encoded(written(tmp_path, [{"prompt": "2+2=", "completion": "4"}]), tokenizer)
     assert tokenizer.decode(example.ids) == "2+2=4<end>"
-    assert tokenizer.decode([token for token in example.labels if token != data.IGNORED]) == "4<end>"
+    assert tokenizer.decode([token for token in example.labels if token != tokenized_dataset.IGNORED]) == "4<end>"
 
 
 def test_too_long_is_cut_off_or_refused_as_asked(tmp_path):
@@ -112,8 +112,8 @@ def test_weights_need_answers_that_can_be_told_apart(tmp_path):
 
 
 def test_the_file_for_the_engine(tmp_path):
-    examples = [data.Example([1, 2, 3], [-100, 2, 3]), data.Example([4], [4])]
-    made = data.write(tmp_path / "x.safetensors", examples)
+    examples = [tokenized_dataset.Example([1, 2, 3], [-100, 2, 3]), tokenized_dataset.Example([4], [4])]
+    made = tokenized_dataset.write(tmp_path / "x.safetensors", examples)
     found = load_file(tmp_path / "x.safetensors")
     assert (made.examples, made.tokens) == (2, 4)
     assert {name: value.tolist() for name, value in found.items()} == {
@@ -132,6 +132,6 @@ def test_a_full_disk_leaves_nothing_and_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageFull, match="full") as caught:
-        data.write(tmp_path / "x.safetensors", [data.Example([1], [1])])
+        tokenized_dataset.write(tmp_path / "x.safetensors", [tokenized_dataset.Example([1], [1])])
     assert str(tmp_path) not in str(caught.value)
     assert not list(tmp_path.iterdir())

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from symbiosis.errors import TooManyRequests
+from symbiosis.jobs.database import Records
 from symbiosis.jobs.errors import StorageFull, UnknownFile
-from symbiosis.jobs.files import Files
-from symbiosis.jobs.folder import Folder
+from symbiosis.jobs.layout import Folder
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.records import Records
+from symbiosis.jobs.uploads import Files
 
 
 @pytest.fixture

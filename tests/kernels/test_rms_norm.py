@@ -11,8 +11,8 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.plain_norm import plain_norm
 from symbiosis.kernels.rms_norm import fits, rms_norm
+from symbiosis.kernels.rms_norm_reference import plain_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if torch.cuda.is_available() else []

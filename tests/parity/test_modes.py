@@ -12,8 +12,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
-from symbiosis.client.layers import VirtualConv1D, VirtualLayer, VirtualLinear
 from symbiosis.errors import BadCall, CannotMerge, CannotSave, CannotSplit
+from symbiosis.split.client.virtual_layers import VirtualConv1D, VirtualLayer, VirtualLinear
 from tests.parity.architectures import ARCHITECTURES, _made
 from tests.parity.pair import adapted, assert_same_gradients, connected, gradients, trainable, twin
 

@@ -15,7 +15,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import symbiosis
-from symbiosis.server.store import StoreLimits
+from symbiosis.server.adapter_store import StoreLimits
 from tests.tiny_chat import TEMPLATE, make_tiny_chat, tiny_tokenizer
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import openai
 import pytest
 
+from symbiosis.app.http_host import check_http
 from symbiosis.errors import AddressInUse, BadAddress, InsecureListen, SymbiosisError
-from symbiosis.hosting import check_http
 from symbiosis.server.app import Server
-from symbiosis.server.keys import OPEN_PATHS, Guard, Keys, is_tenants
+from symbiosis.server.auth import OPEN_PATHS, Guard, Keys, is_tenants
 from symbiosis.server.metrics import Metrics
 from symbiosis.server.settings import ADMIN, Settings
 from tests.server.conftest import ANN, BOB, CHAT, CHIEF

@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from symbiosis.server.schemas import Chat, Completion, Detokenize
+from symbiosis.server.openai.schemas import Chat, Completion, Detokenize
 from tests.server.conftest import CHAT
 
 BAD = [

@@ -20,12 +20,12 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from symbiosis.jobs.database import Records
 from symbiosis.jobs.plan import Wishes
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.records import Records
 from symbiosis.jobs.states import State
-from symbiosis.server.job_shapes import job_body
-from symbiosis.server.store import FIELDS, StoreLimits
+from symbiosis.server.adapter_store import FIELDS, StoreLimits
+from symbiosis.server.openai.job_responses import job_body
 from tests.server.conftest import ANN, BOB, CHIEF
 from tests.tiny_chat import tiny_tokenizer
 

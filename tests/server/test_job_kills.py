@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from tests.server.test_tuning import LONG, created, until, uploaded
+from tests.server.test_fine_tuning import LONG, created, until, uploaded
 
 STEPS = 60
 SLOW = {**LONG, "n_steps": STEPS, "checkpoint_every": 4, "learning_rate": 1e-2}
@@ -82,7 +82,7 @@ def test_the_http_process_is_killed_and_every_job_ends_in_the_same_adapter(world
 
 
 def served(folder: Path, root: Path) -> tuple[subprocess.Popen, str]:
-    command = [sys.executable, "-m", "symbiosis.cli", "serve", str(folder), "--listen", "shm://", "--http", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "symbiosis", "serve", str(folder), "--listen", "shm://", "--http", "127.0.0.1:0"]
     command += ["--uploads", str(root / "up")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
     url = next((line.split()[2] for line in process.stdout if line.startswith("listening at http")), None)

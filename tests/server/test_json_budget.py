@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.errors import TooLarge
-from symbiosis.server import values
-from symbiosis.server.values import check_values
+from symbiosis.server.requests import json_budget
+from symbiosis.server.requests.json_budget import check_values
 
 TEXT = st.text(alphabet='ab"\\,:[]{}\n\u00e4', max_size=8)
 ANYTHING = st.recursive(
@@ -40,14 +40,14 @@ def test_as_many_as_there_are_and_not_one_more(value, ascii):
     with pytest.MonkeyPatch.context() as patch:
         found = {"_MOST_TEXTS": texts, "_MOST_KEYS": keys, "_MOST_GROUPS": groups, "_MOST_VALUES": commas + 1}
         for name, most in found.items():
-            patch.setattr(values, name, most)
+            patch.setattr(json_budget, name, most)
         check_values(body)
         for name, most in found.items():
             if most:
-                patch.setattr(values, name, most - 1)
+                patch.setattr(json_budget, name, most - 1)
                 with pytest.raises(TooLarge, match=f"at most {most - 1} are taken"):
                     check_values(body)
-                patch.setattr(values, name, most)
+                patch.setattr(json_budget, name, most)
 
 
 @given(st.binary())

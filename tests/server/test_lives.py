@@ -93,7 +93,7 @@ def test_a_request_that_makes_passes_fail_is_500_and_the_others_are_answered(sit
 @contextmanager
 def serving(folder, *more: object) -> Iterator[tuple[subprocess.Popen[str], Site]]:
     """`symbiosis serve --http` as its own process."""
-    command = [sys.executable, "-m", "symbiosis.cli", "serve", folder, "--listen", "shm://", "--http", "127.0.0.1:0", *more]
+    command = [sys.executable, "-m", "symbiosis", "serve", folder, "--listen", "shm://", "--http", "127.0.0.1:0", *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True, env=environment)
     try:

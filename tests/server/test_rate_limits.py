@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from symbiosis.errors import SymbiosisError, TooManyRequests
-from symbiosis.server.limits import Allowances, RequestLimits
+from symbiosis.server.rate_limits import Allowances, RequestLimits
 from tests.server.conftest import ANN, BOB
 
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 250, "stream": True, "extra_body": {"ignore_eos": True}}

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from symbiosis.errors import ContextTooLong
-from symbiosis.server.tokens import Tokens
+from symbiosis.server.tokenizer import Tokens
 from tests.tiny_chat import tiny_tokenizer
 
 

@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from symbiosis.errors import QuotaExceeded, SymbiosisError
-from symbiosis.server.failures import BadRequest
-from symbiosis.server.forms import Form
-from symbiosis.server.store import FIELDS, NOTE, Store, StoreLimits, kept, lock, remove_deserted, remove_left_over
+from symbiosis.server.adapter_store import FIELDS, NOTE, Store, StoreLimits, kept, lock, remove_deserted, remove_left_over
+from symbiosis.server.openai.errors import BadRequest
+from symbiosis.server.requests.multipart import Form
 from tests.server.conftest import ANN, BOB, CHIEF
 
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}

@@ -18,12 +18,12 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from symbiosis.engine.attention import KeyValues
-from symbiosis.engine.engine import Core, Engine
-from symbiosis.engine.sequences import Sampling
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
-from tests.engine.test_engine import greedy
+from symbiosis.serving.engine import Core, Engine
+from symbiosis.serving.model.paged_attention import KeyValues
+from symbiosis.serving.scheduling.sequence import Sampling
+from tests.serving.test_engine import greedy
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from symbiosis.engine.stops import Detokenizer, StopStrings, TextStream
 from symbiosis.errors import OutOfRange
+from symbiosis.serving.detokenizer import Detokenizer, StopStrings, TextStream
 from tests.tiny_chat import tiny_tokenizer
 
 CORPUS = [
@@ -241,7 +241,7 @@ class TestTextStream:
 def test_the_default_model_too(real_cache):
     from transformers import AutoTokenizer
 
-    from symbiosis.models.default import default_model_folder
+    from symbiosis.models.default_model import default_model_folder
 
     tokenizer = AutoTokenizer.from_pretrained(default_model_folder())
     rng = random.Random(0)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
-from symbiosis.engine.engine import Core, Engine
-from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.errors import CannotServe, ContextTooLong, OutOfRange, UnknownAdapter
+from symbiosis.serving.engine import Core, Engine
+from symbiosis.serving.scheduling.sequence import Reason, Sampling
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]

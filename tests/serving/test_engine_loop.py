@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from symbiosis.engine.desk import Accepted, Desk, Ended, Event, Order, Refused, Settled, Token
-from symbiosis.engine.engine import Core
-from symbiosis.engine.residency import ResidencyConfig
-from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.errors import AdapterExists, BadAdapter, Closed, ContextTooLong, PassFailed, UnknownAdapter
+from symbiosis.serving.engine import Core
+from symbiosis.serving.engine_loop import Accepted, Desk, Ended, Event, Order, Refused, Settled, Token
+from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+from symbiosis.serving.scheduling.sequence import Reason, Sampling
 
 WISH = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
 LONG = Sampling(temperature=0.0, max_tokens=400, ignore_eos=True)

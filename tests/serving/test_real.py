@@ -10,10 +10,10 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 
-from symbiosis.engine.engine import Core
-from symbiosis.engine.sequences import Sampling
-from symbiosis.models.joining import join
-from symbiosis.models.source import load_both, shared_copy
+from symbiosis.models.fuse_projections import join
+from symbiosis.models.loading import load_both, shared_copy
+from symbiosis.serving.engine import Core
+from symbiosis.serving.scheduling.sequence import Sampling
 
 NEW = 24
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -11,9 +11,9 @@ import pytest
 
 import symbiosis
 from symbiosis.errors import AddressInUse, BadAddress, InsecureListen, Unreachable
-from symbiosis.links import dial
-from symbiosis.links.shm import ShmPort, runtime_folder
-from symbiosis.links.tcp import TcpPort, is_loopback
+from symbiosis.transport import zmq_client
+from symbiosis.transport.shm import ShmPort, runtime_folder
+from symbiosis.transport.tcp import TcpPort, is_loopback
 from tests.conftest import Serve
 
 BAD = [
@@ -86,7 +86,7 @@ def test_a_taken_name_is_named_and_can_be_had_afterwards(serve: Serve):
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "shm://nobody-here"])
 def test_a_wrong_address_fails_within_seconds(address: str, monkeypatch):
-    monkeypatch.setattr(dial, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(zmq_client, "_CONNECT_S", 0.3)
     with pytest.raises(Unreachable, match="is the executor running there"):
         symbiosis.connect(address)
 
@@ -97,7 +97,7 @@ def test_a_host_that_does_not_exist_is_named():
 
 
 def test_somebody_else_at_the_address_fails_within_seconds(monkeypatch):
-    monkeypatch.setattr(dial, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(zmq_client, "_CONNECT_S", 0.5)
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()

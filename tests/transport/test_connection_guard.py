@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from symbiosis.links import connections
-from symbiosis.links.connections import Connections
-from symbiosis.links.tcp import TcpPort
+from symbiosis.transport import connection_guard
+from symbiosis.transport.connection_guard import Connections
+from symbiosis.transport.tcp import TcpPort
 
 MOST = 1 << 20
 
@@ -141,7 +141,7 @@ def test_what_the_wire_adds_to_messages_does_not_add_up(router, watch, call, mon
         caller.send(b"x")
         hear(router, watch)
         if number % 250 == 249:
-            time.sleep(3 * connections._LOOK_EVERY_S)
+            time.sleep(3 * connection_guard._LOOK_EVERY_S)
     assert not caller.is_cut(0.3)
 
 
@@ -170,7 +170,7 @@ def test_who_is_cut_is_let_go_and_its_descriptor_may_be_anothers(router, watch, 
 
 
 def test_of_many_without_a_channel_the_oldest_go(router, watch, call, monkeypatch):
-    monkeypatch.setattr(connections, "_STRANGERS", 3)
+    monkeypatch.setattr(connection_guard, "_STRANGERS", 3)
     first = call()
     first.send(b"hello")
     watch.belongs(hear(router, watch), "first")
@@ -184,8 +184,8 @@ def test_of_many_without_a_channel_the_oldest_go(router, watch, call, monkeypatc
 
 def test_a_descriptor_that_is_no_connection_is_no_fault(tmp_path):
     with (tmp_path / "file").open("w") as file:
-        assert connections._state(file.fileno()) is None
-    assert connections._state(1 << 20) is None
+        assert connection_guard._state(file.fileno()) is None
+    assert connection_guard._state(1 << 20) is None
 
 
 def test_nobody_knows_the_number_of_who_brings_no_id():

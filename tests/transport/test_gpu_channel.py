@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from symbiosis.errors import BadMessage, Closed, ExecutorLost, SymbiosisError
-from symbiosis.links import cuda, driver
-from symbiosis.links.cuda import REQUEST, CudaCaller, CudaChannel
-from symbiosis.links.shm import ShmLink
-from symbiosis.messages import Kind, Message, encode
+from symbiosis.gpu import driver
+from symbiosis.transport import gpu_channel
+from symbiosis.transport.gpu_channel import REQUEST, CudaCaller, CudaChannel
+from symbiosis.transport.messages import Kind, Message, encode
+from symbiosis.transport.shm import ShmLink
 from tests.conftest import Serve
 
 CPU = torch.device("cpu")
@@ -205,7 +206,7 @@ def test_after_an_interrupt_a_dead_executor_is_an_error_and_no_hang(there, monke
 
 
 def said(channel: CudaChannel, frame: bytes) -> Message:
-    at = cuda._slot(channel._next)
+    at = gpu_channel._slot(channel._next)
     channel._host[at : at + 4 + len(frame)] = len(frame).to_bytes(4, "little") + frame
     return channel.take()
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from symbiosis.errors import BadMessage, SymbiosisError, TooLarge, VersionMismatch
-from symbiosis.messages import (
+from symbiosis.transport.messages import (
     _HEADER,
     _TENSOR,
     ALIGN,

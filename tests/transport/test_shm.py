@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from symbiosis.errors import BadMessage
-from symbiosis.links.dial import ConnectionCut
-from symbiosis.links.memory import SharedMemory
-from symbiosis.links.shm import ShmLink, runtime_folder
-from symbiosis.messages import Kind, Message
+from symbiosis.transport.messages import Kind, Message
+from symbiosis.transport.shared_memory import SharedMemory
+from symbiosis.transport.shm import ShmLink, runtime_folder
+from symbiosis.transport.zmq_client import ConnectionCut
 from tests.conftest import Serve
 
 

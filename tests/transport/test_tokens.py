@@ -10,12 +10,12 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 import symbiosis
-from symbiosis import launch
+from symbiosis.app import executor as launch
 from symbiosis.errors import Unauthorized
-from symbiosis.links import keys
-from symbiosis.links.dial import Connection
-from symbiosis.links.tcp import TcpLink
-from symbiosis.messages import Kind, Message, decode, encode
+from symbiosis.transport import curve_keys
+from symbiosis.transport.messages import Kind, Message, decode, encode
+from symbiosis.transport.tcp import TcpLink
+from symbiosis.transport.zmq_client import Connection
 from tests.conftest import TOKENS, Serve
 
 
@@ -69,8 +69,8 @@ def raw_socket(context: zmq.Context, address: str, token: str, routing_id: bytes
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.ROUTING_ID, routing_id)
-    pair = keys.tenant_keys(token)
-    dealer.curve_serverkey = keys.executor_keys().public
+    pair = curve_keys.tenant_keys(token)
+    dealer.curve_serverkey = curve_keys.executor_keys().public
     dealer.curve_publickey, dealer.curve_secretkey = pair.public, pair.secret
     dealer.connect(address)
     return dealer
@@ -114,7 +114,7 @@ class Impostor:
         self._authenticator.start()
         self._authenticator.configure_curve(domain="*", location=zmq.auth.CURVE_ALLOW_ANY)
         self._socket = self._context.socket(zmq.ROUTER)
-        pair = keys.executor_keys()
+        pair = curve_keys.executor_keys()
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = pair.public, pair.secret
         self._socket.bind(address)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from symbiosis.adapters.fields import Fields
+from symbiosis.adapters.config_fields import Fields
 from symbiosis.adapters.files import CONFIG, Limits, shown
-from symbiosis.adapters.patterns import Effort, Pattern
+from symbiosis.adapters.safe_regex import Effort, Pattern
 from symbiosis.adapters.targets import Choice, Targets
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 

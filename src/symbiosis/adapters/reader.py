@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, Method, PromptSettings, parse
-from symbiosis.adapters.facts import ModelFacts, ModuleFacts
 from symbiosis.adapters.files import CONFIG, TENSORS, HeldTensors, Limits, TensorFile, listed, opened, shown, strict_json
+from symbiosis.adapters.model_facts import ModelFacts, ModuleFacts
 from symbiosis.adapters.parts import Adapter, LowRank, Part, Prefix, Prompt, Scaling, Tokens, Whole, assemble
-from symbiosis.adapters.stored import Role, Stored, described
 from symbiosis.adapters.targets import Targets, saved_paths
+from symbiosis.adapters.tensor_names import Role, Stored, described
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 from symbiosis.types import LayerKind
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from symbiosis.adapters.facts import ModelFacts
-from symbiosis.adapters.patterns import Effort, Pattern
+from symbiosis.adapters.model_facts import ModelFacts
+from symbiosis.adapters.safe_regex import Effort, Pattern
 from symbiosis.types import LayerKind
 
 ALL_LINEAR = "all-linear"

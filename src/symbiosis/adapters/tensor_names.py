@@ -8,8 +8,8 @@ from enum import StrEnum
 from torch import Tensor
 
 from symbiosis.adapters.config import Method
-from symbiosis.adapters.facts import ModelFacts, ModuleFacts
 from symbiosis.adapters.files import CONFIG, TENSORS, HeldTensors, TensorFile, listed, shown
+from symbiosis.adapters.model_facts import ModelFacts, ModuleFacts
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
 PROMPT = "prompt_embeddings"

@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from symbiosis.client.model import MODES, assemble
+from symbiosis.app.http_host import Hosting
+from symbiosis.device_sharing.gpu_partition import turns_on
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
-from symbiosis.executor.beside import turns_on
-from symbiosis.executor.layers import make_layer
-from symbiosis.executor.loop import Loop
-from symbiosis.executor.policies import POLICIES, Policy
-from symbiosis.executor.service import Service
-from symbiosis.hosting import Hosting
-from symbiosis.links.base import Link, Port
-from symbiosis.links.inproc import InprocLink, InprocPort
-from symbiosis.links.shm import ShmLink, ShmPort
-from symbiosis.links.tcp import TcpLink, TcpPort
-from symbiosis.messages import Kind, Message
-from symbiosis.models.joining import join
-from symbiosis.models.part import load_weights, store_bytes, store_weights, unpack_tokenizer
-from symbiosis.models.place import device_of, dtype_of
-from symbiosis.models.source import ModelSource, load, shared_copy
+from symbiosis.models.client_part import load_weights, store_bytes, store_weights, unpack_tokenizer
+from symbiosis.models.device_dtype import device_of, dtype_of
+from symbiosis.models.fuse_projections import join
+from symbiosis.models.loading import ModelSource, load, shared_copy
 from symbiosis.models.split import Progress, Split, split
+from symbiosis.split.client.assemble import MODES, assemble
+from symbiosis.split.executor.layers import make_layer
+from symbiosis.split.executor.loop import Loop
+from symbiosis.split.executor.policies import POLICIES, Policy
+from symbiosis.split.executor.service import Service
+from symbiosis.transport.base import Link, Port
+from symbiosis.transport.inproc import InprocLink, InprocPort
+from symbiosis.transport.messages import Kind, Message
+from symbiosis.transport.shm import ShmLink, ShmPort
+from symbiosis.transport.tcp import TcpLink, TcpPort
 from symbiosis.types import BlobRef, Limits, Manifest
 
 _PORTS: dict[str, type[TcpPort] | type[ShmPort]] = {"tcp": TcpPort, "shm": ShmPort}

@@ -22,10 +22,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from symbiosis.engine.engine import Core
-from symbiosis.engine.names import owned
-from symbiosis.engine.residency import ResidencyConfig
-from symbiosis.engine.window import Window
+from symbiosis.adapters.names import owned
+from symbiosis.app.training_service import NoWorkshop, Workshop
+from symbiosis.device_sharing.cpu_turns import Turns
+from symbiosis.device_sharing.gpu_partition import turns_on
 from symbiosis.errors import (
     AddressInUse,
     BadAdapter,
@@ -36,17 +36,17 @@ from symbiosis.errors import (
     SymbiosisError,
     UnsupportedAdapter,
 )
-from symbiosis.executor.beside import turns_on
-from symbiosis.executor.turns import Turns
+from symbiosis.finetuning.config import HostConfig
+from symbiosis.finetuning.trainer import Host
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.links.shm import runtime_folder
-from symbiosis.models.source import shared_copy
-from symbiosis.server import store
-from symbiosis.server.limits import RequestLimits
+from symbiosis.models.loading import shared_copy
+from symbiosis.server import adapter_store
+from symbiosis.server.rate_limits import RequestLimits
 from symbiosis.server.settings import Settings
-from symbiosis.training.config import HostConfig
-from symbiosis.training.host import Host
-from symbiosis.workshop import NoWorkshop, Workshop
+from symbiosis.serving.engine import Core
+from symbiosis.serving.ipc_server import Window
+from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+from symbiosis.transport.shm import runtime_folder
 
 _START_S = 120.0
 _FINISH_S = 40.0
@@ -85,7 +85,7 @@ class Hosting:
         uploads: str | Path | None = None,
         jobs: str | Path | None = None,
         job_limits: JobLimits | None = None,
-        store_limits: store.StoreLimits | None = None,
+        store_limits: adapter_store.StoreLimits | None = None,
         requests: RequestLimits | None = None,
         residency: ResidencyConfig | None = None,
         patience_s: float = 20.0,
@@ -114,7 +114,7 @@ class Hosting:
                 uploads=str(self._uploads.folder),
                 jobs=str(self._jobs.folder),
                 job_limits=job_limits or JobLimits(),
-                store=store_limits or store.StoreLimits(),
+                store=store_limits or adapter_store.StoreLimits(),
                 requests=requests or RequestLimits(),
                 patience_s=patience_s,
                 hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
@@ -197,9 +197,9 @@ class _Kept:
     def __init__(self, folder: str | Path | None, what: str, option: str) -> None:
         self._is_ours = folder is None
         if folder is None:
-            store.remove_deserted(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
+            adapter_store.remove_deserted(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
         self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY) if folder is None else folder).resolve()
-        self._lock = store.lock(self.folder, what, option)
+        self._lock = adapter_store.lock(self.folder, what, option)
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -214,11 +214,11 @@ class _Uploads(_Kept):
 
     def __init__(self, folder: str | Path | None) -> None:
         super().__init__(folder, "adapters", "--uploads")
-        store.remove_left_over(self.folder)
+        adapter_store.remove_left_over(self.folder)
 
     def serve(self, core: Core) -> None:
         """What is kept from another time; what does not fit this model stays where it is."""
-        for each in store.kept(self.folder):
+        for each in adapter_store.kept(self.folder):
             try:
                 core.add_adapter(owned(each.owner, each.name), each.folder)
             except SymbiosisError as error:

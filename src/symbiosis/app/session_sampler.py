@@ -14,15 +14,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from symbiosis.adapters.folder import from_memory
-from symbiosis.engine.desk import Desk, Ended, Event, Order, Refused, Token
-from symbiosis.engine.engine import Answer, Core, tokens_of
-from symbiosis.engine.sampler import Logprobs
-from symbiosis.engine.sequences import Reason, Sampling, within
-from symbiosis.engine.sequences import Sequence as Request
+from symbiosis.adapters.reader import from_memory
 from symbiosis.errors import OutOfRange
-from symbiosis.training.adapter import Snapshot
-from symbiosis.training.sampling import Answer as AnyAnswer
+from symbiosis.finetuning.sampler_protocol import Answer as AnyAnswer
+from symbiosis.finetuning.trained_adapter import Snapshot
+from symbiosis.serving.engine import Answer, Core, tokens_of
+from symbiosis.serving.engine_loop import Desk, Ended, Event, Order, Refused, Token
+from symbiosis.serving.model.sampler import Logprobs
+from symbiosis.serving.scheduling.sequence import Reason, Sampling, within
+from symbiosis.serving.scheduling.sequence import Sequence as Request
 
 _SETTINGS = [each.name for each in fields(Sampling)]
 _DEFAULTS = {"temperature": 0.0, "max_tokens": 32}

@@ -10,16 +10,16 @@ import torch
 from peft import PeftConfig
 from transformers import PreTrainedModel
 
-from symbiosis.engine.engine import Core
+from symbiosis.app.session_sampler import Sampler
+from symbiosis.device_sharing.gpu_partition import turns_on
 from symbiosis.errors import OutOfRange
-from symbiosis.executor.beside import turns_on
-from symbiosis.models.joining import join
-from symbiosis.models.place import device_of, dtype_of
-from symbiosis.models.source import ModelSource, check_plain, load_both, shared_copy
-from symbiosis.sampling import Sampler
-from symbiosis.training.config import HostConfig, HostStats
-from symbiosis.training.host import Host
-from symbiosis.training.session import Session
+from symbiosis.finetuning.config import HostConfig, HostStats
+from symbiosis.finetuning.session import Session
+from symbiosis.finetuning.trainer import Host
+from symbiosis.models.device_dtype import device_of, dtype_of
+from symbiosis.models.fuse_projections import join
+from symbiosis.models.loading import ModelSource, check_plain, load_both, shared_copy
+from symbiosis.serving.engine import Core
 
 _SHARE = 0.5
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.adapters.parts import Adapter
-from symbiosis.engine.desk import Refused, Settled
-from symbiosis.engine.engine import Core
-from symbiosis.engine.window import News, Window, text, whole
 from symbiosis.errors import BadAdapter, BadMessage, Closed, SymbiosisError
-from symbiosis.training import events
-from symbiosis.training.host import Host
-from symbiosis.training.jobs import JobOrder, Jobs
-from symbiosis.training.recipe import Recipe
+from symbiosis.finetuning.loop import events
+from symbiosis.finetuning.loop.job_runner import JobOrder, Jobs
+from symbiosis.finetuning.loop.recipe import Recipe
+from symbiosis.finetuning.trainer import Host
+from symbiosis.serving.engine import Core
+from symbiosis.serving.engine_loop import Refused, Settled
+from symbiosis.serving.ipc_server import News, Window, text, whole
 
 _MAX_PATH = 4096
 _MAX_COUNT = (1 << 31) - 1

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from symbiosis.cli.http_client import Site
 from symbiosis.errors import SymbiosisError
-from symbiosis.site import Site
 
 Write = Callable[[str], None]
 

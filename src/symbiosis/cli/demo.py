@@ -24,12 +24,12 @@ from rich.live import Live
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from symbiosis.chatting import Speaker, speaker, with_adapter
-from symbiosis.demo_figures import DemoFailed, Report, Run, Tenant, memory, plot, report, view, write
-from symbiosis.finetuning import FinetuneConfig, Sample, finetune, read_samples
-from symbiosis.launch import fetch_stats
-from symbiosis.models.default import default_model_folder
-from symbiosis.talk import Sampling
+from symbiosis.app.executor import fetch_stats
+from symbiosis.cli.chat import Sampling
+from symbiosis.cli.demo_report import DemoFailed, Report, Run, Tenant, memory, plot, report, view, write
+from symbiosis.cli.local_chat import Speaker, speaker, with_adapter
+from symbiosis.cli.local_finetune import FinetuneConfig, Sample, finetune, read_samples
+from symbiosis.models.default_model import default_model_folder
 
 _DATA = Path(__file__).parent / "demo_data"
 _SAMPLING = Sampling(max_new_tokens=24)
@@ -147,7 +147,7 @@ def run_demo(out: Path, steps: int, console: Console) -> bool:
 @contextmanager
 def _executor(out: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """`symbiosis serve` as a process of its own: its id, and its addresses by kind."""
-    command = [sys.executable, "-m", "symbiosis.cli", "serve", "--listen", f"shm://demo-{os.getpid()}"]
+    command = [sys.executable, "-m", "symbiosis", "serve", "--listen", f"shm://demo-{os.getpid()}"]
     with (out / "executor.log").open("w") as log:
         process = subprocess.Popen([*command, "--listen", "tcp://127.0.0.1:0"], stdout=subprocess.PIPE, stderr=log, text=True)
     try:

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from transformers import TextStreamer
 
 from symbiosis.adapters.files import CONFIG, TENSORS, strict_json
+from symbiosis.app.executor import connect
+from symbiosis.cli.chat import BadPrompt, Sampling
 from symbiosis.errors import BadAdapter, SymbiosisError
-from symbiosis.launch import connect
-from symbiosis.talk import BadPrompt, Sampling
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:

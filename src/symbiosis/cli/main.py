@@ -14,7 +14,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from symbiosis import __version__
-from symbiosis.commands import adapters, chat, demo, finetune, jobs, serve, top
+from symbiosis.cli.commands import adapters, chat, demo, finetune, jobs, serve, top
 from symbiosis.errors import SymbiosisError
 
 err = Console(stderr=True)

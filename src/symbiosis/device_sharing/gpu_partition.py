@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
+from symbiosis.device_sharing.cpu_turns import Permit, Turns
+from symbiosis.device_sharing.share_controller import Steering, tail
 from symbiosis.errors import SymbiosisError
-from symbiosis.executor.steering import Steering, tail
-from symbiosis.executor.turns import Permit, Turns
-from symbiosis.links import driver
+from symbiosis.gpu import driver
 
 SLOWDOWN = 1.3
 """How many times as long a token may take while jobs train."""

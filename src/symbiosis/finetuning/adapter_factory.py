@@ -30,13 +30,13 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis import kernels
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, Method, PromptSettings, Settings, parse
-from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.files import CONFIG, Limits, shown
+from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.errors import BadAdapter, SymbiosisError, TooLarge, UnsupportedAdapter
-from symbiosis.models.source import frozen_copy
-from symbiosis.training.adapter import Trained, Virtual
-from symbiosis.training.changes import LowRank, Part, Scale
-from symbiosis.training.flat import Flat, fits
+from symbiosis.finetuning.packed.flat_lora import Flat, fits
+from symbiosis.finetuning.packed.lora_math import LowRank, Part, Scale
+from symbiosis.finetuning.trained_adapter import Trained, Virtual
+from symbiosis.models.loading import frozen_copy
 
 _NAME = "default"
 _ROOT = "base_model.model."

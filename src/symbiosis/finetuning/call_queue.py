@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, TypeGuard
 
 from symbiosis.errors import OutOfOrder, OutOfRange, SymbiosisError, TooManyRequests, Withdrawn
-from symbiosis.training.calls import Call, ForwardBackward, Load, OptimStep, Sample
+from symbiosis.finetuning.calls import Call, ForwardBackward, Load, OptimStep, Sample
 
 _REMEMBERED = 64
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from symbiosis.training.adapter import Snapshot
-from symbiosis.training.examples import Example
-from symbiosis.training.optimizer import StepSettings
-from symbiosis.training.sampling import Asked
+from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.optimizer import StepSettings
+from symbiosis.finetuning.sampler_protocol import Asked
+from symbiosis.finetuning.trained_adapter import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.files import CONFIG, TENSORS, shown
-from symbiosis.adapters.folder import read
+from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter, Scaling
 from symbiosis.adapters.parts import LowRank as StoredLowRank
+from symbiosis.adapters.reader import read
 from symbiosis.errors import BadAdapter, Diverged, NotStored, OutOfRange
-from symbiosis.training.adapter import Snapshot, Trained
-from symbiosis.training.changes import LowRank, Scale
-from symbiosis.training.optimizer import KEPT
+from symbiosis.finetuning.optimizer import KEPT
+from symbiosis.finetuning.packed.lora_math import LowRank, Scale
+from symbiosis.finetuning.trained_adapter import Snapshot, Trained
 
 STATE = "training_state.safetensors"
 """The optimizer's tensors, the parameters of an encoder, and how far the session had got."""

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from symbiosis.errors import BadData, OutOfRange
-from symbiosis.training.examples import IGNORED, Example
+from symbiosis.finetuning.examples import IGNORED, Example
 
 MAX_BYTES = 4 << 30
 _NAMES = ("ends", "ids", "labels")

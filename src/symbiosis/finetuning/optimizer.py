@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import BadCall, OutOfRange
-from symbiosis.training.flat import Flat, FlatGradients
+from symbiosis.finetuning.packed.flat_lora import Flat, FlatGradients
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names of parameters that Trainer's weight decay leaves alone."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from symbiosis.training.adapter import Snapshot
+from symbiosis.finetuning.trained_adapter import Snapshot
 
 
 class Answer(Protocol):

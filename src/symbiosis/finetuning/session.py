@@ -14,15 +14,15 @@ from typing import Any, TypeAlias
 
 from symbiosis.adapters.files import shown
 from symbiosis.errors import CannotServe, OutOfRange
-from symbiosis.training.adapter import NOTHING, Snapshot, Trained
-from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
-from symbiosis.training.data import Data
-from symbiosis.training.examples import Example, check, digest
-from symbiosis.training.line import Line
-from symbiosis.training.optimizer import Optimizer, StepSettings, optimizer_of
-from symbiosis.training.pack import Piece, predicted
-from symbiosis.training.sampling import Answer, Sampler
-from symbiosis.training.saving import Progress
+from symbiosis.finetuning.call_queue import Line
+from symbiosis.finetuning.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
+from symbiosis.finetuning.checkpoint import Progress
+from symbiosis.finetuning.dataset import Data
+from symbiosis.finetuning.examples import Example, check, digest
+from symbiosis.finetuning.optimizer import Optimizer, StepSettings, optimizer_of
+from symbiosis.finetuning.packed.batch import Piece, predicted
+from symbiosis.finetuning.sampler_protocol import Answer, Sampler
+from symbiosis.finetuning.trained_adapter import NOTHING, Snapshot, Trained
 
 Submit: TypeAlias = Callable[["Session", Call, int | None], Future[Any]]
 

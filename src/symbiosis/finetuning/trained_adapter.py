@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from symbiosis.training.changes import Part
-from symbiosis.training.flat import Flat
+from symbiosis.finetuning.packed.flat_lora import Flat
+from symbiosis.finetuning.packed.lora_math import Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,29 +26,29 @@ from peft import PeftConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from symbiosis import tiny_numbers
-from symbiosis.adapters.facts import ModelFacts
 from symbiosis.adapters.files import shown
+from symbiosis.adapters.model_facts import ModelFacts
+from symbiosis.common import denormals
+from symbiosis.device_sharing.cpu_turns import Permit, Turns
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
-from symbiosis.executor.turns import Permit, Turns
-from symbiosis.models.positions import most_tokens
-from symbiosis.training import saving
-from symbiosis.training.adapter import Trained
-from symbiosis.training.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
-from symbiosis.training.coming import Coming
-from symbiosis.training.config import HostConfig, HostStats
-from symbiosis.training.fairness import Candidate
-from symbiosis.training.lengths import FEW_ROWS
-from symbiosis.training.line import Line, withdrawn
-from symbiosis.training.loss import takes_items
-from symbiosis.training.making import Maker
-from symbiosis.training.optimizer import AnyOptimizer
-from symbiosis.training.pack import Share
-from symbiosis.training.packed import Outcome, PackedModel
-from symbiosis.training.portions import Portions
-from symbiosis.training.sampling import Sampler
-from symbiosis.training.saving import Progress
-from symbiosis.training.session import Bounds, Session
+from symbiosis.finetuning import checkpoint
+from symbiosis.finetuning.adapter_factory import Maker
+from symbiosis.finetuning.call_queue import Line, withdrawn
+from symbiosis.finetuning.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
+from symbiosis.finetuning.checkpoint import Progress
+from symbiosis.finetuning.config import HostConfig, HostStats
+from symbiosis.finetuning.optimizer import AnyOptimizer
+from symbiosis.finetuning.packed.async_copy import Coming
+from symbiosis.finetuning.packed.batch import Share
+from symbiosis.finetuning.packed.loss import takes_items
+from symbiosis.finetuning.packed.model import Outcome, PackedModel
+from symbiosis.finetuning.sampler_protocol import Sampler
+from symbiosis.finetuning.scheduling.batch_planner import Portions
+from symbiosis.finetuning.scheduling.fairness import Candidate
+from symbiosis.finetuning.scheduling.step_time_fairness import FEW_ROWS
+from symbiosis.finetuning.session import Bounds, Session
+from symbiosis.finetuning.trained_adapter import Trained
+from symbiosis.models.max_length import most_tokens
 
 _STEP = 2000
 """How many rows a step of as many parameters as the model has would cost.
@@ -281,7 +281,7 @@ class Host:
 
     def _run(self) -> None:
         why: SymbiosisError = Closed("hosted training has stopped")
-        tiny_numbers.count_as_zero()
+        denormals.count_as_zero()
         try:
             while self._round():
                 pass
@@ -394,11 +394,11 @@ class Host:
                 if call.optimizer and optimizer.has_gradients:
                     raise BadCall("gradients have gathered: call optim_step before saving the optimizer")
                 state = optimizer.state() if call.optimizer else None
-                made = saving.save(call.folder, adapter, state, session.progress, replace=call.replace)
+                made = checkpoint.save(call.folder, adapter, state, session.progress, replace=call.replace)
                 if call.keep is not None:
                     call.keep(made)
             else:
-                resumed = saving.load(call.folder, adapter, self._maker.facts)
+                resumed = checkpoint.load(call.folder, adapter, self._maker.facts)
                 optimizer.restore(resumed.optimizer)
                 session.progress = resumed.progress
         except Exception as error:  # noqa: BLE001 - whatever went wrong with a file is this call's answer

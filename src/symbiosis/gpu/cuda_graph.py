@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from symbiosis.links import driver
+from symbiosis.gpu import driver
 
 _Found = TypeVar("_Found")
 

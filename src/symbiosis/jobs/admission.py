@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.errors import TooManyRequests
+from symbiosis.jobs.data_preparation import AT_ONCE, Preparer
+from symbiosis.jobs.database import Job, Records
 from symbiosis.jobs.errors import KeyReused
-from symbiosis.jobs.folder import Folder
-from symbiosis.jobs.notes import Shelf
+from symbiosis.jobs.event_recorder import Shelf
+from symbiosis.jobs.layout import Folder
 from symbiosis.jobs.plan import Wishes
-from symbiosis.jobs.preparing import AT_ONCE, Preparer
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.records import Job, Records
 from symbiosis.jobs.states import State
 from symbiosis.jobs.supervisor import Supervisor
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.errors import NoTokenizer
-from symbiosis.jobs import data, lines, plan
-from symbiosis.jobs.disk import to_disk, told
+from symbiosis.jobs import jsonl, plan, tokenized_dataset
+from symbiosis.jobs.atomic_files import to_disk, told
 from symbiosis.jobs.errors import BadTrainingFile, UnknownFile, WrongState
-from symbiosis.jobs.folder import Folder
+from symbiosis.jobs.fair_lock import Turn
+from symbiosis.jobs.layout import Folder
 from symbiosis.jobs.plan import Plan, Wishes
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.turn import Turn
 
 AT_ONCE = 1 << 20
 """Files of so many bytes together are checked before a job is accepted; larger ones while it is `validating_files`."""
@@ -38,7 +38,7 @@ FIELDS = ("training_file", "validation_file")
 @dataclass(frozen=True, slots=True)
 class Found:
     plan: Plan
-    files: dict[str, data.Prepared]
+    files: dict[str, tokenized_dataset.Prepared]
 
 
 class Preparer:
@@ -98,13 +98,13 @@ class Preparer:
             most = f"{_LARGE_S / 60:.0f} minutes"
             raise BadTrainingFile(f"reading it takes longer than {most}: split it, or its longest chats", field=field)
 
-        allowed, found = plan.length(wishes, self._longest), dict[str, data.Prepared]()
+        allowed, found = plan.length(wishes, self._longest), dict[str, tokenized_dataset.Prepared]()
         for field in FIELDS:
             source = self._source(job, field)
             if not source.exists():
                 continue
-            samples = lines.read(source, field=field, max_examples=self._limits.examples, check=check)
-            examples, cut = data.encode(
+            samples = jsonl.read(source, field=field, max_examples=self._limits.examples, check=check)
+            examples, cut = tokenized_dataset.encode(
                 samples,
                 tokenizer,
                 max_length=allowed.max_length,
@@ -113,8 +113,8 @@ class Preparer:
                 field=field,
                 check=check,
             )
-            made = data.write(self._folder.data(job, field), examples)
-            found[field] = data.Prepared(made.examples, made.tokens, cut)
+            made = tokenized_dataset.write(self._folder.data(job, field), examples)
+            found[field] = tokenized_dataset.Prepared(made.examples, made.tokens, cut)
         count = found["training_file"].examples
         decided = plan.make(
             wishes,

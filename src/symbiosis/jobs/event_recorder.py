@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from symbiosis.engine.names import owner_and_name
+from symbiosis.adapters.names import owner_and_name
+from symbiosis.common.throughput import Rate
 from symbiosis.errors import SymbiosisError
-from symbiosis.jobs.records import Job, Records
+from symbiosis.jobs.database import Job, Records
 from symbiosis.jobs.states import Change, State
-from symbiosis.training.rate import Rate
 
 _ENDS = ("trained", "stopped", "failed")
 _NO_ROOM = ("too_many_requests", "closed", "engine_lost")

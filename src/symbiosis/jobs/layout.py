@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from symbiosis.jobs.disk import to_disk
+from symbiosis.jobs.atomic_files import to_disk
 
 
 class Folder:

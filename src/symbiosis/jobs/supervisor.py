@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from symbiosis.adapters.files import CONFIG, TENSORS
-from symbiosis.engine.names import owned
+from symbiosis.adapters.names import owned
 from symbiosis.errors import EngineLost, QuotaExceeded, SymbiosisError, UnknownAdapter
-from symbiosis.jobs.disk import to_disk, told
+from symbiosis.jobs.atomic_files import to_disk, told
+from symbiosis.jobs.data_preparation import Preparer
+from symbiosis.jobs.database import Checkpoint, Job, Records
 from symbiosis.jobs.errors import NameReserved, StorageFull, WrongState
-from symbiosis.jobs.folder import Folder
-from symbiosis.jobs.notes import Count, Last, Notes, Said, Shelf, Try, is_end, last_good, step_of
+from symbiosis.jobs.event_recorder import Count, Last, Notes, Said, Shelf, Try, is_end, last_good, step_of
+from symbiosis.jobs.layout import Folder
 from symbiosis.jobs.plan import Wishes
-from symbiosis.jobs.preparing import Preparer
 from symbiosis.jobs.queue import JobLimits, crowded, order, startable
-from symbiosis.jobs.records import Checkpoint, Job, Records
 from symbiosis.jobs.states import Change, State
 
 _RETRY_S = 1.0

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from symbiosis.jobs.disk import written
+from symbiosis.jobs.atomic_files import written
 from symbiosis.jobs.errors import BadTrainingFile
-from symbiosis.jobs.lines import Faults, Kind, Message, Sample
+from symbiosis.jobs.jsonl import Faults, Kind, Message, Sample
 
 IGNORED = -100
 

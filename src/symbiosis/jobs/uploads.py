@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from symbiosis.errors import QuotaExceeded, TooLarge, TooManyRequests
-from symbiosis.jobs.disk import to_disk, told
+from symbiosis.jobs.atomic_files import to_disk, told
+from symbiosis.jobs.database import File, Records
 from symbiosis.jobs.errors import UnknownFile
-from symbiosis.jobs.folder import Folder
+from symbiosis.jobs.layout import Folder
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.records import File, Records
 
 _AT_ONCE = 4  # uploads of one tenant
 _ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e\u2066-\u2069/\\]")

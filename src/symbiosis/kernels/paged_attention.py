@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
+from symbiosis.kernels.programmatic_launch import early, let_next_begin, wait_for_last
 from symbiosis.kernels.tiles import Segment, Span, Tiles
 
 _PROCESSORS = 132  # of an H200

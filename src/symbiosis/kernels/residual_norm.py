@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from symbiosis.kernels.kept import Kept, arguments, facts, joined
-from symbiosis.kernels.launching import Launcher
-from symbiosis.kernels.overlap import can_be_early, let_next_begin, wait_for_last
-from symbiosis.kernels.plain_norm import plain_norm
+from symbiosis.kernels.launcher import Launcher
+from symbiosis.kernels.lora.deferred import Kept, arguments, facts, joined
+from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
+from symbiosis.kernels.rms_norm_reference import plain_norm
 from symbiosis.kernels.rounding import rounded
 
 

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from symbiosis.kernels import rotary
-from symbiosis.kernels.kept import Kept, arguments, facts, joined
-from symbiosis.kernels.launching import Launcher
-from symbiosis.kernels.overlap import can_be_early, let_next_begin, wait_for_last
+from symbiosis.kernels.launcher import Launcher
+from symbiosis.kernels.lora.deferred import Kept, arguments, facts, joined
+from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
 _AT_ONCE = 1024  # numbers of a program

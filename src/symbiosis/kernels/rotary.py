@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from symbiosis.kernels.first_order import first_order
-from symbiosis.kernels.launching import Launcher
-from symbiosis.kernels.overlap import can_be_early, let_next_begin, wait_for_last
+from symbiosis.kernels.launcher import Launcher
+from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
 

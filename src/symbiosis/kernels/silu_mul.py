@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from symbiosis.kernels.first_order import first_order
-from symbiosis.kernels.kept import Kept, arguments, facts, joined
-from symbiosis.kernels.launching import Launcher
-from symbiosis.kernels.overlap import can_be_early, let_next_begin, wait_for_last
+from symbiosis.kernels.launcher import Launcher
+from symbiosis.kernels.lora.deferred import Kept, arguments, facts, joined
+from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
 _BLOCK = 1024

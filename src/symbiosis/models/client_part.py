@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedModel
 
 from symbiosis.errors import CannotSplit
-from symbiosis.models import cache
+from symbiosis.models import blob_store
 from symbiosis.types import BlobRef, Manifest
 
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".jinja", ".bpe", ".vocab", ".spm")
@@ -27,30 +27,30 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 
 def store_weights(tensors: dict[str, Tensor]) -> BlobRef:
     """Write the client part's tensors into the cache."""
-    with cache.new_file(cache.root() / "blobs") as path:
+    with blob_store.new_file(blob_store.root() / "blobs") as path:
         # clone: safetensors refuses tensors that share memory, as views of one buffer do
         save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
-        return cache.adopt(path)
+        return blob_store.adopt(path)
 
 
 def store_bytes(content: bytes) -> BlobRef:
-    with cache.new_file(cache.root() / "blobs") as path:
+    with blob_store.new_file(blob_store.root() / "blobs") as path:
         path.write_bytes(content)
-        return cache.adopt(path)
+        return blob_store.adopt(path)
 
 
 def load_weights(ref: BlobRef) -> dict[str, Tensor]:
     """The tensors of a cached client part, mapped from the file."""
-    tensors: dict[str, Tensor] = load_file(cache.blob_path(ref))
+    tensors: dict[str, Tensor] = load_file(blob_store.blob_path(ref))
     return tensors
 
 
 def unpack_tokenizer(ref: BlobRef) -> Path:
     """A folder with the tokenizer's files. Only plain names and known endings are written."""
-    folder = cache.root() / "tokenizers" / ref.sha256
+    folder = blob_store.root() / "tokenizers" / ref.sha256
     if folder.is_dir():
         return folder
-    with cache.locked(f"tokenizer-{ref.sha256[:16]}"), zipfile.ZipFile(cache.blob_path(ref)) as archive:
+    with blob_store.locked(f"tokenizer-{ref.sha256[:16]}"), zipfile.ZipFile(blob_store.blob_path(ref)) as archive:
         entries = archive.infolist()
         if len(entries) > 64 or sum(entry.file_size for entry in entries) > _MAX_TOKENIZER_BYTES:
             raise CannotSplit("the executor's tokenizer is larger than a tokenizer can be: not unpacked")

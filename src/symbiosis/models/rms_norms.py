@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from symbiosis.kernels.plain_norm import plain_norm
+from symbiosis.kernels.rms_norm_reference import plain_norm
 
 TRITON = find_spec("triton") is not None
 

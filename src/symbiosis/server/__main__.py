@@ -1,6 +1,6 @@
 """The HTTP process: `python -m symbiosis.server`, with its settings as one JSON line on stdin.
 
-Started by `symbiosis.hosting`. Secrets come by stdin since `ps` shows arguments.
+Started by `symbiosis.app.http_host`. Secrets come by stdin since `ps` shows arguments.
 The listening socket is inherited, so a new process can take over from one that died.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 import uvicorn
 from transformers import AutoTokenizer
 
-from symbiosis import open_files
-from symbiosis.links.line import Line
+from symbiosis.common import file_limits
 from symbiosis.server.app import Server
-from symbiosis.server.patience import PatientProtocol
-from symbiosis.server.remote import Remote
+from symbiosis.server.engine_client import Remote
+from symbiosis.server.requests.connection_timeouts import PatientProtocol
 from symbiosis.server.settings import Settings
-from symbiosis.server.tokens import Tokens
+from symbiosis.server.tokenizer import Tokens
+from symbiosis.transport.engine_ipc import Line
 
 _LOST_S = 2.0
 """After the engine is gone, everybody is told so for this long; then the port is free for the next one."""
@@ -33,7 +33,7 @@ _FINISH_S = 30
 
 def _protocol(patience_s: float) -> type[asyncio.Protocol]:
     """As many connections as this process may have, less what it needs itself."""
-    most = open_files.allow_many()
+    most = file_limits.allow_many()
 
     class Protocol(PatientProtocol):
         def __init__(self, *args: Any, **options: Any) -> None:

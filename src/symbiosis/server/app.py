@@ -18,20 +18,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.errors import ContextTooLong, EngineLost, OutOfRange, UnknownAdapter
 from symbiosis.server import metrics as figures
-from symbiosis.server.adapters import Adapters
-from symbiosis.server.answers import DONE, ChatShape, CompletionShape, Shape, event
-from symbiosis.server.bodies import Handler, read_json, unless_gone
-from symbiosis.server.failures import BadRequest, body_of, response_of
+from symbiosis.server.adapter_store import Store
+from symbiosis.server.auth import Caller, Guard, Keys
+from symbiosis.server.engine_client import Order, Remote
 from symbiosis.server.generation import Generation, Piece
-from symbiosis.server.keys import Caller, Guard, Keys
-from symbiosis.server.limits import Allowances
 from symbiosis.server.metrics import Metrics
-from symbiosis.server.remote import Order, Remote
-from symbiosis.server.schemas import Chat, Completion, Detokenize, Tokenize, Wishes, adapter_of, check_n
+from symbiosis.server.openai.errors import BadRequest, body_of, response_of
+from symbiosis.server.openai.responses import DONE, ChatShape, CompletionShape, Shape, event
+from symbiosis.server.openai.schemas import Chat, Completion, Detokenize, Tokenize, Wishes, adapter_of, check_n
+from symbiosis.server.rate_limits import Allowances
+from symbiosis.server.requests.body import Handler, read_json, unless_gone
+from symbiosis.server.routes.adapters import Adapters
+from symbiosis.server.routes.fine_tuning import Tuning
 from symbiosis.server.settings import Settings
-from symbiosis.server.store import Store
-from symbiosis.server.tokens import Tokens
-from symbiosis.server.tuning import Tuning
+from symbiosis.server.tokenizer import Tokens
 
 _DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat goes on until it ends
 _CLIENT_LEFT = 499

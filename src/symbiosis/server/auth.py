@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.errors import Forbidden, SymbiosisError, Unauthorized
-from symbiosis.server.bodies import drain
-from symbiosis.server.failures import BadRequest, response_of
+from symbiosis.server.openai.errors import BadRequest, response_of
+from symbiosis.server.requests.body import drain
 from symbiosis.server.settings import ADMIN
 
 OPEN_PATHS = frozenset({"/health"})

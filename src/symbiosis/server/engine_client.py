@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from symbiosis.errors import EngineLost, SymbiosisError, from_code
-from symbiosis.links.line import Line
+from symbiosis.transport.engine_ipc import Line
 
 _START_S = 60.0
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from symbiosis.engine.stops import TextStream
+from symbiosis.server.engine_client import Begun, End, Order, Token
 from symbiosis.server.metrics import Metrics
-from symbiosis.server.remote import Begun, End, Order, Token
+from symbiosis.serving.detokenizer import TextStream
 
 _LEAST = -9999.0  # JSON has no -Infinity
 

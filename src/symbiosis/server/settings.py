@@ -7,8 +7,8 @@ from typing import Any
 
 from symbiosis.errors import SymbiosisError
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.server.limits import RequestLimits
-from symbiosis.server.store import StoreLimits
+from symbiosis.server.adapter_store import StoreLimits
+from symbiosis.server.rate_limits import RequestLimits
 
 ADMIN = "admin"
 """The tenant that the admin's key stands for."""

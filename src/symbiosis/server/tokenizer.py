@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from symbiosis.engine.stops import TextStream
 from symbiosis.errors import ContextTooLong, NoTokenizer, OutOfRange
-from symbiosis.server.failures import BadRequest
-from symbiosis.server.locks import Locks
+from symbiosis.server.keyed_locks import Locks
+from symbiosis.server.openai.errors import BadRequest
+from symbiosis.serving.detokenizer import TextStream
 
 _Made = TypeVar("_Made")
 

@@ -14,8 +14,8 @@ import re
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from symbiosis.engine.sequences import within
 from symbiosis.errors import OutOfRange
+from symbiosis.serving.scheduling.sequence import within
 
 _BROKEN = "\ufffd"
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

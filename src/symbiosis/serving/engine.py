@@ -15,25 +15,25 @@ import torch
 from transformers import PreTrainedModel
 
 from symbiosis import kernels
-from symbiosis.adapters.facts import ModelFacts
+from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
-from symbiosis.engine.attention import KeyValues
-from symbiosis.engine.forerunner import Forerunner
-from symbiosis.engine.interrupts import Interrupts
-from symbiosis.engine.pages import PagePool
-from symbiosis.engine.passes import Chunk, Pass
-from symbiosis.engine.registry import Record, Version
-from symbiosis.engine.residency import Figures, Prepared, Residency, ResidencyConfig
-from symbiosis.engine.runner import Runner
-from symbiosis.engine.sampler import Logprobs, Sampled, choose, is_reported, report, sample
-from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
-from symbiosis.engine.sequences import Reason, Sampling, within
-from symbiosis.engine.sequences import Sequence as Request
 from symbiosis.errors import BadAdapter, CannotServe, OutOfRange, PassFailed, SymbiosisError
-from symbiosis.models.joining import join
-from symbiosis.models.place import device_of, dtype_of
-from symbiosis.models.positions import most_tokens
-from symbiosis.models.source import ModelSource, check_plain, load_both
+from symbiosis.models.device_dtype import device_of, dtype_of
+from symbiosis.models.fuse_projections import join
+from symbiosis.models.loading import ModelSource, check_plain, load_both
+from symbiosis.models.max_length import most_tokens
+from symbiosis.serving.deferred_sigint import Interrupts
+from symbiosis.serving.lora.adapter_cache import Figures, Prepared, Residency, ResidencyConfig
+from symbiosis.serving.lora.adapter_registry import Record, Version
+from symbiosis.serving.model.async_decode import Forerunner
+from symbiosis.serving.model.model_runner import Runner
+from symbiosis.serving.model.paged_attention import KeyValues
+from symbiosis.serving.model.sampler import Logprobs, Sampled, choose, is_reported, report, sample
+from symbiosis.serving.scheduling.batch import Chunk, Pass
+from symbiosis.serving.scheduling.block_manager import PagePool
+from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
+from symbiosis.serving.scheduling.sequence import Reason, Sampling, within
+from symbiosis.serving.scheduling.sequence import Sequence as Request
 
 _log = logging.getLogger("symbiosis")
 _WAIT_S = 1.0

@@ -17,15 +17,15 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from symbiosis import tiny_numbers
-from symbiosis.engine.engine import Core
-from symbiosis.engine.names import found
-from symbiosis.engine.registry import Version
-from symbiosis.engine.residency import Prepared
-from symbiosis.engine.sampler import Logprobs
-from symbiosis.engine.sequences import Reason, Sampling
-from symbiosis.engine.sequences import Sequence as Answer
+from symbiosis.adapters.names import found
+from symbiosis.common import denormals
 from symbiosis.errors import AdapterExists, AnswerFailed, Closed, PassFailed, SymbiosisError, TooManyRequests
+from symbiosis.serving.engine import Core
+from symbiosis.serving.lora.adapter_cache import Prepared
+from symbiosis.serving.lora.adapter_registry import Version
+from symbiosis.serving.model.sampler import Logprobs
+from symbiosis.serving.scheduling.sequence import Reason, Sampling
+from symbiosis.serving.scheduling.sequence import Sequence as Answer
 
 _MAX_LOADS = 64
 _STUCK_S = 0.01
@@ -175,7 +175,7 @@ class Desk:
     # On the stepping thread
 
     def _run(self) -> None:
-        tiny_numbers.count_as_zero()
+        denormals.count_as_zero()
         try:
             while self._take():
                 self._step()

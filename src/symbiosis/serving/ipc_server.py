@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from symbiosis.engine.desk import Accepted, Desk, Ended, Event, Order, Refused, Token
-from symbiosis.engine.engine import Core
-from symbiosis.engine.sequences import Sampling, within
 from symbiosis.errors import BadMessage, SymbiosisError
-from symbiosis.links.line import BEAT_S, Body, LinePort
+from symbiosis.serving.engine import Core
+from symbiosis.serving.engine_loop import Accepted, Desk, Ended, Event, Order, Refused, Token
+from symbiosis.serving.scheduling.sequence import Sampling, within
+from symbiosis.transport.engine_ipc import BEAT_S, Body, LinePort
 
 _SAMPLING = {each.name for each in fields(Sampling)}
 _MAX_ID = 64

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import DirectRefused, SymbiosisError
-from symbiosis.messages import Message
+from symbiosis.transport.messages import Message
 
 
 @dataclass(eq=False, slots=True)

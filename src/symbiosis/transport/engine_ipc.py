@@ -22,7 +22,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from symbiosis.errors import BadMessage, TooLarge
-from symbiosis.links.waiting import Waiter, Wakeup
+from symbiosis.transport.poller import Waiter, Wakeup
 
 MAX_BYTES = 64 << 20
 """Of one message: a prompt of a million tokens, or the answers of one pass, take less."""

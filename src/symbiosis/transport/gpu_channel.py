@@ -34,12 +34,12 @@ from torch import Tensor
 
 from symbiosis import errors
 from symbiosis.errors import BadMessage, ExecutorLost, SymbiosisError, TooLarge
-from symbiosis.links import driver
-from symbiosis.links.base import as_rows
-from symbiosis.links.dial import Connection, ConnectionCut
-from symbiosis.links.memory import SharedMemory, open_shared
-from symbiosis.links.waiting import Wakeup
-from symbiosis.messages import Kind, Message, decode, encode, lay_out
+from symbiosis.gpu import driver
+from symbiosis.transport.base import as_rows
+from symbiosis.transport.messages import Kind, Message, decode, encode, lay_out
+from symbiosis.transport.poller import Wakeup
+from symbiosis.transport.shared_memory import SharedMemory, open_shared
+from symbiosis.transport.zmq_client import Connection, ConnectionCut
 
 _PAGE = 4096
 _RING = 256

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from symbiosis import errors
 from symbiosis.errors import Closed, HelloFirst, SymbiosisError
-from symbiosis.links.base import Link, Peer, Port
-from symbiosis.links.waiting import Wakeup
-from symbiosis.messages import Kind, Message, tensor_bytes
+from symbiosis.transport.base import Link, Peer, Port
+from symbiosis.transport.messages import Kind, Message, tensor_bytes
+from symbiosis.transport.poller import Wakeup
 
 
 class InprocPort(Port):

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from symbiosis.errors import BadMessage
-from symbiosis.links.dial import ConnectionCut
+from symbiosis.transport.zmq_client import ConnectionCut
 
 _PATH = re.compile(r"/proc/(\d+)/fd/\d+")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

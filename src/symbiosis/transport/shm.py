@@ -22,22 +22,14 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from symbiosis.errors import (
-    AddressInUse,
-    BadAddress,
-    Closed,
-    HelloFirst,
-    SymbiosisError,
-    TooLarge,
-    TooManyCalls,
-)
-from symbiosis.links import driver
-from symbiosis.links.base import Peer
-from symbiosis.links.cuda import REQUEST, CudaCaller, CudaChannel, Watch
-from symbiosis.links.dial import WireLink
-from symbiosis.links.memory import SharedMemory, open_shared, owner
-from symbiosis.links.wire import WirePort
-from symbiosis.messages import Kind, Message, is_call
+from symbiosis.errors import AddressInUse, BadAddress, Closed, HelloFirst, SymbiosisError, TooLarge, TooManyCalls
+from symbiosis.gpu import driver
+from symbiosis.transport.base import Peer
+from symbiosis.transport.gpu_channel import REQUEST, CudaCaller, CudaChannel, Watch
+from symbiosis.transport.messages import Kind, Message, is_call
+from symbiosis.transport.shared_memory import SharedMemory, open_shared, owner
+from symbiosis.transport.zmq_client import WireLink
+from symbiosis.transport.zmq_server import WirePort
 
 _log = logging.getLogger("symbiosis")
 _NAME = re.compile(r"(?!.*\.lock$)[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
@@ -203,7 +195,7 @@ class ShmLink(WireLink):
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def use_gpu(self, device: torch.device, theirs: torch.device) -> None:
-        """Make calls whose rows are on `device` without the host (links/cuda.py); `theirs` is the executor's GPU."""
+        """Make calls whose rows are on `device` without the host (transport/gpu_channel.py); `theirs` is the executor's GPU."""
         self._gpu, self._their_gpu = device, theirs
 
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from symbiosis.errors import BadAddress, InsecureListen, Unreachable
-from symbiosis.links.dial import WireLink
-from symbiosis.links.wire import WirePort
+from symbiosis.transport.zmq_client import WireLink
+from symbiosis.transport.zmq_server import WirePort
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})/?")
 

@@ -34,9 +34,9 @@ from symbiosis.errors import (
     Unauthorized,
     Unreachable,
 )
-from symbiosis.links import keys
-from symbiosis.links.base import Link
-from symbiosis.messages import MAX_BODY, Kind, Message, decode, encode
+from symbiosis.transport import curve_keys
+from symbiosis.transport.base import Link
+from symbiosis.transport.messages import MAX_BODY, Kind, Message, decode, encode
 
 _CONNECT_S = 5.0
 _ASK_AGAIN_S = 0.5
@@ -92,7 +92,7 @@ class Connection:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
         if self._link.keys is not None:
-            self._socket.curve_serverkey = keys.executor_keys().public
+            self._socket.curve_serverkey = curve_keys.executor_keys().public
             self._socket.curve_publickey, self._socket.curve_secretkey = self._link.keys.public, self._link.keys.secret
         self._monitor = self._socket.get_monitor_socket(sum(_ENDED) | sum(_REFUSED) | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
         self._link.sockets.add(self._monitor)
@@ -130,7 +130,7 @@ class Connection:
 
     def _accept(self, welcome: Message, nonce: str) -> None:
         if self._link.proof_key is not None:
-            expected = keys.prove(self._link.proof_key, nonce)
+            expected = curve_keys.prove(self._link.proof_key, nonce)
             # as bytes: what the other end sends need not be ASCII
             if not hmac.compare_digest(expected.encode(), str(welcome.body.get("proof", "")).encode(errors="replace")):
                 raise Unauthorized(f"whoever answers at {self._link.address} does not know your token: not connected")
@@ -235,8 +235,8 @@ class WireLink(Link):
     def __init__(self, address: str, endpoint: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
         self.address = address
         self.endpoint = endpoint
-        self.keys = keys.tenant_keys(token) if token is not None else None
-        self.proof_key = keys.proof_key(token) if token is not None else None
+        self.keys = curve_keys.tenant_keys(token) if token is not None else None
+        self.proof_key = curve_keys.proof_key(token) if token is not None else None
         self.hello = {**hello, "pid": os.getpid()}
         self.grace_s = grace_s
         self.closed = False

@@ -19,10 +19,10 @@ from torch import Tensor
 from zmq.auth.thread import ThreadAuthenticator
 
 from symbiosis.errors import AddressInUse, BadAddress, BadMessage, SymbiosisError, TooLarge
-from symbiosis.links import keys
-from symbiosis.links.base import Peer, Port
-from symbiosis.links.connections import Connections
-from symbiosis.messages import Kind, Message, decode, encode
+from symbiosis.transport import curve_keys
+from symbiosis.transport.base import Peer, Port
+from symbiosis.transport.connection_guard import Connections
+from symbiosis.transport.messages import Kind, Message, decode, encode
 
 MAX_REQUEST_BODY = 16 << 10
 """Most bytes of JSON a tenant sends; it only ever sends a few names and numbers."""
@@ -73,8 +73,8 @@ class WirePort(Port):
     def __init__(self, endpoint: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._peers: dict[bytes, Peer] = {}
-        self._tenants = {keys.tenant_keys(token).public: name for name, token in tokens.items()}
-        self._proofs = {name: keys.proof_key(token) for name, token in tokens.items()}
+        self._tenants = {curve_keys.tenant_keys(token).public: name for name, token in tokens.items()}
+        self._proofs = {name: curve_keys.proof_key(token) for name, token in tokens.items()}
         self._authenticator: ThreadAuthenticator | None = None
         self._connections: Connections | None = None
         self._context = zmq.Context()
@@ -108,7 +108,7 @@ class WirePort(Port):
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
             self._authenticator.configure_curve_callback(domain="*", credentials_provider=_KnownKeys(self._tenants))
-            pair = keys.executor_keys()
+            pair = curve_keys.executor_keys()
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = pair.public, pair.secret
         self._connections = Connections(self._socket, _AHEAD * (self._max_bytes + _SPARE_BYTES))
@@ -205,7 +205,7 @@ class WirePort(Port):
         self._connections.belongs(peer.link_state.descriptor, peer)
         self._peers[peer.key] = peer
         if peer.tenant is not None and peer.link_state.nonce:
-            message.body["proof"] = keys.prove(self._proofs[peer.tenant], peer.link_state.nonce)
+            message.body["proof"] = curve_keys.prove(self._proofs[peer.tenant], peer.link_state.nonce)
 
     def _arena_in(self, peer: Peer) -> Tensor | None:
         return None

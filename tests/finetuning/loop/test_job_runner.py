@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from symbiosis.errors import Closed, Diverged, OutOfRange
-from symbiosis.training.config import HostConfig
-from symbiosis.training.examples import Example
-from symbiosis.training.host import Host
-from symbiosis.training.job import run
-from tests.training.tasks import STEPS, TASKS, Task, base, by_trainer, lora, trained_alone
-from tests.training.together import all_equal, assert_as_trainer, run_together, start, values
+from symbiosis.finetuning.config import HostConfig
+from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.loop.train_loop import run
+from symbiosis.finetuning.trainer import Host
+from tests.finetuning.tasks import STEPS, TASKS, Task, base, by_trainer, lora, trained_alone
+from tests.finetuning.together import all_equal, assert_as_trainer, run_together, start, values
 
 
 @pytest.fixture(scope="module")

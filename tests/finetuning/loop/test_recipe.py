@@ -10,8 +10,8 @@ from accelerate.data_loader import SeedableRandomSampler
 from transformers import TrainingArguments, get_scheduler
 
 from symbiosis.errors import OutOfRange
-from symbiosis.training.recipe import Recipe
-from symbiosis.training.schedule import Schedule
+from symbiosis.finetuning.loop.lr_schedule import Schedule
+from symbiosis.finetuning.loop.recipe import Recipe
 
 
 @pytest.mark.parametrize("schedule", Schedule)

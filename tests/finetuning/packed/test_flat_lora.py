@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from symbiosis.errors import BadCall
-from symbiosis.training.changes import LowRank, Scale
-from symbiosis.training.flat import Flat, FlatGradients, fits
-from symbiosis.training.optimizer import FlatOptimizer, Optimizer, StepSettings
+from symbiosis.finetuning.optimizer import FlatOptimizer, Optimizer, StepSettings
+from symbiosis.finetuning.packed.flat_lora import Flat, FlatGradients, fits
+from symbiosis.finetuning.packed.lora_math import LowRank, Scale
 
 
 def adapter(seed=0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from symbiosis.training.favourites import Favourites
+from symbiosis.finetuning.packed.graph_admission import Favourites
 
 
 def kept_after(favourites: Favourites, keys: str) -> list[str]:

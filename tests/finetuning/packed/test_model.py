@@ -11,12 +11,12 @@ from peft import LoraConfig
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig, LlamaForCausalLM
 
 from symbiosis.errors import CannotTrain
-from symbiosis.training.attention import batched
-from symbiosis.training.making import Maker
-from symbiosis.training.packed import PackedModel
+from symbiosis.finetuning.adapter_factory import Maker
+from symbiosis.finetuning.packed.attention import batched
+from symbiosis.finetuning.packed.model import PackedModel
 from tests.conftest import tiny_config
+from tests.finetuning.passes import by_peft, examples, share, worst
 from tests.parity.architectures import ARCHITECTURES, MORE
-from tests.training.passes import by_peft, examples, share, worst
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 METHODS = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from symbiosis.executor.turns import Permit
-from symbiosis.training.fairness import Candidate
-from symbiosis.training.portions import Portions
+from symbiosis.device_sharing.cpu_turns import Permit
+from symbiosis.finetuning.scheduling.batch_planner import Portions
+from symbiosis.finetuning.scheduling.fairness import Candidate
 
 LATELY = Permit("lately", 0.1)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as some
 
-from symbiosis.training.fairness import Candidate, Fairness
+from symbiosis.finetuning.scheduling.fairness import Candidate, Fairness
 
 
 def waits(session, rows, tenant=None, weight=1.0):

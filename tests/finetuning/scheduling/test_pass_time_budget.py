@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from symbiosis.training.pace import Pace
+from symbiosis.finetuning.scheduling.pass_time_budget import Pace
 
 
 def test_a_full_pass_has_all_rows_whatever_was_measured():

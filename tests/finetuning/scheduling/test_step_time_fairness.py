@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from symbiosis.training.fairness import Candidate
-from symbiosis.training.lengths import Lengths, shares_of, smallest
+from symbiosis.finetuning.scheduling.fairness import Candidate
+from symbiosis.finetuning.scheduling.step_time_fairness import Lengths, shares_of, smallest
 
 
 def known(*points: tuple[int, float]) -> Lengths:

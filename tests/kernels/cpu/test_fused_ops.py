@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symbiosis.kernels.cpu import between
+from symbiosis.kernels.cpu import fused_ops
 from symbiosis.kernels.cpu.library import is_compiled
 
 pytestmark = pytest.mark.skipif(not is_compiled(), reason="not compiled")
@@ -18,8 +18,8 @@ def test_norm(rows, width):
     torch.manual_seed(0)
     x, weight = torch.randn(rows, width + 3)[:, :width], torch.randn(width)
     x *= torch.tensor([1e-6, 1e-3, 1.0, 1e4, 0.0])[torch.arange(rows) % 5][:, None]
-    expected = between.rms_norm_reference(x.double(), weight.double(), 1e-5)
-    torch.testing.assert_close(between.rms_norm(x, weight, 1e-5).double(), expected, rtol=1e-5, atol=1e-6)
+    expected = fused_ops.rms_norm_reference(x.double(), weight.double(), 1e-5)
+    torch.testing.assert_close(fused_ops.rms_norm(x, weight, 1e-5).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -28,7 +28,7 @@ def test_rotary(rows, heads, width):
     torch.manual_seed(0)
     x = torch.randn(rows, heads + 2, width)[:, :heads]
     cos, sin = torch.randn(2, rows, width)  # halves that differ too
-    torch.testing.assert_close(between.rotary(x, cos, sin), between.rotary_reference(x, cos, sin), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused_ops.rotary(x, cos, sin), fused_ops.rotary_reference(x, cos, sin), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -36,16 +36,16 @@ def test_rotary(rows, heads, width):
 def test_gate(rows, width):
     torch.manual_seed(0)
     x = 30 * torch.randn(rows, 2 * width)
-    torch.testing.assert_close(between.gated(x), between.gated_reference(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fused_ops.gated(x), fused_ops.gated_reference(x), rtol=1e-5, atol=1e-6)
 
 
 def test_gates_that_are_no_numbers_or_too_large():
     gates = torch.tensor([float("inf"), 3e38, 200.0, 88.0, 0.0, -0.0, -88.0, -200.0, -3e38, float("nan"), 1e-40, -1e-40])
     x = torch.cat((gates, torch.ones(12)))[None]
-    torch.testing.assert_close(between.gated(x), between.gated_reference(x), rtol=1e-5, atol=1e-35, equal_nan=True)
+    torch.testing.assert_close(fused_ops.gated(x), fused_ops.gated_reference(x), rtol=1e-5, atol=1e-35, equal_nan=True)
 
 
 def test_others_are_left_to_torch():
     x, weight = torch.randn(4, 16).bfloat16(), torch.randn(16).bfloat16()
-    assert torch.equal(between.rms_norm(x, weight, 1e-5), between.rms_norm_reference(x, weight, 1e-5))
-    assert torch.equal(between.gated(x), between.gated_reference(x))
+    assert torch.equal(fused_ops.rms_norm(x, weight, 1e-5), fused_ops.rms_norm_reference(x, weight, 1e-5))
+    assert torch.equal(fused_ops.gated(x), fused_ops.gated_reference(x))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from symbiosis.kernels.cpu.library import is_compiled
-from symbiosis.kernels.cpu.low_rank import Changes, Line, reference
+from symbiosis.kernels.cpu.lora import Changes, Line, reference
 
 pytestmark = pytest.mark.skipif(not is_compiled(), reason="not compiled")
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 2e-2, "atol": 1e-1}}

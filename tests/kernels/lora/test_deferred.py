@@ -12,8 +12,8 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels import entering, gated, residual_norm
-from symbiosis.kernels.low_rank import NOTHING, Change, Members, Work, expand, low_rank, shrink, spread
+from symbiosis.kernels import residual_norm, rope_and_store, silu_mul
+from symbiosis.kernels.lora.shrink_expand import NOTHING, Change, Members, Work, expand, low_rank, shrink, spread
 from symbiosis.kernels.tiles import Segment, Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,8 +76,8 @@ def test_residual_and_norm(twice, bias, dtype):
 @pytest.mark.parametrize("bias", [False, True])
 def test_gate_and_up(bias, dtype):
     y, kept, together, _alive = changed([70, 70], dtype, bias)
-    found = gated.gated(*y.chunk(2, dim=1), kept)
-    assert torch.equal(found, gated.gated(*together.chunk(2, dim=1)))
+    found = silu_mul.gated(*y.chunk(2, dim=1), kept)
+    assert torch.equal(found, silu_mul.gated(*together.chunk(2, dim=1)))
     gate, up = together.chunk(2, dim=1)
     torch.testing.assert_close(found, F.silu(gate) * up, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -93,8 +93,8 @@ def test_queries_keys_and_values(heads, key_heads, width, bias, dtype):
     start = random(2, 9, key_heads, width, dtype=dtype)
     for given, result in ((None, y), (kept, together)):
         memory, expected_memory = start.clone(), start.clone()
-        found = entering.enter(y, cos, sin, slots, *memory, given)
-        expected = entering.reference(result, cos, sin, slots, *expected_memory)
+        found = rope_and_store.enter(y, cos, sin, slots, *memory, given)
+        expected = rope_and_store.reference(result, cos, sin, slots, *expected_memory)
         torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         torch.testing.assert_close(memory, expected_memory, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         untouched = [1, 3, 4, 6, 8]
@@ -107,7 +107,7 @@ def test_no_rows():
     keys = torch.zeros(4, 1, 16, device=DEVICE)
     none = torch.empty(0, 16, device=DEVICE)
     slots = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    assert entering.enter(empty, none, none, slots, keys, keys.clone()).shape == (0, 2, 16)
+    assert rope_and_store.enter(empty, none, none, slots, keys, keys.clone()).shape == (0, 2, 16)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="streams are a GPU's")
@@ -144,7 +144,7 @@ def test_whoever_adds_it_waits_for_both_streams(consumer, late):
             kept = None
             low_rank(x, y, table, work)
         if consumer == "gate":
-            return gated.gated(*y.chunk(2, dim=1), kept)
+            return silu_mul.gated(*y.chunk(2, dim=1), kept)
         if apart and consumer == "expand":
             expand(y, table, work)
         return residual_norm.residual_norm(x, y, x[0], 1e-5, twice=True, kept=kept)[0]

@@ -12,7 +12,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.grouped import Rows, grouped, reference
+from symbiosis.kernels.lora.grouped import Rows, grouped, reference
 from symbiosis.kernels.tiles import Segment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,8 +11,8 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.kept import join
-from symbiosis.kernels.low_rank import (
+from symbiosis.kernels.lora.deferred import join
+from symbiosis.kernels.lora.shrink_expand import (
     NOTHING,
     Change,
     Members,

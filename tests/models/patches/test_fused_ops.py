@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from symbiosis.client.fused import FusedNorm, FusedNormAtOnce, _norm_like, fuse
+from symbiosis.models.patches.fused_ops import FusedNorm, FusedNormAtOnce, _norm_like, fuse
 
 
 class AtOnceRMSNorm(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from symbiosis.client.gates import is_silu
+from symbiosis.models.patches.gated_mlp import is_silu
 
 
 @pytest.mark.parametrize("name", ["silu", "swish"])

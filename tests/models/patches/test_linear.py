@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from symbiosis.executor.product import product, speed_up
+from symbiosis.models.patches.linear import product, speed_up
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 31, 64, 96, 97, 200])

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 
-from symbiosis.engine.device import CpuDevice
-from symbiosis.engine.flat import Flat
-from symbiosis.engine.host import HostMemory
-from symbiosis.engine.sequences import Sampling
+from symbiosis.serving.lora.device_pool import CpuDevice
+from symbiosis.serving.lora.host_pool import HostMemory
+from symbiosis.serving.lora.packed_adapter import Flat
+from symbiosis.serving.scheduling.sequence import Sampling
 
 COUNT = 6
 WISH = Sampling(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
@@ -101,7 +101,7 @@ def use_levels(monkeypatch, *, copying: bool) -> None:
     """Let engines keep adapters on two levels, as with a GPU, or on one."""
     if copying:
         monkeypatch.setattr(
-            "symbiosis.engine.residency.places",
+            "symbiosis.serving.lora.adapter_cache.places",
             lambda device, config: (
                 HostMemory(torch.empty(config.host_bytes, dtype=torch.uint8)),
                 CopyingDevice(config.device_bytes),

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from symbiosis.engine.engine import Core, Engine
-from symbiosis.engine.residency import ResidencyConfig
-from symbiosis.engine.sequences import Reason, Sampling
 from symbiosis.errors import BadAdapter, UnknownAdapter, UnsupportedAdapter
-from tests.engine.residents import COUNT, PROMPTS, WISH, World, make_world, use_levels
+from symbiosis.serving.engine import Core, Engine
+from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+from symbiosis.serving.scheduling.sequence import Reason, Sampling
+from tests.serving.lora.residents import COUNT, PROMPTS, WISH, World, make_world, use_levels
 
 LONG = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
 

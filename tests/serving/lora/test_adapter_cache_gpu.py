@@ -9,14 +9,14 @@ import time
 import pytest
 import torch
 
-from symbiosis.engine.changes import Loaded, Low
-from symbiosis.engine.device import CudaDevice
-from symbiosis.engine.engine import Core, Engine
-from symbiosis.engine.flat import Flat, flatten
-from symbiosis.engine.host import HostMemory
-from symbiosis.engine.residency import ResidencyConfig
-from symbiosis.engine.sequences import Sampling
-from tests.engine.residents import PROMPTS, WISH, make_world
+from symbiosis.serving.engine import Core, Engine
+from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+from symbiosis.serving.lora.device_pool import CudaDevice
+from symbiosis.serving.lora.host_pool import HostMemory
+from symbiosis.serving.lora.lora_weights import Loaded, Low
+from symbiosis.serving.lora.packed_adapter import Flat, flatten
+from symbiosis.serving.scheduling.sequence import Sampling
+from tests.serving.lora.residents import PROMPTS, WISH, make_world
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
-from symbiosis.engine.bank import Bank
-from symbiosis.engine.changes import Loaded, Low, Own, Scale, Segment
-from symbiosis.engine.effects import Together
-from symbiosis.engine.layers import adapt, adapt_together
-from symbiosis.models.joining import join
+from symbiosis.models.fuse_projections import join
+from symbiosis.serving.lora.batch_adapters import Bank
+from symbiosis.serving.lora.lora_layers import adapt, adapt_together
+from symbiosis.serving.lora.lora_ops import Together
+from symbiosis.serving.lora.lora_weights import Loaded, Low, Own, Scale, Segment
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]

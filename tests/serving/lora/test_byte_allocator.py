@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from symbiosis.engine.arena import Arena
+from symbiosis.serving.lora.byte_allocator import Arena
 
 
 def test_the_smallest_gap_that_fits_is_taken():

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from symbiosis.engine.changes import Loaded
-from symbiosis.engine.desk import Accepted, Desk, Ended, Event, Order, Refused, Settled, Token
-from symbiosis.engine.engine import Core
-from symbiosis.engine.flat import Flat
-from symbiosis.engine.residency import ResidencyConfig
-from symbiosis.engine.sequences import Reason
 from symbiosis.errors import UnknownAdapter
-from tests.engine.residents import PROMPTS, WISH, World, make_world, use_levels
+from symbiosis.serving.engine import Core
+from symbiosis.serving.engine_loop import Accepted, Desk, Ended, Event, Order, Refused, Settled, Token
+from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+from symbiosis.serving.lora.lora_weights import Loaded
+from symbiosis.serving.lora.packed_adapter import Flat
+from symbiosis.serving.scheduling.sequence import Reason
+from tests.serving.lora.residents import PROMPTS, WISH, World, make_world, use_levels
 
 NAMES = ["n0", "n1", "n2", "n3", "n4"]
 CONTENTS = 10

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symbiosis.engine.changes import Loaded, Low, Own, Rows, Scale, Virtual
-from symbiosis.engine.flat import ALIGN, Flat, flatten
-from symbiosis.engine.host import HostMemory
+from symbiosis.serving.lora.host_pool import HostMemory
+from symbiosis.serving.lora.lora_weights import Loaded, Low, Own, Rows, Scale, Virtual
+from symbiosis.serving.lora.packed_adapter import ALIGN, Flat, flatten
 
 
 def loaded(hash: str, value: float = 1.0, rank: int = 4) -> Loaded:

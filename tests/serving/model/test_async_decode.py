@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from symbiosis.engine.engine import Core
-from symbiosis.engine.passes import Pass
-from symbiosis.engine.sequences import Reason, Sampling
+from symbiosis.serving.engine import Core
+from symbiosis.serving.scheduling.batch import Pass
+from symbiosis.serving.scheduling.sequence import Reason, Sampling
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
-from symbiosis.engine.engine import Core, Engine
-from symbiosis.engine.sequences import Sampling
-from symbiosis.models.joining import join, neighbours
+from symbiosis.models.fuse_projections import join, neighbours
+from symbiosis.serving.engine import Core, Engine
+from symbiosis.serving.scheduling.sequence import Sampling
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]

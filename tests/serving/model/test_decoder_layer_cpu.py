@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from symbiosis.engine.attention import KeyValues, Span, use_pages
-from symbiosis.engine.bank import Bank
-from symbiosis.engine.layers import adapt, adapt_together
-from symbiosis.engine.straight import straighten
-from symbiosis.engine.usual import UsualLayer, restore
-from symbiosis.models.joining import join
+from symbiosis.models.fuse_projections import join
+from symbiosis.serving.lora.batch_adapters import Bank
+from symbiosis.serving.lora.lora_layers import adapt, adapt_together
+from symbiosis.serving.model.decoder_layer import UsualLayer, restore
+from symbiosis.serving.model.decoder_layer_cpu import straighten
+from symbiosis.serving.model.paged_attention import KeyValues, Span, use_pages
 from tests.parity.architectures import ARCHITECTURES
 
 USUAL = {"llama", "mistral", "qwen2"}

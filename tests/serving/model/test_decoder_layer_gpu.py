@@ -13,12 +13,12 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.client.fused import fuse
-from symbiosis.engine import short
-from symbiosis.engine.short import shorten
-from symbiosis.engine.usual import UsualLayer
-from tests.engine.test_straight import SPANS, UNUSUAL, USUAL, logits, served
+from symbiosis.models.patches.fused_ops import fuse
+from symbiosis.serving.model import decoder_layer_gpu
+from symbiosis.serving.model.decoder_layer import UsualLayer
+from symbiosis.serving.model.decoder_layer_gpu import shorten
 from tests.parity.architectures import ARCHITECTURES
+from tests.serving.model.test_decoder_layer_cpu import SPANS, UNUSUAL, USUAL, logits, served
 
 pytestmark = pytest.mark.gpu if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,7 +57,7 @@ def test_a_short_model_gives_what_its_own_code_gives(architecture, dtype, monkey
     memory.begin(SPANS)
     changed = model(input_ids=ids, position_ids=places, use_cache=False).logits
     assert len(normed) == 3
-    monkeypatch.setattr(short.Short, "compute", lambda *_: None)
+    monkeypatch.setattr(decoder_layer_gpu.Short, "compute", lambda *_: None)
     memory.begin(SPANS)
     own = model(input_ids=ids, position_ids=places, use_cache=False).logits
     torch.testing.assert_close(changed, own, rtol=room, atol=room)

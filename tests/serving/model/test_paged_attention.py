@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from symbiosis.engine.attention import KeyValues, Span, use_pages
 from symbiosis.errors import CannotServe
+from symbiosis.serving.model.paged_attention import KeyValues, Span, use_pages
 from tests.parity.architectures import ARCHITECTURES
 
 DECODERS = [a for a in ARCHITECTURES if a.name not in ("bert", "t5")]

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.engine import sampler
-from symbiosis.engine.sampler import sample, uniform
-from symbiosis.engine.sequences import Sampling
-from tests.engine.test_sequences import sequence
+from symbiosis.serving.model import sampler
+from symbiosis.serving.model.sampler import sample, uniform
+from symbiosis.serving.scheduling.sequence import Sampling
+from tests.serving.scheduling.test_sequence import sequence
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

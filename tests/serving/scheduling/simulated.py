@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 
-from symbiosis.engine.pages import PagePool
-from symbiosis.engine.scheduler import Scheduler, SchedulerConfig
-from symbiosis.engine.sequences import Reason, Sampling, Sequence, State
+from symbiosis.serving.scheduling.block_manager import PagePool
+from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
+from symbiosis.serving.scheduling.sequence import Reason, Sampling, Sequence, State
 
 VOCABULARY = 32
 

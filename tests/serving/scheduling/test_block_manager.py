@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.engine.pages import PagePool
-from tests.engine.test_sequences import sequence
+from symbiosis.serving.scheduling.block_manager import PagePool
+from tests.serving.scheduling.test_sequence import sequence
 from tests.work import lines_run
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.engine.scheduler import SchedulerConfig
-from symbiosis.engine.sequences import Reason, Sampling, State
 from symbiosis.errors import ContextTooLong, OutOfRange, TooManyRequests
-from tests.engine.simulated import Simulated, expected
+from symbiosis.serving.scheduling.scheduler import SchedulerConfig
+from symbiosis.serving.scheduling.sequence import Reason, Sampling, State
+from tests.serving.scheduling.simulated import Simulated, expected
 from tests.work import lines_run
 
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from symbiosis.engine.sequences import Sampling, Sequence
 from symbiosis.errors import ContextTooLong, OutOfRange, from_code
+from symbiosis.serving.scheduling.sequence import Sampling, Sequence
 
 
 def sequence(prompt=(1, 2, 3), sampling=None, **changes):

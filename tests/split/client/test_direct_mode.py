@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import symbiosis
-from symbiosis.client.direct import MappedParameter, open_mapping
 from symbiosis.errors import BadMessage, DirectRefused, SymbiosisError
+from symbiosis.split.client.direct_mode import MappedParameter, open_mapping
 from tests.conftest import tiny_config
 
 IDS = torch.arange(20).view(2, 10)

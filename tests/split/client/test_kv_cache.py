@@ -10,7 +10,7 @@ from peft import LoraConfig, PrefixTuningConfig
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from symbiosis.client.cache import RoomyLayer, give_room, make_room
+from symbiosis.split.client.kv_cache import RoomyLayer, give_room, make_room
 from tests.parity.architectures import ARCHITECTURES, MORE
 from tests.parity.pair import adapted, assert_same_gradients, connected, trainable, twin
 

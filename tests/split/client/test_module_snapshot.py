@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from symbiosis.client.as_made import AsMade
-from symbiosis.client.block import VirtualBlock
-from symbiosis.client.mixing import mix_in
+from symbiosis.models.patches.mixin import mix_in
+from symbiosis.split.client.module_snapshot import AsMade
+from symbiosis.split.client.virtual_block import VirtualBlock
 
 
 class Block(nn.Module):

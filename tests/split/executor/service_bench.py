@@ -10,12 +10,12 @@ from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from symbiosis.executor.layers import BaseLayer, Block, Experts, Matrix, Norm
-from symbiosis.executor.policies import Decision
-from symbiosis.executor.service import Service
-from symbiosis.executor.turns import Turns
-from symbiosis.links.base import Peer, Port
-from symbiosis.messages import Kind, Message
+from symbiosis.device_sharing.cpu_turns import Turns
+from symbiosis.split.executor.layers import BaseLayer, Block, Experts, Matrix, Norm
+from symbiosis.split.executor.policies import Decision
+from symbiosis.split.executor.service import Service
+from symbiosis.transport.base import Peer, Port
+from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import Direction, LayerKind, LayerSpec, Limits, Manifest
 
 WIDTH = 32

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symbiosis.executor.layers import make_layer
-from symbiosis.executor.policies import BatchKey
-from symbiosis.executor.replays import Replays
-from symbiosis.executor.runner import Work, _joined
+from symbiosis.split.executor.batch import Work, _joined
+from symbiosis.split.executor.cuda_graphs import Replays
+from symbiosis.split.executor.layers import make_layer
+from symbiosis.split.executor.policies import BatchKey
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 LAYERS = tuple(

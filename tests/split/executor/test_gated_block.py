@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from symbiosis.executor.layers import Block, GatedBlock, make_layer, run
+from symbiosis.split.executor.layers import Block, GatedBlock, make_layer, run
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 SPEC = LayerSpec(handle=0, kind=LayerKind.BLOCK, paths=("mlp",), in_width=16, out_width=16, weights=(), identity="mlp")

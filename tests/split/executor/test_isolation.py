@@ -9,10 +9,10 @@ import weakref
 import pytest
 import torch
 
-from symbiosis.links.base import Peer
-from symbiosis.links.inproc import InprocPort, _Answer
-from symbiosis.messages import Kind, Message
-from tests.executor.desk import BLOCK, EXPERTS, LINEAR, OTHER, WIDE, WIDTH, Desk
+from symbiosis.transport.base import Peer
+from symbiosis.transport.inproc import InprocPort, _Answer
+from symbiosis.transport.messages import Kind, Message
+from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, OTHER, WIDE, WIDTH, Desk
 
 POISONS = [float("nan"), float("inf"), -float("inf"), 3e38, -3e38]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symbiosis.executor.layers import Matrix
-from symbiosis.messages import MAX_LAYERS, Kind
+from symbiosis.split.executor.layers import Matrix
+from symbiosis.transport.messages import MAX_LAYERS, Kind
 from symbiosis.types import Direction, Turn
-from tests.executor.desk import BLOCK, EXPERTS, LINEAR, NORM, OTHER, WIDE, WIDTH, Desk
+from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, NORM, OTHER, WIDE, WIDTH, Desk
 
 ADD, ADD_FLOAT, KEEP, SAVE, BACK, READ = Turn.ADD, Turn.ADD_FLOAT, Turn.KEEP, Turn.SAVE, Turn.BACK, Turn.READ
 LLAMA = (LINEAR, ADD, ADD, KEEP, NORM, BLOCK, BACK, NORM, READ, LINEAR, OTHER)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis.executor.costs import Costs
-from symbiosis.executor.policies import Alone, BatchKey, Lockstep, Opportunistic, Pending
+from symbiosis.split.executor.cost_model import Costs
+from symbiosis.split.executor.policies import Alone, BatchKey, Lockstep, Opportunistic, Pending
 from symbiosis.types import Direction
 
 Q = BatchKey((0,), Direction.FORWARD, ("q",))

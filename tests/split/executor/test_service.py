@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from symbiosis.errors import BadMessage, SymbiosisError
-from symbiosis.executor.policies import Decision, Opportunistic
-from symbiosis.messages import Kind, Message
-from tests.executor.desk import BLOCK, EXPERTS, LINEAR, OTHER, WIDE, WIDTH, Desk
+from symbiosis.split.executor.policies import Decision, Opportunistic
+from symbiosis.transport.messages import Kind, Message
+from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, OTHER, WIDE, WIDTH, Desk
 
 X, INDEX, WEIGHT = torch.zeros(3, WIDTH), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symbiosis.executor import runner
-from symbiosis.executor.policies import Decision, Lockstep, Opportunistic
-from symbiosis.messages import Kind
-from tests.executor.desk import BLOCK, EXPERTS, LINEAR, OTHER, WIDTH, Desk
+from symbiosis.split.executor import batch
+from symbiosis.split.executor.policies import Decision, Lockstep, Opportunistic
+from symbiosis.transport.messages import Kind
+from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, OTHER, WIDTH, Desk
 
 ROWS, FEW = 100, 8  # where nothing is known of a layer's cost a piece has a few rows
 PIECES = -(-ROWS // FEW)
@@ -117,7 +117,7 @@ def test_pieces_that_cannot_be_joined_run_as_they_always_did(monkeypatch):
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr(runner, "_split", full)
+    monkeypatch.setattr(batch, "_split", full)
     desk.run()
     assert desk.answer(ann).kind is Kind.REPLY
 

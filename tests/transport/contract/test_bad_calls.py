@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from symbiosis.errors import BadCall, TooLarge, UnknownLayer
-from symbiosis.messages import Kind, Message
+from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import Direction
 from tests.conftest import Serve, Served
 
@@ -117,7 +117,7 @@ class Company:
     name = "company"
 
     def decide(self, pending, heard, costs, now):
-        from symbiosis.executor.policies import Decision
+        from symbiosis.split.executor.policies import Decision
 
         return Decision(batch=tuple(pending)) if len(pending) == 2 else Decision()
 

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from symbiosis.errors import Closed, SymbiosisError
-from symbiosis.executor import loop, service
-from symbiosis.messages import Kind, Message
+from symbiosis.split.executor import loop, service
+from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import Direction
 from tests.conftest import Serve, Served, tiny_config
 
@@ -165,13 +165,13 @@ def test_a_tenant_that_is_interrupted_gets_the_right_answer_to_its_next_call(lin
 
 
 def _connection_class():
-    from symbiosis.links.dial import Connection
+    from symbiosis.transport.zmq_client import Connection
 
     return Connection
 
 
 def _answer_class():
-    from symbiosis.links.inproc import _Answer
+    from symbiosis.transport.inproc import _Answer
 
     return _Answer
 
@@ -206,7 +206,7 @@ class _Never:
     asked: threading.Event | None = None
 
     def decide(self, pending, heard, costs, now):
-        from symbiosis.executor.policies import Decision
+        from symbiosis.split.executor.policies import Decision
 
         if pending and self.asked:
             self.asked.set()

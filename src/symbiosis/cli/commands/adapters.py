@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from symbiosis.commands.options import DEFAULT_SITE, ConnectSite, Key
-from symbiosis.site import Site
+from symbiosis.cli.commands.options import DEFAULT_SITE, ConnectSite, Key
+from symbiosis.cli.http_client import Site
 
 app = typer.Typer(
     name="adapters",

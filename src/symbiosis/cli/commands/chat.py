@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from symbiosis.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, ConnectExecutor, Key, Name, Token, is_given
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, ConnectExecutor, Key, Name, Token, is_given
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
-    from symbiosis.talk import Sampling
+    from symbiosis.cli.chat import Sampling
 
 err = Console(stderr=True)
 
@@ -63,7 +63,7 @@ def chat(
     A server (`symbiosis serve --http`) computes everything and has the adapters; with an executor,
     attention and your adapter are computed here.
     """
-    from symbiosis import talk
+    from symbiosis.cli import chat
 
     sampling = _sampling(max_new_tokens, temperature)
     if adapter == "":
@@ -76,15 +76,15 @@ def chat(
     if is_given(ctx, "token" if over_http else "key"):
         raise SymbiosisError(f"{connect} takes {'--key, not --token' if over_http else '--token, not --key'}")
     if over_http:
-        from symbiosis.site import Site
+        from symbiosis.cli.http_client import Site
 
-        talk.chat(talk.SiteSpeaker(Site(connect, key), adapter, seed), _lines(), sampling, _write, system)
+        chat.chat(chat.SiteSpeaker(Site(connect, key), adapter, seed), _lines(), sampling, _write, system)
         return
-    from symbiosis import chatting
+    from symbiosis.cli import local_chat
 
     folder = None if adapter is None else Path(adapter)
-    with chatting.speaker(connect, token=token, name=name, adapter=folder, seed=seed) as speaker:
-        talk.chat(speaker, _lines(), sampling, _write, system)
+    with local_chat.speaker(connect, token=token, name=name, adapter=folder, seed=seed) as speaker:
+        chat.chat(speaker, _lines(), sampling, _write, system)
 
 
 @app.command(epilog="Example: symbiosis generate 'Why is the sky blue?' --max-new-tokens 60")
@@ -100,10 +100,10 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, with no chat template.")] = False,
 ) -> None:
     """Answer prompts and exit. The text goes to stdout, nothing else does."""
-    from symbiosis import chatting
+    from symbiosis.cli import local_chat
 
     sampling = _sampling(max_new_tokens, temperature)
-    with chatting.speaker(connect, token=token, name=name, adapter=adapter, seed=seed) as speaker:
+    with local_chat.speaker(connect, token=token, name=name, adapter=adapter, seed=seed) as speaker:
         for prompt in prompts:
             if raw:
                 speaker.complete(prompt, sampling, _write)
@@ -113,7 +113,7 @@ def generate(
 
 
 def _sampling(max_new_tokens: int, temperature: float) -> Sampling:
-    from symbiosis.talk import Sampling
+    from symbiosis.cli.chat import Sampling
 
     return Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
 

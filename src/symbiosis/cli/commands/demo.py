@@ -19,7 +19,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each tenant.")] = 28,
 ) -> None:
     """Three tenants fine-tune at once on the default model (LoRA, IA3, prefix tuning) while a fourth chats."""
-    from symbiosis.demo import run_demo
+    from symbiosis.cli.demo import run_demo
 
     if not run_demo(out, steps, Console()):
         raise typer.Exit(1)

@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from symbiosis.commands import jobs
-from symbiosis.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, Key, Name, Token, check_out, is_given
+from symbiosis.cli.commands import jobs
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, Key, Name, Token, check_out, is_given
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
-    from symbiosis.finetuning import Step
+    from symbiosis.cli.local_finetune import Step
 
 err = Console(stderr=True)
 
@@ -134,9 +134,9 @@ def finetune(
             raise SymbiosisError(f"--{option} is for a server's training: give --hosted too")
     if out is None:
         raise SymbiosisError("say where the adapter is written: --out FOLDER")
-    from symbiosis.finetuning import FinetuneConfig, read_samples
-    from symbiosis.finetuning import finetune as train
-    from symbiosis.launch import connect as connect_to
+    from symbiosis.app.executor import connect as connect_to
+    from symbiosis.cli.local_finetune import FinetuneConfig, read_samples
+    from symbiosis.cli.local_finetune import finetune as train
 
     config = FinetuneConfig(
         method=method,

@@ -17,9 +17,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from symbiosis.commands.options import DEFAULT_SITE, ConnectSite, Key, check_out
+from symbiosis.cli.commands.options import DEFAULT_SITE, ConnectSite, Key, check_out
+from symbiosis.cli.http_client import Site
 from symbiosis.errors import SymbiosisError, Unreachable
-from symbiosis.site import Site
 
 _ENDS = ("succeeded", "failed", "cancelled")
 _LOOK_S = 0.5

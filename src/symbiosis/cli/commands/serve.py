@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from typer.core import TyperCommand
 
-from symbiosis import open_files
-from symbiosis.commands.options import DEFAULT_ADDRESS, is_given
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, is_given
+from symbiosis.common import file_limits
 from symbiosis.errors import SymbiosisError
 
 DEFAULT_HTTP = "127.0.0.1:8000"
@@ -186,18 +186,18 @@ def serve(
     for what, name in ((what, name) for what, name, secret in secrets if len(secret) < _SHORT_SECRET):
         err.print(f"the {what} of {name} is short enough to guess: `openssl rand -hex 16` makes a good one")
     with err.status("Starting"):
-        from symbiosis.engine.residency import ResidencyConfig
-        from symbiosis.hosting import check_http
+        from symbiosis.app.executor import Executor, check_address
+        from symbiosis.app.http_host import check_http
         from symbiosis.jobs.queue import JobLimits
-        from symbiosis.launch import Executor, check_address
-        from symbiosis.server.limits import RequestLimits
-        from symbiosis.server.store import StoreLimits
+        from symbiosis.server.adapter_store import StoreLimits
+        from symbiosis.server.rate_limits import RequestLimits
+        from symbiosis.serving.lora.adapter_cache import ResidencyConfig
 
         if http is not None:
             check_http(http, keys)
         for address in listen or [DEFAULT_ADDRESS]:
             check_address(address, tokens)  # before a big model is loaded for nothing
-    open_files.allow_many()  # every channel takes two
+    file_limits.allow_many()  # every channel takes two
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
         task = progress.add_task("Splitting", total=None, visible=False)
         executor = Executor(

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from symbiosis.commands.options import DEFAULT_ADDRESS, ConnectExecutor, Token
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, ConnectExecutor, Token
 
 app = typer.Typer()
 
@@ -29,7 +29,7 @@ def top(
 
     Where tenants have tokens, each sees itself; the token named `provider` sees all.
     """
-    from symbiosis.launch import fetch_stats
+    from symbiosis.app.executor import fetch_stats
 
     stats = fetch_stats(connect, token=token)
     if once:

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from symbiosis.adapters.folder import from_memory
 from symbiosis.adapters.parts import Adapter
+from symbiosis.adapters.reader import from_memory
+from symbiosis.common.throughput import Rate
 from symbiosis.errors import BadAdapter, BadCall, BadData, Closed, SymbiosisError, TooManyRequests
-from symbiosis.training import data, events
-from symbiosis.training.adapter import Snapshot
-from symbiosis.training.host import Host
-from symbiosis.training.job import Done, Validation, run
-from symbiosis.training.rate import Rate
-from symbiosis.training.recipe import Recipe
-from symbiosis.training.session import Session
+from symbiosis.finetuning import dataset
+from symbiosis.finetuning.loop import events
+from symbiosis.finetuning.loop.recipe import Recipe
+from symbiosis.finetuning.loop.train_loop import Done, Validation, run
+from symbiosis.finetuning.session import Session
+from symbiosis.finetuning.trained_adapter import Snapshot
+from symbiosis.finetuning.trainer import Host
 
 _log = logging.getLogger("symbiosis")
 
@@ -40,7 +41,7 @@ class JobOrder:
     seed: int
     weight: float
     data: Path
-    """As `data.read` reads it."""
+    """As `dataset.read` reads it."""
     validation: Path | None
     evaluate_every: int | None
     checkpoints: Path
@@ -210,11 +211,11 @@ class _Job:
         except Exception as error:  # noqa: BLE001 - as above
             return self._failed(_typed(error))
 
-    def _begin(self) -> tuple[data.Data, Validation | None]:
+    def _begin(self) -> tuple[dataset.Data, Validation | None]:
         """All that can be wrong with an order is found here."""
         order = self.order
-        examples = data.read(order.data)
-        held_out = None if order.validation is None else data.read(order.validation)
+        examples = dataset.read(order.data)
+        held_out = None if order.validation is None else dataset.read(order.validation)
         self._session = session = self._host.open(order.tenant, order.adapter, seed=order.seed, weight=order.weight)
         if self._abandoned is not None:
             raise Closed(f"the job was ended: {self._abandoned}")
@@ -233,7 +234,7 @@ class _Job:
                 raise BadAdapter(f"the checkpoint is of step {session.progress.steps}, not of {order.after}")
         return examples, validation
 
-    def _train(self, examples: data.Data, validation: Validation | None) -> events.Event:
+    def _train(self, examples: dataset.Data, validation: Validation | None) -> events.Event:
         order, session = self.order, self._session
         assert session is not None
         rate = Rate(time.monotonic())

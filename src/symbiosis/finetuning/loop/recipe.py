@@ -14,8 +14,8 @@ from itertools import islice
 import torch
 
 from symbiosis.errors import OutOfRange
-from symbiosis.training.optimizer import StepSettings
-from symbiosis.training.schedule import Schedule, factor
+from symbiosis.finetuning.loop.lr_schedule import Schedule, factor
+from symbiosis.finetuning.optimizer import StepSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

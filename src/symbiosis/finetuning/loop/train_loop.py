@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from symbiosis.errors import OutOfRange, SymbiosisError, TooManyRequests, Withdrawn
-from symbiosis.training.adapter import Snapshot
-from symbiosis.training.calls import Loss, Step
-from symbiosis.training.examples import Example
-from symbiosis.training.pack import predicted
-from symbiosis.training.recipe import Recipe
-from symbiosis.training.session import Session
+from symbiosis.finetuning.calls import Loss, Step
+from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.loop.recipe import Recipe
+from symbiosis.finetuning.packed.batch import predicted
+from symbiosis.finetuning.session import Session
+from symbiosis.finetuning.trained_adapter import Snapshot
 
 _T = TypeVar("_T")
 _AHEAD = 2  # steps under way, so that the host need not wait for this thread to wake up

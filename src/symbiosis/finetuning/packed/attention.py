@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from symbiosis.errors import CannotTrain
-from symbiosis.models.attention import no_mask, refused
-from symbiosis.training import flash
-from symbiosis.training.pack import Pack
-from symbiosis.training.stage import Stage
+from symbiosis.finetuning.packed import varlen_flash
+from symbiosis.finetuning.packed.batch import Pack
+from symbiosis.finetuning.packed.context import Stage
+from symbiosis.models.attention_checks import no_mask, refused
 
 NAME = "symbiosis_packed"
 
@@ -56,8 +56,8 @@ def attend(
     if plain and q_HRD.is_cuda:
         if alike:
             return batched(q_HRD, k_KRD, v_KRD, len(spans), scale)
-        if flash.takes(q_HRD):
-            return flash.attention(q_HRD, k_KRD, v_KRD, pack.edges_S, pack.longest, scale)
+        if varlen_flash.takes(q_HRD):
+            return varlen_flash.attention(q_HRD, k_KRD, v_KRD, pack.edges_S, pack.longest, scale)
     pack.by_lengths |= not alike
     sizes = [span.rows for span in spans]
     found: list[Tensor] = []

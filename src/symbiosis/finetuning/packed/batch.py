@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from symbiosis.training.adapter import Trained
-from symbiosis.training.changes import Drop, Part
-from symbiosis.training.dropout import drop
-from symbiosis.training.examples import IGNORED, Example
+from symbiosis.finetuning.examples import IGNORED, Example
+from symbiosis.finetuning.packed.dropout import drop
+from symbiosis.finetuning.packed.lora_math import Drop, Part
+from symbiosis.finetuning.trained_adapter import Trained
 
 if TYPE_CHECKING:  # it needs Triton
-    from symbiosis.training.grouped import Grouped
+    from symbiosis.finetuning.packed.lora_tables import Grouped
 
 Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -178,7 +178,7 @@ class Pack:
         flats = [share.adapter.flat for share in self.shares if share.adapter.flat is not None]
         if not flats:
             return None
-        from symbiosis.training.grouped import Grouped
+        from symbiosis.finetuning.packed.lora_tables import Grouped
 
         return Grouped(flats, self._segments(self._rows), self._segments(self._head_rows), self.rows, self.device, least)
 

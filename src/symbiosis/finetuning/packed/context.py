@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from symbiosis.training.pack import Pack
+from symbiosis.finetuning.packed.batch import Pack
 
 
 class Stage:

@@ -23,10 +23,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from symbiosis.executor.capture import captured
-from symbiosis.links.driver import done_on
-from symbiosis.training.favourites import Favourites
-from symbiosis.training.pack import Pack
+from symbiosis.finetuning.packed.batch import Pack
+from symbiosis.finetuning.packed.graph_admission import Favourites
+from symbiosis.gpu.cuda_graph import captured
+from symbiosis.gpu.driver import done_on
 
 _log = logging.getLogger("symbiosis")
 _STREAMS = 2  # on all multiprocessors, and on a part of them

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from symbiosis.training.changes import LowRank, Part
+from symbiosis.finetuning.packed.lora_math import LowRank, Part
 
 _ALIGNED = 4  # numbers, so that every parameter starts at a multiple of 16 bytes
 

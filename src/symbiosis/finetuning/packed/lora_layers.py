@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.client.mixing import mix_in
-from symbiosis.training.changes import LowRank, Scale
-from symbiosis.training.stage import Stage
+from symbiosis.finetuning.packed.context import Stage
+from symbiosis.finetuning.packed.lora_math import LowRank, Scale
+from symbiosis.models.patches.mixin import mix_in
 
 
 class AdaptedLinear(nn.Module):

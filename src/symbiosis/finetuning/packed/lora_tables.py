@@ -12,9 +12,9 @@ import triton
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.kernels.grouped import COLUMNS, Rows, grouped
+from symbiosis.finetuning.packed.flat_lora import Flat
+from symbiosis.kernels.lora.grouped import COLUMNS, Rows, grouped
 from symbiosis.kernels.tiles import Segment
-from symbiosis.training.flat import Flat
 
 
 class Grouped:

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from symbiosis import kernels
-from symbiosis.client.fused import fuse
-from symbiosis.client.gates import gate
 from symbiosis.errors import CannotTrain
-from symbiosis.links.driver import done_on
-from symbiosis.models.source import frozen_copy
-from symbiosis.training.adapter import NOTHING
-from symbiosis.training.attention import use_packed_attention
-from symbiosis.training.coming import Coming
-from symbiosis.training.examples import Example
-from symbiosis.training.flat import FlatGradients
-from symbiosis.training.layers import adapt
-from symbiosis.training.loss import piece_losses, token_losses
-from symbiosis.training.pack import Pack, Piece, Share
-from symbiosis.training.replays import Replays
-from symbiosis.training.stage import Stage
+from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.packed.async_copy import Coming
+from symbiosis.finetuning.packed.attention import use_packed_attention
+from symbiosis.finetuning.packed.batch import Pack, Piece, Share
+from symbiosis.finetuning.packed.context import Stage
+from symbiosis.finetuning.packed.cuda_graphs import Replays
+from symbiosis.finetuning.packed.flat_lora import FlatGradients
+from symbiosis.finetuning.packed.lora_layers import adapt
+from symbiosis.finetuning.packed.loss import piece_losses, token_losses
+from symbiosis.finetuning.trained_adapter import NOTHING
+from symbiosis.gpu.driver import done_on
+from symbiosis.models.loading import frozen_copy
+from symbiosis.models.patches.fused_ops import fuse
+from symbiosis.models.patches.gated_mlp import gate
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _COARSE = 0.1

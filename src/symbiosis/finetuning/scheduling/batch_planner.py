@@ -9,10 +9,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
-from symbiosis.executor.turns import Permit
-from symbiosis.training.fairness import Candidate, Fairness
-from symbiosis.training.lengths import Lengths
-from symbiosis.training.pace import Pace
+from symbiosis.device_sharing.cpu_turns import Permit
+from symbiosis.finetuning.scheduling.fairness import Candidate, Fairness
+from symbiosis.finetuning.scheduling.pass_time_budget import Pace
+from symbiosis.finetuning.scheduling.step_time_fairness import Lengths
 
 _FITTED = 500  # passes after which larger ones are tried again
 _NEW = 8  # passes of new kinds in a row: then that is how it is

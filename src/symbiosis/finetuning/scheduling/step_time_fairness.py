@@ -11,7 +11,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from symbiosis.training.fairness import Candidate
+from symbiosis.finetuning.scheduling.fairness import Candidate
 
 FEW_ROWS = 256
 """A CPU gains hardly anything by passes of more, a GPU by passes of fewer."""

@@ -16,7 +16,7 @@ typedef struct {
 } Tile;
 
 #define NUMBER float
-#include "low_rank.h"
+#include "lora.h"
 #undef NUMBER
 #define NUMBER bfloat16
-#include "low_rank.h"
+#include "lora.h"

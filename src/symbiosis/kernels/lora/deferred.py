@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from symbiosis.kernels.overlap import early, let_next_begin
+from symbiosis.kernels.programmatic_launch import early, let_next_begin
 from symbiosis.kernels.rounding import rounded
 
 if TYPE_CHECKING:
-    from symbiosis.kernels.low_rank import Members
+    from symbiosis.kernels.lora.shrink_expand import Members
 
 _AT_ONCE = 1024  # columns of a program that joins
 

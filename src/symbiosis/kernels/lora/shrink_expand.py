@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from symbiosis.kernels.kept import Kept, stretched
-from symbiosis.kernels.overlap import early, let_next_begin, wait_for_last
+from symbiosis.kernels.lora.deferred import Kept, stretched
+from symbiosis.kernels.programmatic_launch import early, let_next_begin, wait_for_last
 from symbiosis.kernels.tiles import Segment, Tiles
 
 _PROCESSORS = 132  # of an H200

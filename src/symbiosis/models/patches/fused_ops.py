@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis.client.mixing import mix_in
-from symbiosis.models.norms import TRITON, epsilon_of, normalised, rounds_twice
+from symbiosis.models.patches.mixin import mix_in
+from symbiosis.models.rms_norms import TRITON, epsilon_of, normalised, rounds_twice
 
 _ROTARY = "apply_rotary_pos_emb"
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from symbiosis.client.mixing import mix_in
+from symbiosis.models.patches.mixin import mix_in
 
 _NAMES = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _CLOSE = 0.02
@@ -23,7 +23,7 @@ class Gated(nn.Module):
     """Mixed into the class of an MLP."""
 
     def forward(self, x: Tensor) -> Any:
-        from symbiosis.kernels.gated import gated
+        from symbiosis.kernels.silu_mul import gated
 
         gate, up = self.gate_proj(x), self.up_proj(x)  # type: ignore[operator]
         rows = gated(gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1]))

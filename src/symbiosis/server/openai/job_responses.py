@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from symbiosis.jobs.records import Checkpoint, Event, File, Job
+from symbiosis.jobs.database import Checkpoint, Event, File, Job
 from symbiosis.jobs.states import State
 
 Body = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from symbiosis.jobs.plan import Wishes
-from symbiosis.server.schemas import Name, Strict
+from symbiosis.server.openai.schemas import Name, Strict
 
 _MAX_ADAPTER = 64 << 10
 _SUFFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

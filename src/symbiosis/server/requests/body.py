@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from symbiosis.errors import SymbiosisError, TooLarge
-from symbiosis.server.failures import BadRequest, bad_request
-from symbiosis.server.forms import Form
-from symbiosis.server.schemas import Strict
-from symbiosis.server.values import check_values
+from symbiosis.server.openai.errors import BadRequest, bad_request
+from symbiosis.server.openai.schemas import Strict
+from symbiosis.server.requests.json_budget import check_values
+from symbiosis.server.requests.multipart import Form
 
 MAX_JSON = 16 << 20
 _BYTES_PER_S = 32 << 10

@@ -13,7 +13,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from symbiosis.errors import TooManyRequests
-from symbiosis.server.failures import BadRequest, body_of
+from symbiosis.server.openai.errors import BadRequest, body_of
 
 _READ_TIMES = 3  # an answer may lie unread for so many patiences
 

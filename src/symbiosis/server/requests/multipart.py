@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from enum import Enum, auto
 
-from symbiosis.server.failures import BadRequest
+from symbiosis.server.openai.errors import BadRequest
 
 _MAX_HEAD = 4096
 _BOUNDARY = re.compile(r'(?i)multipart/form-data\s*;.*\bboundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))(?:\s*;.*)?')

@@ -12,16 +12,16 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
 from symbiosis.adapters.files import CONFIG
-from symbiosis.engine.names import owned, owner_and_name
+from symbiosis.adapters.names import owned, owner_and_name
 from symbiosis.errors import BadAdapter, Forbidden, UnknownAdapter
-from symbiosis.server.bodies import read_form, read_json
-from symbiosis.server.failures import BadRequest
-from symbiosis.server.keys import Caller
-from symbiosis.server.locks import Locks
-from symbiosis.server.remote import Remote
-from symbiosis.server.schemas import LoadAdapter, Named, PinAdapter, UnloadAdapter
+from symbiosis.server.adapter_store import FIELDS, Store, Upload
+from symbiosis.server.auth import Caller
+from symbiosis.server.engine_client import Remote
+from symbiosis.server.keyed_locks import Locks
+from symbiosis.server.openai.errors import BadRequest
+from symbiosis.server.openai.schemas import LoadAdapter, Named, PinAdapter, UnloadAdapter
+from symbiosis.server.requests.body import read_form, read_json
 from symbiosis.server.settings import Settings
-from symbiosis.server.store import FIELDS, Store, Upload
 
 _MAX_CONFIG = 1 << 20
 _WRITE_AT_ONCE = 1 << 20

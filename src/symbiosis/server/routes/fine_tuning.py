@@ -17,24 +17,24 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from symbiosis.errors import EngineLost, Forbidden
 from symbiosis.jobs import plan
 from symbiosis.jobs.admission import Admission, Wanted
+from symbiosis.jobs.data_preparation import FIELDS, Preparer
+from symbiosis.jobs.database import File, Job, Records
 from symbiosis.jobs.errors import UnknownFile
-from symbiosis.jobs.files import Files, Incoming
-from symbiosis.jobs.folder import Folder
-from symbiosis.jobs.preparing import FIELDS, Preparer
-from symbiosis.jobs.records import File, Job, Records
+from symbiosis.jobs.layout import Folder
 from symbiosis.jobs.states import State
 from symbiosis.jobs.supervisor import Supervisor
-from symbiosis.server.bodies import pieces, read_json
-from symbiosis.server.failures import BadRequest, bad_request
-from symbiosis.server.forms import Form
-from symbiosis.server.job_schemas import CreateJob, FilesPage, Page
-from symbiosis.server.job_shapes import PURPOSE, checkpoint_body, event_body, file_body, job_body, listed
-from symbiosis.server.keys import Caller
+from symbiosis.jobs.uploads import Files, Incoming
+from symbiosis.server.adapter_store import Store
+from symbiosis.server.auth import Caller
+from symbiosis.server.engine_client import Remote
 from symbiosis.server.metrics import Metrics
-from symbiosis.server.remote import Remote
+from symbiosis.server.openai.errors import BadRequest, bad_request
+from symbiosis.server.openai.job_responses import PURPOSE, checkpoint_body, event_body, file_body, job_body, listed
+from symbiosis.server.openai.job_schemas import CreateJob, FilesPage, Page
+from symbiosis.server.requests.body import pieces, read_json
+from symbiosis.server.requests.multipart import Form
 from symbiosis.server.settings import Settings
-from symbiosis.server.store import Store
-from symbiosis.server.tokens import Tokens
+from symbiosis.server.tokenizer import Tokens
 
 _PURPOSE_BYTES = 256  # more than any has
 _FORM_EXTRA = 64 << 10

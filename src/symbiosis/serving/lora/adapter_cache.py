@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from symbiosis.adapters.facts import ModelFacts
+from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
-from symbiosis.engine.arena import Arena, Cost
-from symbiosis.engine.carrier import Carrier, Job, Place
-from symbiosis.engine.changes import Loaded
-from symbiosis.engine.device import CpuDevice, CudaDevice
-from symbiosis.engine.flat import Flat, aligned
-from symbiosis.engine.host import HostMemory, NoHost
-from symbiosis.engine.loading import Converter
-from symbiosis.engine.registry import Record, Registry, Version
-from symbiosis.engine.sequences import within
-from symbiosis.engine.slots import Slots
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter
+from symbiosis.serving.lora.adapter_loader import Carrier, Job, Place
+from symbiosis.serving.lora.adapter_registry import Record, Registry, Version
+from symbiosis.serving.lora.byte_allocator import Arena, Cost
+from symbiosis.serving.lora.converter import Converter
+from symbiosis.serving.lora.device_pool import CpuDevice, CudaDevice
+from symbiosis.serving.lora.host_pool import HostMemory, NoHost
+from symbiosis.serving.lora.lora_weights import Loaded
+from symbiosis.serving.lora.packed_adapter import Flat, aligned
+from symbiosis.serving.lora.slot_table import Slots
+from symbiosis.serving.scheduling.sequence import within
 from symbiosis.types import LayerKind
 
 

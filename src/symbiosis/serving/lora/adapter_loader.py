@@ -18,15 +18,15 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from symbiosis.adapters.facts import ModelFacts
-from symbiosis.adapters.folder import read
+from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
-from symbiosis.engine.device import CpuDevice
-from symbiosis.engine.flat import Flat
-from symbiosis.engine.host import NoHost
-from symbiosis.engine.loading import Converter
-from symbiosis.engine.slots import Slots
+from symbiosis.adapters.reader import read
 from symbiosis.errors import BadAdapter, SymbiosisError
+from symbiosis.serving.lora.converter import Converter
+from symbiosis.serving.lora.device_pool import CpuDevice
+from symbiosis.serving.lora.host_pool import NoHost
+from symbiosis.serving.lora.packed_adapter import Flat
+from symbiosis.serving.lora.slot_table import Slots
 
 _log = logging.getLogger("symbiosis")
 

@@ -11,8 +11,8 @@ import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from symbiosis.engine.carrier import Place
 from symbiosis.errors import UnknownAdapter
+from symbiosis.serving.lora.adapter_loader import Place
 
 _MAX_PLACES = 8
 

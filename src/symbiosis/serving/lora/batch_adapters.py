@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from symbiosis.engine.changes import Loaded, Segment
-from symbiosis.engine.effects import Company, Effect, Together
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Segment as SlotSegment
 from symbiosis.kernels.tiles import Tiles
+from symbiosis.serving.lora.lora_ops import Company, Effect, Together
+from symbiosis.serving.lora.lora_weights import Loaded, Segment
 
 _KEEP = 4  # companies
 
@@ -46,7 +46,7 @@ class Pending:
 
     def __init__(self, x_RI: Tensor, table: Tensor, work: Any, bias_O: Tensor | None, beside: Any) -> None:
         """`beside` is a stream on which it is computed while the product is, if any."""
-        from symbiosis.kernels.low_rank import shrink, spread
+        from symbiosis.kernels.lora.shrink_expand import shrink, spread
 
         self._table, self._work, self._bias_O, self._beside = table, work, bias_O, beside
         self._rows: Tensor | None = x_RI  # read on another stream: nothing else may lie there until that is waited for
@@ -65,7 +65,7 @@ class Pending:
 
     def settle(self, y_RO: Tensor) -> Any:
         """Add it to the result, in place, or return it (`kernels.kept`) if it was kept: for a kernel that adds it by itself."""
-        from symbiosis.kernels.low_rank import expand
+        from symbiosis.kernels.lora.shrink_expand import expand
 
         if self._beside is not None:
             self._here.wait_stream(self._beside)
@@ -76,7 +76,7 @@ class Pending:
 
     def add(self, y_RO: Tensor) -> None:
         """Add it to the result, in place."""
-        from symbiosis.kernels.kept import join
+        from symbiosis.kernels.lora.deferred import join
 
         kept = self.settle(y_RO)
         if kept is not None:
@@ -106,7 +106,7 @@ class Bank:
         self._tiles = self._head_tiles = self._beside = None
         self._works = {}
         if self.table is not None and segments:
-            from symbiosis.kernels.low_rank import tile_rows
+            from symbiosis.kernels.lora.shrink_expand import tile_rows
 
             most = max(segment.end for segment in segments)
             size, device = tile_rows(most, len(segments), self.table.rank), self.table.device
@@ -145,7 +145,7 @@ class Bank:
         tiles = self._head_tiles if of_head else self._tiles
         if self.table is None or tiles is None:
             return None
-        from symbiosis.kernels.low_rank import Work
+        from symbiosis.kernels.lora.shrink_expand import Work
 
         key = (tiles, x_RI.shape, tuple(together.widths))
         work = self._works.get(key)

@@ -11,10 +11,10 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis import kernels
 from symbiosis.adapters.parts import Adapter, LowRank, Part, Scaling, Tokens, Whole
-from symbiosis.engine.changes import Loaded, Low, Own, Rows, Scale, Virtual
-from symbiosis.engine.changes import Part as Computed
-from symbiosis.engine.flat import Flat, flatten
 from symbiosis.errors import UnsupportedAdapter
+from symbiosis.serving.lora.lora_weights import Loaded, Low, Own, Rows, Scale, Virtual
+from symbiosis.serving.lora.lora_weights import Part as Computed
+from symbiosis.serving.lora.packed_adapter import Flat, flatten
 
 
 class Converter:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from symbiosis.engine.flat import Flat
+from symbiosis.serving.lora.packed_adapter import Flat
 
 
 class CpuDevice:

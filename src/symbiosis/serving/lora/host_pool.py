@@ -7,8 +7,8 @@ from collections import Counter, OrderedDict
 
 from torch import Tensor
 
-from symbiosis.engine.arena import Arena, Cost
-from symbiosis.engine.flat import Flat
+from symbiosis.serving.lora.byte_allocator import Arena, Cost
+from symbiosis.serving.lora.packed_adapter import Flat
 
 
 class NoHost:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.client.mixing import mix_in
-from symbiosis.engine.bank import Bank
-from symbiosis.engine.effects import Effect, Together
-from symbiosis.models.joining import neighbours
+from symbiosis.models.fuse_projections import neighbours
+from symbiosis.models.patches.mixin import mix_in
+from symbiosis.serving.lora.batch_adapters import Bank
+from symbiosis.serving.lora.lora_ops import Effect, Together
 
 
 class Adapted(nn.Module):

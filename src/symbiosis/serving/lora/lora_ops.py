@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from symbiosis.engine.changes import Low, Own, Part, Rows, Scale, Segment
-from symbiosis.executor.product import product
-from symbiosis.kernels.cpu.low_rank import Changes, Line
+from symbiosis.kernels.cpu.lora import Changes, Line
+from symbiosis.models.patches.linear import product
+from symbiosis.serving.lora.lora_weights import Low, Own, Part, Rows, Scale, Segment
 
 
 class Together:
@@ -34,7 +34,7 @@ class Together:
     @cached_property
     def members(self) -> Any:
         """For kernels."""
-        from symbiosis.kernels.low_rank import Members
+        from symbiosis.kernels.lora.shrink_expand import Members
 
         return Members(self.widths, self.weight_OI.device)
 

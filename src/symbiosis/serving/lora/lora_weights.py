@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from symbiosis.kernels.cpu.low_rank import Line
+from symbiosis.kernels.cpu.lora import Line
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symbiosis.engine.changes import Loaded, Low, Own, Rows, Scale, Virtual
+from symbiosis.serving.lora.lora_weights import Loaded, Low, Own, Rows, Scale, Virtual
 
 ALIGN = 256
 """Tensors begin at multiples of this, from the beginning of the piece; pieces are multiples of it long."""

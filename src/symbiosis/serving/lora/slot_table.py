@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from symbiosis.engine.changes import Loaded
+from symbiosis.serving.lora.lora_weights import Loaded
 
 
 class Slots:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from symbiosis.engine.changes import Loaded
-from symbiosis.engine.pages import PagePool
-from symbiosis.engine.passes import Chunk, Pass
-from symbiosis.engine.runner import Runner
-from symbiosis.engine.sequences import Sequence, State
+from symbiosis.serving.lora.lora_weights import Loaded
+from symbiosis.serving.model.model_runner import Runner
+from symbiosis.serving.scheduling.batch import Chunk, Pass
+from symbiosis.serving.scheduling.block_manager import PagePool
+from symbiosis.serving.scheduling.sequence import Sequence, State
 
 
 @dataclass(frozen=True, slots=True)

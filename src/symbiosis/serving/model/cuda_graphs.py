@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from symbiosis.engine.attention import KeyValues
-from symbiosis.engine.bank import Bank
-from symbiosis.engine.changes import Segment
-from symbiosis.executor.capture import captured
+from symbiosis.gpu.cuda_graph import captured
 from symbiosis.kernels.tiles import Span, Tiles
+from symbiosis.serving.lora.batch_adapters import Bank
+from symbiosis.serving.lora.lora_weights import Segment
+from symbiosis.serving.model.paged_attention import KeyValues
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _log = logging.getLogger("symbiosis")
@@ -53,7 +53,7 @@ class Decoder:
 
     def compute(self, ids: Sequence[int] | Tensor, spans: Sequence[Span], segments: Sequence[Segment]) -> Tensor | None:
         """The logits of all rows, one a sequence, until the next call; None if this must be computed in the usual way."""
-        from symbiosis.kernels.low_rank import tile_rows
+        from symbiosis.kernels.lora.shrink_expand import tile_rows
 
         size = next((size for size in _SIZES if size >= len(ids)), None)
         if size is None or any(len(span.pages) > self._max_pages for span in spans):
@@ -94,7 +94,7 @@ class Decoder:
 
     def _make(self, size: int, tile: int) -> _Graph:
         """`tile` is 0 where there are no adapters."""
-        from symbiosis.kernels.low_rank import most_tiles
+        from symbiosis.kernels.lora.shrink_expand import most_tiles
         from symbiosis.kernels.paged_attention import Pass
 
         device = self._model.device

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from symbiosis.client.gates import is_silu
-from symbiosis.client.mixing import mix_in
-from symbiosis.engine.effects import Together
+from symbiosis.models.patches.gated_mlp import is_silu
+from symbiosis.models.patches.mixin import mix_in
+from symbiosis.serving.lora.lora_ops import Together
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

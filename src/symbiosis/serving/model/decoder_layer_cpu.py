@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from symbiosis.engine.bank import Bank
-from symbiosis.engine.effects import Effect, Together
-from symbiosis.engine.usual import Usual, Witness, stand_in, usual_layers
-from symbiosis.kernels.cpu.between import gated, rms_norm, rotary
-from symbiosis.models.norms import epsilon_of
+from symbiosis.kernels.cpu.fused_ops import gated, rms_norm, rotary
+from symbiosis.models.rms_norms import epsilon_of
+from symbiosis.serving.lora.batch_adapters import Bank
+from symbiosis.serving.lora.lora_ops import Effect, Together
+from symbiosis.serving.model.decoder_layer import Usual, Witness, stand_in, usual_layers
 
 
 class Straight:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from symbiosis.client.fused import FusedNorm
-from symbiosis.engine.bank import Bank, Pending
-from symbiosis.engine.effects import Together
-from symbiosis.engine.usual import Usual, Witness, stand_in, usual_layers
-from symbiosis.models.norms import epsilon_of
+from symbiosis.models.patches.fused_ops import FusedNorm
+from symbiosis.models.rms_norms import epsilon_of
+from symbiosis.serving.lora.batch_adapters import Bank, Pending
+from symbiosis.serving.lora.lora_ops import Together
+from symbiosis.serving.model.decoder_layer import Usual, Witness, stand_in, usual_layers
 
 
 class Short:
@@ -38,7 +38,7 @@ class Short:
         """Rows that come next, and their norm. Held so that nothing else can lie there; nobody writes to them in between."""
 
     def compute(self, x_RD: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor | None:
-        from symbiosis.kernels.gated import gated
+        from symbiosis.kernels.silu_mul import gated
 
         bank, usual, follower = self._bank, self.usual, self.follower
         parts = (usual.qkv, usual.out, usual.gate_up, usual.down)

@@ -10,19 +10,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from symbiosis import kernels
-from symbiosis.client.fused import fuse
-from symbiosis.client.gates import gate
-from symbiosis.engine.attention import Given, KeyValues, use_pages
-from symbiosis.engine.bank import Bank, Table
-from symbiosis.engine.changes import Loaded, Segment, Virtual
-from symbiosis.engine.decoding import Decoder
-from symbiosis.engine.layers import adapt, adapt_together
-from symbiosis.engine.passes import Chunk, Pass
-from symbiosis.engine.short import shorten
-from symbiosis.engine.straight import straighten
-from symbiosis.engine.usual import is_close, restore
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
+from symbiosis.models.patches.fused_ops import fuse
+from symbiosis.models.patches.gated_mlp import gate
+from symbiosis.serving.lora.batch_adapters import Bank, Table
+from symbiosis.serving.lora.lora_layers import adapt, adapt_together
+from symbiosis.serving.lora.lora_weights import Loaded, Segment, Virtual
+from symbiosis.serving.model.cuda_graphs import Decoder
+from symbiosis.serving.model.decoder_layer import is_close, restore
+from symbiosis.serving.model.decoder_layer_cpu import straighten
+from symbiosis.serving.model.decoder_layer_gpu import shorten
+from symbiosis.serving.model.paged_attention import Given, KeyValues, use_pages
+from symbiosis.serving.scheduling.batch import Chunk, Pass
 
 _PROBE = 12
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}

@@ -23,7 +23,7 @@ from symbiosis import kernels
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.cpu.attention import Singles, fits
 from symbiosis.kernels.tiles import Span
-from symbiosis.models.attention import no_mask, refused
+from symbiosis.models.attention_checks import no_mask, refused
 
 NAME = "symbiosis_pages"
 _KEYS_AT_ONCE = 16384  # gathered for prompts that are computed together
@@ -294,8 +294,8 @@ class _KernelPass:
         window: int | None,
         cap: float | None,
     ) -> Tensor:
-        from symbiosis.kernels.entering import enter
         from symbiosis.kernels.paged_attention import attend
+        from symbiosis.kernels.rope_and_store import enter
 
         q_RHD = enter(qkv_RO, embeddings[0][0], embeddings[1][0], self._now.slots_R, keys, values, kept)
         self._give(layer, keys, values)

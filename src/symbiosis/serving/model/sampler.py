@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis.engine.sequences import Sequence
+from symbiosis.serving.scheduling.sequence import Sequence
 
 _ONE = float(1 << 40)
 """The weight of the likeliest token. 2**40 times 2**22 tokens still fits an int64."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from symbiosis.engine.pages import Copy
-from symbiosis.engine.sequences import Sequence
+from symbiosis.serving.scheduling.block_manager import Copy
+from symbiosis.serving.scheduling.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)  # not frozen: hundreds are made in every plan, and that takes twice as long

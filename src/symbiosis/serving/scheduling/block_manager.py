@@ -18,7 +18,7 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from symbiosis.engine.sequences import Sequence, within
+from symbiosis.serving.scheduling.sequence import Sequence, within
 
 Copy = tuple[int, int]
 """(from, to): the runner copies the whole page before the pass writes anything; all sources are read as they were."""

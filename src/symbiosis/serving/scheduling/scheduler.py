@@ -30,10 +30,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 
-from symbiosis.engine.pages import PagePool
-from symbiosis.engine.passes import Chunk, Pass, Plan
-from symbiosis.engine.sequences import Reason, Sequence, State, within
 from symbiosis.errors import OutOfRange, TooManyRequests
+from symbiosis.serving.scheduling.batch import Chunk, Pass, Plan
+from symbiosis.serving.scheduling.block_manager import PagePool
+from symbiosis.serving.scheduling.sequence import Reason, Sequence, State, within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

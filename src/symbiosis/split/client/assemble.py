@@ -9,23 +9,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from symbiosis.client.block import make_block
-from symbiosis.client.cache import make_room
-from symbiosis.client.direct import Mapped, MappedParameter, open_mapping
-from symbiosis.client.download import download
-from symbiosis.client.experts import make_experts
-from symbiosis.client.fused import fuse
-from symbiosis.client.groups import Groups
-from symbiosis.client.layers import VirtualConv1D, VirtualEmbedding, VirtualLayer, VirtualLinear
-from symbiosis.client.loss import speed_up_loss
-from symbiosis.client.norm import watch_norms
-from symbiosis.client.session import Session
-from symbiosis.client.unseen import look_at_results
 from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
-from symbiosis.links import driver
-from symbiosis.links.base import Link
-from symbiosis.messages import Kind, Message
-from symbiosis.models.part import build_skeleton, fill, load_weights, resolve_class
+from symbiosis.gpu import driver
+from symbiosis.models.client_part import build_skeleton, fill, load_weights, resolve_class
+from symbiosis.models.patches.fused_ops import fuse
+from symbiosis.split.client.blob_download import download
+from symbiosis.split.client.call_grouping import Groups
+from symbiosis.split.client.deferred.norm import watch_norms
+from symbiosis.split.client.deferred.tensor import look_at_results
+from symbiosis.split.client.direct_mode import Mapped, MappedParameter, open_mapping
+from symbiosis.split.client.kv_cache import make_room
+from symbiosis.split.client.loss import speed_up_loss
+from symbiosis.split.client.session import Session
+from symbiosis.split.client.virtual_block import make_block
+from symbiosis.split.client.virtual_experts import make_experts
+from symbiosis.split.client.virtual_layers import VirtualConv1D, VirtualEmbedding, VirtualLayer, VirtualLinear
+from symbiosis.transport.base import Link
+from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import LayerKind, LayerSpec, Limits, Manifest
 
 _log = logging.getLogger("symbiosis")

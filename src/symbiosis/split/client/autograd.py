@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from symbiosis.client.session import Session, answer_widths
 from symbiosis.errors import BadCall
 from symbiosis.kernels.first_order import first_order
+from symbiosis.split.client.session import Session, answer_widths
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 _OPPOSITE = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Direction.FORWARD}

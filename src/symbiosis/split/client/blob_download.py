@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from symbiosis.errors import BadMessage
-from symbiosis.links.base import Link
-from symbiosis.messages import Kind, Message
-from symbiosis.models import cache
+from symbiosis.models import blob_store
+from symbiosis.transport.base import Link
+from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import BlobRef
 
 CHUNK_BYTES = 4 << 20
@@ -16,12 +16,12 @@ _SHOW_FROM_BYTES = 8 << 20
 
 def download(link: Link, ref: BlobRef) -> None:
     """Fetch `ref` unless it is here. Raises `BadMessage` if the content is not what its name says."""
-    if cache.has_blob(ref):
+    if blob_store.has_blob(ref):
         return
-    with cache.locked(f"blob-{ref.sha256[:16]}"):
-        if cache.has_blob(ref):
+    with blob_store.locked(f"blob-{ref.sha256[:16]}"):
+        if blob_store.has_blob(ref):
             return
-        with cache.new_file(cache.root() / "blobs") as path:
+        with blob_store.new_file(blob_store.root() / "blobs") as path:
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
             with path.open("wb") as file, Progress(*columns, disable=ref.size < _SHOW_FROM_BYTES) as progress:
                 task = progress.add_task("client part", total=ref.size)
@@ -32,6 +32,6 @@ def download(link: Link, ref: BlobRef) -> None:
                         raise BadMessage("the executor ended a download early")
                     file.write(reply.tensors[0].view(-1).numpy().tobytes()[: int(reply.body["bytes"])])
                     progress.update(task, completed=file.tell())
-            if cache.hash_file(path) != ref:
+            if blob_store.hash_file(path) != ref:
                 raise BadMessage(f"the executor's blob {ref.sha256[:12]}… has other content than its name says: not used")
-            cache.adopt(path)
+            blob_store.adopt(path)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symbiosis.client.calls import call_block, call_matrices
-from symbiosis.client.half import Halves, Late
-from symbiosis.client.promise import Member, Promise, Promises
-from symbiosis.client.session import Session
-from symbiosis.client.unseen import plain
-from symbiosis.messages import MAX_LAYERS
+from symbiosis.split.client.autograd import call_block, call_matrices
+from symbiosis.split.client.deferred.decode import Member, Promise, Promises
+from symbiosis.split.client.deferred.tensor import plain
+from symbiosis.split.client.deferred.train import Halves, Late
+from symbiosis.split.client.session import Session
+from symbiosis.transport.messages import MAX_LAYERS
 from symbiosis.types import WITH_BIAS, LayerKind, LayerSpec
 
 _Key = tuple[object, ...]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import BadMessage
-from symbiosis.links import driver
+from symbiosis.gpu import driver
 
 
 class MappedParameter(nn.Parameter):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from symbiosis.client.download import download
 from symbiosis.errors import BadCall, NoTokenizer
-from symbiosis.links.base import Link, as_rows, shaped
-from symbiosis.messages import Kind, Message
-from symbiosis.models.part import unpack_tokenizer
+from symbiosis.models.client_part import unpack_tokenizer
+from symbiosis.split.client.blob_download import download
+from symbiosis.transport.base import Link, as_rows, shaped
+from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec, Limits, Manifest
 
 _MOST_FORMS = 4096

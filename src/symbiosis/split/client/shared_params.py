@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from symbiosis.client.versions import version_of
+from symbiosis.split.client.tensor_version import version_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis.client.as_made import AsMade, is_watched
-from symbiosis.client.half import Late
-from symbiosis.client.layers import VirtualMatrix
-from symbiosis.client.mixing import mix_in
-from symbiosis.client.unseen import plain
+from symbiosis.models.patches.mixin import mix_in
+from symbiosis.split.client.deferred.tensor import plain
+from symbiosis.split.client.deferred.train import Late
+from symbiosis.split.client.module_snapshot import AsMade, is_watched
+from symbiosis.split.client.virtual_layers import VirtualMatrix
 from symbiosis.types import LayerSpec
 
 

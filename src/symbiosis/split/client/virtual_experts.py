@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis.client.as_made import AsMade
-from symbiosis.client.calls import call_experts
-from symbiosis.client.direct import MappedParameter
-from symbiosis.client.layers import VirtualLayer
-from symbiosis.client.mixing import mix_in
-from symbiosis.client.session import Session
-from symbiosis.client.weight import VirtualWeight
 from symbiosis.errors import CannotSplit
+from symbiosis.models.patches.mixin import mix_in
+from symbiosis.split.client.autograd import call_experts
+from symbiosis.split.client.direct_mode import MappedParameter
+from symbiosis.split.client.module_snapshot import AsMade
+from symbiosis.split.client.session import Session
+from symbiosis.split.client.virtual_layers import VirtualLayer
+from symbiosis.split.client.virtual_weight import VirtualWeight
 from symbiosis.types import LayerSpec
 
 

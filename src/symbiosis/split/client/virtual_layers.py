@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.client.calls import call_embedding, call_matrices, call_transposed
-from symbiosis.client.groups import Groups
-from symbiosis.client.session import Session
-from symbiosis.client.shared import Shared
-from symbiosis.client.versions import version_of
-from symbiosis.client.weight import VirtualWeight
 from symbiosis.errors import BadCall, WeightsWithheld
+from symbiosis.split.client.autograd import call_embedding, call_matrices, call_transposed
+from symbiosis.split.client.call_grouping import Groups
+from symbiosis.split.client.session import Session
+from symbiosis.split.client.shared_params import Shared
+from symbiosis.split.client.tensor_version import version_of
+from symbiosis.split.client.virtual_weight import VirtualWeight
 from symbiosis.types import LayerSpec
 
 _log = logging.getLogger("symbiosis")

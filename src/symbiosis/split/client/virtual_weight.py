@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from symbiosis.client.versions import version_of
 from symbiosis.errors import BadCall, CannotMerge
+from symbiosis.split.client.tensor_version import version_of
 from symbiosis.types import LayerKind
 
 if TYPE_CHECKING:
-    from symbiosis.client.layers import VirtualLayer
+    from symbiosis.split.client.virtual_layers import VirtualLayer
 
 _T: Any = torch.Tensor
 _METADATA = {

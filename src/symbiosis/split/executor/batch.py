@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import LayerFailed, SymbiosisError
-from symbiosis.executor.layers import BaseLayer, Rows, run
-from symbiosis.executor.policies import BatchKey, Pending
-from symbiosis.executor.sessions import Session
+from symbiosis.split.executor.layers import BaseLayer, Rows, run
+from symbiosis.split.executor.policies import BatchKey, Pending
+from symbiosis.split.executor.sessions import Session
 
 _log = logging.getLogger("symbiosis")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from symbiosis.executor.layers import BaseLayer, run
+from symbiosis.split.executor.layers import BaseLayer, run
 from symbiosis.types import Direction
 
 _ROWS = {"cpu": (1, 16, 64), "cuda": (1, 64, 512, 2048)}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from symbiosis.executor.bounded import drop_oldest
+from symbiosis.common.bounded_dict import drop_oldest
 
 _MOST_SHAPES = 4096
 _ENOUGH = 8.0  # batches of its own, where its parts are known

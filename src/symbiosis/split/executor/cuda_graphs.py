@@ -20,11 +20,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from symbiosis.executor.bounded import drop_oldest
-from symbiosis.executor.capture import captured
-from symbiosis.executor.layers import Rows, run
-from symbiosis.executor.policies import BatchKey
-from symbiosis.executor.runner import Work
+from symbiosis.common.bounded_dict import drop_oldest
+from symbiosis.gpu.cuda_graph import captured
+from symbiosis.split.executor.batch import Work
+from symbiosis.split.executor.layers import Rows, run
+from symbiosis.split.executor.policies import BatchKey
 
 _KNOWN, _KNOWN_TOGETHER = 4, 64  # what comes so often comes again; companies change, and do without one of their own
 _SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # rows

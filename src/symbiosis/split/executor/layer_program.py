@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import BadCall
-from symbiosis.executor.layers import BaseLayer, Block, Matrix, Norm, Rows
+from symbiosis.split.executor.layers import BaseLayer, Block, Matrix, Norm, Rows
 from symbiosis.types import Direction, LayerKind, LayerSpec, Turn
 
 _Step = BaseLayer | Turn
@@ -123,7 +123,7 @@ class Way(BaseLayer):
 class WayHome(BaseLayer):
     """From the rows that half a layer saved and the gradient of its end to the gradients of its first rows and of the saved.
 
-    Plain reference: autograd through the same steps (tests/executor/test_way.py).
+    Plain reference: autograd through the same steps (tests/split/executor/test_layer_program.py).
     """
 
     def __init__(self, way: Way) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from symbiosis.errors import BadCall
-from symbiosis.executor.product import product, speed_up
-from symbiosis.models.norms import epsilon_of, normalised, rounds_twice
+from symbiosis.models.patches.linear import product, speed_up
+from symbiosis.models.rms_norms import epsilon_of, normalised, rounds_twice
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 Rows = tuple[Tensor, ...]

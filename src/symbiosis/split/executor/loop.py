@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 
-from symbiosis import tiny_numbers
+from symbiosis.common import denormals
 from symbiosis.errors import Closed, SymbiosisError
-from symbiosis.executor.service import Service
-from symbiosis.links.base import Peer, Port
-from symbiosis.links.waiting import Waiter, Wakeup
-from symbiosis.messages import Message
+from symbiosis.split.executor.service import Service
+from symbiosis.transport.base import Peer, Port
+from symbiosis.transport.messages import Message
+from symbiosis.transport.poller import Waiter, Wakeup
 
 _DRAIN_AT_ONCE = 64
 _TIDY_EVERY_S = 10.0
@@ -63,7 +63,7 @@ class Loop:
         self._thread.join(timeout=60)
 
     def _run(self) -> None:
-        tiny_numbers.count_as_zero()
+        denormals.count_as_zero()
         try:
             self._serve()
         except BaseException:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from symbiosis.errors import DirectRefused
-from symbiosis.executor.layers import BaseLayer
-from symbiosis.links import driver
+from symbiosis.gpu import driver
+from symbiosis.split.executor.layers import BaseLayer
 
 
 def describe(layers: Iterable[BaseLayer], client: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from symbiosis.executor.costs import Costs
+from symbiosis.split.executor.cost_model import Costs
 from symbiosis.types import WITH_BIAS, Direction
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from symbiosis.device_sharing.cpu_turns import Turns
 from symbiosis.errors import (
     BadCall,
     DirectRefused,
@@ -24,20 +25,19 @@ from symbiosis.errors import (
     UnknownLayer,
     WeightsWithheld,
 )
-from symbiosis.executor.calibration import time_layer
-from symbiosis.executor.costs import Costs
-from symbiosis.executor.lanes import Lanes
-from symbiosis.executor.layers import BaseLayer, Rows, answer_widths, check_together
-from symbiosis.executor.mapping import describe
-from symbiosis.executor.policies import BatchKey, Decision, Heard, Pending, Policy
-from symbiosis.executor.runner import Call, Cut, Work, run_batch
-from symbiosis.executor.sessions import Session, Sessions
-from symbiosis.executor.turns import Turns
-from symbiosis.executor.way import Way, WayHome, is_turn
-from symbiosis.links import driver
-from symbiosis.links.base import Peer
-from symbiosis.messages import PROTOCOL, Kind, Message, tensor_bytes
-from symbiosis.models import cache
+from symbiosis.gpu import driver
+from symbiosis.models import blob_store
+from symbiosis.split.executor.batch import Call, Cut, Work, run_batch
+from symbiosis.split.executor.calibration import time_layer
+from symbiosis.split.executor.cost_model import Costs
+from symbiosis.split.executor.layer_program import Way, WayHome, is_turn
+from symbiosis.split.executor.layers import BaseLayer, Rows, answer_widths, check_together
+from symbiosis.split.executor.memory_export import describe
+from symbiosis.split.executor.policies import BatchKey, Decision, Heard, Pending, Policy
+from symbiosis.split.executor.sessions import Session, Sessions
+from symbiosis.split.executor.streams import Lanes
+from symbiosis.transport.base import Peer
+from symbiosis.transport.messages import PROTOCOL, Kind, Message, tensor_bytes
 from symbiosis.types import WITH_BIAS, BlobRef, Direction, LayerKind, LayerSpec, Limits, Manifest
 
 PROVIDER = "provider"
@@ -198,7 +198,7 @@ class Service:
         if ref.sha256 not in known:
             raise BadCall("no such blob: only the model's client part and tokenizer are handed out")
         offset = int(message.body["offset"])
-        with cache.blob_path(known[ref.sha256]).open("rb") as file:
+        with blob_store.blob_path(known[ref.sha256]).open("rb") as file:
             file.seek(min(max(0, offset), known[ref.sha256].size))
             chunk = file.read(min(_CHUNK, self.limits.max_bytes))
         tensor = (

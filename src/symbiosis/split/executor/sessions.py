@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from symbiosis.executor.policies import BatchKey
-from symbiosis.links.base import Peer
+from symbiosis.split.executor.policies import BatchKey
+from symbiosis.transport.base import Peer
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 
 from symbiosis.errors import SymbiosisError
-from symbiosis.executor.costs import Costs
-from symbiosis.executor.layers import Rows
-from symbiosis.executor.policies import BatchKey
-from symbiosis.executor.replays import Replays
-from symbiosis.executor.runner import Call, run_batch
-from symbiosis.links import driver
+from symbiosis.gpu import driver
+from symbiosis.split.executor.batch import Call, run_batch
+from symbiosis.split.executor.cost_model import Costs
+from symbiosis.split.executor.cuda_graphs import Replays
+from symbiosis.split.executor.layers import Rows
+from symbiosis.split.executor.policies import BatchKey
 
 _TIME_EVERY = 32  # batches: an event is cheap, not free
 _AT_ONCE = 8  # events whose time has not come

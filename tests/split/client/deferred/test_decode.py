@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import symbiosis
-from symbiosis.client.promise import Node, Promise, is_worth_it
 from symbiosis.errors import Closed
+from symbiosis.split.client.deferred.decode import Node, Promise, is_worth_it
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import connected, twin
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import symbiosis
-from symbiosis.client.half import Late
 from symbiosis.errors import BadCall
+from symbiosis.split.client.deferred.train import Late
 from symbiosis.types import Limits
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import assert_same_gradients, connected, gradients, twin

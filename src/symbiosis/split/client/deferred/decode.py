@@ -22,9 +22,9 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from symbiosis.client.session import Session
-from symbiosis.client.unseen import FACTS, HALVES, SUMS, Unseen, changes_nothing, is_ordinary, ordinary, plain
-from symbiosis.messages import MAX_LAYERS
+from symbiosis.split.client.deferred.tensor import FACTS, HALVES, SUMS, Unseen, changes_nothing, is_ordinary, ordinary, plain
+from symbiosis.split.client.session import Session
+from symbiosis.transport.messages import MAX_LAYERS
 from symbiosis.types import WITH_BIAS, LayerSpec, Turn
 
 _ROWS = 512  # more take longer than their ways

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from symbiosis.client.as_made import AsMade, is_watched
-from symbiosis.client.groups import Groups
-from symbiosis.client.mixing import mix_in
-from symbiosis.client.shared import Shared
-from symbiosis.client.unseen import Unseen, plain
 from symbiosis.errors import CannotSplit
+from symbiosis.models.patches.mixin import mix_in
+from symbiosis.split.client.call_grouping import Groups
+from symbiosis.split.client.deferred.tensor import Unseen, plain
+from symbiosis.split.client.module_snapshot import AsMade, is_watched
+from symbiosis.split.client.shared_params import Shared
 from symbiosis.types import LayerSpec
 
 

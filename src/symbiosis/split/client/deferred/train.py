@@ -28,12 +28,12 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.nn import functional as F
 
-from symbiosis.client.calls import call_block, call_half, call_matrices
-from symbiosis.client.promise import Member
-from symbiosis.client.session import Session
-from symbiosis.client.unseen import FACTS, HALVES, SUMS, Unseen, changes_nothing, is_ordinary, ordinary, plain
 from symbiosis.errors import BadCall
-from symbiosis.messages import MAX_LAYERS
+from symbiosis.split.client.autograd import call_block, call_half, call_matrices
+from symbiosis.split.client.deferred.decode import Member
+from symbiosis.split.client.deferred.tensor import FACTS, HALVES, SUMS, Unseen, changes_nothing, is_ordinary, ordinary, plain
+from symbiosis.split.client.session import Session
+from symbiosis.transport.messages import MAX_LAYERS
 from symbiosis.types import LayerKind, LayerSpec, Turn
 
 _TRIES = 4  # a layer after which something else came so often is computed at once
