@@ -118,7 +118,7 @@ class LowRank:
         self.y = torch.zeros(adapters * rows, sum(widths), **options)
         self.slots = torch.arange(adapters, device=bench.device)
         self.rmax = -(-rank // 16) * 16
-        self.members = shrink_expand.Members(widths, bench.device)
+        self.members = shrink_expand.FusedWidths(widths, bench.device)
         segments = [Segment(n, n * rows, rows) for n in range(adapters)]
         tile = shrink_expand.tile_rows(adapters * rows, adapters, self.rmax)
         self.tiles = Tiles.of(segments, tile, bench.device)
@@ -127,7 +127,10 @@ class LowRank:
             self.tiles.fill(segments)
         self.tables = [
             torch.tensor(
-                [[shrink_expand.Change(a[n], b[n]).entry() for a, b in zip(of_a, of_b, strict=True)] for n in range(adapters)],
+                [
+                    [shrink_expand.LoraOperand(a[n], b[n]).entry() for a, b in zip(of_a, of_b, strict=True)]
+                    for n in range(adapters)
+                ],
                 device=bench.device,
             )
             for of_a, of_b in zip(self.a, self.b, strict=True)
@@ -238,7 +241,9 @@ class Attention:
         self.layers = 2 if bench.tiny else max(2, min(8, -(-FROM_MEMORY // self.bytes)))
         self.memory = torch.randn(self.layers, 2, sum(needed) * self.page_size, key_heads, width, **options)
         self.q = torch.randn(len(lengths), heads, width, **options)
-        self.now = paged_attention.Pass(rows=len(lengths), max_pages=max(needed), page_size=self.page_size, device=bench.device)
+        self.now = paged_attention.AttentionBatch(
+            rows=len(lengths), max_pages=max(needed), page_size=self.page_size, device=bench.device
+        )
         self.now.fill(spans)
         self.use(paged_attention.plan(len(lengths), key_heads, width, self.now.longest, size))
         within = torch.arange(self.page_size)

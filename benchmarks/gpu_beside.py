@@ -93,13 +93,13 @@ class Serving:
     """An engine that is stepped by a thread of its own while `with` lasts; knows when each token came."""
 
     def __init__(self, model: Any, plan: Plan, load: str, folder: Path, turns: Any) -> None:
-        from symbiosis.serving.engine import Core
-        from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+        from symbiosis.serving.engine import EngineCore
+        from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 
         pages = (plan.sequences + 2) * (-(-(plan.prompt + plan.new) // 16) + 1)
-        memory = ResidencyConfig(device_bytes=plan.adapter_bytes, host_bytes=plan.adapter_bytes)
+        memory = AdapterCacheConfig(device_bytes=plan.adapter_bytes, host_bytes=plan.adapter_bytes)
         self._plan, self.load, self._vocabulary = plan, load, model.config.vocab_size
-        self._core = Core(model, pages=pages, residency=memory, turns=turns)
+        self._core = EngineCore(model, pages=pages, residency=memory, turns=turns)
         for number in range(plan.adapters):
             self._core.add_adapter(f"a{number}", folder / f"a{number}")
         self._came: list[tuple[float, float]] = []
@@ -186,13 +186,13 @@ def way_of(name: str, device: str) -> Any:
     """How engine and host share the device."""
     import torch
 
-    from symbiosis.device_sharing.gpu_partition import Beside
+    from symbiosis.device_sharing.gpu_partition import GpuPartition
 
     kind, _, part = name.partition(":")
     if kind not in ("priority", "beside", "steered") or bool(part) != (kind == "beside"):
         raise SystemExit(f"{name!r} is no way to share a GPU: expected priority, steered, or a part, as in beside:0.5")
     share = {"priority": 1.0, "beside": float(part or 0), "steered": None}[kind]
-    return Beside(torch.device(device, 0) if device == "cuda" else torch.device(device), share)
+    return GpuPartition(torch.device(device, 0) if device == "cuda" else torch.device(device), share)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -169,17 +169,17 @@ class Serving:
 
     def __init__(self, model: Any, plan: Plan, device: str, folder: Path) -> None:
         from symbiosis.models.fuse_projections import join
-        from symbiosis.serving.engine import Core
-        from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+        from symbiosis.serving.engine import EngineCore
+        from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
         from symbiosis.serving.scheduling.sequence import Sampling
 
         join(model)
         longest = max(plan.prompt + 2 * plan.new, plan.long_prompt + 1)
         self.plan, self.device, self.vocabulary = plan, device, model.config.vocab_size
-        self.core = Core(
+        self.core = EngineCore(
             model,
             pages=(plan.requests + 2) * (-(-longest // 16) + 1),
-            residency=ResidencyConfig(device_bytes=plan.device_bytes, host_bytes=plan.host_bytes),
+            residency=AdapterCacheConfig(device_bytes=plan.device_bytes, host_bytes=plan.host_bytes),
         )
         self._sampling, self._folder = Sampling, folder
 

@@ -66,8 +66,8 @@ class Shared:
         """`sizes`: of each job the sequences of a batch, and tokens of each."""
         from peft import LoraConfig
 
-        from symbiosis.finetuning.config import HostConfig
-        from symbiosis.finetuning.trainer import Host
+        from symbiosis.finetuning.config import TrainerConfig
+        from symbiosis.finetuning.trainer import Trainer
 
         self.tokens = [batch * tokens for batch, tokens in sizes]
         rank, layers = SHAPES[shape].lora[3]
@@ -75,9 +75,9 @@ class Shared:
         limits = {"max_rows": max(rows, *(tokens for _, tokens in sizes)), "pass_rows": rows}
         room = max(1 << 16, 2 * sum(self.tokens))
         with _way(way):
-            self.host = Host(
+            self.host = Trainer(
                 model,
-                HostConfig(max_waiting_tokens=room, **limits, **({} if way == "graphs" else {"graphs": 0})),
+                TrainerConfig(max_waiting_tokens=room, **limits, **({} if way == "graphs" else {"graphs": 0})),
                 turns,
             )
             self.sessions = [

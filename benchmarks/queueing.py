@@ -51,13 +51,13 @@ def served(core: Any, count: int, names: Sequence[str], generator: Any) -> float
 
 def host(count: int, names: Sequence[str], running: int) -> float:
     """Mean seconds of the scheduler per pass, while that many requests are answered."""
-    from symbiosis.serving.scheduling.block_manager import PagePool
+    from symbiosis.serving.scheduling.block_manager import BlockManager
     from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
     from symbiosis.serving.scheduling.sequence import Sampling
     from symbiosis.serving.scheduling.sequence import Sequence as Request
 
     config = SchedulerConfig(vocabulary=1000, max_length=1000, max_running=running)
-    scheduler = Scheduler(config, PagePool(4 * running, PROMPT))
+    scheduler = Scheduler(config, BlockManager(4 * running, PROMPT))
     wish = Sampling(temperature=0.0, max_tokens=NEW)
     for number in range(count):
         prompt = [number % 997, number // 997, *range(PROMPT - 2)]
@@ -76,7 +76,7 @@ def run(*, tiny: bool, repetitions: int, folder: Path = FOLDER) -> dict[str, Any
     import torch
 
     from symbiosis.models.fuse_projections import join
-    from symbiosis.serving.engine import Core
+    from symbiosis.serving.engine import EngineCore
 
     console = Console(width=120)
     counts, adapters, rank, running = ((4, 8, 16), 2, 4, 4) if tiny else ((32, 64, 128, 256, 512), 8, 16, 32)
@@ -84,7 +84,7 @@ def run(*, tiny: bool, repetitions: int, folder: Path = FOLDER) -> dict[str, Any
     with tempfile.TemporaryDirectory() as place:
         with_adapters(copy.deepcopy(model), adapters, rank, Path(place))
         join(model)
-        core = Core(model, pages=4 * running, page_size=16, max_running=running)
+        core = EngineCore(model, pages=4 * running, page_size=16, max_running=running)
         names = [f"a{number}" for number in range(adapters)]
         for name in names:
             core.add_adapter(name, Path(place) / name)

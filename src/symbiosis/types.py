@@ -18,7 +18,7 @@ class Direction(IntEnum):
     ONWARD = 2
     """Forward through layers that follow each other, with the norms and sums between them."""
     HOMEWARD = 3
-    """The gradients of a call onward that answered with what these need (`Turn.SAVE`)."""
+    """The gradients of a call onward that answered with what these need (`ProgramOp.SAVE`)."""
 
     @property
     def is_back(self) -> bool:
@@ -30,7 +30,7 @@ class Direction(IntEnum):
         return self in (Direction.ONWARD, Direction.HOMEWARD)
 
 
-class Turn(IntEnum):
+class ProgramOp(IntEnum):
     """What stands among the layers of a call onward and is none. They go one after the other; each changes the rows."""
 
     ADD = (1 << 31) - 1

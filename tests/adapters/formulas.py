@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from symbiosis.adapters.parts import Adapter, LowRank, Part, Scaling, Tokens, Whole
+from symbiosis.adapters.parts import Adapter, Ia3Part, LoraPart, Part, ReplacedPart, TrainableTokensPart
 
 
 @torch.no_grad()
@@ -19,24 +19,24 @@ def apply(adapter: Adapter, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _apply(part: Part, module: nn.Module) -> None:
-    if isinstance(part, Whole):
+    if isinstance(part, ReplacedPart):
         if part.weight is not None:
             module.weight = nn.Parameter(part.weight.to(module.weight.dtype))
         if part.bias is not None:
             module.bias = nn.Parameter(part.bias.to(module.bias.dtype))
-    elif isinstance(part, Tokens):
+    elif isinstance(part, TrainableTokensPart):
         weight = module.weight.clone()
         weight[list(part.ids)] = part.rows_TD.to(weight.dtype)
         module.weight = nn.Parameter(weight)
-    elif isinstance(part, Scaling) and part.of_input:
+    elif isinstance(part, Ia3Part) and part.of_input:
         module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * part.vector, *inputs[1:]))
-    elif isinstance(part, Scaling):
+    elif isinstance(part, Ia3Part):
         module.register_forward_hook(lambda _, __, output: output * part.vector)
     else:
         _low_rank(part, module)
 
 
-def _low_rank(part: LowRank, module: nn.Module) -> None:
+def _low_rank(part: LoraPart, module: nn.Module) -> None:
     turned = not isinstance(module, nn.Linear)  # Conv1D and embeddings store [in, out]
     weight_OI = module.weight.T if turned else module.weight
     sum_OI = weight_OI + part.scale * part.b_OR.to(weight_OI.dtype) @ part.a_RI.to(weight_OI.dtype)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig
 from safetensors.torch import load_file, save_file
 
-from symbiosis.adapters.files import Limits
+from symbiosis.adapters.files import FileLimits
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.reader import read
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter, from_code
@@ -331,9 +331,9 @@ def test_an_adapter_of_another_model_is_refused(saved):
 
 def test_caps_are_the_owners(saved, facts):
     with pytest.raises(BadAdapter, match="from 1 to 2"):
-        read(saved["lora"], facts, Limits(max_rank=2))
+        read(saved["lora"], facts, FileLimits(max_rank=2))
     with pytest.raises(BadAdapter, match="more than the 1000 allowed"):
-        read(saved["lora"], facts, Limits(max_bytes=1000))
+        read(saved["lora"], facts, FileLimits(max_bytes=1000))
 
 
 def test_settings_that_are_off_or_only_matter_in_training_change_nothing(saved, facts, tmp_path):

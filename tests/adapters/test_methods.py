@@ -18,7 +18,7 @@ from peft import (
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.model_facts import ModelFacts
-from symbiosis.adapters.parts import Adapter, LowRank, Scaling, Tokens, Whole
+from symbiosis.adapters.parts import Adapter, Ia3Part, LoraPart, ReplacedPart, TrainableTokensPart
 from symbiosis.adapters.reader import read
 from symbiosis.errors import BadAdapter
 from tests.adapters.formulas import logits
@@ -183,16 +183,16 @@ def test_parts_say_what_the_method_does(tmp_path):
     save("llama", lora(("q_proj",), use_rslora=True, lora_alpha=6, modules_to_save=["lm_head"]), tmp_path / "lora")
     adapter = read(tmp_path / "lora", ModelFacts.of(base("llama")))
     (part,) = adapter.parts["model.layers.0.self_attn.q_proj"]
-    assert isinstance(part, LowRank)
+    assert isinstance(part, LoraPart)
     assert (part.a_RI.shape, part.b_OR.shape, part.scale) == ((4, 32), (32, 4), 3.0)
     (head,) = adapter.parts["lm_head"]
-    assert isinstance(head, Whole)
+    assert isinstance(head, ReplacedPart)
     assert head.bias is None
     save("llama", ia3(("k_proj", "down_proj"), ["down_proj"]), tmp_path / "ia3")
     parts = read(tmp_path / "ia3", ModelFacts.of(base("llama"))).parts
     (keys,), (down,) = parts["model.layers.0.self_attn.k_proj"], parts["model.layers.0.mlp.down_proj"]
-    assert isinstance(keys, Scaling)
-    assert isinstance(down, Scaling)
+    assert isinstance(keys, Ia3Part)
+    assert isinstance(down, Ia3Part)
     assert (keys.of_input, keys.vector.shape, down.of_input, down.vector.shape) == (False, (16,), True, (64,))
 
 
@@ -200,7 +200,7 @@ def test_the_embedding_peft_stores_beside_its_adapter_is_not_kept_again(tmp_path
     save("llama", lora(("embed_tokens",)), tmp_path)
     adapter = read(tmp_path, ModelFacts.of(base("llama")))
     (part,) = adapter.parts["model.embed_tokens"]
-    assert isinstance(part, LowRank)
+    assert isinstance(part, LoraPart)
     assert adapter.bytes == 4 * (4 * 96 + 32 * 4)
     assert any("model's own" in note for note in adapter.notes)
 
@@ -211,7 +211,7 @@ def test_an_embedding_that_is_not_the_models_own_is_served(tmp_path):
     with torch.no_grad():
         model.get_input_embeddings().weight += 1
     parts = read(tmp_path, ModelFacts.of(model)).parts["model.embed_tokens"]
-    assert [type(part) for part in parts] == [Whole, LowRank]
+    assert [type(part) for part in parts] == [ReplacedPart, LoraPart]
 
 
 def test_the_embedding_stored_beside_tokens_is_served(tmp_path):
@@ -220,7 +220,7 @@ def test_the_embedding_stored_beside_tokens_is_served(tmp_path):
     model = get_peft_model(base("llama"), lora(trainable_token_indices=[3, 5]))
     model.save_pretrained(str(tmp_path), save_embedding_layers=True)
     adapter = read(tmp_path, ModelFacts.of(base("llama")))
-    assert [type(part) for part in adapter.parts["model.embed_tokens"]] == [Tokens]
+    assert [type(part) for part in adapter.parts["model.embed_tokens"]] == [TrainableTokensPart]
     assert any("model's own" in note for note in adapter.notes)
 
 
@@ -244,7 +244,7 @@ def test_an_embedding_that_is_not_the_models_own_is_what_peft_computes(name, tmp
 def test_tied_tokens_are_one_tensor(tmp_path):
     save("tied_llama", lora(trainable_token_indices=[3, 50]), tmp_path)
     parts = read(tmp_path, ModelFacts.of(base("tied_llama"))).parts
-    assert isinstance(parts["lm_head"][0], Tokens)
+    assert isinstance(parts["lm_head"][0], TrainableTokensPart)
     assert parts["lm_head"][0] is parts["model.embed_tokens"][0]
 
 
@@ -256,7 +256,7 @@ def test_dtypes_are_kept(dtype, tmp_path):
     file = tmp_path / "adapter_model.safetensors"
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
     (part,) = read(tmp_path, ModelFacts.of(base("llama"))).parts["model.layers.0.self_attn.q_proj"]
-    assert isinstance(part, LowRank)
+    assert isinstance(part, LoraPart)
     assert part.a_RI.dtype == dtype
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.adapters.safe_regex import Effort, Pattern, _Run
+from symbiosis.adapters.safe_regex import MatchBudget, SafePattern, _Run
 from symbiosis.errors import UnsupportedAdapter
 
 PATHS = [
@@ -33,7 +33,7 @@ SEEN = [
 @pytest.mark.parametrize("pattern", SEEN)
 def test_patterns_seen_in_the_wild_match_as_in_python(pattern):
     for path in PATHS:
-        assert Pattern(pattern, "target_modules", Effort()).matches(path) == bool(re.fullmatch(pattern, path)), path
+        assert SafePattern(pattern, "target_modules", MatchBudget()).matches(path) == bool(re.fullmatch(pattern, path)), path
 
 
 pieces = st.recursive(
@@ -52,18 +52,18 @@ pieces = st.recursive(
 @settings(max_examples=500, deadline=None)
 @given(pieces, st.text("ab.1", max_size=7))
 def test_any_pattern_matches_as_in_python(pattern, text):
-    ours = Pattern(pattern, "target_modules", Effort())
+    ours = SafePattern(pattern, "target_modules", MatchBudget())
     assert ours.matches(text) == bool(re.fullmatch(pattern, text))
     assert ours.ends(text) == bool(re.match(rf"(.*\.)?({pattern})$", text))
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(a|aa)+c", r"(.*)*x", r"(?:a?){50}a{50}b", r"(a*)*(a*)*(a*)*b"])
 def test_patterns_that_explode_elsewhere_take_few_steps(pattern):
-    assert not Pattern(pattern, "target_modules", Effort()).matches("a" * 60 + "!")
+    assert not SafePattern(pattern, "target_modules", MatchBudget()).matches("a" * 60 + "!")
 
 
 def test_effort_ends():
-    pattern = Pattern(r"(.{0,40}){0,40}!", "target_modules", Effort(1000))
+    pattern = SafePattern(r"(.{0,40}){0,40}!", "target_modules", MatchBudget(1000))
     with pytest.raises(UnsupportedAdapter, match="too long"):
         pattern.matches("a" * 60)
 
@@ -84,7 +84,7 @@ def test_whatever_is_tried_counts(choice, monkeypatch):
 
     for name in ("sequence", "_step", "_joined"):
         monkeypatch.setattr(_Run, name, counted(name))
-    pattern = Pattern(f"(?:{'|'.join([choice] * 1000)})", "target_modules", Effort(200_000))
+    pattern = SafePattern(f"(?:{'|'.join([choice] * 1000)})", "target_modules", MatchBudget(200_000))
     with pytest.raises(UnsupportedAdapter, match="too long"):
         any(pattern.matches(f"model.layers.{layer}.self_attn.q_proj") for layer in range(1000))
     assert 0 < calls.total() < 200_000

@@ -23,13 +23,13 @@ from symbiosis.errors import (
     OutOfRange,
     TooManyRequests,
 )
-from symbiosis.finetuning.config import HostConfig
+from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.optimizer import StepSettings
-from symbiosis.finetuning.trained_adapter import Trained
-from symbiosis.finetuning.trainer import Host
-from symbiosis.serving.engine import Core
-from symbiosis.serving.engine_loop import Order
-from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+from symbiosis.finetuning.trained_adapter import TrainedAdapter
+from symbiosis.finetuning.trainer import Trainer
+from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_loop import GenerateRequest
+from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from tests.finetuning.passes import examples
 from tests.finetuning.tasks import TASKS, base, lora
 from tests.finetuning.together import values
@@ -141,8 +141,8 @@ def test_training_goes_on_while_answers_are_computed():
 
 
 def test_the_same_number_is_computed_once(studio, monkeypatch):
-    copies, snapshot = [], Trained.snapshot
-    monkeypatch.setattr(Trained, "snapshot", lambda self: copies.append(1) or snapshot(self))
+    copies, snapshot = [], TrainedAdapter.snapshot
+    monkeypatch.setattr(TrainedAdapter, "snapshot", lambda self: copies.append(1) or snapshot(self))
     session = studio.open("ann", lora(), seed=7)
     first = session.sample(PROMPTS, number=1, max_tokens=4, temperature=1.0)
     assert session.sample(PROMPTS, number=1, max_tokens=4, temperature=1.0) is first
@@ -197,13 +197,13 @@ def test_what_is_wrong_is_refused_at_once(studio):
         session.sample(["text"])
     with pytest.raises(OutOfRange, match=r"'tempreature' is no setting, expected some of .*temperature"):
         session.sample(PROMPTS, tempreature=1.0)
-    with Host(base()) as host, pytest.raises(CannotServe, match="Studio"):
+    with Trainer(base()) as host, pytest.raises(CannotServe, match="Studio"):
         host.open("ann", lora()).sample(PROMPTS)
     assert len(session.sample(PROMPTS, max_tokens=2).result(60)) == 3
 
 
 def test_there_are_limits():
-    limits = HostConfig(tenant_answers=6, max_answers=8, max_waiting=4, max_waiting_tokens=400)
+    limits = TrainerConfig(tenant_answers=6, max_answers=8, max_waiting=4, max_waiting_tokens=400)
     with opened(training=limits) as studio:
         mine, other = studio.open("ann", lora()), studio.open("ann", lora())
         with pytest.raises(OutOfRange, match="tokens"):
@@ -322,14 +322,14 @@ def test_eight_sessions_sample_while_they_train_and_memory_comes_back(tmp_path):
 
 
 def test_no_adapter_stays_in_memory(studio, monkeypatch):
-    made, snapshot = [], Trained.snapshot
+    made, snapshot = [], TrainedAdapter.snapshot
 
     def noted(self):
         taken = snapshot(self)
         made.extend(weakref.ref(tensor) for tensor in taken.tensors.values())
         return taken
 
-    monkeypatch.setattr(Trained, "snapshot", noted)
+    monkeypatch.setattr(TrainedAdapter, "snapshot", noted)
     session = studio.open("ann", lora(), seed=7)
     for _ in range(5):
         train(session)
@@ -352,7 +352,7 @@ def test_nobody_else_can_ask_for_what_is_sampled_from(studio, monkeypatch):
     assert core.adapters == {}
     for number, name in enumerate(["", ":", "::", "ann", "session-1", next(iter(core._residency.loaded))]):
         for tenant in ("", "ann", "eve"):
-            desk.submit(Order(id=f"x{number}{tenant}", prompt=[1], adapter=name, tenant=tenant))
+            desk.submit(GenerateRequest(id=f"x{number}{tenant}", prompt=[1], adapter=name, tenant=tenant))
     running.result(60)
     until(lambda: len(refused) >= 18)
     assert [event.error.code for event in refused] == ["unknown_adapter"] * 18
@@ -360,7 +360,7 @@ def test_nobody_else_can_ask_for_what_is_sampled_from(studio, monkeypatch):
 
 def test_more_adapters_than_the_device_has_room_for(tmp_path):
     """They lie in no folder: those that do not fit wait in memory, and nobody's answer is another's."""
-    with opened(residency=ResidencyConfig(slots=2, patience_s=0.01), training_share=0.9) as studio:
+    with opened(residency=AdapterCacheConfig(slots=2, patience_s=0.01), training_share=0.9) as studio:
         sessions = [studio.open("ann", lora(), seed=seed) for seed in range(6)]
         for session in sessions:
             train(session)
@@ -378,7 +378,7 @@ def test_more_adapters_than_the_device_has_room_for(tmp_path):
 def test_when_the_engine_is_lost_everybody_hears_of_it(monkeypatch):
     with opened() as studio:
         session = studio.open("ann", lora(), seed=7)
-        monkeypatch.setattr(Core, "step", lambda self: (_ for _ in ()).throw(RuntimeError("lost")))
+        monkeypatch.setattr(EngineCore, "step", lambda self: (_ for _ in ()).throw(RuntimeError("lost")))
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
         first = session.sample(PROMPTS)
         with pytest.raises(Closed):
@@ -391,7 +391,7 @@ def test_when_the_engine_is_lost_everybody_hears_of_it(monkeypatch):
 def test_a_model_that_cannot_be_trained_leaves_no_thread(monkeypatch):
     before = set(threading.enumerate())
     with pytest.raises(OutOfRange):
-        opened(training=HostConfig(max_rows=0))
+        opened(training=TrainerConfig(max_rows=0))
     monkeypatch.setattr("symbiosis.app.studio.Host", lambda *_: (_ for _ in ()).throw(CannotServe("no")))
     with pytest.raises(CannotServe):
         opened()

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.reader import read
-from symbiosis.app.training_service import NoWorkshop
+from symbiosis.app.training_service import NoTrainingService
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning import checkpoint
-from symbiosis.finetuning.dataset import Data
+from symbiosis.finetuning.dataset import Dataset
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.packed.model import PackedModel
 from tests.app.workshop import ENDS, Peer, order, site, write
@@ -442,7 +442,7 @@ def test_a_checkpoint_of_another_step_is_refused(tmp_path, there):
 def test_where_nothing_can_be_trained_the_reason_is_said(tmp_path):
     with site() as here:
         here.window._rooms.clear()
-        NoWorkshop(here.window, CannotTrain("this model cannot be packed"))
+        NoTrainingService(here.window, CannotTrain("this model cannot be packed"))
         here.peer.send(**order(PLAIN, tmp_path, "job"))
         here.peer.wait("job")
         (event,) = here.peer.of("job")
@@ -537,7 +537,7 @@ def test_when_the_device_is_lost_no_job_is_at_fault(tmp_path, monkeypatch):
 def test_a_step_of_the_whole_file_is_made_batch_by_batch(tmp_path, monkeypatch):
     """Else one job with many batches in a step takes the memory of all."""
     alive, most = weakref.WeakSet(), []
-    made = Data.__getitem__
+    made = Dataset.__getitem__
 
     class Watched(Example):
         __slots__ = ("__weakref__",)
@@ -549,7 +549,7 @@ def test_a_step_of_the_whole_file_is_made_batch_by_batch(tmp_path, monkeypatch):
         most.append(len(alive))
         return kept
 
-    monkeypatch.setattr(Data, "__getitem__", watched)
+    monkeypatch.setattr(Dataset, "__getitem__", watched)
     rows = [Example((7,) * 20, (7,) * 20)] * 4000
     changes = {"max_steps": 1, "gradient_accumulation_steps": 1024, "per_device_train_batch_size": 4}
     with site(max_rows=64, max_waiting=8) as here:

@@ -14,14 +14,14 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
-from symbiosis.app.training_service import Workshop
-from symbiosis.device_sharing.cpu_turns import Turns
-from symbiosis.finetuning.config import HostConfig
+from symbiosis.app.training_service import TrainingService
+from symbiosis.device_sharing.cpu_turns import CpuTimeShare
+from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.examples import Example
-from symbiosis.finetuning.trainer import Host
+from symbiosis.finetuning.trainer import Trainer
 from symbiosis.models.loading import shared_copy
-from symbiosis.serving.engine import Core
-from symbiosis.serving.ipc_server import Window
+from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.ipc_server import IpcServer
 from symbiosis.transport.shm import runtime_folder
 from tests.finetuning.tasks import Task, base
 
@@ -95,21 +95,21 @@ def _is_end(event: dict[str, Any]) -> bool:
 
 @dataclass
 class Site:
-    window: Window
-    workshop: Workshop
-    core: Core
-    host: Host
+    window: IpcServer
+    workshop: TrainingService
+    core: EngineCore
+    host: Trainer
     peer: Peer
 
 
 @contextmanager
 def site(**settings: Any) -> Iterator[Site]:
     """The engine and training over the very same weights."""
-    model, turns = shared_copy(base()), Turns(settings.pop("share", 0.1))
-    host = Host(shared_copy(model), HostConfig(**settings), turns)
-    core = Core(model, turns=turns)
-    window = Window(core, runtime_folder())
-    workshop = Workshop(window, core, host)
+    model, turns = shared_copy(base()), CpuTimeShare(settings.pop("share", 0.1))
+    host = Trainer(shared_copy(model), TrainerConfig(**settings), turns)
+    core = EngineCore(model, turns=turns)
+    window = IpcServer(core, runtime_folder())
+    workshop = TrainingService(window, core, host)
     peer = Peer(window.path)
     try:
         yield Site(window, workshop, core, host, peer)

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 from symbiosis.cli.commands import jobs
-from symbiosis.cli.http_client import Site
+from symbiosis.cli.http_client import HttpClient
 from tests.cli.test_serve import fails, run
 from tests.server.conftest import ANN, BOB
 from tests.server.test_fine_tuning import ROWS, says
@@ -145,7 +145,7 @@ def test_a_paused_job_is_waited_for_and_how_to_resume_it_is_said_once_a_pause(mo
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_while_the_data_is_checked_names_the_job(studio, data, monkeypatch, times):
     """Pressed once: the job is asked for again by its key. Twice: where to look is said."""
-    create, made = Site.create_job, []
+    create, made = HttpClient.create_job, []
 
     def interrupted(self, body, key):
         made.append(create(self, body, key)["id"])
@@ -176,7 +176,7 @@ def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
     assert "give --hosted too" in fails("finetune", data, "--plot", tmp_path / "x.png", "--out", tmp_path / "x")
     assert "--out FOLDER" in fails("finetune", data)
     assert not studio.client(ANN).files.list().data
-    before = len(Site(studio.url, ANN).jobs())
+    before = len(HttpClient(studio.url, ANN).jobs())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "adapter_config.json").write_text("mine")
     for command in (("finetune", data, "--hosted"), ("jobs", "watch", "ftjob-x")):
@@ -190,4 +190,4 @@ def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
     assert "--token is for" in run("finetune", data, "--hosted", "--token", "x", *at).stderr
     for plot in ("x.xyz", "x", "."):
         assert "such as loss.png" in run("finetune", data, "--hosted", "--plot", tmp_path / plot, *at).stderr
-    assert len(Site(studio.url, ANN).jobs()) == before, "nothing was trained in vain"
+    assert len(HttpClient(studio.url, ANN).jobs()) == before, "nothing was trained in vain"

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import symbiosis
-from symbiosis.cli.chat import Sampling
-from symbiosis.cli.local_chat import Speaker, with_adapter
-from symbiosis.cli.local_finetune import METHODS, BadSettings, FinetuneConfig, Sample, encode, finetune, read_samples
+from symbiosis.cli.chat import ChatSampling
+from symbiosis.cli.local_chat import LocalChat, with_adapter
+from symbiosis.cli.local_finetune import METHODS, BadSettings, FinetuneConfig, TextSample, encode, finetune, read_samples
 from symbiosis.errors import BadAdapter, BadData
 from symbiosis.finetuning.loop.recipe import Recipe
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
@@ -43,9 +43,9 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def chats(count: int = 6) -> list[Sample]:
+def chats(count: int = 6) -> list[TextSample]:
     return [
-        Sample(n, messages=({"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "arr" * 3}))
+        TextSample(n, messages=({"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "arr" * 3}))
         for n in range(count)
     ]
 
@@ -104,7 +104,7 @@ def learnt(tokenizer, example) -> str:
 def test_only_the_answers_of_a_chat_are_learnt():
     tokenizer = tiny_tokenizer()
     turns = [*CHAT["messages"], {"role": "user", "content": "and"}, {"role": "assistant", "content": "no"}]
-    examples, only_answers = encode([Sample(1, messages=tuple(turns))], tokenizer, 100)
+    examples, only_answers = encode([TextSample(1, messages=tuple(turns))], tokenizer, 100)
     assert only_answers
     assert learnt(tokenizer, examples[0]) == "yo ho<end>no<end>"
 
@@ -112,26 +112,26 @@ def test_only_the_answers_of_a_chat_are_learnt():
 def test_a_template_that_rewrites_the_past_makes_all_tokens_count():
     """Some templates drop earlier answers' thoughts: then a chat's beginning is no prefix of the chat."""
     tokenizer = tiny_tokenizer("{{ messages|length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}")
-    examples, only_answers = encode([Sample(1, messages=tuple(CHAT["messages"]))], tokenizer, 100)
+    examples, only_answers = encode([TextSample(1, messages=tuple(CHAT["messages"]))], tokenizer, 100)
     assert not only_answers
     assert examples[0].labels == examples[0].ids
 
 
 def test_a_text_ends_with_the_end_token_and_counts_whole():
     tokenizer = tiny_tokenizer()
-    examples, only_answers = encode([Sample(1, text="abc")], tokenizer, 100)
+    examples, only_answers = encode([TextSample(1, text="abc")], tokenizer, 100)
     assert not only_answers
     assert learnt(tokenizer, examples[0]) == "abc<end>"
 
 
 def test_a_chat_whose_answer_is_cut_off_is_refused_by_its_line():
     with pytest.raises(BadData, match=r"line 7: nothing to learn within 3 tokens"):
-        encode([Sample(7, messages=tuple(CHAT["messages"]))], tiny_tokenizer(), 3)
+        encode([TextSample(7, messages=tuple(CHAT["messages"]))], tiny_tokenizer(), 3)
 
 
 def test_chats_need_a_chat_template():
     with pytest.raises(BadData, match="no chat template"):
-        encode([Sample(1, messages=tuple(CHAT["messages"]))], tiny_tokenizer(None), 100)
+        encode([TextSample(1, messages=tuple(CHAT["messages"]))], tiny_tokenizer(None), 100)
 
 
 # -- settings -------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ def test_every_method_trains_and_its_adapter_speaks_alike_in_plain_transformers(
         plain = with_adapter(base, tmp_path)
         assert (tuned(ids).logits[:, -1] - untrained).abs().max() > 1e-3
         torch.testing.assert_close(tuned(ids).logits, plain(ids).logits, atol=1e-5, rtol=1e-5)
-    asked, sampling = [{"role": "user", "content": "hi"}], Sampling(max_new_tokens=12)
-    assert Speaker(tuned, tokenizer).answer(asked, sampling) == Speaker(plain, tokenizer).answer(asked, sampling)
+    asked, sampling = [{"role": "user", "content": "hi"}], ChatSampling(max_new_tokens=12)
+    assert LocalChat(tuned, tokenizer).answer(asked, sampling) == LocalChat(plain, tokenizer).answer(asked, sampling)
 
 
 def test_a_folder_without_an_adapter_is_refused(model, tmp_path):

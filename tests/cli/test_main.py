@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from symbiosis.cli.chat import Sampling
+from symbiosis.cli.chat import ChatSampling
 from symbiosis.cli.commands.serve import read_tokens
-from symbiosis.cli.local_chat import Speaker
+from symbiosis.cli.local_chat import LocalChat
 from symbiosis.cli.local_finetune import METHODS
 from symbiosis.cli.main import app
 from symbiosis.errors import SymbiosisError
@@ -173,15 +173,15 @@ def test_serving_over_http_wrongly_says_what_to_do(folder, arguments, says):
 
 @pytest.mark.parametrize("link", [0, 1], ids=["tcp", "shm"])
 def test_generate_gives_the_text_of_the_plain_model(server, folder, link):
-    speaker = Speaker(AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer())
-    expected = speaker.answer([{"role": "user", "content": "hi"}], Sampling(max_new_tokens=8))
+    speaker = LocalChat(AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer())
+    expected = speaker.answer([{"role": "user", "content": "hi"}], ChatSampling(max_new_tokens=8))
     result = run("generate", "hi", "--max-new-tokens", 8, "--connect", server[link])
     assert (result.returncode, result.stdout) == (0, f"{expected}\n"), result.stderr
 
 
 def test_generate_raw_continues_the_text_and_seeds_repeat_it(server, folder):
-    speaker = Speaker(AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer())
-    expected = speaker.complete("abc", Sampling(max_new_tokens=8))
+    speaker = LocalChat(AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer())
+    expected = speaker.complete("abc", ChatSampling(max_new_tokens=8))
     assert run_here("generate", "abc", "--raw", "--max-new-tokens", 8, "--connect", server[0]).stdout == f"{expected}\n"
     drawn = ("generate", "abc", "--raw", "--temperature", 1.5, "--max-new-tokens", 8, "--connect", server[0], "--seed")
     first, again, other = (run_here(*drawn, seed).stdout for seed in (1, 1, 2))

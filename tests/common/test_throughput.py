@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from symbiosis.common.throughput import Rate
+from symbiosis.common.throughput import Throughput
 
 
 def test_steps_that_are_told_of_in_bunches_give_one_rate():
-    rate = Rate(100.0)
+    rate = Throughput(100.0)
     found = []
     for step in range(1, 401):
         rate.note(50, 100.0 + -(-step // 4) * 0.4)  # four each 0.4 s: 500 by the second
@@ -16,7 +16,7 @@ def test_steps_that_are_told_of_in_bunches_give_one_rate():
 
 
 def test_a_rate_follows_a_change_and_long_steps_are_averaged_too():
-    rate = Rate(0.0)
+    rate = Throughput(0.0)
     assert rate.recent == rate.mean == 0
     for second in range(1, 101):
         rate.note(10, second)
@@ -24,7 +24,7 @@ def test_a_rate_follows_a_change_and_long_steps_are_averaged_too():
         rate.note(30, second)
     assert rate.recent == pytest.approx(30)
     assert rate.mean == pytest.approx(1600 / 120)
-    slow = Rate(0.0)
+    slow = Throughput(0.0)
     for step in range(1, 31):
         slow.note(60, -(-step // 2) * 120.0)
     assert 0.8 < slow.recent < 1.2

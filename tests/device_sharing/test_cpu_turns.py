@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from symbiosis.device_sharing.cpu_turns import Permit, Turns
+from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
 from tests.split.executor.service_bench import Clock
 
 PASS_S, SHARE = 0.1, 0.2
@@ -22,7 +22,7 @@ def clock():
 @pytest.fixture
 def turns(clock):
     """The engine has just ended a pass."""
-    turns = Turns(SHARE, clock)
+    turns = CpuTimeShare(SHARE, clock)
     compute(turns, clock)
     return turns
 
@@ -90,7 +90,7 @@ def test_a_long_pass_is_busy_until_it_ends(turns, clock):
 
 
 def test_who_serves_nobody_is_not_heeded(clock):
-    turns = Turns(SHARE, clock)
+    turns = CpuTimeShare(SHARE, clock)
     assert not turns.are_taken()
     assert turns.begin() == 0.05
     turns.end()
@@ -101,7 +101,7 @@ def test_who_serves_nobody_is_not_heeded(clock):
 
 
 def test_with_the_whole_share_neither_heeds_the_other(clock):
-    turns = Turns(1.0, clock)
+    turns = CpuTimeShare(1.0, clock)
     with turns:
         assert not turns.are_taken()
         assert turns.begin() == 0.05
@@ -212,7 +212,7 @@ def asking(turns):
 
 
 def test_hosted_training_takes_full_passes_while_nobody_is_served(clock):
-    turns = Turns(SHARE, clock)
+    turns = CpuTimeShare(SHARE, clock)
     for _ in range(3):
         assert turns.begin_pass(PASS_S, lambda: False) == Permit("full")
         clock.now += 100
@@ -265,7 +265,7 @@ def test_the_engine_lets_hosted_training_begin_though_it_has_no_pause(turns, clo
 
 
 def test_a_long_pass_that_began_when_nobody_was_served_is_not_waited_for(clock):
-    turns = Turns(SHARE, clock)
+    turns = CpuTimeShare(SHARE, clock)
     assert turns.begin_pass(PASS_S, lambda: False) == Permit("full")
     clock.now += 3 * PASS_S
     Engine(turns).end()

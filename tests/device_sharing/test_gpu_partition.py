@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from symbiosis.device_sharing.cpu_turns import Permit, Turns
-from symbiosis.device_sharing.gpu_partition import Beside, turns_on
+from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
+from symbiosis.device_sharing.gpu_partition import GpuPartition, turns_on
 from symbiosis.errors import SymbiosisError
 
 
@@ -21,11 +21,11 @@ class Clock:
         return self.now
 
 
-def beside(clock: Clock) -> Beside:
-    return Beside(torch.device("cpu"), clock=clock)
+def beside(clock: Clock) -> GpuPartition:
+    return GpuPartition(torch.device("cpu"), clock=clock)
 
 
-def begun(turns: Beside) -> Permit | None:
+def begun(turns: GpuPartition) -> Permit | None:
     return turns.begin_pass(60.0, lambda: False)
 
 
@@ -116,7 +116,7 @@ def test_a_pass_that_cannot_begin_has_not_begun(monkeypatch):
 class Engine(threading.Thread):
     """Passes without pause; `slower` times as long while training computes. Time is the clock's."""
 
-    def __init__(self, turns: Beside, clock: Clock, slower: float, pass_s: float = 0.004) -> None:
+    def __init__(self, turns: GpuPartition, clock: Clock, slower: float, pass_s: float = 0.004) -> None:
         super().__init__(daemon=True)
         self.turns, self.clock, self.slower, self.pass_s = turns, clock, slower, pass_s
         self.over, self.passes = False, 0
@@ -146,7 +146,7 @@ class Engine(threading.Thread):
 @pytest.mark.parametrize("pass_s", [0.004, 0.05])
 def test_now_and_then_training_pauses_and_the_part_is_made_to_fit(slower, share, pass_s):
     clock = Clock()
-    turns = Beside(torch.device("cpu"), slowdown=1.3, clock=clock)
+    turns = GpuPartition(torch.device("cpu"), slowdown=1.3, clock=clock)
     with Engine(turns, clock, slower, pass_s) as engine:
         for _ in range(300):
             begun(turns)
@@ -162,7 +162,7 @@ def test_now_and_then_training_pauses_and_the_part_is_made_to_fit(slower, share,
 def test_training_does_not_pause_before_there_is_something_to_compare(monkeypatch):
     """Its passes are so short that few of the engine's fall into each."""
     clock = Clock()
-    turns = Beside(torch.device("cpu"), clock=clock)
+    turns = GpuPartition(torch.device("cpu"), clock=clock)
     pauses = []
     monkeypatch.setattr(turns._changed, "wait_for", lambda *named, **more: pauses.append(1))
     for _ in range(100):
@@ -199,7 +199,7 @@ def round_ms(seconds: float) -> int:
 
 
 def test_a_part_that_is_given_is_kept():
-    turns = Beside(torch.device("cpu"), 0.25)
+    turns = GpuPartition(torch.device("cpu"), 0.25)
     assert turns.figures() == {"training_share": 0.25}
     assert turns_on(torch.device("cuda"), 0.25).share == 0.25
 
@@ -217,15 +217,15 @@ def test_what_cannot_be_asked_for_is_refused():
 
 
 def test_cores_are_shared_by_turns():
-    assert type(turns_on(torch.device("cpu"), 0.3)) is Turns
-    assert Turns().figures() == {}
+    assert type(turns_on(torch.device("cpu"), 0.3)) is CpuTimeShare
+    assert CpuTimeShare().figures() == {}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_parts_of_a_gpu_give_the_products_of_all_of_it():
     device = torch.device("cuda", 0)
-    turns = Beside(device, 0.5)
+    turns = GpuPartition(device, 0.5)
     x = torch.randn(512, 512, device=device)
     plain = x @ x
     begun(turns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from symbiosis.device_sharing.share_controller import Steering, fitting, tail
+from symbiosis.device_sharing.share_controller import ShareController, fitting, tail
 
 ALONE = [0.005] * 12
 
@@ -33,7 +33,7 @@ def test_the_slowest_tokens_count_and_prompts_do_not():
     assert tail(passes(1.1, 1.5)) == pytest.approx(0.0075)
     assert tail([*passes(1.1, 1.5), *[0.03] * 20]) == pytest.approx(0.0075)
     assert tail([0.005]) == 0.005
-    steering = Steering(1.3)
+    steering = ShareController(1.3)
     assert steering.compare(passes(1.1, 1.5), ALONE)
     assert steering.share == 0.25
     assert not steering.compare([*passes(1.1, 1.3), *[0.05] * 10], ALONE)
@@ -41,7 +41,7 @@ def test_the_slowest_tokens_count_and_prompts_do_not():
 
 
 def test_a_larger_part_is_tried_after_some_comparisons_and_after_more_each_time_it_was_too_large():
-    steering = Steering(1.3)
+    steering = ShareController(1.3)
     steering.compare(passes(2.0), ALONE)
     assert steering.share == 0.25
     waits = []
@@ -57,7 +57,7 @@ def test_a_larger_part_is_tried_after_some_comparisons_and_after_more_each_time_
 
 
 def test_comparisons_that_allow_more_count_in_a_row():
-    steering = Steering(1.3)
+    steering = ShareController(1.3)
     steering.compare(passes(2.0), ALONE)
     for _ in range(20):
         for middle in (1.1, 1.1, 1.1, 1.3):

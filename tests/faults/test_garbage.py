@@ -16,7 +16,7 @@ import zmq
 from symbiosis.errors import VersionMismatch
 from symbiosis.transport.messages import PROTOCOL, Kind, Message, decode, encode
 from symbiosis.transport.tcp import TcpLink
-from symbiosis.transport.zmq_client import WireLink
+from symbiosis.transport.zmq_client import ZmqLink
 from tests.conftest import Serve, Served
 from tests.transport.test_connection_guard import Caller, send_without_end
 from tests.transport.test_messages import VALID
@@ -278,6 +278,6 @@ def test_a_flood_of_channels_by_one_tenant_keeps_nobody_out(serve: Serve):
         flood.connect(served.address)
         assert say(flood, Message(Kind.HELLO, i, body={"name": "eve"})).kind is Kind.WELCOME
     assert ann(torch.ones(1, 3, dtype=torch.int64)).logits.shape == (1, 3, 128)
-    assert isinstance(served.connect("bob").symbiosis._link, WireLink)
+    assert isinstance(served.connect("bob").symbiosis._link, ZmqLink)
     assert served.executor.stats()["sessions"] <= 8
     context.destroy(linger=0)

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
 from symbiosis.finetuning.examples import Example
-from symbiosis.finetuning.packed.batch import Piece, Share
-from symbiosis.finetuning.trained_adapter import Trained
+from symbiosis.finetuning.packed.batch import PackedExample, SessionSlice
+from symbiosis.finetuning.trained_adapter import TrainedAdapter
 
 
 def examples(*lengths: int, vocabulary: int = 96, hidden: int = 1) -> list[Example]:
@@ -20,8 +20,8 @@ def examples(*lengths: int, vocabulary: int = 96, hidden: int = 1) -> list[Examp
     return [Example(ids, (-100,) * min(hidden, length) + ids[hidden:]) for ids, length in zip(found, lengths, strict=True)]
 
 
-def share(adapter: Trained, data: list[Example], items: float = 5.0) -> Share:
-    return Share(adapter, tuple(Piece(example, items, f"1/{number}") for number, example in enumerate(data)))
+def share(adapter: TrainedAdapter, data: list[Example], items: float = 5.0) -> SessionSlice:
+    return SessionSlice(adapter, tuple(PackedExample(example, items, f"1/{number}") for number, example in enumerate(data)))
 
 
 def by_peft(

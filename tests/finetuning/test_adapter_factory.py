@@ -13,13 +13,13 @@ from peft.tuners.ia3 import IA3Layer
 
 from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
 from symbiosis.finetuning import adapter_factory
-from symbiosis.finetuning.adapter_factory import Maker
+from symbiosis.finetuning.adapter_factory import AdapterFactory
 from tests.finetuning.tasks import base, lora
 
 
 @pytest.fixture(scope="module")
 def maker():
-    return Maker(base())
+    return AdapterFactory(base())
 
 
 def test_a_config_may_be_plain_json(maker):
@@ -110,7 +110,7 @@ def test_whatever_peft_raises_is_typed(maker, monkeypatch):
 
 
 def test_what_is_too_large_is_refused_before_it_is_made():
-    maker = Maker(base(), max_parameters=10_000)
+    maker = AdapterFactory(base(), max_parameters=10_000)
     for config in (
         lora(r=64, target_modules="all-linear"),
         PrefixTuningConfig(num_virtual_tokens=90, task_type="CAUSAL_LM"),

@@ -7,10 +7,10 @@ import pytest
 
 import symbiosis
 from symbiosis.app.http_host import _training
-from symbiosis.device_sharing.cpu_turns import Turns
+from symbiosis.device_sharing.cpu_turns import CpuTimeShare
 from symbiosis.errors import CannotTrain
-from symbiosis.finetuning.config import HostConfig
-from symbiosis.finetuning.trainer import Host
+from symbiosis.finetuning.config import TrainerConfig
+from symbiosis.finetuning.trainer import Trainer
 from tests.app.workshop import Peer, order
 from tests.finetuning.packed.test_model import BY_NAME, REFUSED
 from tests.finetuning.tasks import Task, lora
@@ -20,7 +20,7 @@ from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with symbiosis.Executor(make_tiny_chat(tmp_path_factory.mktemp("tiny")), hosting=True) as executor:
-        with executor.host("127.0.0.1:0", training=HostConfig(max_rows=256)) as hosting:
+        with executor.host("127.0.0.1:0", training=TrainerConfig(max_rows=256)) as hosting:
             yield executor, hosting
 
 
@@ -48,6 +48,6 @@ def test_training_has_no_second_copy_of_the_weights(server):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_be_packed_has_a_reason_and_no_training(name):
-    found = _training(BY_NAME[name].model(), HostConfig(), Turns())
+    found = _training(BY_NAME[name].model(), TrainerConfig(), CpuTimeShare())
     assert isinstance(found, CannotTrain)
-    assert not isinstance(found, Host)
+    assert not isinstance(found, Trainer)

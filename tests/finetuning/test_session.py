@@ -29,14 +29,14 @@ from symbiosis.errors import (
     UnsupportedAdapter,
     Withdrawn,
 )
-from symbiosis.finetuning.adapter_factory import Maker
+from symbiosis.finetuning.adapter_factory import AdapterFactory
 from symbiosis.finetuning.checkpoint import STATE
-from symbiosis.finetuning.config import HostConfig
+from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.optimizer import Optimizer, StepSettings
 from symbiosis.finetuning.packed.model import PackedModel
 from symbiosis.finetuning.scheduling import batch_planner
-from symbiosis.finetuning.trainer import Host
+from symbiosis.finetuning.trainer import Trainer
 from tests.finetuning.passes import by_peft, examples, worst
 from tests.finetuning.tasks import base, lora
 from tests.finetuning.together import all_equal, values
@@ -46,7 +46,7 @@ STEP = StepSettings(learning_rate=1e-2)
 
 @pytest.fixture
 def host():
-    with Host(base(), HostConfig(max_rows=32, max_waiting=8, tenant_sessions=3)) as host:
+    with Trainer(base(), TrainerConfig(max_rows=32, max_waiting=8, tenant_sessions=3)) as host:
         yield host
 
 
@@ -217,7 +217,7 @@ def test_positions_that_change_for_all_are_not_reached_by_anybody():
     lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 16, "vocab_size": 128, "pad_token_id": 0}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = Phi3ForCausalLM(Phi3Config(**lengths, **sizes, rope_parameters=rope, tie_word_embeddings=False)).eval()
-    with Host(model) as host:
+    with Trainer(model) as host:
         session = host.open("ann", peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
         session.forward_backward(examples(13)).result(60)
         with pytest.raises(OutOfRange, match="14 tokens"):
@@ -240,7 +240,7 @@ def test_there_are_limits(host):
 
 
 def test_tokens_that_wait_are_limited_and_forgotten_once_computed():
-    with Host(base(), HostConfig(max_rows=32, max_waiting_tokens=20, tenant_waiting_tokens=30)) as host:
+    with Trainer(base(), TrainerConfig(max_rows=32, max_waiting_tokens=20, tenant_waiting_tokens=30)) as host:
         mine, other = host.open("ann", lora()), host.open("ann", lora())
         with pytest.raises(OutOfRange, match="11 tokens"):
             mine.forward_backward(examples(5, 6))
@@ -260,8 +260,8 @@ def test_tokens_that_wait_are_limited_and_forgotten_once_computed():
 
 
 def test_parameters_are_limited():
-    size = Maker(base()).make(lora(), seed=1).size
-    with Host(base(), HostConfig(tenant_parameters=2 * size, max_parameters=3 * size)) as host:
+    size = AdapterFactory(base()).make(lora(), seed=1).size
+    with Trainer(base(), TrainerConfig(tenant_parameters=2 * size, max_parameters=3 * size)) as host:
         first, _ = host.open("ann", lora()), host.open("ann", lora())
         with pytest.raises(TooManyRequests, match="parameters"):
             host.open("ann", lora(r=1))
@@ -359,7 +359,7 @@ def test_a_lack_of_memory_that_passes_harms_nobody(host, monkeypatch):
 def test_small_batches_of_one_step_beside_large_ones_hold_up_nobody():
     """Each of a step's batches by itself would never show how long all of them take."""
     ended = []
-    with Host(base(), HostConfig(max_rows=1024, pass_rows=1024)) as host:
+    with Trainer(base(), TrainerConfig(max_rows=1024, pass_rows=1024)) as host:
         small, large = host.open("ann", lora()), host.open("bob", lora())
         with host._changed:  # all are there before the first pass
             for step in range(12):
@@ -543,7 +543,7 @@ def test_a_file_is_written_once_however_late_its_answer(host, tmp_path, monkeypa
 def saved(tmp_path_factory):
     """The folder of a session that has made a step."""
     folder = tmp_path_factory.mktemp("saved")
-    with Host(base(), HostConfig(max_rows=32)) as host:
+    with Trainer(base(), TrainerConfig(max_rows=32)) as host:
         session = host.open("ann", CONFIGS["encoder"], seed=7)
         session.forward_backward(examples(5))
         session.optim_step(STEP)

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symbiosis.finetuning.loop.train_loop import Done, run
-from symbiosis.finetuning.session import Session
-from symbiosis.finetuning.trainer import Host
+from symbiosis.finetuning.loop.train_loop import LoopResult, run
+from symbiosis.finetuning.session import TrainingSession
+from symbiosis.finetuning.trainer import Trainer
 from tests.finetuning.tasks import TASKS, Task, trained_alone
 
 
-def start(host: Host, task: Task) -> Session:
+def start(host: Trainer, task: Task) -> TrainingSession:
     return host.open(task.name, task.adapter, seed=task.settings()["seed"])
 
 
-def run_together(host: Host, tasks: list[Task], **options: Any) -> dict[str, tuple[Session, list[Done]]]:
+def run_together(host: Trainer, tasks: list[Task], **options: Any) -> dict[str, tuple[TrainingSession, list[LoopResult]]]:
     """All tasks to their end, each on a thread of its own."""
     sessions = {task.name: (start(host, task), []) for task in tasks}
     with ThreadPoolExecutor(len(tasks)) as threads:
@@ -31,7 +31,7 @@ def run_together(host: Host, tasks: list[Task], **options: Any) -> dict[str, tup
     return sessions
 
 
-def assert_as_trainer(session: Session, name: str, relative: float = 1e-5) -> None:
+def assert_as_trainer(session: TrainingSession, name: str, relative: float = 1e-5) -> None:
     """Every parameter is Trainer's, measured by how far training moved it."""
     reference = trained_alone(name)
     assert session.adapter.parameters.keys() == reference.end.keys()
@@ -46,7 +46,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], start: d
         assert error <= relative, f"{name}: off by {error:.1e} of what training changed"
 
 
-def values(session: Session) -> dict[str, Tensor]:
+def values(session: TrainingSession) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in session.adapter.parameters.items()}
 
 

@@ -8,12 +8,12 @@ from peft import LoraConfig
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from symbiosis import kernels
-from symbiosis.device_sharing.gpu_partition import Beside
-from symbiosis.finetuning.adapter_factory import Maker
-from symbiosis.finetuning.config import HostConfig
+from symbiosis.device_sharing.gpu_partition import GpuPartition
+from symbiosis.finetuning.adapter_factory import AdapterFactory
+from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.optimizer import StepSettings
 from symbiosis.finetuning.packed.model import PackedModel
-from symbiosis.finetuning.trainer import Host
+from symbiosis.finetuning.trainer import Trainer
 from tests.conftest import tiny_config
 from tests.finetuning.passes import examples, share, worst
 
@@ -38,7 +38,7 @@ def model_in(dtype):
 
 
 def shares_of(model, lengths, configs=CONFIGS, hidden=1):
-    maker = Maker(model)
+    maker = AdapterFactory(model)
     return [
         share(maker.make(config, seed=7 + at), examples(*some, hidden=hidden), items=9.0)
         for at, (config, some) in enumerate(zip(configs, lengths, strict=False))
@@ -211,7 +211,7 @@ def test_a_host_learns_and_steps_are_those_of_plain_adamw(monkeypatch):
         with monkeypatch.context() as patch:
             if not by_kernels:
                 patch.setattr(kernels, "run_on", lambda device: False)
-            with Host(model, HostConfig(graphs=2 if by_kernels else 0)) as host:
+            with Trainer(model, TrainerConfig(graphs=2 if by_kernels else 0)) as host:
                 sessions = [host.open("ann", CONFIGS[0], seed=1), host.open("bob", CONFIGS[1], seed=2)]
                 for _ in range(12):
                     asked = [s.forward_backward(data) for s in sessions]
@@ -228,11 +228,11 @@ def test_a_host_learns_and_steps_are_those_of_plain_adamw(monkeypatch):
 def test_training_beside_answers_gives_what_it_gives_alone(share_of_gpu, tmp_path):
     """Also when passes move from all of the GPU to a part of it and back, with graphs on both, and files in between."""
     device = torch.device("cuda", 0)
-    turns = Beside(device, share_of_gpu)
+    turns = GpuPartition(device, share_of_gpu)
     model, data, steps = model_in(torch.bfloat16), examples(40, 70), StepSettings(learning_rate=1e-2)
     losses = []
     for shared in (None, turns):
-        with Host(model, HostConfig(max_rows=256), shared) as host:
+        with Trainer(model, TrainerConfig(max_rows=256), shared) as host:
             session = host.open("ann", CONFIGS[0], seed=7)
             found = []
             for number in range(16):

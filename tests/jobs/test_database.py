@@ -11,22 +11,22 @@ import sys
 import pytest
 
 from symbiosis.errors import SymbiosisError
-from symbiosis.jobs.database import Records
+from symbiosis.jobs.database import Database
 from symbiosis.jobs.errors import KeyReused, StorageFull, UnknownFile, UnknownJob, WrongState
-from symbiosis.jobs.event_recorder import Notes, Try
-from symbiosis.jobs.states import Change, State
+from symbiosis.jobs.event_recorder import EventRecorder, JobRun
+from symbiosis.jobs.states import JobState, StateChange
 
 NASTY = ["'; DROP TABLE jobs; --", '" OR 1=1 --', "%", "_", "\x00", "é" * 60, "../../etc/passwd"]
 
 
 @pytest.fixture
 def records(tmp_path):
-    found = Records(tmp_path / "jobs.sqlite", clock=lambda: 1_000_000)
+    found = Database(tmp_path / "jobs.sqlite", clock=lambda: 1_000_000)
     yield found
     found.close()
 
 
-def add(records: Records, id: str = "ftjob-1", tenant: str = "ann", state: State = State.QUEUED, **options):
+def add(records: Database, id: str = "ftjob-1", tenant: str = "ann", state: JobState = JobState.QUEUED, **options):
     plan = {"steps": 10}
     return records.add_job(id, tenant, tenant, f"ft-{id}", state, {"seed": 1}, plan, **options)
 
@@ -40,7 +40,7 @@ def test_another_versions_database_is_left_alone(tmp_path):
     with sqlite3.connect(tmp_path / "jobs.sqlite") as other:
         other.execute("PRAGMA user_version=99")
     with pytest.raises(SymbiosisError, match="another version"):
-        Records(tmp_path / "jobs.sqlite")
+        Database(tmp_path / "jobs.sqlite")
 
 
 def test_files_are_their_tenants(records):
@@ -75,19 +75,19 @@ def test_names_are_values_and_never_words_of_sql(records, nasty):
 
 def test_a_job_changes_by_compare_and_set(records):
     job = add(records)
-    begun = records.change(job.id, Change.BEGIN)
-    assert (begun.state, begun.epoch, begun.began_at) == (State.RUNNING, 1, 1_000_000)
+    begun = records.change(job.id, StateChange.BEGIN)
+    assert (begun.state, begun.epoch, begun.began_at) == (JobState.RUNNING, 1, 1_000_000)
     with pytest.raises(WrongState):
-        records.change(job.id, Change.BEGIN)
-    records.change(job.id, Change.INTERRUPT)
-    assert records.change(job.id, Change.BEGIN).epoch == 2
+        records.change(job.id, StateChange.BEGIN)
+    records.change(job.id, StateChange.INTERRUPT)
+    assert records.change(job.id, StateChange.BEGIN).epoch == 2
     with pytest.raises(WrongState):
-        records.change(job.id, Change.SUCCEED, epoch=1)  # what the first start still says
-    assert records.job(job.id).state is State.RUNNING
-    done = records.change(job.id, Change.SUCCEED, epoch=2, hash="x")
-    assert (done.state, done.finished_at, done.hash) == (State.SUCCEEDED, 1_000_000, "x")
+        records.change(job.id, StateChange.SUCCEED, epoch=1)  # what the first start still says
+    assert records.job(job.id).state is JobState.RUNNING
+    done = records.change(job.id, StateChange.SUCCEED, epoch=2, hash="x")
+    assert (done.state, done.finished_at, done.hash) == (JobState.SUCCEEDED, 1_000_000, "x")
     with pytest.raises(WrongState, match="succeeded"):
-        records.change(job.id, Change.CANCEL)
+        records.change(job.id, StateChange.CANCEL)
 
 
 def test_a_transaction_is_all_or_nothing(records):
@@ -118,7 +118,7 @@ def test_a_key_makes_one_job(records):
 def test_two_jobs_never_have_one_name(records):
     add(records)
     with pytest.raises(sqlite3.IntegrityError):
-        records.add_job("ftjob-x", "ann", None, "ft-ftjob-1", State.QUEUED, {}, None)
+        records.add_job("ftjob-x", "ann", None, "ft-ftjob-1", JobState.QUEUED, {}, None)
     assert add(records, "ftjob-1b", tenant="bob").name == "ft-ftjob-1b"
 
 
@@ -194,7 +194,7 @@ def test_what_was_answered_is_there_after_kill_9(tmp_path):
     rest = process.stdout.read().split()
     process.wait()
     last = max([40, *map(int, rest)])
-    records = Records(tmp_path / "jobs.sqlite")
+    records = Database(tmp_path / "jobs.sqlite")
     found = records.jobs(None, after=None, limit=1 << 30)
     assert len(found) in (last + 1, last + 2)  # the one it was about to tell
     assert all(len(records.events(job, after=None, limit=9)) == 2 for job in found)
@@ -207,9 +207,9 @@ def test_of_the_jobs_that_have_ended_the_oldest_are_forgotten(records):
         add(records, f"ftjob-{number}", key=f"key {number}")
         records.set(f"ftjob-{number}", step=10)
         if number != 1:
-            records.change(f"ftjob-{number}", Change.CANCEL)
+            records.change(f"ftjob-{number}", StateChange.CANCEL)
     add(records, "ftjob-bobs", "bob")
-    records.change("ftjob-bobs", Change.CANCEL)
+    records.change("ftjob-bobs", StateChange.CANCEL)
 
     def left() -> list[str]:
         return [job.id[-1] for job in records.jobs("ann", after=None, limit=99)]
@@ -228,9 +228,9 @@ def test_of_the_jobs_that_have_ended_the_oldest_are_forgotten(records):
 
 def test_an_old_checkpoint_is_removed_only_once_the_new_one_is_recorded(records, tmp_path):
     job = add(records)
-    records.change(job.id, Change.BEGIN)
-    trial = Try(job.id, "ann", 1, tmp_path / "final")
-    notes = Notes(records, shelf=None)  # type: ignore[arg-type] - nothing is put on it here
+    records.change(job.id, StateChange.BEGIN)
+    trial = JobRun(job.id, "ann", 1, tmp_path / "final")
+    notes = EventRecorder(records, shelf=None)  # type: ignore[arg-type] - nothing is put on it here
     folders = [tmp_path / f"step-{step}" for step in (1, 2)]
     said = []
     for step, folder in enumerate(folders, 1):

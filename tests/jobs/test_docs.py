@@ -7,9 +7,9 @@ from pathlib import Path
 
 from symbiosis.jobs.plan import METHODS
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.states import State
+from symbiosis.jobs.states import JobState
 from symbiosis.server.adapter_store import StoreLimits
-from symbiosis.server.openai.job_schemas import Hyperparameters
+from symbiosis.server.openai.job_schemas import HyperparameterFields
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "fine-tuning.md").read_text()
@@ -17,7 +17,7 @@ PAGE = (DOCS / "fine-tuning.md").read_text()
 
 def test_every_hyperparameter_method_and_state_is_named():
     named = set(re.findall(r"`\"?([a-z_0-9-]+)\"?`", PAGE))
-    assert not [name for name in (*Hyperparameters.model_fields, *METHODS, *State) if name not in named]
+    assert not [name for name in (*HyperparameterFields.model_fields, *METHODS, *JobState) if name not in named]
 
 
 def test_how_many_jobs_a_tenant_may_have_is_said_with_what_bounds_it_first():

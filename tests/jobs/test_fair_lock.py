@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from symbiosis.jobs.fair_lock import Turn
+from symbiosis.jobs.fair_lock import FairLock
 
 
 def test_tenants_take_turns():
     async def play() -> list[str]:
-        turn, had = Turn(), list[str]()
+        turn, had = FairLock(), list[str]()
 
         async def use(tenant: str) -> None:
             async with turn.of(tenant):
@@ -25,7 +25,7 @@ def test_tenants_take_turns():
 
 def test_who_goes_away_takes_no_turn_and_keeps_none():
     async def play() -> list[str]:
-        turn, had = Turn(), list[str]()
+        turn, had = FairLock(), list[str]()
         hold = asyncio.Event()
 
         async def use(name: str) -> None:

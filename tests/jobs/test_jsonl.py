@@ -7,7 +7,7 @@ import json
 import pytest
 
 from symbiosis.jobs.errors import BadTrainingFile
-from symbiosis.jobs.jsonl import MAX_LINE, Kind, read
+from symbiosis.jobs.jsonl import MAX_LINE, LineKind, read
 
 
 def chat(*turns: tuple[str, str], **more: object) -> str:
@@ -37,10 +37,10 @@ def refusal(tmp_path, *lines: str | bytes, **options) -> str:
 
 def test_the_three_kinds_are_read(tmp_path):
     (one,) = found(tmp_path, chat(("system", "s"), ("user", "u"), ("assistant", "a")))
-    assert (one.kind, [message.learnt for message in one.messages]) == (Kind.CHAT, [False, False, True])
+    assert (one.kind, [message.learnt for message in one.messages]) == (LineKind.CHAT, [False, False, True])
     assert [each.text for each in found(tmp_path, '{"text": "x"}', "", '{"text": "y"}', "")] == ["x", "y"]
     (pair,) = found(tmp_path, b"\xef\xbb\xbf" + b'{"prompt": "p", "completion": "c"}')
-    assert (pair.kind, pair.prompt, pair.completion) == (Kind.PAIR, "p", "c")
+    assert (pair.kind, pair.prompt, pair.completion) == (LineKind.PAIR, "p", "c")
     assert [each.line for each in found(tmp_path, GOOD, "   ", GOOD)] == [1, 3]
 
 

@@ -11,11 +11,11 @@ from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter
 from symbiosis.finetuning.loop.recipe import Recipe
 from symbiosis.jobs import plan
 from symbiosis.jobs.errors import BadPlan
-from symbiosis.jobs.plan import METHODS, Wishes
+from symbiosis.jobs.plan import METHODS, Hyperparameters
 
 
 def made(examples: int = 20, validates: bool = False, **wishes):
-    asked = Wishes(**wishes)
+    asked = Hyperparameters(**wishes)
     data = {"examples": examples, "tokens": 9, "validates": validates}
     return plan.make(asked, allowed=plan.length(asked, 4096), **data, seed=7, max_steps=1000)
 
@@ -47,8 +47,10 @@ def test_learning_rates_are_those_of_finetune():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_is_a_config_that_peft_and_we_read(name):
-    plan.check(Wishes(peft_method=name))
-    LOCAL[name].config(**{key: value for key, value in plan.adapter_of(Wishes(peft_method=name)).items() if key != "peft_type"})
+    plan.check(Hyperparameters(peft_method=name))
+    LOCAL[name].config(
+        **{key: value for key, value in plan.adapter_of(Hyperparameters(peft_method=name)).items() if key != "peft_type"}
+    )
 
 
 def test_a_plan_is_json_and_says_what_was_decided():
@@ -62,8 +64,8 @@ def test_a_plan_is_json_and_says_what_was_decided():
     }
     assert (found.checkpoint_every, found.evaluate_every) == (6, 6)
     assert found.shown["n_epochs"] == 3
-    assert plan.Plan(**found.to_json()) == found
-    assert Wishes(**asdict(Wishes(rank=3))) == Wishes(rank=3)
+    assert plan.TrainingPlan(**found.to_json()) == found
+    assert Hyperparameters(**asdict(Hyperparameters(rank=3))) == Hyperparameters(rank=3)
 
 
 def test_all_that_was_asked_for_is_shown_as_it_was_decided():
@@ -98,7 +100,7 @@ BAD = {
 def test_what_contradicts_itself_is_refused(kind):
     error, wishes = BAD[kind]
     with pytest.raises(error) as caught:
-        plan.check(Wishes(**wishes))
+        plan.check(Hyperparameters(**wishes))
     assert isinstance(caught.value, SymbiosisError)
 
 
@@ -108,14 +110,14 @@ def test_more_steps_than_are_done_and_longer_than_the_model():
     with pytest.raises(BadPlan, match="3000 steps"):
         made(examples=1000, batch_size=1)
     with pytest.raises(BadPlan, match="takes 100 tokens"):
-        plan.length(Wishes(max_length=101), 100)
-    assert plan.length(Wishes(), 100).max_length == 100
-    assert plan.length(Wishes(peft_method="prefix"), 100).max_length == 84
+        plan.length(Hyperparameters(max_length=101), 100)
+    assert plan.length(Hyperparameters(), 100).max_length == 100
+    assert plan.length(Hyperparameters(peft_method="prefix"), 100).max_length == 84
     with pytest.raises(BadPlan, match="takes 84 tokens beside 16 virtual ones"):
-        plan.length(Wishes(peft_method="prompt", max_length=90), 100)
+        plan.length(Hyperparameters(peft_method="prompt", max_length=90), 100)
     with pytest.raises(BadPlan, match="100 virtual tokens leave none"):
-        plan.length(Wishes(adapter={"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 100}), 100)
-    assert plan.length(Wishes(truncate=False), 10_000) == plan.Length(max_length=2048, truncate=False)
+        plan.length(Hyperparameters(adapter={"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 100}), 100)
+    assert plan.length(Hyperparameters(truncate=False), 10_000) == plan.Length(max_length=2048, truncate=False)
 
 
 def test_too_many_steps_are_told_as_they_were_asked_for():

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from symbiosis.errors import SymbiosisError
-from symbiosis.jobs.queue import JobLimits, Waiting, crowded, order, startable
+from symbiosis.jobs.queue import JobLimits, QueuedJob, crowded, order, startable
 from tests.work import lines_run
 
 
-def of(text: str) -> list[Waiting]:
+def of(text: str) -> list[QueuedJob]:
     """`a1 b1`: jobs by tenant, oldest first."""
-    return [Waiting(word, word[0]) for word in text.split()]
+    return [QueuedJob(word, word[0]) for word in text.split()]
 
 
-def ids(found: list[Waiting]) -> str:
+def ids(found: list[QueuedJob]) -> str:
     return " ".join(each.id for each in found)
 
 
@@ -57,6 +57,6 @@ def test_who_has_several_gives_way_to_who_has_none():
 
 @pytest.mark.parametrize("jobs", [1_000, 100_000])
 def test_putting_in_order_is_as_much_work_for_each_job_however_many_there_are(jobs):
-    waiting = [Waiting(f"{job}", f"{job % 1000}") for job in range(jobs)]
+    waiting = [QueuedJob(f"{job}", f"{job % 1000}") for job in range(jobs)]
     assert len(order(waiting, {}, {})) == jobs
     assert lines_run(lambda: order(waiting, {}, {})) < 20 * jobs

@@ -16,19 +16,19 @@ import pytest
 from symbiosis.errors import TooManyRequests, UnknownAdapter
 from symbiosis.jobs import admission, data_preparation, tokenized_dataset
 from symbiosis.jobs import supervisor as module
-from symbiosis.jobs.admission import Admission, Wanted
-from symbiosis.jobs.data_preparation import Preparer
-from symbiosis.jobs.database import Records
+from symbiosis.jobs.admission import Admission, JobRequest
+from symbiosis.jobs.data_preparation import DataPreparer
+from symbiosis.jobs.database import Database
 from symbiosis.jobs.errors import BadTrainingFile, KeyReused, NameReserved, StorageFull, WrongState
-from symbiosis.jobs.layout import Folder
-from symbiosis.jobs.plan import Wishes, length, make
+from symbiosis.jobs.layout import JobsLayout
+from symbiosis.jobs.plan import Hyperparameters, length, make
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.states import State
+from symbiosis.jobs.states import JobState
 from symbiosis.jobs.supervisor import Supervisor
 from tests.tiny_chat import tiny_tokenizer
 
 LIMITS = JobLimits(running=2, tenant_running=1)
-WISHES = Wishes(n_steps=10, checkpoint_every=2)
+WISHES = Hyperparameters(n_steps=10, checkpoint_every=2)
 DATA = {"allowed": length(WISHES, 256), "examples": 8, "tokens": 9, "validates": False}
 PLAN = make(WISHES, **DATA, seed=3, max_steps=100).to_json()
 ASKED = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 3, "wishes": {}}
@@ -115,13 +115,13 @@ class World:
     def __init__(self, root: Path, limits: JobLimits = LIMITS) -> None:
         (root / "shelf").mkdir()
         self.limits, self.shelf = limits, Shelf(root / "shelf")
-        self.folder = Folder(root / "jobs")
-        self.records = Records(self.folder.database)
+        self.folder = JobsLayout(root / "jobs")
+        self.records = Database(self.folder.database)
         self.counted: list[tuple[str, int, int]] = []
 
     async def start(self) -> tuple[Supervisor, Engine]:
         self.engine = Engine()
-        preparer = Preparer(tiny_tokenizer(), 256, self.folder, self.limits)
+        preparer = DataPreparer(tiny_tokenizer(), 256, self.folder, self.limits)
         self.supervisor = Supervisor(
             self.records,
             self.folder,
@@ -139,13 +139,13 @@ class World:
         self.supervisor._task.cancel()
         await asyncio.gather(self.supervisor._task, return_exceptions=True)
 
-    def add(self, id: str, tenant: str = "ann", state: State = State.QUEUED) -> str:
+    def add(self, id: str, tenant: str = "ann", state: JobState = JobState.QUEUED) -> str:
         id = f"ftjob-{id}"
         self.folder.work(id).mkdir()
         self.records.add_job(id, tenant, tenant, f"ft-{id}", state, ASKED, PLAN)
         return id
 
-    def state(self, id: str) -> State:
+    def state(self, id: str) -> JobState:
         return self.records.job(id).state
 
 
@@ -155,7 +155,7 @@ async def until(true, seconds: float = 10) -> None:
             await asyncio.sleep(0.002)
 
 
-def full_for_a_while(records: Records) -> list[Any]:
+def full_for_a_while(records: Database) -> list[Any]:
     """Three times the disk takes no event; what it did not take."""
     add, failures = records.add_event, []
 
@@ -209,7 +209,7 @@ async def test_a_job_from_queue_to_shelf(world):
     await until(lambda: world.records.job(job).step == 10)
     await until(lambda: [path.name for path in Path(body["checkpoints"]).iterdir()] == ["step-10"])  # older ones are gone
     engine.finish("0")
-    await until(lambda: world.state(job) is State.SUCCEEDED)
+    await until(lambda: world.state(job) is JobState.SUCCEEDED)
     found = world.records.job(job)
     assert (found.hash, found.tokens, found.steps) == ("h10", 70, 10)
     assert world.shelf.kept["ann", "ft-ftjob-one"] == Path(body["final"])
@@ -248,7 +248,7 @@ async def test_after_a_kill_a_job_goes_on_from_its_last_recorded_checkpoint(worl
     await until(lambda: world.records.job(job).step == 5)
     first = engine.told["0"]
     await world.kill()
-    assert world.state(job) is State.RUNNING  # as it was left
+    assert world.state(job) is JobState.RUNNING  # as it was left
     _, engine = await world.start()
     await until(lambda: engine.told)
     body = engine.told["0"]
@@ -260,7 +260,7 @@ async def test_after_a_kill_a_job_goes_on_from_its_last_recorded_checkpoint(worl
     for step in range(5, 11):
         engine.step("0", step)
     engine.finish("0")
-    await until(lambda: world.state(job) is State.SUCCEEDED)
+    await until(lambda: world.state(job) is JobState.SUCCEEDED)
     events = world.records.events(found, after=None, limit=99)
     assert sorted(event.step for event in events if event.kind == "metrics") == list(range(1, 11))
     assert world.records.job(job).tokens == 70
@@ -284,7 +284,7 @@ async def test_killed_at_every_point_no_job_is_lost_doubled_or_left_running(worl
         await asyncio.sleep(0.002 * (words % 3))  # in the midst of recording
         await world.kill()
         assert len(world.records.jobs(None, after=None, limit=9)) == 1
-    await until(lambda: world.state(job) is State.SUCCEEDED)
+    await until(lambda: world.state(job) is JobState.SUCCEEDED)
     events = world.records.events(world.records.job(job), after=None, limit=999)
     assert sorted(event.step for event in events if event.kind == "metrics") == list(range(1, 11))
     assert list(world.shelf.kept) == [("ann", "ft-ftjob-one")]
@@ -302,7 +302,7 @@ async def test_stopping_the_server_lets_jobs_save_and_queues_them_again(world):
     folder.mkdir()
     engine.say("0", "stopped", step=1, folder=str(folder))
     await stopping
-    assert world.state(job) is State.QUEUED
+    assert world.state(job) is JobState.QUEUED
     _, engine = await world.start()
     await until(lambda: engine.told)
     assert (engine.told["0"]["after"], engine.told["0"]["resume"]) == (1, str(folder))
@@ -314,9 +314,9 @@ async def test_pause_and_resume_before_the_engine_has_stopped(world):
     supervisor, engine = await world.start()
     await until(lambda: engine.told)
     engine.step("0", 1)
-    assert (await supervisor.pause(job)).state is State.PAUSED
+    assert (await supervisor.pause(job)).state is JobState.PAUSED
     assert engine.stopped == ["0"]
-    assert (await supervisor.resume(job)).state is State.QUEUED
+    assert (await supervisor.resume(job)).state is JobState.QUEUED
     await asyncio.sleep(0.05)
     assert len(engine.told) == 1  # not twice at once
     folder = Path(engine.told["0"]["checkpoints"]) / "step-1"
@@ -325,7 +325,7 @@ async def test_pause_and_resume_before_the_engine_has_stopped(world):
     await until(lambda: len(engine.told) == 2)
     assert engine.told["1"]["after"] == 1
     engine.finish("1")
-    await until(lambda: world.state(job) is State.SUCCEEDED)
+    await until(lambda: world.state(job) is JobState.SUCCEEDED)
 
 
 @played
@@ -336,7 +336,7 @@ async def test_a_job_that_ends_while_it_is_paused_has_ended(world):
     await supervisor.pause(job)
     assert not engine.dropped
     engine.finish("0")
-    await until(lambda: world.state(job) is State.SUCCEEDED)
+    await until(lambda: world.state(job) is JobState.SUCCEEDED)
     with pytest.raises(WrongState):
         await supervisor.resume(job)
 
@@ -352,7 +352,7 @@ async def test_what_ends_after_it_was_cancelled_is_put_away(world):
     await until(lambda: engine.asked)
     assert engine.asked == [("unload", {"name": "ann:ft-ftjob-one"})]
     await until(lambda: not Path(engine.told["0"]["final"]).exists() and not world.folder.work(job).exists())
-    assert world.state(job) is State.CANCELLED
+    assert world.state(job) is JobState.CANCELLED
     assert not world.shelf.kept
 
 
@@ -398,7 +398,7 @@ async def test_a_job_that_is_cancelled_while_its_pause_is_recorded_is_put_away(w
     supervisor._notes.take = cancelled
     engine.say("0", "stopped", step=0, folder=None)
     await until(lambda: engine.asked and not world.folder.work(job).exists())
-    assert world.state(job) is State.CANCELLED
+    assert world.state(job) is JobState.CANCELLED
 
 
 @played
@@ -431,7 +431,7 @@ async def test_the_last_good_checkpoint_of_a_job_that_diverged_is_kept_and_serve
     assert sorted(file.name for file in kept.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert engine.asked[0] == ("load", {"name": "ann:ft-ftjob-one-step-2", "folder": str(kept), "replace": True})
     await until(lambda: world.records.checkpoints(world.records.job(job), after=None, limit=1)[0].serves)
-    assert world.state(job) is State.FAILED
+    assert world.state(job) is JobState.FAILED
 
 
 @played
@@ -443,7 +443,7 @@ async def test_a_job_the_engine_has_no_room_for_tries_again(world):
     engine.inbox.put_nowait({"id": "0", "refused": {"code": "too_many_requests", "message": "later", "field": ""}})
     await until(lambda: len(engine.told) == 2)
     engine.inbox.put_nowait({"id": "1", "refused": {"code": "bad_adapter", "message": "never", "field": "r"}})
-    await until(lambda: world.state(job) is State.FAILED)
+    await until(lambda: world.state(job) is JobState.FAILED)
     assert world.records.job(job).error == {"code": "bad_adapter", "message": "never", "param": "r"}
 
 
@@ -456,7 +456,7 @@ async def test_a_full_disk_makes_what_is_said_wait_and_nothing_is_lost(world):
     failures = full_for_a_while(world.records)
     engine.step("0", 1)
     engine.finish("0")
-    await until(lambda: world.state(job) is State.SUCCEEDED)
+    await until(lambda: world.state(job) is JobState.SUCCEEDED)
     events = world.records.events(world.records.job(job), after=None, limit=9)
     assert len([event for event in events if event.kind == "metrics"]) == 1
     assert len(failures) == 3
@@ -468,19 +468,19 @@ async def test_what_cannot_be_understood_fails_its_job_and_no_other(world):
     _, engine = await world.start()
     await until(lambda: len(engine.told) == 2)
     engine.say("0", "step", nonsense=1)
-    await until(lambda: world.state(job) is State.FAILED)
+    await until(lambda: world.state(job) is JobState.FAILED)
     assert world.records.job(job).error["code"] == "internal_error"
     engine.finish("1")
-    await until(lambda: world.state(other) is State.SUCCEEDED)
+    await until(lambda: world.state(other) is JobState.SUCCEEDED)
 
 
 @played
 async def test_large_files_are_read_while_the_job_is_validating(world):
-    good, bad = (world.add(id, state=State.VALIDATING) for id in ("good", "bad"))
+    good, bad = (world.add(id, state=JobState.VALIDATING) for id in ("good", "bad"))
     (world.folder.work(good) / "training_file.jsonl").write_text('{"text": "x y z"}\n' * 20)
     (world.folder.work(bad) / "training_file.jsonl").write_text('{"text": "x"}\n{"text": ""}\n')
     _, engine = await world.start()  # also what an earlier process had begun
-    await until(lambda: world.state(bad) is State.FAILED and engine.told)
+    await until(lambda: world.state(bad) is JobState.FAILED and engine.told)
     assert "line 2" in world.records.job(bad).error["message"]
     assert world.records.job(good).plan["recipe"]["per_device_train_batch_size"] == 1
     assert Path(engine.told["0"]["data"]).is_file()
@@ -490,16 +490,16 @@ async def test_large_files_are_read_while_the_job_is_validating(world):
 @played
 async def test_a_file_that_takes_too_long_to_read_is_refused(world, monkeypatch):
     monkeypatch.setattr(data_preparation, "_LARGE_S", 0.0)
-    job = world.add("slow", state=State.VALIDATING)
+    job = world.add("slow", state=JobState.VALIDATING)
     (world.folder.work(job) / "training_file.jsonl").write_text('{"text": "x y z"}\n' * 20)
     await world.start()
-    await until(lambda: world.state(job) is State.FAILED)
+    await until(lambda: world.state(job) is JobState.FAILED)
     assert world.records.job(job).error["message"].startswith("reading it takes longer than 0 minutes: split it")
 
 
 @played
 async def test_nobody_waits_for_the_data_of_a_job_that_was_cancelled(world, monkeypatch):
-    cancelled, waits, other = (world.add(id, state=State.VALIDATING) for id in ("cancelled", "waits", "other"))
+    cancelled, waits, other = (world.add(id, state=JobState.VALIDATING) for id in ("cancelled", "waits", "other"))
     for job, text in ((cancelled, "long"), (waits, "long"), (other, "x y z")):
         (world.folder.work(job) / "training_file.jsonl").write_text(f'{{"text": "{text}"}}\n' * 20)
     reads, going_on, read, encoded = threading.Event(), threading.Event(), list[str](), tokenized_dataset._encoded
@@ -519,7 +519,7 @@ async def test_nobody_waits_for_the_data_of_a_job_that_was_cancelled(world, monk
     await until(lambda: engine.told)
     assert read == ["long"] + ["x y z"] * 20
     await until(lambda: not any(world.folder.work(job).exists() for job in (cancelled, waits)))
-    assert {world.state(cancelled), world.state(waits)} == {State.CANCELLED}
+    assert {world.state(cancelled), world.state(waits)} == {JobState.CANCELLED}
 
 
 @played
@@ -543,10 +543,10 @@ async def test_a_job_that_cannot_be_started_is_not_left_running_and_others_go_on
     world.folder.work(job).write_text("in the way")  # the disk gives no folder for its checkpoints
     other = world.add("two", "bob")
     _, engine = await world.start()
-    await until(lambda: world.state(job) is State.FAILED)
+    await until(lambda: world.state(job) is JobState.FAILED)
     await until(lambda: engine.told)
     engine.finish(engine.running(other))
-    await until(lambda: world.state(other) is State.SUCCEEDED)
+    await until(lambda: world.state(other) is JobState.SUCCEEDED)
 
 
 @played
@@ -566,7 +566,7 @@ async def test_a_full_disk_at_the_start_of_a_job_is_waited_for(world, monkeypatc
     await until(lambda: engine.told)
     assert len(full) == 3
     engine.finish("0")
-    await until(lambda: world.state(job) is State.SUCCEEDED)
+    await until(lambda: world.state(job) is JobState.SUCCEEDED)
 
 
 @played
@@ -594,7 +594,7 @@ async def test_a_job_that_was_paused_and_resumed_but_had_its_last_step_behind_it
     await supervisor.pause(job)
     await supervisor.resume(job)
     engine.finish("0")
-    await until(lambda: world.state(job) is State.SUCCEEDED)
+    await until(lambda: world.state(job) is JobState.SUCCEEDED)
     assert ("ann", "ft-ftjob-one") in world.shelf.kept
 
 
@@ -607,17 +607,17 @@ async def test_a_job_that_was_paused_and_resumed_is_not_failed_by_a_full_engine(
     await supervisor.resume(job)
     engine.say("0", "failed", code="closed", message="no room", field=None, step=0, checkpoint=None)
     await until(lambda: len(engine.told) == 2)
-    assert world.state(job) is State.RUNNING
+    assert world.state(job) is JobState.RUNNING
 
 
 @played
 async def test_a_full_disk_does_not_leave_a_job_validating(world):
     module._RETRY_S = 0.01
-    job = world.add("bad", state=State.VALIDATING)
+    job = world.add("bad", state=JobState.VALIDATING)
     (world.folder.work(job) / "training_file.jsonl").write_text('{"text": ""}\n')
     failures = full_for_a_while(world.records)
     await world.start()
-    await until(lambda: world.state(job) is State.FAILED)
+    await until(lambda: world.state(job) is JobState.FAILED)
     assert len(failures) == 3
 
 
@@ -642,9 +642,9 @@ async def test_killed_while_a_job_fails_it_fails_again_and_its_last_good_checkpo
         engine.say("0", "failed", code="diverged", message="NaN", field=None, step=3, checkpoint=str(folder))
         if life == 0:
             await asked.wait()
-            assert world.state(job) is State.RUNNING  # nobody has heard of it
+            assert world.state(job) is JobState.RUNNING  # nobody has heard of it
             await world.kill()
-    await until(lambda: world.state(job) is State.FAILED)
+    await until(lambda: world.state(job) is JobState.FAILED)
     found = world.records.job(job)
     assert found.error["message"] == "NaN; its last good checkpoint, of step 2, was put up as the adapter ft-ftjob-one-step-2"
     (kept,) = world.records.checkpoints(found, after=None, limit=9)
@@ -738,20 +738,20 @@ async def test_a_checkpoint_names_what_is_served_now(world):
     listed = lambda: [c.serves for c in world.records.checkpoints(world.records.job(job), after=None, limit=9)]  # noqa: E731
     await until(lambda: listed() == ["ft-ftjob-one", None])
     engine.finish("0")
-    await until(lambda: world.state(job) is State.SUCCEEDED)
+    await until(lambda: world.state(job) is JobState.SUCCEEDED)
     assert listed() == [None, None]  # by that name the end is served
 
 
 @played
 async def test_the_data_of_a_tenants_open_jobs_is_bounded(world):
     world.limits = JobLimits(running=1, tenant_running=1, tenant_tokens=300)
-    jobs = [world.add(id, state=State.VALIDATING) for id in ("one", "two")]
+    jobs = [world.add(id, state=JobState.VALIDATING) for id in ("one", "two")]
     for job in jobs:
         world.records.set(job, plan=None)
         (world.folder.work(job) / "training_file.jsonl").write_text('{"text": "x y z"}\n' * 40)
     await world.start()
-    await until(lambda: {world.state(job) for job in jobs} == {State.RUNNING, State.FAILED})
-    (failed,) = [world.records.job(job) for job in jobs if world.state(job) is State.FAILED]
+    await until(lambda: {world.state(job) for job in jobs} == {JobState.RUNNING, JobState.FAILED})
+    (failed,) = [world.records.job(job) for job in jobs if world.state(job) is JobState.FAILED]
     assert failed.error["code"] == "quota_exceeded"
     await until(lambda: not world.folder.work(failed.id).exists())
 
@@ -761,12 +761,14 @@ def admission_to(world: World) -> Admission:
     return Admission(world.records, world.folder, preparer, world.supervisor, shelf, world.limits, lambda owner, begun: None)
 
 
-def wanted(world: World, key: str | None = None, digest: str = "", text: str = '{"text": "x y z"}\n') -> Wanted:
+def wanted(world: World, key: str | None = None, digest: str = "", text: str = '{"text": "x y z"}\n') -> JobRequest:
     source = world.folder.files / "file-1"
     source.write_text(text * 20)
     said = {"training_file": "file-1", "validation_file": None, "suffix": None, "metadata": None}
     sources = {"training_file": source}
-    return Wanted(tenant="ann", owner="ann", sources=sources, said=said, seed=1, wishes=Wishes(), key=key, digest=digest)
+    return JobRequest(
+        tenant="ann", owner="ann", sources=sources, said=said, seed=1, wishes=Hyperparameters(), key=key, digest=digest
+    )
 
 
 @played
@@ -807,7 +809,7 @@ async def test_the_name_of_a_jobs_adapter_is_reserved_until_the_engine_has_ended
     for name in ("ft-ftjob-one", "ft-ftjob-one-step-4"):
         with pytest.raises(NameReserved, match=job):
             supervisor.check_name("ann", name)
-    world.records.add_job("ftjob-newer", "ann", "ann", "ft-ftjob-one-step-4", State.CANCELLED, ASKED, PLAN)
+    world.records.add_job("ftjob-newer", "ann", "ann", "ft-ftjob-one-step-4", JobState.CANCELLED, ASKED, PLAN)
     with pytest.raises(NameReserved, match=job):
         supervisor.check_name("ann", "ft-ftjob-one-step-4")
     for owner, name in (("bob", "ft-ftjob-one"), (None, "ft-ftjob-one"), ("ann", "ft-ftjob"), ("ann", "ft-ftjob-one-step-")):
@@ -825,7 +827,7 @@ async def test_the_name_of_a_jobs_adapter_is_reserved_until_the_engine_has_ended
 async def test_a_job_gets_a_name_that_nothing_has(world, monkeypatch):
     await world.start()
     world.shelf.kept["ann", "ft-aaaaaaaa"] = Path()
-    world.records.add_job("ftjob-b", "ann", "ann", "ft-bbbbbbbb", State.CANCELLED, ASKED, PLAN)
+    world.records.add_job("ftjob-b", "ann", "ann", "ft-bbbbbbbb", JobState.CANCELLED, ASKED, PLAN)
     tokens = iter(["a" * 24, "b" * 24, "c" * 24])
     monkeypatch.setattr(admission.secrets, "token_hex", lambda _: next(tokens, "d"))
     assert (await admission_to(world).admit(wanted(world))).name == "ft-cccccccc"
@@ -839,7 +841,7 @@ def test_data_that_takes_long_is_read_once_the_job_is_accepted(world, monkeypatc
     async def play() -> None:
         _, engine = await world.start()
         job = await admission_to(world).admit(wanted(world))
-        assert job.state is (State.QUEUED if patience_s else State.VALIDATING)
+        assert job.state is (JobState.QUEUED if patience_s else JobState.VALIDATING)
         await until(lambda: engine.told)
         assert [file.suffix for file in world.folder.work(job.id).iterdir() if file.is_file()] == [".safetensors"]
 

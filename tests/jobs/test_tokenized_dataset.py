@@ -112,7 +112,7 @@ def test_weights_need_answers_that_can_be_told_apart(tmp_path):
 
 
 def test_the_file_for_the_engine(tmp_path):
-    examples = [tokenized_dataset.Example([1, 2, 3], [-100, 2, 3]), tokenized_dataset.Example([4], [4])]
+    examples = [tokenized_dataset.TokenizedExample([1, 2, 3], [-100, 2, 3]), tokenized_dataset.TokenizedExample([4], [4])]
     made = tokenized_dataset.write(tmp_path / "x.safetensors", examples)
     found = load_file(tmp_path / "x.safetensors")
     assert (made.examples, made.tokens) == (2, 4)
@@ -132,6 +132,6 @@ def test_a_full_disk_leaves_nothing_and_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageFull, match="full") as caught:
-        tokenized_dataset.write(tmp_path / "x.safetensors", [tokenized_dataset.Example([1], [1])])
+        tokenized_dataset.write(tmp_path / "x.safetensors", [tokenized_dataset.TokenizedExample([1], [1])])
     assert str(tmp_path) not in str(caught.value)
     assert not list(tmp_path.iterdir())

@@ -8,31 +8,31 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from symbiosis.errors import TooManyRequests
-from symbiosis.jobs.database import Records
+from symbiosis.jobs.database import Database
 from symbiosis.jobs.errors import StorageFull, UnknownFile
-from symbiosis.jobs.layout import Folder
+from symbiosis.jobs.layout import JobsLayout
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.uploads import Files
+from symbiosis.jobs.uploads import Uploads
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return Folder(tmp_path)
+    return JobsLayout(tmp_path)
 
 
 @pytest.fixture
 def records(folder):
-    made = Records(folder.database)
+    made = Database(folder.database)
     yield made
     made.close()
 
 
 @pytest.fixture
 def files(folder, records):
-    return Files(folder, records, JobLimits())
+    return Uploads(folder, records, JobLimits())
 
 
-def kept(files: Files, tenant: str = "ann") -> str:
+def kept(files: Uploads, tenant: str = "ann") -> str:
     incoming = files.begin(tenant)
     incoming.write(b"{}")
     return incoming.keep("data.jsonl").id

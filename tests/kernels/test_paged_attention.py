@@ -12,7 +12,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.paged_attention import Pass, attend, plan, reference, store
+from symbiosis.kernels.paged_attention import AttentionBatch, attend, plan, reference, store
 from symbiosis.kernels.tiles import Span
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,7 +52,7 @@ def check(sizes, *, heads=4, key_heads=2, width=64, dtype=torch.float32, page_si
     memory = memory_of(slots, key_heads, width, dtype)
     fill(memory, spans, page_size)
     q, k, v = (torch.randn(rows, h, width, device=DEVICE).to(dtype) for h in (heads, key_heads, key_heads))
-    now = Pass.of(spans, page_size, DEVICE)
+    now = AttentionBatch.of(spans, page_size, DEVICE)
     store(k, v, now.slots_R, *memory)
     for span in spans:
         for row in range(span.count):
@@ -108,7 +108,7 @@ def test_pieces_of_prompts(sizes):
 @pytest.mark.parametrize("splits", [1, 4])
 def test_rows_of_no_sequence_are_zeros_and_a_pass_is_filled_again_in_place(splits):
     torch.manual_seed(0)
-    now = Pass(rows=5, max_pages=8, page_size=PAGE, device=DEVICE)
+    now = AttentionBatch(rows=5, max_pages=8, page_size=PAGE, device=DEVICE)
     addresses = [part.data_ptr() for part in (now.facts_3B, now.slots_R, now.table_BP)]
     for sizes in ([(40, 1), (100, 1)], [], [(3, 1), (16, 1), (99, 1), (0, 1), (31, 1)], [(127, 1)]):
         spans, used, _ = spans_of(sizes)
@@ -132,7 +132,7 @@ def test_queries_and_keys_that_are_parts_of_a_joined_projection():
     fill(memory, spans)
     q, k, v = torch.randn(rows, 8, 64, device=DEVICE).split([4, 2, 2], dim=1)
     q_turned = q.transpose(0, 1).contiguous().transpose(0, 1)
-    now = Pass.of(spans, PAGE, DEVICE)
+    now = AttentionBatch.of(spans, PAGE, DEVICE)
     store(k, v, now.slots_R.long(), *memory)
     expected = reference(q, *memory, spans, PAGE, 0.125)
     for queries in (q, q_turned):
@@ -154,7 +154,7 @@ def test_rows_without_a_slot_are_not_stored():
 def test_a_graph_serves_other_sequences_when_replayed(splits):
     torch.manual_seed(0)
     dtype = torch.bfloat16
-    now = Pass(rows=4, max_pages=16, page_size=PAGE, device=DEVICE)
+    now = AttentionBatch(rows=4, max_pages=16, page_size=PAGE, device=DEVICE)
     memory = memory_of(80 * PAGE, 2, 128, dtype)
     q, k, v = (torch.randn(4, h, 128, device=DEVICE, dtype=dtype) for h in (8, 2, 2))
     chosen = replace(plan(4, 2, 128, now.longest, 2), splits=splits)
@@ -178,5 +178,5 @@ def test_a_graph_serves_other_sequences_when_replayed(splits):
 
 
 def test_rows_between_spans_have_no_slot():
-    now = Pass.of([Span(1, 2, 15, [4, 2]), Span(5, 1, 3, [7])], PAGE, DEVICE)
+    now = AttentionBatch.of([Span(1, 2, 15, [4, 2]), Span(5, 1, 3, [7])], PAGE, DEVICE)
     assert now.slots_R.tolist() == [-1, 79, 32, -1, -1, 115]

@@ -8,7 +8,7 @@ import pytest
 from symbiosis.app.http_host import check_http
 from symbiosis.errors import AddressInUse, BadAddress, InsecureListen, SymbiosisError
 from symbiosis.server.app import Server
-from symbiosis.server.auth import OPEN_PATHS, Guard, Keys, is_tenants
+from symbiosis.server.auth import OPEN_PATHS, ApiKeys, AuthMiddleware, is_tenants
 from symbiosis.server.metrics import Metrics
 from symbiosis.server.settings import ADMIN, Settings
 from tests.server.conftest import ANN, BOB, CHAT, CHIEF
@@ -17,7 +17,7 @@ from tests.server.conftest import ANN, BOB, CHAT, CHIEF
 def routes() -> list[tuple[str, str]]:
     """Every route there is, by walking the app itself."""
     guard = Server(None, None, Settings(base="x")).app()  # type: ignore[arg-type] - nothing is asked
-    assert isinstance(guard, Guard)
+    assert isinstance(guard, AuthMiddleware)
     return [(method, route.path) for route in guard._app.routes for method in route.methods]
 
 
@@ -72,18 +72,18 @@ def test_keys_that_could_not_be_told_apart_are_refused():
 
 
 def test_a_key_says_who_asks():
-    keys = Keys({"ann": ANN}, None)
+    keys = ApiKeys({"ann": ANN}, None)
     assert not keys.caller(f"Bearer {ANN}").is_admin
     assert keys.caller(f"bearer {ANN}").tenant == "ann"
-    both = Keys({"ann": ANN}, CHIEF)
+    both = ApiKeys({"ann": ANN}, CHIEF)
     assert both.caller(f"Bearer {CHIEF}").tenant == ADMIN
 
 
 def test_without_tenants_keys_the_admins_key_still_guards_what_is_the_admins():
-    keys = Keys({}, CHIEF)
+    keys = ApiKeys({}, CHIEF)
     assert not keys.caller(None).is_admin
     assert keys.caller(f"Bearer {CHIEF}").is_admin
-    assert Keys({}).caller(None).is_admin
+    assert ApiKeys({}).caller(None).is_admin
 
 
 def test_a_web_page_cannot_speak_for_the_user_of_a_server_without_keys(site):

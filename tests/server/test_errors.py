@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from symbiosis.server.openai.schemas import Chat, Completion, Detokenize
+from symbiosis.server.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
 from tests.server.conftest import CHAT
 
 BAD = [
@@ -122,10 +122,10 @@ def test_what_is_no_request_is_refused(site):
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (Completion, b'{"model": "tiny", "prompt": [' + b",".join([b"1.5"] * 50_000) + b"]}"),
-        (Completion, b'{"model": "tiny", "prompt": [' + b",".join([b"[[]]"] * 50_000) + b"]}"),
-        (Chat, b'{"model": "tiny", "messages": [' + b",".join([b"{}"] * 50_000) + b"]}"),
-        (Detokenize, b'{"tokens": [' + b",".join([b'"x"'] * 50_000) + b"]}"),
+        (CompletionRequest, b'{"model": "tiny", "prompt": [' + b",".join([b"1.5"] * 50_000) + b"]}"),
+        (CompletionRequest, b'{"model": "tiny", "prompt": [' + b",".join([b"[[]]"] * 50_000) + b"]}"),
+        (ChatRequest, b'{"model": "tiny", "messages": [' + b",".join([b"{}"] * 50_000) + b"]}"),
+        (DetokenizeRequest, b'{"tokens": [' + b",".join([b'"x"'] * 50_000) + b"]}"),
     ],
 )
 def test_a_list_ends_at_its_first_fault(kind, body):

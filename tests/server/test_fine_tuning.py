@@ -20,10 +20,10 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from symbiosis.jobs.database import Records
-from symbiosis.jobs.plan import Wishes
+from symbiosis.jobs.database import Database
+from symbiosis.jobs.plan import Hyperparameters
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.states import State
+from symbiosis.jobs.states import JobState
 from symbiosis.server.adapter_store import FIELDS, StoreLimits
 from symbiosis.server.openai.job_responses import job_body
 from tests.server.conftest import ANN, BOB, CHIEF
@@ -497,9 +497,11 @@ def test_a_job_shows_all_that_was_asked_of_it(school, ann, tmp_path):
         found = school.ask("GET", f"/v1/fine_tuning/jobs{path}", ANN).json()
         method = (found["data"][0] if "data" in found else found)["method"]
         assert asked.items() <= method["supervised"]["hyperparameters"].items()
-    records = Records(tmp_path / "jobs.sqlite")  # while its files are read nothing is decided yet
+    records = Database(tmp_path / "jobs.sqlite")  # while its files are read nothing is decided yet
     said = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 1}
-    reading = records.add_job("x", "ann", "ann", "x", State.VALIDATING, {**said, "wishes": asdict(Wishes(rank=3))}, None)
+    reading = records.add_job(
+        "x", "ann", "ann", "x", JobState.VALIDATING, {**said, "wishes": asdict(Hyperparameters(rank=3))}, None
+    )
     records.close()
     assert job_body(reading, "tiny", None)["method"]["supervised"]["hyperparameters"] == {"rank": 3}
 

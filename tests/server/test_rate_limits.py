@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from symbiosis.errors import SymbiosisError, TooManyRequests
-from symbiosis.server.rate_limits import Allowances, RequestLimits
+from symbiosis.server.rate_limits import RateLimiter, RequestLimits
 from tests.server.conftest import ANN, BOB
 
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 250, "stream": True, "extra_body": {"ignore_eos": True}}
@@ -58,7 +58,7 @@ def test_the_engines_settings_act(small):
 
 def test_an_allowance_comes_back_with_time_and_ends_with_its_request():
     now = [0.0]
-    allowances = Allowances(RequestLimits(at_once=1, per_minute=2), lambda: now[0])
+    allowances = RateLimiter(RequestLimits(at_once=1, per_minute=2), lambda: now[0])
     with allowances.request("ann"):
         with pytest.raises(TooManyRequests, match="at once"), allowances.request("ann"):
             pass

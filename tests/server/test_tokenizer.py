@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from symbiosis.errors import ContextTooLong
-from symbiosis.server.tokenizer import Tokens
+from symbiosis.server.tokenizer import ServerTokenizer
 from tests.tiny_chat import tiny_tokenizer
 
 
 def test_nobody_waits_for_all_of_another_tenants_texts():
-    tokens, done = Tokens(tiny_tokenizer(), 1 << 20), []
+    tokens, done = ServerTokenizer(tiny_tokenizer(), 1 << 20), []
 
     async def encode(tenant: str, text: str) -> None:
         assert await tokens.encode(tenant, text)
@@ -34,7 +34,7 @@ def test_nobody_waits_for_all_of_another_tenants_texts():
 
 def test_who_leaves_or_fails_holds_up_nobody():
     async def run() -> list[bool]:
-        tokens = Tokens(tiny_tokenizer(), 1 << 10)
+        tokens = ServerTokenizer(tiny_tokenizer(), 1 << 10)
         left = [asyncio.ensure_future(tokens.encode("ann", "x " * 500)) for _ in range(5)]
         await asyncio.sleep(0)
         for each in left[::2]:

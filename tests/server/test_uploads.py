@@ -16,9 +16,18 @@ import openai
 import pytest
 
 from symbiosis.errors import QuotaExceeded, SymbiosisError
-from symbiosis.server.adapter_store import FIELDS, NOTE, Store, StoreLimits, kept, lock, remove_deserted, remove_left_over
+from symbiosis.server.adapter_store import (
+    FIELDS,
+    NOTE,
+    AdapterStore,
+    StoreLimits,
+    kept,
+    lock,
+    remove_deserted,
+    remove_left_over,
+)
 from symbiosis.server.openai.errors import BadRequest
-from symbiosis.server.requests.multipart import Form
+from symbiosis.server.requests.multipart import MultipartForm
 from tests.server.conftest import ANN, BOB, CHIEF
 
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
@@ -222,7 +231,7 @@ def test_folders_of_servers_that_were_killed_are_removed(tmp_path):
 
 
 def test_two_uploads_at_once_are_enough(tmp_path):
-    store = Store(tmp_path, StoreLimits())
+    store = AdapterStore(tmp_path, StoreLimits())
     uploads = [store.begin("ann", name) for name in "ab"]
     for name in "ac":
         with pytest.raises(SymbiosisError, match="Try again"):
@@ -244,7 +253,7 @@ def _form(parts: list[tuple[str, bytes]], boundary: str = "xyz") -> bytes:
 
 
 def _parsed(body: bytes, cuts: list[int]) -> dict[str, bytes]:
-    form, found = Form("multipart/form-data; boundary=xyz", ["config", "weights"]), {"config": b"", "weights": b""}
+    form, found = MultipartForm("multipart/form-data; boundary=xyz", ["config", "weights"]), {"config": b"", "weights": b""}
     for start, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
         for name, piece in form.feed(body[start:end]):
             found[name] += piece
@@ -285,7 +294,7 @@ def test_a_form_that_is_none_is_refused():
             _parsed(bad, [])
     for kind in ("", "application/json", "multipart/form-data", f"multipart/form-data; boundary={'x' * 99}"):
         with pytest.raises(BadRequest):
-            Form(kind, ["config"])
+            MultipartForm(kind, ["config"])
 
 
 def test_a_client_that_leaves_in_mid_upload_leaves_nothing(hotel, uploads):
@@ -314,7 +323,7 @@ def test_what_is_kept_is_on_the_disk_with_the_folders_it_lies_in(tmp_path, monke
     reached = []
     to_disk = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (reached.append(os.readlink(f"/proc/self/fd/{handle}")), to_disk(handle)))
-    kept = Store(tmp_path, StoreLimits(bytes=10))
+    kept = AdapterStore(tmp_path, StoreLimits(bytes=10))
     folder = kept.place("made")
     folder.mkdir()
     for file in FIELDS.values():

@@ -20,8 +20,8 @@ from transformers import (
 
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
-from symbiosis.serving.engine import Core, Engine
-from symbiosis.serving.model.paged_attention import KeyValues
+from symbiosis.serving.engine import Engine, EngineCore
+from symbiosis.serving.model.paged_attention import PagedKVCache
 from symbiosis.serving.scheduling.sequence import Sampling
 from tests.serving.test_engine import greedy
 
@@ -98,19 +98,19 @@ def test_a_window_that_is_only_in_the_mask_is_refused():
     experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **window, **experts))
     with pytest.raises(CannotServe, match="window"):
-        Core(model.eval(), pages=16, page_size=4)
+        EngineCore(model.eval(), pages=16, page_size=4)
 
 
 def test_positions_that_change_for_all_are_not_reached_by_anybody():
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
     lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 32}
     config = Phi3Config(**SIZES, **lengths, rope_parameters=rope, tie_word_embeddings=False)
-    core = Core(Phi3ForCausalLM(config).eval(), pages=64, page_size=4)
+    core = EngineCore(Phi3ForCausalLM(config).eval(), pages=64, page_size=4)
     assert core.scheduler.config.max_length == 32
 
 
 def test_what_is_no_number_in_anothers_page_reaches_nobody():
-    memory = KeyValues(layers=1, heads=1, width=8, pages=8, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    memory = PagedKVCache(layers=1, heads=1, width=8, pages=8, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
     found = []
     for poison in (0.0, float("nan"), float("inf")):
         torch.manual_seed(1)

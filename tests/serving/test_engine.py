@@ -12,8 +12,8 @@ import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
 from symbiosis.errors import CannotServe, ContextTooLong, OutOfRange, UnknownAdapter
-from symbiosis.serving.engine import Core, Engine
-from symbiosis.serving.scheduling.sequence import Reason, Sampling
+from symbiosis.serving.engine import Engine, EngineCore
+from symbiosis.serving.scheduling.sequence import FinishReason, Sampling
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]
@@ -77,7 +77,7 @@ def test_a_mixed_batch_gives_every_request_what_peft_gives_it_alone(adapters, pa
     answers = engine.generate(prompts, names, wish)
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
         assert answer.tokens == greedy(models[name] if name else base, prompt, 12), name
-        assert answer.reason is Reason.LENGTH
+        assert answer.reason is FinishReason.LENGTH
     again = engine.generate(prompts, names, wish)  # now with cached prefixes
     assert [answer.tokens for answer in again] == [answer.tokens for answer in answers]
 
@@ -95,7 +95,7 @@ def test_every_decoder_serves(name):
 @pytest.mark.parametrize("name", ["bert", "t5"])
 def test_models_that_are_no_decoders_are_refused_with_the_reason(name):
     with pytest.raises(CannotServe, match="cannot be served"):
-        Core(BY_NAME[name].model())
+        EngineCore(BY_NAME[name].model())
 
 
 def test_seeds_reproduce_whatever_the_company(adapters):

@@ -12,7 +12,7 @@ from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 
 from symbiosis.models.fuse_projections import join
 from symbiosis.models.loading import load_both, shared_copy
-from symbiosis.serving.engine import Core
+from symbiosis.serving.engine import EngineCore
 from symbiosis.serving.scheduling.sequence import Sampling
 
 NEW = 24
@@ -101,7 +101,7 @@ def test_chats_with_every_kind_of_adapter_say_what_they_say_alone(real_cache, tm
         del model
 
     join(base)
-    core = Core(base, pages=26, page_size=16)
+    core = EngineCore(base, pages=26, page_size=16)
     for name in KINDS:
         core.add_adapter(name, tmp_path / name)
     wish = Sampling(temperature=0.0, max_tokens=NEW)

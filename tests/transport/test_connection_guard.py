@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from symbiosis.transport import connection_guard
-from symbiosis.transport.connection_guard import Connections
+from symbiosis.transport.connection_guard import ConnectionGuard
 from symbiosis.transport.tcp import TcpPort
 
 MOST = 1 << 20
@@ -73,8 +73,8 @@ def endpoint(router) -> str:
 
 
 @pytest.fixture
-def watch(router) -> Iterator[Connections]:
-    made = Connections(router, MOST)
+def watch(router) -> Iterator[ConnectionGuard]:
+    made = ConnectionGuard(router, MOST)
     yield made
     made.close()
 
@@ -101,7 +101,7 @@ def until(over: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def hear(router: zmq.Socket[bytes], watch: Connections) -> int:
+def hear(router: zmq.Socket[bytes], watch: ConnectionGuard) -> int:
     """One message; its connection's descriptor."""
     assert router.poll(30_000)
     *_, last = router.recv_multipart(copy=False)

@@ -17,7 +17,7 @@ import torch
 from symbiosis.errors import BadMessage, Closed, ExecutorLost, SymbiosisError
 from symbiosis.gpu import driver
 from symbiosis.transport import gpu_channel
-from symbiosis.transport.gpu_channel import REQUEST, CudaCaller, CudaChannel
+from symbiosis.transport.gpu_channel import REQUEST, GpuCaller, GpuChannel
 from symbiosis.transport.messages import Kind, Message, encode
 from symbiosis.transport.shm import ShmLink
 from tests.conftest import Serve
@@ -79,7 +79,7 @@ class Multiplier:
     """An executor whose layer n multiplies by n, and refuses to by 0; and the connection to it."""
 
     def __init__(self) -> None:
-        self.channel: CudaChannel | None = None
+        self.channel: GpuChannel | None = None
         self.errors: list[Message] = []
         self.pause_s = 0.0
         self._lock, self._over = threading.Lock(), threading.Event()
@@ -88,7 +88,7 @@ class Multiplier:
 
     def ask(self, message: Message) -> Message:
         with self._lock:
-            old, self.channel = self.channel, CudaChannel(message.body["bytes"], MOST, CPU)
+            old, self.channel = self.channel, GpuChannel(message.body["bytes"], MOST, CPU)
             if old is not None:
                 old.close()
             return Message(Kind.REPLY, message.request, body=self.channel.reference())
@@ -107,7 +107,7 @@ class Multiplier:
                 if self.channel is not None and self.channel.has_call():
                     self._answer(self.channel)
 
-    def _answer(self, channel: CudaChannel) -> None:
+    def _answer(self, channel: GpuChannel) -> None:
         message = channel.take()
         time.sleep(self.pause_s)
         rows, factor = message.tensors[0], message.layers[0]
@@ -131,14 +131,14 @@ def there():
     made.stop()
 
 
-def times(caller: CudaCaller, factor: int, *rows: torch.Tensor) -> torch.Tensor:
+def times(caller: GpuCaller, factor: int, *rows: torch.Tensor) -> torch.Tensor:
     width = rows[0].shape[-1]
     (found,) = caller.call(Message(Kind.CALL, layers=(factor,), tensors=rows), [3 * width])
     return found[..., : len(rows) * width]
 
 
 def test_answers_lie_behind_their_rows_and_channels_grow(there):
-    caller = CudaCaller(there, CPU, CPU)
+    caller = GpuCaller(there, CPU, CPU)
     for count in (1, 5, 1500, 2, 4000, 1):
         one, other = torch.randn(2, count, 64), torch.randn(2, count, 64)
         assert torch.equal(times(caller, 3, one), 3 * one)
@@ -147,7 +147,7 @@ def test_answers_lie_behind_their_rows_and_channels_grow(there):
 
 
 def test_threads_take_turns(there):
-    caller = CudaCaller(there, CPU, CPU)
+    caller = GpuCaller(there, CPU, CPU)
 
     def work(number: int) -> bool:
         given = [torch.full((size, 32), float(number)) for size in (1, 7, 4000, 3)]
@@ -159,7 +159,7 @@ def test_threads_take_turns(there):
 
 
 def test_a_call_that_fails_is_an_error_of_the_next_and_then_it_goes_on(there):
-    caller, rows = CudaCaller(there, CPU, CPU), torch.ones(2, 8)
+    caller, rows = GpuCaller(there, CPU, CPU), torch.ones(2, 8)
     assert times(caller, 0, rows).isnan().all()
     with pytest.raises(BadMessage, match="by nothing"):
         times(caller, 2, rows)
@@ -169,7 +169,7 @@ def test_a_call_that_fails_is_an_error_of_the_next_and_then_it_goes_on(there):
 
 @pytest.mark.parametrize("at", ["write", "wait", "waited"])
 def test_whoever_interrupts_a_call_gets_right_answers_afterwards(there, monkeypatch, at):
-    caller, rows = CudaCaller(there, CPU, CPU), torch.ones(2, 8)
+    caller, rows = GpuCaller(there, CPU, CPU), torch.ones(2, 8)
     times(caller, 2, rows)
     there.pause_s = 0.01
     wait = Counters.wait
@@ -189,7 +189,7 @@ def test_whoever_interrupts_a_call_gets_right_answers_afterwards(there, monkeypa
 
 
 def test_after_an_interrupt_a_dead_executor_is_an_error_and_no_hang(there, monkeypatch):
-    caller, rows = CudaCaller(there, CPU, CPU), torch.ones(2, 8)
+    caller, rows = GpuCaller(there, CPU, CPU), torch.ones(2, 8)
     times(caller, 2, rows)
     there.stop()
 
@@ -205,14 +205,14 @@ def test_after_an_interrupt_a_dead_executor_is_an_error_and_no_hang(there, monke
         times(caller, 5, rows)
 
 
-def said(channel: CudaChannel, frame: bytes) -> Message:
+def said(channel: GpuChannel, frame: bytes) -> Message:
     at = gpu_channel._slot(channel._next)
     channel._host[at : at + 4 + len(frame)] = len(frame).to_bytes(4, "little") + frame
     return channel.take()
 
 
 def test_rows_that_lie_elsewhere_are_refused():
-    channel = CudaChannel(1, MOST, CPU)
+    channel = GpuChannel(1, MOST, CPU)
     rows = torch.ones(4, 64), torch.ones(4, 64)
     frame = bytes(encode(Message(Kind.CALL, REQUEST, layers=(1,), tensors=rows), channel._memory.bytes))
     assert all(torch.equal(*both) for both in zip(said(channel, frame).tensors, rows, strict=True))

@@ -12,13 +12,13 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from symbiosis.adapters.config_fields import Fields
-from symbiosis.adapters.files import CONFIG, Limits, shown
-from symbiosis.adapters.safe_regex import Effort, Pattern
-from symbiosis.adapters.targets import Choice, Targets
+from symbiosis.adapters.files import CONFIG, FileLimits, shown
+from symbiosis.adapters.safe_regex import MatchBudget, SafePattern
+from symbiosis.adapters.targets import TargetChoice, Targets
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
 
-class Method(StrEnum):
+class PeftMethod(StrEnum):
     """What is served, by PEFT's names."""
 
     LORA = "LORA"
@@ -33,9 +33,9 @@ class LoraSettings:
     targets: Targets
     rank: int
     alpha: float
-    ranks: tuple[tuple[Pattern, int], ...] = ()
+    ranks: tuple[tuple[SafePattern, int], ...] = ()
     """rank_pattern: the first that matches the end of a path counts."""
-    alphas: tuple[tuple[Pattern, float], ...] = ()
+    alphas: tuple[tuple[SafePattern, float], ...] = ()
     rslora: bool = False
     dora: bool = False
     lora_bias: bool = False
@@ -58,7 +58,7 @@ class LoraSettings:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ia3Settings:
     targets: Targets
-    feedforward: Choice
+    feedforward: TargetChoice
     base_model: str | None = None
 
 
@@ -66,7 +66,7 @@ class Ia3Settings:
 class PromptSettings:
     """Prefix tuning, prompt tuning and p-tuning: whatever encoder was trained, PEFT stores what it came to."""
 
-    method: Method
+    method: PeftMethod
     tokens: int
     width: int | None
     """As of heads and layers: None if the config leaves it to the model."""
@@ -114,25 +114,25 @@ _PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
 _CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
-def parse(raw: Mapping[str, Any], limits: Limits) -> Settings:
+def parse(raw: Mapping[str, Any], limits: FileLimits) -> Settings:
     """The settings in a config. Raises `BadAdapter` or `UnsupportedAdapter`, naming the key."""
     fields = Fields(raw)
     name = fields.text("peft_type")
     if name is None:
         raise BadAdapter(f"{CONFIG} has no peft_type; is it the config of an adapter that PEFT saved?")
-    if name not in Method.__members__:
-        raise UnsupportedAdapter(f"{CONFIG}: peft_type {shown(name)} is not served; served are {', '.join(Method)}")
-    method = Method(name)
-    if method is Method.LORA:
+    if name not in PeftMethod.__members__:
+        raise UnsupportedAdapter(f"{CONFIG}: peft_type {shown(name)} is not served; served are {', '.join(PeftMethod)}")
+    method = PeftMethod(name)
+    if method is PeftMethod.LORA:
         return _lora(fields, limits)
-    if method is Method.IA3:
+    if method is PeftMethod.IA3:
         return _ia3(fields)
     return _prompt(fields, method, limits)
 
 
-def _lora(fields: Fields, limits: Limits) -> LoraSettings:
+def _lora(fields: Fields, limits: FileLimits) -> LoraSettings:
     _check_init(fields.take("init_lora_weights"))
-    effort = Effort()
+    effort = MatchBudget()
     bias = fields.text("bias") or "none"
     if bias not in ("none", "all", "lora_only"):
         raise Fields.wrong("bias", bias, "none, all or lora_only")
@@ -141,11 +141,14 @@ def _lora(fields: Fields, limits: Limits) -> LoraSettings:
         rank=fields.integer("r", 1, limits.max_rank, default=_RANK),
         alpha=fields.number("lora_alpha", default=_ALPHA),
         ranks=tuple(
-            (Pattern(key, "rank_pattern", effort), Fields.checked_integer(f"rank_pattern[{key}]", value, 1, limits.max_rank))
+            (
+                SafePattern(key, "rank_pattern", effort),
+                Fields.checked_integer(f"rank_pattern[{key}]", value, 1, limits.max_rank),
+            )
             for key, value in fields.table("rank_pattern").items()
         ),
         alphas=tuple(
-            (Pattern(key, "alpha_pattern", effort), Fields.checked_number(f"alpha_pattern[{key}]", value))
+            (SafePattern(key, "alpha_pattern", effort), Fields.checked_number(f"alpha_pattern[{key}]", value))
             for key, value in fields.table("alpha_pattern").items()
         ),
         rslora=fields.flag("use_rslora"),
@@ -175,7 +178,7 @@ def _check_init(value: Any) -> None:
     raise UnsupportedAdapter(f"{CONFIG} sets init_lora_weights to {shown(value)}, which is not known here")
 
 
-def _targets(fields: Fields, effort: Effort) -> Targets:
+def _targets(fields: Fields, effort: MatchBudget) -> Targets:
     chosen = fields.names_or_text("target_modules")
     if chosen is None:
         raise BadAdapter(
@@ -192,10 +195,10 @@ def _targets(fields: Fields, effort: Effort) -> Targets:
     if len(patterns) > 16:
         raise Fields.wrong("layers_pattern", list(patterns), "at most 16 names")
     return Targets(
-        chosen=Choice.of(chosen, "target_modules", effort),
-        excluded=Choice.of(excluded, "exclude_modules", effort) if excluded else None,
+        chosen=TargetChoice.of(chosen, "target_modules", effort),
+        excluded=TargetChoice.of(excluded, "exclude_modules", effort) if excluded else None,
         layers=frozenset(Fields.checked_integer("layers_to_transform", layer, 0, 100_000) for layer in layers),
-        layers_patterns=tuple(Pattern(pattern, "layers_pattern", effort) for pattern in patterns),
+        layers_patterns=tuple(SafePattern(pattern, "layers_pattern", effort) for pattern in patterns),
         saved=fields.names("modules_to_save", 256),
     )
 
@@ -218,7 +221,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _ia3(fields: Fields) -> Ia3Settings:
-    effort = Effort()
+    effort = MatchBudget()
     feedforward = fields.names_or_text("feedforward_modules")
     if feedforward is None:
         raise BadAdapter(
@@ -227,14 +230,14 @@ def _ia3(fields: Fields) -> Ia3Settings:
         )
     found = Ia3Settings(
         targets=_targets(fields, effort),
-        feedforward=Choice.of(feedforward, "feedforward_modules", effort),
+        feedforward=TargetChoice.of(feedforward, "feedforward_modules", effort),
         base_model=fields.text("base_model_name_or_path"),
     )
     fields.finish(harmless=_IA3_HARMLESS, refused={})
     return found
 
 
-def _prompt(fields: Fields, method: Method, limits: Limits) -> PromptSettings:
+def _prompt(fields: Fields, method: PeftMethod, limits: FileLimits) -> PromptSettings:
     submodules = fields.take("num_transformer_submodules")
     if submodules not in (None, 1) or isinstance(submodules, bool):
         raise UnsupportedAdapter(

@@ -35,7 +35,7 @@ _MAX_NAME = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class FileLimits:
     """How large an adapter may be."""
 
     max_rank: int = 512
@@ -111,7 +111,7 @@ def listed(names: list[str]) -> str:
 
 
 @contextmanager
-def opened(folder: Path, limits: Limits) -> Iterator[tuple[dict[str, Any], TensorFile]]:
+def opened(folder: Path, limits: FileLimits) -> Iterator[tuple[dict[str, Any], TensorFile]]:
     """The config and the tensors of a folder. Raises `BadAdapter` or `UnsupportedAdapter`."""
     try:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -180,7 +180,7 @@ def strict_json(raw: bytes, name: str) -> dict[str, Any]:
     return found
 
 
-def _entries(file: BufferedReader, limits: Limits) -> dict[str, Entry]:
+def _entries(file: BufferedReader, limits: FileLimits) -> dict[str, Entry]:
     total = os.fstat(file.fileno()).st_size
     start = file.read(8)
     size = int.from_bytes(start, "little")

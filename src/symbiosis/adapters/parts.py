@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LowRank:
+class LoraPart:
     """LoRA, rsLoRA, DoRA: W becomes W + scale · B A, and `bias_O` · scale is added to the output.
 
     With a magnitude (DoRA) each row of that sum is brought to the magnitude's length:
@@ -33,7 +33,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scaling:
+class Ia3Part:
     """IA3: the layer's input, or its output with the bias in it, times a vector."""
 
     vector: Tensor
@@ -41,7 +41,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Whole:
+class ReplacedPart:
     """The module's own weight or bias is replaced, in the shape the model stores it in. None: it stays."""
 
     weight: Tensor | None
@@ -49,18 +49,18 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
+class TrainableTokensPart:
     """Some rows of an embedding (or of a head tied to it) are replaced: row `ids[i]` by `rows_TD[i]`."""
 
     ids: tuple[int, ...]
     rows_TD: Tensor
 
 
-Part: TypeAlias = LowRank | Scaling | Whole | Tokens
+Part: TypeAlias = LoraPart | Ia3Part | ReplacedPart | TrainableTokensPart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
+class PrefixPart:
     """Prefix tuning: the cache of each layer starts with these T entries, as they are (no positions are applied
     to them). They count as T tokens: the first real token has position T.
     """
@@ -70,7 +70,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
+class PromptPart:
     """Prompt tuning, p-tuning: T rows put in front of what the input embedding gives, as `inputs_embeds`."""
 
     embeddings_TD: Tensor
@@ -86,8 +86,8 @@ class Adapter:
     """lora, dora, ia3, prefix_tuning, prompt_tuning or p_tuning."""
     parts: Mapping[str, tuple[Part, ...]]
     """By path of the module in the plain transformers model, such as model.layers.0.self_attn.q_proj."""
-    prefix: Prefix | None = None
-    prompt: Prompt | None = None
+    prefix: PrefixPart | None = None
+    prompt: PromptPart | None = None
     bytes: int = 0
     """What the tensors take; one that serves two tied modules counts once."""
     rank: int = 0
@@ -100,8 +100,8 @@ def assemble(
     method: str,
     parts: Mapping[str, tuple[Part, ...]],
     *,
-    prefix: Prefix | None = None,
-    prompt: Prompt | None = None,
+    prefix: PrefixPart | None = None,
+    prompt: PromptPart | None = None,
     notes: tuple[str, ...] = (),
 ) -> Adapter:
     """The adapter made of these parts, with its hash, size and rank."""
@@ -127,7 +127,7 @@ def assemble(
         prefix=prefix,
         prompt=prompt,
         bytes=sum(sizes.values()),
-        rank=max((part.a_RI.shape[0] for _, part in everything if isinstance(part, LowRank)), default=0),
+        rank=max((part.a_RI.shape[0] for _, part in everything if isinstance(part, LoraPart)), default=0),
         notes=notes,
     )
 

@@ -13,12 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symbiosis.adapters.config import Ia3Settings, LoraSettings, Method, PromptSettings, parse
-from symbiosis.adapters.files import CONFIG, TENSORS, HeldTensors, Limits, TensorFile, listed, opened, shown, strict_json
+from symbiosis.adapters.config import Ia3Settings, LoraSettings, PeftMethod, PromptSettings, parse
+from symbiosis.adapters.files import CONFIG, TENSORS, FileLimits, HeldTensors, TensorFile, listed, opened, shown, strict_json
 from symbiosis.adapters.model_facts import ModelFacts, ModuleFacts
-from symbiosis.adapters.parts import Adapter, LowRank, Part, Prefix, Prompt, Scaling, Tokens, Whole, assemble
+from symbiosis.adapters.parts import (
+    Adapter,
+    Ia3Part,
+    LoraPart,
+    Part,
+    PrefixPart,
+    PromptPart,
+    ReplacedPart,
+    TrainableTokensPart,
+    assemble,
+)
 from symbiosis.adapters.targets import Targets, saved_paths
-from symbiosis.adapters.tensor_names import Role, Stored, described
+from symbiosis.adapters.tensor_names import AdapterTensors, Role, described
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 from symbiosis.types import LayerKind
 
@@ -39,7 +49,7 @@ _LEFT_OVER = {
 Parts = dict[str, list[Part]]
 
 
-def read(folder: Path, model: ModelFacts, limits: Limits = Limits()) -> Adapter:  # noqa: B008 - frozen
+def read(folder: Path, model: ModelFacts, limits: FileLimits = FileLimits()) -> Adapter:  # noqa: B008 - frozen
     """The adapter in a folder.
 
     Reads `adapter_config.json` and `adapter_model.safetensors` and nothing else; imports, downloads and follows nothing.
@@ -55,20 +65,20 @@ def from_memory(
     config: str,
     tensors: Mapping[str, Tensor],
     model: ModelFacts,
-    limits: Limits = Limits(),  # noqa: B008 - frozen
+    limits: FileLimits = FileLimits(),  # noqa: B008 - frozen
 ) -> Adapter:
     """The adapter that `read` would give, hash and all, if this lay in a folder's two files. The tensors are not copied."""
     return _read(strict_json(config.encode(), CONFIG), HeldTensors(tensors), model, limits)
 
 
-def _read(raw: dict[str, Any], file: TensorFile | HeldTensors, model: ModelFacts, limits: Limits) -> Adapter:
+def _read(raw: dict[str, Any], file: TensorFile | HeldTensors, model: ModelFacts, limits: FileLimits) -> Adapter:
     settings = parse(raw, limits)
     notes = _base_notes(settings.base_model, model)
     if isinstance(settings, PromptSettings):
-        return _read_prompt(settings, Stored(file, settings.method, model), model, notes)
+        return _read_prompt(settings, AdapterTensors(file, settings.method, model), model, notes)
     if isinstance(settings, Ia3Settings):
-        return _read_ia3(settings, Stored(file, Method.IA3, model), model, notes)
-    return _read_lora(settings, Stored(file, Method.LORA, model), model, notes)
+        return _read_ia3(settings, AdapterTensors(file, PeftMethod.IA3, model), model, notes)
+    return _read_lora(settings, AdapterTensors(file, PeftMethod.LORA, model), model, notes)
 
 
 def _base_notes(said: str | None, model: ModelFacts) -> list[str]:
@@ -77,7 +87,7 @@ def _base_notes(said: str | None, model: ModelFacts) -> list[str]:
     return []
 
 
-def _read_lora(settings: LoraSettings, stored: Stored, model: ModelFacts, notes: list[str]) -> Adapter:
+def _read_lora(settings: LoraSettings, stored: AdapterTensors, model: ModelFacts, notes: list[str]) -> Adapter:
     parts: Parts = {}
     targets = _adapted(settings.targets, model)
     _take_saved(settings.targets.saved, stored, model, parts, notes, tied=settings.tied)
@@ -104,7 +114,7 @@ def _adapted(targets: Targets, model: ModelFacts) -> list[str]:
     return paths
 
 
-def _low_rank(path: str, module: ModuleFacts, settings: LoraSettings, stored: Stored) -> LowRank:
+def _low_rank(path: str, module: ModuleFacts, settings: LoraSettings, stored: AdapterTensors) -> LoraPart:
     rank, into, out = settings.rank_of(path), module.in_width, module.out_width
     embedding = module.kind is LayerKind.EMBEDDING
     role_a, role_b = (Role.EMBEDDING_A, Role.EMBEDDING_B) if embedding else (Role.A, Role.B)
@@ -112,7 +122,7 @@ def _low_rank(path: str, module: ModuleFacts, settings: LoraSettings, stored: St
         raise BadAdapter(f"{TENSORS} lacks {role_a} of {path}, which target_modules names")
     fit = f"{path} is a {described(module)} of {into} to {out}"
     bias = settings.lora_bias and not embedding
-    return LowRank(
+    return LoraPart(
         a_RI=stored.take(path, role_a, (rank, into), fit=fit, own=0),
         b_OR=stored.take(path, role_b, (out, rank), fit=fit, own=1),
         scale=settings.scale_of(path),
@@ -122,7 +132,7 @@ def _low_rank(path: str, module: ModuleFacts, settings: LoraSettings, stored: St
 
 
 def _take_saved(
-    names: tuple[str, ...], stored: Stored, model: ModelFacts, parts: Parts, notes: list[str], *, tied: bool = False
+    names: tuple[str, ...], stored: AdapterTensors, model: ModelFacts, parts: Parts, notes: list[str], *, tied: bool = False
 ) -> None:
     """modules_to_save: a module's own parameters, all of them."""
     covered = saved_paths(names, model)
@@ -142,14 +152,14 @@ def _take_saved(
             )
         fit = f"the model's {path} has it"
         parts.setdefault(path, []).append(
-            Whole(
+            ReplacedPart(
                 weight=stored.take(path, Role.WEIGHT, shapes["weight"], fit=fit) if "weight" in shapes else None,
                 bias=stored.take(path, Role.BIAS, shapes["bias"], fit=fit) if "bias" in shapes else None,
             )
         )
 
 
-def _take_base_weights(stored: Stored, model: ModelFacts, parts: Parts, notes: list[str]) -> None:
+def _take_base_weights(stored: AdapterTensors, model: ModelFacts, parts: Parts, notes: list[str]) -> None:
     """PEFT stores the whole embedding beside an adapter of it, and when the vocabulary was resized."""
     ends = {path for path in (model.embedding, model.head) if path is not None}
     roles = (Role.BASE_WEIGHT, Role.TOKENS_BASE_WEIGHT, Role.WEIGHT)
@@ -172,10 +182,10 @@ def _take_base_weights(stored: Stored, model: ModelFacts, parts: Parts, notes: l
                 continue
             # A tied weight is one tensor: PEFT writes to it for all that use it, unless they have one of their own.
             for user in (path, *(user for user in model.ties.get(path, ()) if user not in settled)):
-                parts.setdefault(user, []).append(Whole(weight=weight, bias=None))
+                parts.setdefault(user, []).append(ReplacedPart(weight=weight, bias=None))
 
 
-def _take_biases(settings: LoraSettings, targets: list[str], stored: Stored, model: ModelFacts, parts: Parts) -> None:
+def _take_biases(settings: LoraSettings, targets: list[str], stored: AdapterTensors, model: ModelFacts, parts: Parts) -> None:
     """bias='all' or 'lora_only': trained biases of base layers."""
     if settings.bias == "none":
         return
@@ -183,16 +193,16 @@ def _take_biases(settings: LoraSettings, targets: list[str], stored: Stored, mod
     for path, module in model.modules.items():
         if "bias" not in module.shapes or (settings.bias == "lora_only" and path not in adapted):
             continue
-        if any(isinstance(part, Whole) and part.bias is not None for part in parts.get(path, ())):
+        if any(isinstance(part, ReplacedPart) and part.bias is not None for part in parts.get(path, ())):
             continue
         role = Role.BASE_BIAS if path in adapted else Role.BIAS
         if not stored.has(path, role):
             raise BadAdapter(f"{TENSORS} lacks the bias of {path}, which bias={settings.bias!r} of {CONFIG} says was trained")
         bias = stored.take(path, role, module.shapes["bias"], fit=f"the model's {path} has it")
-        parts.setdefault(path, []).append(Whole(weight=None, bias=bias))
+        parts.setdefault(path, []).append(ReplacedPart(weight=None, bias=bias))
 
 
-def _take_tokens(settings: LoraSettings, stored: Stored, model: ModelFacts, parts: Parts) -> None:
+def _take_tokens(settings: LoraSettings, stored: AdapterTensors, model: ModelFacts, parts: Parts) -> None:
     """trainable_token_indices: rows of an embedding, and of the head that is tied to it."""
     if settings.tokens is None:
         return
@@ -205,7 +215,7 @@ def _take_tokens(settings: LoraSettings, stored: Stored, model: ModelFacts, part
         lost = [shown(name) for name in settings.tokens if not any(path.endswith(name) for path in model.modules)]
         if lost:
             raise UnsupportedAdapter(f"{CONFIG}: trainable_token_indices names {listed(lost)}, which the model does not have")
-    made: dict[str, Tokens] = {}
+    made: dict[str, TrainableTokensPart] = {}
     for path, ids in wanted.items():
         shape = model.modules[path].shapes.get("weight", ())
         if len(shape) != 2 or model.modules[path].kind not in (LayerKind.EMBEDDING, LayerKind.LINEAR):
@@ -217,17 +227,17 @@ def _take_tokens(settings: LoraSettings, stored: Stored, model: ModelFacts, part
         if not stored.has(path, Role.TOKENS) and any(wanted.get(other) == ids for other in model.ties.get(path, ())):
             continue  # stored once for all that are tied
         rows = stored.take(path, Role.TOKENS, (len(ids), shape[1]), fit=f"{path} has rows of {shape[1]}", own=0)
-        made[path] = Tokens(ids=ids, rows_TD=rows)
+        made[path] = TrainableTokensPart(ids=ids, rows_TD=rows)
     for other in model.ties.get(model.embedding or "", ()):
         if model.embedding in made and other not in made:
             made[other] = made[model.embedding]
     for path, tokens in made.items():
-        if any(isinstance(part, LowRank) for part in parts.get(path, ())):
+        if any(isinstance(part, LoraPart) for part in parts.get(path, ())):
             raise BadAdapter(f"{CONFIG}: trainable_token_indices names {path}, which target_modules names as well")
         parts.setdefault(path, []).append(tokens)
 
 
-def _read_ia3(settings: Ia3Settings, stored: Stored, model: ModelFacts, notes: list[str]) -> Adapter:
+def _read_ia3(settings: Ia3Settings, stored: AdapterTensors, model: ModelFacts, notes: list[str]) -> Adapter:
     parts: Parts = {}
     _take_saved(settings.targets.saved, stored, model, parts, notes)
     for path in _adapted(settings.targets, model):
@@ -246,12 +256,12 @@ def _read_ia3(settings: Ia3Settings, stored: Stored, model: ModelFacts, notes: l
         vector = stored.take(
             path, Role.SCALING, shape, fit=f"{path} is a {described(module)} of {module.in_width} to {module.out_width}"
         )
-        parts.setdefault(path, []).append(Scaling(vector=vector.view(-1), of_input=of_input))
+        parts.setdefault(path, []).append(Ia3Part(vector=vector.view(-1), of_input=of_input))
     stored.finish(_LEFT_OVER)
     return assemble("ia3", _frozen(parts), notes=tuple(notes))
 
 
-def _read_prompt(settings: PromptSettings, stored: Stored, model: ModelFacts, notes: list[str]) -> Adapter:
+def _read_prompt(settings: PromptSettings, stored: AdapterTensors, model: ModelFacts, notes: list[str]) -> Adapter:
     if not model.decoder_only:
         raise UnsupportedAdapter(
             f"{CONFIG}: peft_type {settings.method} is served on decoder-only models that generate, not on {model.name}"
@@ -259,18 +269,18 @@ def _read_prompt(settings: PromptSettings, stored: Stored, model: ModelFacts, no
     parts: Parts = {}
     _take_saved(settings.saved, stored, model, parts, notes)
     prefix = prompt = None
-    if settings.method is Method.PREFIX_TUNING:
+    if settings.method is PeftMethod.PREFIX_TUNING:
         prefix = _prefix(settings, stored, model)
     else:
         width = model.modules[model.embedding].out_width if model.embedding else model.hidden
         if (settings.width or width) != width:
             raise UnsupportedAdapter(f"{CONFIG}: token_dim is {settings.width}, and {model.name} has embeddings of {width}")
-        prompt = Prompt(stored.take_prompt((settings.tokens, width)))
+        prompt = PromptPart(stored.take_prompt((settings.tokens, width)))
     stored.finish(_LEFT_OVER)
     return assemble(settings.method.value.lower(), _frozen(parts), prefix=prefix, prompt=prompt, notes=tuple(notes))
 
 
-def _prefix(settings: PromptSettings, stored: Stored, model: ModelFacts) -> Prefix:
+def _prefix(settings: PromptSettings, stored: AdapterTensors, model: ModelFacts) -> PrefixPart:
     # T x 2L rows of a key or a value each; a trained projection was applied when it was saved
     tokens, layers, heads, width = settings.tokens, model.layers, model.kv_heads, model.head_dim
     if not heads:
@@ -285,7 +295,7 @@ def _prefix(settings: PromptSettings, stored: Stored, model: ModelFacts) -> Pref
         )
     flat = stored.take_prompt((tokens, 2 * layers * heads * width))
     both = flat.view(tokens, layers, 2, heads, width).permute(2, 1, 3, 0, 4)
-    return Prefix(keys_LHTD=both[0].contiguous(), values_LHTD=both[1].contiguous())
+    return PrefixPart(keys_LHTD=both[0].contiguous(), values_LHTD=both[1].contiguous())
 
 
 def _frozen(parts: Parts) -> dict[str, tuple[Part, ...]]:

@@ -23,7 +23,7 @@ Item: TypeAlias = tuple[Any, ...]
 """(kind, what it holds): text, one (character), any (run of any characters), at, look, branch, repeat, group."""
 
 
-class Effort:
+class MatchBudget:
     """How many steps all patterns of one adapter may take together."""
 
     def __init__(self, steps: int = 3_000_000) -> None:
@@ -38,10 +38,10 @@ class Effort:
             )
 
 
-class Pattern:
+class SafePattern:
     """A regular expression of field `where`. Raises `BadAdapter` or `UnsupportedAdapter` if it cannot be used."""
 
-    def __init__(self, text: str, where: str, effort: Effort) -> None:
+    def __init__(self, text: str, where: str, effort: MatchBudget) -> None:
         self.text = text
         self._effort = effort
         self._plain = bool(_PLAIN.fullmatch(text))
@@ -150,7 +150,7 @@ def _one(name: str, argument: Any) -> Callable[[str], bool]:
 class _Run:
     """One text being matched: for each item and position, the positions it can end at."""
 
-    def __init__(self, text: str, effort: Effort) -> None:
+    def __init__(self, text: str, effort: MatchBudget) -> None:
         self._text = text
         self._effort = effort
         self._known: dict[tuple[int, int], frozenset[int]] = {}

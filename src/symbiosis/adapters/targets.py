@@ -6,24 +6,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from symbiosis.adapters.model_facts import ModelFacts
-from symbiosis.adapters.safe_regex import Effort, Pattern
+from symbiosis.adapters.safe_regex import MatchBudget, SafePattern
 from symbiosis.types import LayerKind
 
 ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TargetChoice:
     """Modules by name, by a regular expression over their whole path, or all linear ones."""
 
     names: frozenset[str] = frozenset()
-    pattern: Pattern | None = None
+    pattern: SafePattern | None = None
     all_linear: bool = False
 
     @classmethod
-    def of(cls, said: tuple[str, ...] | str, where: str, effort: Effort) -> Choice:
+    def of(cls, said: tuple[str, ...] | str, where: str, effort: MatchBudget) -> TargetChoice:
         if isinstance(said, str):
-            return cls(all_linear=True) if said.lower() == ALL_LINEAR else cls(pattern=Pattern(said, where, effort))
+            return cls(all_linear=True) if said.lower() == ALL_LINEAR else cls(pattern=SafePattern(said, where, effort))
         return cls(names=frozenset(said))
 
     def has(self, path: str) -> bool:
@@ -42,11 +42,11 @@ class Choice:
 class Targets:
     """target_modules and everything that narrows them down."""
 
-    chosen: Choice
-    excluded: Choice | None = None
+    chosen: TargetChoice
+    excluded: TargetChoice | None = None
     layers: frozenset[int] = frozenset()
     """layers_to_transform; empty for all."""
-    layers_patterns: tuple[Pattern, ...] = ()
+    layers_patterns: tuple[SafePattern, ...] = ()
     saved: tuple[str, ...] = ()
     """modules_to_save: these are replaced, never adapted."""
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from symbiosis.adapters.config import Method
+from symbiosis.adapters.config import PeftMethod
 from symbiosis.adapters.files import CONFIG, TENSORS, HeldTensors, TensorFile, listed, shown
 from symbiosis.adapters.model_facts import ModelFacts, ModuleFacts
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
@@ -35,18 +35,18 @@ class Role(StrEnum):
 
 _OF_ANY = (Role.WEIGHT, Role.BIAS)
 _ROLES = {
-    Method.LORA: tuple(role for role in Role if role is not Role.SCALING),
-    Method.IA3: (Role.SCALING, *_OF_ANY),
+    PeftMethod.LORA: tuple(role for role in Role if role is not Role.SCALING),
+    PeftMethod.IA3: (Role.SCALING, *_OF_ANY),
 }
 _OWN = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "ia3_l", "base_layer", "token_adapter", "original_module"}
 """Names of PEFT's own that a module of a plain model does not have within its path."""
-_PREFIX = {Method.LORA: "base_model.model.", Method.IA3: "base_model.model."}
+_PREFIX = {PeftMethod.LORA: "base_model.model.", PeftMethod.IA3: "base_model.model."}
 
 
-class Stored:
+class AdapterTensors:
     """The tensors of an adapter by path and role. Each is taken once; `finish` refuses if one was not."""
 
-    def __init__(self, file: TensorFile | HeldTensors, method: Method, model: ModelFacts) -> None:
+    def __init__(self, file: TensorFile | HeldTensors, method: PeftMethod, model: ModelFacts) -> None:
         """Raises `BadAdapter` or `UnsupportedAdapter` for a name that says nothing here, before anything is read."""
         self._file = file
         self._model = model

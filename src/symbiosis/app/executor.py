@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from symbiosis.app.http_host import Hosting
+from symbiosis.app.http_host import HttpHost
 from symbiosis.device_sharing.gpu_partition import turns_on
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
 from symbiosis.models.client_part import load_weights, store_bytes, store_weights, unpack_tokenizer
@@ -21,7 +21,7 @@ from symbiosis.models.loading import ModelSource, load, shared_copy
 from symbiosis.models.split import Progress, Split, split
 from symbiosis.split.client.assemble import MODES, assemble
 from symbiosis.split.executor.layers import make_layer
-from symbiosis.split.executor.loop import Loop
+from symbiosis.split.executor.loop import ExecutorLoop
 from symbiosis.split.executor.policies import POLICIES, Policy
 from symbiosis.split.executor.service import Service
 from symbiosis.transport.base import Link, Port
@@ -100,7 +100,7 @@ class Executor:
         )
         self._service.calibrate()
         self._inproc = InprocPort()
-        self._loop = Loop(self._service)
+        self._loop = ExecutorLoop(self._service)
         self._loop.start()
         self._loop.add(self._inproc)
         self._closed = False
@@ -114,15 +114,15 @@ class Executor:
         self._loop.add(port)
         return port.address
 
-    def host(self, address: str = "127.0.0.1:0", **options: Any) -> Hosting:
-        """Serve whole answers over HTTP with the very weights the tenants share; `options` are `Hosting`'s.
+    def host(self, address: str = "127.0.0.1:0", **options: Any) -> HttpHost:
+        """Serve whole answers over HTTP with the very weights the tenants share; `options` are `HttpHost`'s.
 
         The model must have been kept (`hosting=True`). Close what this returns before the executor.
         """
         if self._model is None:
             raise SymbiosisError("this executor let go of what tenants hold themselves: make it with hosting=True")
         folder = unpack_tokenizer(self._tokenizer) if self._tokenizer else None
-        return Hosting(shared_copy(self._model), self._about["name"], folder, address, turns=self._service.turns, **options)
+        return HttpHost(shared_copy(self._model), self._about["name"], folder, address, turns=self._service.turns, **options)
 
     def stats(self) -> dict[str, Any]:
         """Calls, batches, mean batch, tokens, bytes held, and figures per tenant."""

@@ -23,8 +23,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.names import owned
-from symbiosis.app.training_service import NoWorkshop, Workshop
-from symbiosis.device_sharing.cpu_turns import Turns
+from symbiosis.app.training_service import NoTrainingService, TrainingService
+from symbiosis.device_sharing.cpu_turns import CpuTimeShare
 from symbiosis.device_sharing.gpu_partition import turns_on
 from symbiosis.errors import (
     AddressInUse,
@@ -36,16 +36,16 @@ from symbiosis.errors import (
     SymbiosisError,
     UnsupportedAdapter,
 )
-from symbiosis.finetuning.config import HostConfig
-from symbiosis.finetuning.trainer import Host
+from symbiosis.finetuning.config import TrainerConfig
+from symbiosis.finetuning.trainer import Trainer
 from symbiosis.jobs.queue import JobLimits
 from symbiosis.models.loading import shared_copy
 from symbiosis.server import adapter_store
 from symbiosis.server.rate_limits import RequestLimits
 from symbiosis.server.settings import Settings
-from symbiosis.serving.engine import Core
-from symbiosis.serving.ipc_server import Window
-from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.ipc_server import IpcServer
+from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.transport.shm import runtime_folder
 
 _START_S = 120.0
@@ -56,7 +56,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
 _log = logging.getLogger("symbiosis")
 
 
-class Hosting:
+class HttpHost:
     """Answers OpenAI's API at `url` until closed. Owns the model from now on. A context manager.
 
     `keys` are tenants' secrets by name; without any, only this machine may ask.
@@ -68,7 +68,7 @@ class Hosting:
     `patience_s` to send a request's head. `training` are the limits of hosted
     fine-tuning over the same weights; None: nothing is trained. A model that
     cannot be trained in shared passes is served all the same. `turns` are taken
-    by all who compute on this device. `engine` are other settings of `Core`.
+    by all who compute on this device. `engine` are other settings of `EngineCore`.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Hosting:
         job_limits: JobLimits | None = None,
         store_limits: adapter_store.StoreLimits | None = None,
         requests: RequestLimits | None = None,
-        residency: ResidencyConfig | None = None,
+        residency: AdapterCacheConfig | None = None,
         patience_s: float = 20.0,
-        training: HostConfig | None = HostConfig(),  # noqa: B008 - frozen
-        turns: Turns | None = None,
+        training: TrainerConfig | None = TrainerConfig(),  # noqa: B008 - frozen
+        turns: CpuTimeShare | None = None,
         **engine: Any,
     ) -> None:
         base = Path(name).name if Path(name).is_dir() else name
@@ -123,19 +123,19 @@ class Hosting:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._process = _Process(self._socket)  # it takes seconds to import what it needs: begin now
         self._deaths = 0
-        self._window: Window | None = None
-        self._trains: Host | SymbiosisError | None = None
+        self._window: IpcServer | None = None
+        self._trains: Trainer | SymbiosisError | None = None
         turns = turns or turns_on(model.device)
         try:
             self._trains = _training(model, training, turns)
-            core = Core(model, residency=residency or ResidencyConfig(), turns=turns, **engine)
+            core = EngineCore(model, residency=residency or AdapterCacheConfig(), turns=turns, **engine)
             for adapter, folder in (adapters or {}).items():
                 try:
                     core.add_adapter(adapter, folder)
                 except (BadAdapter, UnsupportedAdapter) as error:
                     raise type(error)(f"the adapter {adapter} in {folder}: {error}") from None
             self._uploads.serve(core)
-            self._window = Window(core, runtime_folder())
+            self._window = IpcServer(core, runtime_folder())
             trained = _workshop(self._window, core, self._trains)
             self._told = {
                 "line": str(self._window.path),
@@ -160,7 +160,7 @@ class Hosting:
         assert self._window is not None
         if not self._window.is_alive():
             raise EngineLost("the engine's loop has failed, as the log above says")
-        if isinstance(self._trains, Host) and not self._trains.is_alive():
+        if isinstance(self._trains, Trainer) and not self._trains.is_alive():
             raise EngineLost("the device has failed hosted training: start again, and jobs go on from their checkpoints")
         if not self._process.is_alive():
             self._deaths = self._deaths + 1 if time.monotonic() - self._process.started < _SOON_S else 1
@@ -175,13 +175,13 @@ class Hosting:
         self._process.stop()
         if self._window is not None:
             self._window.close()
-        if isinstance(self._trains, Host):
+        if isinstance(self._trains, Trainer):
             self._trains.close()
         self._uploads.close()
         self._jobs.close()
         self._socket.close()
 
-    def __enter__(self) -> Hosting:
+    def __enter__(self) -> HttpHost:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -216,7 +216,7 @@ class _Uploads(_Kept):
         super().__init__(folder, "adapters", "--uploads")
         adapter_store.remove_left_over(self.folder)
 
-    def serve(self, core: Core) -> None:
+    def serve(self, core: EngineCore) -> None:
         """What is kept from another time; what does not fit this model stays where it is."""
         for each in adapter_store.kept(self.folder):
             try:
@@ -258,12 +258,12 @@ class _Process:
             self._process.wait()
 
 
-def _training(model: PreTrainedModel, config: HostConfig | None, turns: Turns) -> Host | SymbiosisError:
+def _training(model: PreTrainedModel, config: TrainerConfig | None, turns: CpuTimeShare) -> Trainer | SymbiosisError:
     """Hosted training over the model's weights, in modules of its own; or why there is none."""
     if config is None:
         return CannotTrain("this server does not train")
     try:
-        return Host(shared_copy(model), config, turns)
+        return Trainer(shared_copy(model), config, turns)
     except CannotTrain as error:
         _log.warning("nothing can be trained here: %s", error)
         return error
@@ -272,12 +272,12 @@ def _training(model: PreTrainedModel, config: HostConfig | None, turns: Turns) -
         return CannotTrain(f"{type(model).__name__} cannot be trained here: {type(error).__name__}")
 
 
-def _workshop(window: Window, core: Core, trains: Host | SymbiosisError) -> dict[str, Any]:
+def _workshop(window: IpcServer, core: EngineCore, trains: Trainer | SymbiosisError) -> dict[str, Any]:
     """Put the room of jobs behind the window; what the HTTP process is told of it."""
-    if isinstance(trains, Host):
-        Workshop(window, core, trains)
+    if isinstance(trains, Trainer):
+        TrainingService(window, core, trains)
         return {"training": {"longest": trains.longest}}
-    NoWorkshop(window, trains)
+    NoTrainingService(window, trains)
     return {"training": {"why": str(trains)}}
 
 

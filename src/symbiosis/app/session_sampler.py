@@ -16,12 +16,12 @@ from typing import Any
 
 from symbiosis.adapters.reader import from_memory
 from symbiosis.errors import OutOfRange
-from symbiosis.finetuning.sampler_protocol import Answer as AnyAnswer
-from symbiosis.finetuning.trained_adapter import Snapshot
-from symbiosis.serving.engine import Answer, Core, tokens_of
-from symbiosis.serving.engine_loop import Desk, Ended, Event, Order, Refused, Token
+from symbiosis.finetuning.sampler_protocol import SampledAnswer as AnyAnswer
+from symbiosis.finetuning.trained_adapter import AdapterSnapshot
+from symbiosis.serving.engine import Completion, EngineCore, tokens_of
+from symbiosis.serving.engine_loop import EngineLoop, Event, Finished, GenerateRequest, Rejected, Token
 from symbiosis.serving.model.sampler import Logprobs
-from symbiosis.serving.scheduling.sequence import Reason, Sampling, within
+from symbiosis.serving.scheduling.sequence import FinishReason, Sampling, within
 from symbiosis.serving.scheduling.sequence import Sequence as Request
 
 _SETTINGS = [each.name for each in fields(Sampling)]
@@ -34,14 +34,14 @@ class _Growing:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
-    reason: Reason | None = None
+    reason: FinishReason | None = None
 
 
-class Asked:
+class SamplerRequest:
     """One call of `sample`: `n` answers to each of its prompts."""
 
     def __init__(
-        self, sampler: Sampler, tenant: str, prompts: list[list[int]], n: int, virtual: int, sampling: Sampling
+        self, sampler: SessionSampler, tenant: str, prompts: list[list[int]], n: int, virtual: int, sampling: Sampling
     ) -> None:
         """Raises `OutOfRange` or `ContextTooLong`."""
         self._sampler, self.tenant, self.prompts, self.n, self.sampling = sampler, tenant, prompts, n, sampling
@@ -61,7 +61,7 @@ class Asked:
         self.left = self.answers
         self.cancelled = False
 
-    def begin(self, made: Snapshot) -> Future[list[AnyAnswer]]:
+    def begin(self, made: AdapterSnapshot) -> Future[list[AnyAnswer]]:
         self._sampler.begin(self, made)
         return self.done
 
@@ -69,33 +69,33 @@ class Asked:
         self._sampler.cancel(self)
 
 
-class Sampler:
+class SessionSampler:
     """Owns a desk, which steps the core until closed."""
 
-    def __init__(self, core: Core, tokenizer: Any = None) -> None:
+    def __init__(self, core: EngineCore, tokenizer: Any = None) -> None:
         self._core, self._tokenizer = core, tokenizer
         self.vocabulary, self.longest = core.facts.vocab, core.scheduler.longest
         self._lock = threading.Lock()
-        self._places: dict[str, tuple[Asked, int]] = {}  # of an order: whose, and its first answer
+        self._places: dict[str, tuple[SamplerRequest, int]] = {}  # of an order: whose, and its first answer
         self._ids = itertools.count(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-samples")
         """Makes adapters fit for the engine, and answers of tokens: neither holds up a pass, or a session."""
-        self._desk = Desk(core, self._hear)
+        self._desk = EngineLoop(core, self._hear)
 
     def ask(
         self, tenant: str, prompts: Sequence[str | Sequence[int]], n: int, virtual: int, settings: Mapping[str, Any]
-    ) -> Asked:
+    ) -> SamplerRequest:
         within("n", n, 1, 128, whole=True)
         for name in settings:
             if name not in _SETTINGS:
                 raise OutOfRange(f"{name!r} is no setting", field=name, expected=f"some of n, number, {', '.join(_SETTINGS)}")
         tokens = [tokens_of(prompt, self._tokenizer) for prompt in prompts]
-        return Asked(self, tenant, tokens, n, virtual, Sampling(**{**_DEFAULTS, **settings}))
+        return SamplerRequest(self, tenant, tokens, n, virtual, Sampling(**{**_DEFAULTS, **settings}))
 
-    def begin(self, asked: Asked, made: Snapshot) -> None:
+    def begin(self, asked: SamplerRequest, made: AdapterSnapshot) -> None:
         self._thread.submit(self._begin, asked, made)
 
-    def cancel(self, asked: Asked) -> None:
+    def cancel(self, asked: SamplerRequest) -> None:
         with self._lock:
             asked.cancelled = True
             self._forget(asked)
@@ -109,7 +109,7 @@ class Sampler:
 
     # On its own thread
 
-    def _begin(self, asked: Asked, made: Snapshot) -> None:
+    def _begin(self, asked: SamplerRequest, made: AdapterSnapshot) -> None:
         try:
             prepared = self._core.prepare_held(from_memory(made.config, made.tensors, self._core.facts))
         except Exception as error:  # noqa: BLE001 - somebody waits for an answer
@@ -123,12 +123,12 @@ class Sampler:
                 asked.ids.append(id)
                 self._places[id] = (asked, number * asked.n)
         for id, prompt in zip(list(asked.ids), asked.prompts, strict=True):
-            order = Order(id=id, prompt=prompt, sampling=asked.sampling, tenant=asked.tenant, n=asked.n)
+            order = GenerateRequest(id=id, prompt=prompt, sampling=asked.sampling, tenant=asked.tenant, n=asked.n)
             self._desk.submit(order, prepared)
         if asked.cancelled:  # meanwhile: an order that was not there yet could not be cancelled
             self.cancel(asked)
 
-    def _end(self, asked: Asked, error: Exception | None) -> None:
+    def _end(self, asked: SamplerRequest, error: Exception | None) -> None:
         with self._lock:
             self._forget(asked)
         if asked.cancelled or asked.done.done():
@@ -138,12 +138,12 @@ class Sampler:
         else:
             asked.done.set_result([self._answer(each) for each in asked.growing])
 
-    def _answer(self, made: _Growing) -> Answer:
+    def _answer(self, made: _Growing) -> Completion:
         assert made.reason is not None, "all have ended"
         text = None if self._tokenizer is None else self._tokenizer.decode(made.tokens, skip_special_tokens=True)
-        return Answer(tokens=made.tokens, reason=made.reason, logprobs=made.logprobs, text=text)
+        return Completion(tokens=made.tokens, reason=made.reason, logprobs=made.logprobs, text=text)
 
-    def _forget(self, asked: Asked) -> None:
+    def _forget(self, asked: SamplerRequest) -> None:
         for id in asked.ids:
             self._places.pop(id, None)
 
@@ -159,10 +159,10 @@ class Sampler:
                 growing.tokens.append(event.token)
                 if event.logprobs is not None:
                     growing.logprobs.append(event.logprobs)
-            elif isinstance(event, Ended):
+            elif isinstance(event, Finished):
                 asked.growing[first + event.number].reason = event.reason
                 asked.left -= 1
                 if event.error is not None or not asked.left:
                     self._thread.submit(self._end, asked, event.error)
-            elif isinstance(event, Refused):
+            elif isinstance(event, Rejected):
                 self._thread.submit(self._end, asked, event.error)

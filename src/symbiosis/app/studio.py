@@ -10,16 +10,16 @@ import torch
 from peft import PeftConfig
 from transformers import PreTrainedModel
 
-from symbiosis.app.session_sampler import Sampler
+from symbiosis.app.session_sampler import SessionSampler
 from symbiosis.device_sharing.gpu_partition import turns_on
 from symbiosis.errors import OutOfRange
-from symbiosis.finetuning.config import HostConfig, HostStats
-from symbiosis.finetuning.session import Session
-from symbiosis.finetuning.trainer import Host
+from symbiosis.finetuning.config import TrainerConfig, TrainerStats
+from symbiosis.finetuning.session import TrainingSession
+from symbiosis.finetuning.trainer import Trainer
 from symbiosis.models.device_dtype import device_of, dtype_of
 from symbiosis.models.fuse_projections import join
 from symbiosis.models.loading import ModelSource, check_plain, load_both, shared_copy
-from symbiosis.serving.engine import Core
+from symbiosis.serving.engine import EngineCore
 
 _SHARE = 0.5
 
@@ -40,7 +40,7 @@ class Studio:
         *,
         device: str = "cpu",
         dtype: str | torch.dtype | None = None,
-        training: HostConfig = HostConfig(),  # noqa: B008 - frozen
+        training: TrainerConfig = TrainerConfig(),  # noqa: B008 - frozen
         training_share: float | None = None,
         **engine: Any,
     ) -> None:
@@ -53,7 +53,7 @@ class Studio:
             raise OutOfRange(
                 f"tokenizer is {tokenizer!r:.80}", field="tokenizer", expected="a tokenizer of transformers, or None"
             )
-        if not isinstance(training, HostConfig):
+        if not isinstance(training, TrainerConfig):
             raise OutOfRange(f"training is {training!r:.80}", field="training", expected="a HostConfig")
         if not isinstance(model, PreTrainedModel):
             model, found = load_both(model, device=device_of(device), dtype=dtype_of(dtype))
@@ -66,14 +66,16 @@ class Studio:
         if training_share is None and shared.device.type == "cpu":
             training_share = _SHARE
         trained, turns = shared_copy(shared), turns_on(shared.device, training_share)
-        self._sampler = Sampler(Core(shared, turns=turns, **engine), tokenizer)
+        self._sampler = SessionSampler(EngineCore(shared, turns=turns, **engine), tokenizer)
         try:
-            self._host = Host(trained, training, turns, self._sampler)
+            self._host = Trainer(trained, training, turns, self._sampler)
         except BaseException:
             self._sampler.close()
             raise
 
-    def open(self, tenant: str, adapter: PeftConfig | Mapping[str, Any], *, seed: int = 42, weight: float = 1.0) -> Session:
+    def open(
+        self, tenant: str, adapter: PeftConfig | Mapping[str, Any], *, seed: int = 42, weight: float = 1.0
+    ) -> TrainingSession:
         """A new session. Its adapter starts as PEFT's `get_peft_model` after `set_seed(seed)` would.
 
         Passes are shared fairly by tenants, according to their sessions' `weight`. Raises `BadAdapter`, `UnsupportedAdapter`,
@@ -82,7 +84,7 @@ class Studio:
         return self._host.open(tenant, adapter, seed=seed, weight=weight)
 
     @property
-    def stats(self) -> HostStats:
+    def stats(self) -> TrainerStats:
         """Of training."""
         return self._host.stats
 

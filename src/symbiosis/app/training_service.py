@@ -12,29 +12,29 @@ from typing import Any
 from symbiosis.adapters.parts import Adapter
 from symbiosis.errors import BadAdapter, BadMessage, Closed, SymbiosisError
 from symbiosis.finetuning.loop import events
-from symbiosis.finetuning.loop.job_runner import JobOrder, Jobs
+from symbiosis.finetuning.loop.job_runner import JobRunner, JobSpec
 from symbiosis.finetuning.loop.recipe import Recipe
-from symbiosis.finetuning.trainer import Host
-from symbiosis.serving.engine import Core
-from symbiosis.serving.engine_loop import Refused, Settled
-from symbiosis.serving.ipc_server import News, Window, text, whole
+from symbiosis.finetuning.trainer import Trainer
+from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_loop import Rejected, Result
+from symbiosis.serving.ipc_server import IpcServer, JobEvent, text, whole
 
 _MAX_PATH = 4096
 _MAX_COUNT = (1 << 31) - 1
 _RECIPE = {each.name for each in fields(Recipe)}
-_ORDER = {each.name for each in fields(JobOrder)} | {"op"}
+_ORDER = {each.name for each in fields(JobSpec)} | {"op"}
 _log = logging.getLogger("symbiosis")
 
 
-class Workshop:
+class TrainingService:
     """A room of the window. Jobs of a peer that is gone are ended; nothing of them is remembered here."""
 
     operations = ("train", "stop_training", "check_adapter")
 
-    def __init__(self, window: Window, core: Core, host: Host) -> None:
+    def __init__(self, window: IpcServer, core: EngineCore, host: Trainer) -> None:
         self._window, self._core, self._host = window, core, host
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-checks")
-        self.jobs = Jobs(host, self._say, self._serve)
+        self.jobs = JobRunner(host, self._say, self._serve)
         window.desk.more_figures = self._figures
         window.add(self)
 
@@ -68,12 +68,12 @@ class Workshop:
         """On a thread of its own: what a config names is looked for in the whole model."""
         try:
             self._host.check(adapter)
-            self._window.say(Settled(ticket, {}))
+            self._window.say(Result(ticket, {}))
         except SymbiosisError as error:
-            self._window.say(Refused(ticket, error))
+            self._window.say(Rejected(ticket, error))
         except Exception:  # noqa: BLE001 - PEFT may raise anything, and who asked waits
             _log.exception("an adapter could not be checked")
-            self._window.say(Refused(ticket, BadAdapter("this adapter cannot be trained here: the server's log says why")))
+            self._window.say(Rejected(ticket, BadAdapter("this adapter cannot be trained here: the server's log says why")))
 
     def _serve(self, name: str, adapter: Adapter, folder: Path) -> int:
         """On a job's thread; only the name is changed by the stepping one."""
@@ -81,22 +81,22 @@ class Workshop:
         return self._window.desk.serve(name, prepared).result().generation
 
     def _say(self, id: str, event: events.Event) -> None:
-        if isinstance(event, events.Refused):
-            self._window.say(Refused(id, event.error))
+        if isinstance(event, events.JobRejected):
+            self._window.say(Rejected(id, event.error))
         else:
-            self._window.say(News(id, {"training": events.written(event)}))
+            self._window.say(JobEvent(id, {"training": events.written(event)}))
 
     def _figures(self) -> dict[str, Any]:
         passes, jobs = asdict(self._host.stats), asdict(self.jobs.stats)
         return {"training": {"passes": passes, "jobs": jobs, "beside": self._host.beside()}}
 
 
-class NoWorkshop:
+class NoTrainingService:
     """The room where nothing is trained: says why."""
 
-    operations = Workshop.operations
+    operations = TrainingService.operations
 
-    def __init__(self, window: Window, why: SymbiosisError) -> None:
+    def __init__(self, window: IpcServer, why: SymbiosisError) -> None:
         self._why = why
         window.add(self)
 
@@ -111,7 +111,7 @@ class NoWorkshop:
         """As above."""
 
 
-def _order(ticket: str, raw: Mapping[str, Any]) -> JobOrder:
+def _order(ticket: str, raw: Mapping[str, Any]) -> JobSpec:
     """Raises `BadMessage` or `OutOfRange`."""
     body = dict(raw)
     if body.keys() != _ORDER:
@@ -129,7 +129,7 @@ def _order(ticket: str, raw: Mapping[str, Any]) -> JobOrder:
     every = None if body["evaluate_every"] is None else _count(body, "evaluate_every", 1)
     if type(body["serve_checkpoints"]) is not bool:
         raise BadMessage("serve_checkpoints: expected true or false")
-    return JobOrder(
+    return JobSpec(
         id=ticket,
         tenant=text(body, "tenant"),
         adapter=adapter,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from symbiosis.cli.http_client import Site
+from symbiosis.cli.http_client import HttpClient
 from symbiosis.errors import SymbiosisError
 
 Write = Callable[[str], None]
@@ -19,7 +19,7 @@ class BadPrompt(SymbiosisError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
+class ChatSampling:
     """How answers are drawn."""
 
     max_new_tokens: int = 128
@@ -33,23 +33,23 @@ class Sampling:
             raise BadPrompt(f"temperature is {self.temperature}: expected 0 (greedy) or more")
 
 
-class Answers(Protocol):
+class ChatBackend(Protocol):
     """Who can answer a chat."""
 
-    def answer(self, messages: list[dict[str, str]], sampling: Sampling, write: Write | None = None) -> str:
+    def answer(self, messages: list[dict[str, str]], sampling: ChatSampling, write: Write | None = None) -> str:
         """The assistant's answer. Pieces go to `write` as they come."""
         ...
 
 
-class SiteSpeaker:
+class HttpChat:
     """A server that answers: with its base model, or with one of its adapters by name."""
 
-    def __init__(self, site: Site, adapter: str | None, seed: int | None) -> None:
+    def __init__(self, site: HttpClient, adapter: str | None, seed: int | None) -> None:
         self._site = site
         self._model = adapter or site.models()[0]["id"]
         self._more: dict[str, Any] = {} if seed is None else {"seed": seed}
 
-    def answer(self, messages: list[dict[str, str]], sampling: Sampling, write: Write | None = None) -> str:
+    def answer(self, messages: list[dict[str, str]], sampling: ChatSampling, write: Write | None = None) -> str:
         pieces: list[str] = []
         options = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, **self._more}
         for piece in self._site.chat(self._model, messages, **options):
@@ -59,7 +59,7 @@ class SiteSpeaker:
         return "".join(pieces)
 
 
-def chat(speaker: Answers, lines: Iterator[str], sampling: Sampling, write: Write, system: str | None = None) -> None:
+def chat(speaker: ChatBackend, lines: Iterator[str], sampling: ChatSampling, write: Write, system: str | None = None) -> None:
     """Answer line after line, remembering the talk, until `/exit` or the end of the lines."""
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     for line in lines:

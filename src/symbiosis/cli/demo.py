@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from symbiosis.app.executor import fetch_stats
-from symbiosis.cli.chat import Sampling
+from symbiosis.cli.chat import ChatSampling
 from symbiosis.cli.demo_report import DemoFailed, Report, Run, Tenant, memory, plot, report, view, write
-from symbiosis.cli.local_chat import Speaker, speaker, with_adapter
-from symbiosis.cli.local_finetune import FinetuneConfig, Sample, finetune, read_samples
+from symbiosis.cli.local_chat import LocalChat, speaker, with_adapter
+from symbiosis.cli.local_finetune import FinetuneConfig, TextSample, finetune, read_samples
 from symbiosis.models.default_model import default_model_folder
 
 _DATA = Path(__file__).parent / "demo_data"
-_SAMPLING = Sampling(max_new_tokens=24)
+_SAMPLING = ChatSampling(max_new_tokens=24)
 _START_S = 300.0
 _LOOK_EVERY_S = 1.0
 _PLAIN_STEPS = 2
@@ -53,7 +53,7 @@ def _config(tenant: Tenant, steps: int) -> FinetuneConfig:
     return FinetuneConfig(method=tenant.method, lr=tenant.lr, steps=steps, batch_size=2, max_length=96)
 
 
-def _samples(tenant: Tenant) -> list[Sample]:
+def _samples(tenant: Tenant) -> list[TextSample]:
     return read_samples(_DATA / f"{tenant.name}.jsonl")
 
 
@@ -84,7 +84,7 @@ def _train(send: Send, tenant: Tenant, address: str, steps: int, out: Path, star
             send({"what": "step", "at": time.time(), **figures})
 
         tuned = finetune(base.model, base.tokenizer, _samples(tenant), out, _config(tenant, steps), on_step)
-        after = Speaker(tuned.model, base.tokenizer).answer(asked, _SAMPLING)
+        after = LocalChat(tuned.model, base.tokenizer).answer(asked, _SAMPLING)
         send({"what": "after", "text": after, "tokens_per_s": tuned.tokens_per_s, "weights": _weight_bytes(tuned.model)})
 
 
@@ -112,7 +112,7 @@ def _plain(send: Send, out: Path) -> None:
     send({"what": "copy", "runtime": runtime, "weights": weights, **memory("self")})
     for tenant in TENANTS:
         tuned = with_adapter(AutoModelForCausalLM.from_pretrained(folder), out / tenant.name)
-        text = Speaker(tuned, tokenizer).answer([{"role": "user", "content": tenant.question}], _SAMPLING)
+        text = LocalChat(tuned, tokenizer).answer([{"role": "user", "content": tenant.question}], _SAMPLING)
         send({"what": "text", "tenant": tenant.name, "text": text})
 
 

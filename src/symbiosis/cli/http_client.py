@@ -21,14 +21,14 @@ _UNAVAILABLE = 503
 _JOBS = "/v1/fine_tuning/jobs"
 
 
-class Refusal(SymbiosisError):
+class HttpError(SymbiosisError):
     """What the server answered instead."""
 
     code = "refused"
 
 
-class Site:
-    """One server. Every method raises `Unreachable` if nobody is there, or `Refusal` with what the server said."""
+class HttpClient:
+    """One server. Every method raises `Unreachable` if nobody is there, or `HttpError` with what the server said."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -54,7 +54,7 @@ class Site:
                     continue
                 said = json.loads(data)
                 if "error" in said:
-                    raise Refusal(said["error"]["message"])
+                    raise HttpError(said["error"]["message"])
                 yield from (choice["delta"].get("content") or "" for choice in said["choices"])
 
     def adapters(self) -> list[dict[str, Any]]:
@@ -168,7 +168,7 @@ class Site:
             except (ValueError, HTTPException, OSError):
                 found = None
         if not isinstance(found, dict):
-            raise Refusal(f"{self._url} answered with something that is no JSON object: is it a Symbiosis server?")
+            raise HttpError(f"{self._url} answered with something that is no JSON object: is it a Symbiosis server?")
         return found
 
     def _ask(
@@ -210,13 +210,13 @@ class Site:
             raise Unreachable(str(refusal)) if response.status == _UNAVAILABLE else refusal
         return response
 
-    def _refusal(self, response: HTTPResponse) -> Refusal:
+    def _refusal(self, response: HTTPResponse) -> HttpError:
         try:
             said = json.loads(response.read())["error"]["message"]
         except (ValueError, KeyError, TypeError, OSError, HTTPException):
             said = f"{self._url} answered {response.status} {response.reason}"
         hint = ": give your key with --key or SYMBIOSIS_KEY" if response.status == 401 else ""
-        return Refusal(f"{said}{hint}")
+        return HttpError(f"{said}{hint}")
 
 
 def _adapter_path(name: str) -> str:

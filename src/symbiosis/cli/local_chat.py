@@ -15,11 +15,11 @@ from transformers import TextStreamer
 
 from symbiosis.adapters.files import CONFIG, TENSORS, strict_json
 from symbiosis.app.executor import connect
-from symbiosis.cli.chat import BadPrompt, Sampling
+from symbiosis.cli.chat import BadPrompt, ChatSampling
 from symbiosis.errors import BadAdapter, SymbiosisError
 
 
-def _options(sampling: Sampling) -> dict[str, Any]:
+def _options(sampling: ChatSampling) -> dict[str, Any]:
     drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
     return {"max_new_tokens": sampling.max_new_tokens, **drawn}
 
@@ -36,24 +36,24 @@ class _Pieces(TextStreamer):  # type: ignore[misc]  # transformers has no types
 
 
 @dataclass(slots=True)
-class Speaker:
+class LocalChat:
     """A model that answers: with plain text, or with its chat template."""
 
     model: Any
     tokenizer: Any
 
-    def complete(self, prompt: str, sampling: Sampling, write: Callable[[str], None] | None = None) -> str:
+    def complete(self, prompt: str, sampling: ChatSampling, write: Callable[[str], None] | None = None) -> str:
         """What follows `prompt`, with no chat template. Pieces go to `write` as they come."""
         return self._generate(self.tokenizer(prompt, return_tensors="pt"), sampling, write)
 
-    def answer(self, messages: list[dict[str, str]], sampling: Sampling, write: Callable[[str], None] | None = None) -> str:
+    def answer(self, messages: list[dict[str, str]], sampling: ChatSampling, write: Callable[[str], None] | None = None) -> str:
         """The assistant's answer to a chat. Pieces go to `write` as they come."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise BadPrompt("the model's tokenizer has no chat template: use `symbiosis generate --raw`")
         inputs = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         return self._generate(inputs, sampling, write)
 
-    def _generate(self, inputs: Any, sampling: Sampling, write: Callable[[str], None] | None) -> str:
+    def _generate(self, inputs: Any, sampling: ChatSampling, write: Callable[[str], None] | None) -> str:
         length = inputs["input_ids"].shape[1]
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if length == 0:
@@ -77,7 +77,7 @@ class Speaker:
 @contextmanager
 def speaker(
     address: str, *, token: str | None, name: str, adapter: Path | None = None, seed: int | None = None
-) -> Iterator[Speaker]:
+) -> Iterator[LocalChat]:
     """Connect, put the adapter on, and close the session at the end. Raises `BadAdapter`."""
     if adapter is not None:
         check_adapter(adapter)  # before the executor is troubled
@@ -87,7 +87,7 @@ def speaker(
         tokenizer = session.tokenizer()
         if seed is not None:
             torch.manual_seed(seed)
-        yield Speaker(with_adapter(model, adapter) if adapter is not None else model, tokenizer)
+        yield LocalChat(with_adapter(model, adapter) if adapter is not None else model, tokenizer)
     finally:
         session.close()
 

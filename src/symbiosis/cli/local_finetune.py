@@ -45,7 +45,7 @@ class BadSettings(SymbiosisError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
+class LocalMethod:
     """A PEFT method: its config class, what it always sets, and what can be set of it."""
 
     config: Callable[..., PeftConfig]
@@ -58,19 +58,19 @@ class Method:
     takes_virtual_tokens: bool = False
 
 
-def _prompting(config: Callable[..., PeftConfig], lr: float) -> Method:
-    return Method(config=config, lr=lr, takes_targets=False, takes_virtual_tokens=True)
+def _prompting(config: Callable[..., PeftConfig], lr: float) -> LocalMethod:
+    return LocalMethod(config=config, lr=lr, takes_targets=False, takes_virtual_tokens=True)
 
 
-METHODS: dict[str, Method] = {
-    "lora": Method(config=LoraConfig, lr=1e-3, rank="r", alpha="lora_alpha"),
-    "rslora": Method(config=LoraConfig, lr=1e-3, rank="r", alpha="lora_alpha", fixed={"use_rslora": True}),
-    "dora": Method(config=LoraConfig, lr=1e-3, rank="r", alpha="lora_alpha", fixed={"use_dora": True}),
-    "loha": Method(config=LoHaConfig, lr=2e-3, rank="r", alpha="alpha"),
-    "lokr": Method(config=LoKrConfig, lr=2e-3, rank="r", alpha="alpha"),
-    "vera": Method(config=VeraConfig, lr=1e-2, rank="r"),
-    "oft": Method(config=OFTConfig, lr=1e-3, rank="r", fixed={"oft_block_size": 0}),
-    "ia3": Method(config=IA3Config, lr=2e-2),
+METHODS: dict[str, LocalMethod] = {
+    "lora": LocalMethod(config=LoraConfig, lr=1e-3, rank="r", alpha="lora_alpha"),
+    "rslora": LocalMethod(config=LoraConfig, lr=1e-3, rank="r", alpha="lora_alpha", fixed={"use_rslora": True}),
+    "dora": LocalMethod(config=LoraConfig, lr=1e-3, rank="r", alpha="lora_alpha", fixed={"use_dora": True}),
+    "loha": LocalMethod(config=LoHaConfig, lr=2e-3, rank="r", alpha="alpha"),
+    "lokr": LocalMethod(config=LoKrConfig, lr=2e-3, rank="r", alpha="alpha"),
+    "vera": LocalMethod(config=VeraConfig, lr=1e-2, rank="r"),
+    "oft": LocalMethod(config=OFTConfig, lr=1e-3, rank="r", fixed={"oft_block_size": 0}),
+    "ia3": LocalMethod(config=IA3Config, lr=2e-2),
     "prefix": _prompting(PrefixTuningConfig, 2e-2),
     "prompt": _prompting(PromptTuningConfig, 2e-2),
     "ptuning": _prompting(PromptEncoderConfig, 2e-3),
@@ -141,7 +141,7 @@ class FinetuneConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TextSample:
     """One line of the data: a chat or a text."""
 
     line: int
@@ -150,13 +150,13 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class EncodedExample:
     ids: list[int]
     labels: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepReport:
     """What is known after an optimizer step."""
 
     number: int
@@ -185,7 +185,7 @@ class Finetuned:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-def read_samples(path: Path) -> list[Sample]:
+def read_samples(path: Path) -> list[TextSample]:
     """The chats or texts of a JSONL file. Raises `BadData`, naming the line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -199,7 +199,7 @@ def read_samples(path: Path) -> list[Sample]:
     return samples
 
 
-def _sample(where: str, number: int, line: str) -> Sample:
+def _sample(where: str, number: int, line: str) -> TextSample:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -211,7 +211,7 @@ def _sample(where: str, number: int, line: str) -> Sample:
     if "text" in row:
         if not isinstance(row["text"], str) or not row["text"].strip():
             raise BadData(f"{where}: 'text' must be a string that is not empty")
-        return Sample(number, text=row["text"])
+        return TextSample(number, text=row["text"])
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:
         raise BadData(f"{where}: 'messages' must be a list that is not empty")
@@ -224,10 +224,10 @@ def _sample(where: str, number: int, line: str) -> Sample:
             raise BadData(f"{where}: a message's 'content' must be a string that is not empty")
     if all(message["role"] != "assistant" for message in messages):
         raise BadData(f"{where}: no message of the assistant, so there is nothing to learn")
-    return Sample(number, messages=tuple(messages))
+    return TextSample(number, messages=tuple(messages))
 
 
-def encode(samples: list[Sample], tokenizer: Any, max_length: int) -> tuple[list[Example], bool]:
+def encode(samples: list[TextSample], tokenizer: Any, max_length: int) -> tuple[list[EncodedExample], bool]:
     """Tokens and labels, and whether the labels are the assistant's tokens only. Raises `BadData`."""
     if any(sample.messages for sample in samples) and not getattr(tokenizer, "chat_template", None):
         raise BadData('the model\'s tokenizer has no chat template, so it cannot read chats: give lines of {"text": …}')
@@ -245,7 +245,7 @@ def encode(samples: list[Sample], tokenizer: Any, max_length: int) -> tuple[list
         # the first token is never predicted
         if all(label == _IGNORED for label in labels[1:]):
             raise BadData(f"line {sample.line}: nothing to learn within {max_length} tokens; raise --max-length or shorten it")
-        examples.append(Example(ids, labels))
+        examples.append(EncodedExample(ids, labels))
     return examples, only_answers
 
 
@@ -259,7 +259,7 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
     return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
 
 
-def _answer_spans(sample: Sample, tokenizer: Any) -> list[tuple[int, int]] | None:
+def _answer_spans(sample: TextSample, tokenizer: Any) -> list[tuple[int, int]] | None:
     """Where the assistant speaks, in tokens; None where the template does not let that be told."""
     whole = _chat_ids(tokenizer, sample.messages) if sample.messages else []
     spans = []
@@ -274,7 +274,7 @@ def _answer_spans(sample: Sample, tokenizer: Any) -> list[tuple[int, int]] | Non
     return spans
 
 
-def _batches(examples: list[Example], config: FinetuneConfig) -> Iterator[list[Example]]:
+def _batches(examples: list[EncodedExample], config: FinetuneConfig) -> Iterator[list[EncodedExample]]:
     """Shuffled epochs without end; each epoch's last batch may be smaller."""
     random = torch.Generator().manual_seed(config.seed)
     while True:
@@ -283,7 +283,7 @@ def _batches(examples: list[Example], config: FinetuneConfig) -> Iterator[list[E
             yield [examples[index] for index in order[start : start + config.batch_size]]
 
 
-def _collate(batch: list[Example], pad: int, device: torch.device) -> dict[str, Tensor]:
+def _collate(batch: list[EncodedExample], pad: int, device: torch.device) -> dict[str, Tensor]:
     longest = max(len(example.ids) for example in batch)
     rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
     for example in batch:
@@ -297,10 +297,10 @@ def _collate(batch: list[Example], pad: int, device: torch.device) -> dict[str, 
 def finetune(
     model: Any,
     tokenizer: Any,
-    samples: list[Sample],
+    samples: list[TextSample],
     out: Path,
     config: FinetuneConfig,
-    on_step: Callable[[Step], None] = lambda step: None,
+    on_step: Callable[[StepReport], None] = lambda step: None,
 ) -> Finetuned:
     """Train an adapter on `model` and write it to `out` with a `training.json` beside it.
 
@@ -334,7 +334,7 @@ def finetune(
         losses.append(loss.item())
         seen = sum(len(example.ids) for example in batch)
         tokens += seen
-        on_step(Step(number, steps, losses[-1], seen, time.perf_counter() - step_started))
+        on_step(StepReport(number, steps, losses[-1], seen, time.perf_counter() - step_started))
     seconds = time.perf_counter() - started
     tuned.train(False)
     # only adapters were trained: without this PEFT asks the hub whether the vocabulary grew

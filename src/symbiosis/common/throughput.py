@@ -8,7 +8,7 @@ _SECONDS = 10.0
 _TOLD = 10
 
 
-class Rate:
+class Throughput:
     """The mean over the last ten seconds or ten tellings, whichever reach further back, but not before it began."""
 
     def __init__(self, now: float) -> None:

@@ -40,7 +40,7 @@ class Permit:
     """Answers are served meanwhile."""
 
 
-class Turns:
+class CpuTimeShare:
     """Used by three threads: the engine's enters and leaves, the executor's and hosted training's begin and end."""
 
     _idle_s = 1.0  # the engine has computed nothing for so long: it serves nobody

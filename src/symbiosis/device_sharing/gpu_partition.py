@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from symbiosis.device_sharing.cpu_turns import Permit, Turns
-from symbiosis.device_sharing.share_controller import Steering, tail
+from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
+from symbiosis.device_sharing.share_controller import ShareController, tail
 from symbiosis.errors import SymbiosisError
 from symbiosis.gpu import driver
 
@@ -53,14 +53,14 @@ _log = logging.getLogger("symbiosis")
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class GreenContext:
     """A stream, and how many multiprocessors it has; None for all."""
 
     stream: Any
     multiprocessors: int | None = None
 
 
-def turns_on(device: torch.device, share: float | None = None, slowdown: float | None = None) -> Turns:
+def turns_on(device: torch.device, share: float | None = None, slowdown: float | None = None) -> CpuTimeShare:
     """How serving and training share this device, while answers are served.
 
     `share` is training's: of the time on a CPU, of the multiprocessors on a GPU. There it may be found out instead, so
@@ -71,13 +71,13 @@ def turns_on(device: torch.device, share: float | None = None, slowdown: float |
     if device.type == "cuda":
         if share is not None and slowdown is not None:
             raise SymbiosisError("training's share is given, and a slowdown by which to find it: expected one of them")
-        return Beside(device, share, SLOWDOWN if slowdown is None else slowdown)
+        return GpuPartition(device, share, SLOWDOWN if slowdown is None else slowdown)
     if slowdown is not None:
         raise SymbiosisError(f"a slowdown is for a GPU; on {device.type} training has a share of the time")
-    return Turns() if share is None else Turns(share)
+    return CpuTimeShare() if share is None else CpuTimeShare(share)
 
 
-class Beside(Turns):
+class GpuPartition(CpuTimeShare):
     """The thread of the engine and that of hosted training each compute on streams from here from their first pass on."""
 
     _idle_s = 0.1  # between two passes of the engine there are a few milliseconds as long as it has anything to do
@@ -98,7 +98,7 @@ class Beside(Turns):
         if not _LEAST <= slowdown <= _MOST:
             raise SymbiosisError(f"a slowdown of {slowdown}: expected {_LEAST} to {_MOST}")
         self._device, self._given = device, share
-        self._steering = Steering(slowdown)
+        self._steering = ShareController(slowdown)
         self._trained = False
         """Beside the engine's pass that runs."""
         self._training_ended = -math.inf
@@ -198,7 +198,7 @@ class Beside(Turns):
         """How long passes of the engine take, alone and beside training, and what training has then."""
         return {**self._pace, "training_share": self.share}
 
-    def _lane(self, whose: str) -> Lane | None:
+    def _lane(self, whose: str) -> GreenContext | None:
         """Serving's, training's, or training's while answers are served; None where there are no streams."""
         if self._device.type != "cuda":
             return None
@@ -207,7 +207,7 @@ class Beside(Turns):
                 return _part(self._device, self.share)
             return _whole(self._device)[0 if whose == "served" else 1]
 
-    def _use(self, lane: Lane | None) -> None:
+    def _use(self, lane: GreenContext | None) -> None:
         """Let the calling thread compute there, after all it has launched elsewhere."""
         if lane is None:
             return
@@ -219,20 +219,20 @@ class Beside(Turns):
 
 
 @functools.cache
-def _whole(device: torch.device) -> tuple[Lane, Lane]:
+def _whole(device: torch.device) -> tuple[GreenContext, GreenContext]:
     """Serving's and training's, one pair for the process, as below: CUDA graphs keep memory for each stream."""
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
     low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
-    return Lane(torch.cuda.Stream(device, priority=high)), Lane(torch.cuda.Stream(device, priority=low))  # type: ignore[no-untyped-call]
+    return GreenContext(torch.cuda.Stream(device, priority=high)), GreenContext(torch.cuda.Stream(device, priority=low))  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def _part(device: torch.device, share: float) -> Lane:
+def _part(device: torch.device, share: float) -> GreenContext:
     """Training's, on a part of the multiprocessors; on all if the driver cannot."""
     count = int(share * torch.cuda.get_device_properties(device).multi_processor_count) // _EIGHT * _EIGHT
     low, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
     try:
-        return Lane(*driver.part_stream(device, max(_EIGHT, count), low))
+        return GreenContext(*driver.part_stream(device, max(_EIGHT, count), low))
     except driver.DriverError as error:
         _log.warning("training and serving share all multiprocessors: %s", error)
         return _whole(device)[1]

@@ -20,7 +20,7 @@ _PROMPT = 2.0  # times the middle: what takes longer did more than decode
 _CALM, _CALMEST = 4, 64  # comparisons in a row that allow more
 
 
-class Steering:
+class ShareController:
     def __init__(self, allowed: float) -> None:
         """A token may take so many times as long."""
         self.share, self._allowed = _FIRST, allowed

@@ -29,13 +29,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis import kernels
-from symbiosis.adapters.config import Ia3Settings, LoraSettings, Method, PromptSettings, Settings, parse
-from symbiosis.adapters.files import CONFIG, Limits, shown
+from symbiosis.adapters.config import Ia3Settings, LoraSettings, PeftMethod, PromptSettings, Settings, parse
+from symbiosis.adapters.files import CONFIG, FileLimits, shown
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.errors import BadAdapter, SymbiosisError, TooLarge, UnsupportedAdapter
-from symbiosis.finetuning.packed.flat_lora import Flat, fits
-from symbiosis.finetuning.packed.lora_math import LowRank, Part, Scale
-from symbiosis.finetuning.trained_adapter import Trained, Virtual
+from symbiosis.finetuning.packed.flat_lora import FlatParameters, fits
+from symbiosis.finetuning.packed.lora_math import Part, TrainableIa3, TrainableLora
+from symbiosis.finetuning.trained_adapter import TrainedAdapter, TrainedVirtualTokens
 from symbiosis.models.loading import frozen_copy
 
 _NAME = "default"
@@ -47,28 +47,30 @@ _SIZES = ("num_layers", "token_dim", "num_attention_heads", "num_transformer_sub
 _MAX_ENCODER = 8192
 _STARTS = (None, True, False, "gaussian", "orthogonal")
 _PLAIN = {
-    Method.LORA: {"peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias"}
+    PeftMethod.LORA: {"peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias"}
     | {"init_lora_weights", "fan_in_fan_out"},
-    Method.IA3: {"peft_type", "task_type", "init_ia3_weights", "fan_in_fan_out"},
+    PeftMethod.IA3: {"peft_type", "task_type", "init_ia3_weights", "fan_in_fan_out"},
 }
 """What PEFT may read of a stranger's config as it is; names and patterns are resolved, the rest has its default."""
 _VIRTUAL = {"num_virtual_tokens", *_SIZES, "task_type", "prefix_projection", "init_weights", "prompt_tuning_init"}
 
 
-class Maker:
+class AdapterFactory:
     """Makes adapters for one model. Any thread may use it."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: FileLimits = FileLimits(),  # noqa: B008 - frozen
         *,
         max_parameters: int = 1 << 28,
     ) -> None:
         self._model, self._limits, self._max_parameters = model, limits, max_parameters
         self.facts = ModelFacts.of(model)
 
-    def make(self, asked: PeftConfig | Mapping[str, Any], *, seed: int, admit: Callable[[int], None] | None = None) -> Trained:
+    def make(
+        self, asked: PeftConfig | Mapping[str, Any], *, seed: int, admit: Callable[[int], None] | None = None
+    ) -> TrainedAdapter:
         """Raises what `check` raises, or what `admit` raises of about so many parameters, all before anything is made."""
         raw, settings, config, size = self._checked(asked)
         if admit is not None:
@@ -79,7 +81,7 @@ class Maker:
         parameters = {name: p for name, p in made.named_parameters() if p.requires_grad}
         if isinstance(settings, PromptSettings):
             virtual = self._virtual(made, settings)
-            return Trained(
+            return TrainedAdapter(
                 parts={}, virtual=virtual, parameters=parameters, files={}, config=written, method=settings.method.value.lower()
             )
         parts = dict(_parts(made))
@@ -92,14 +94,14 @@ class Maker:
         files = {file: by_memory[tensor.data_ptr()] for file, tensor in stored.items()}
         method = "ia3" if isinstance(settings, Ia3Settings) else "dora" if settings.dora else "lora"
         by_kernels = kernels.run_on(self._model.device) and fits(parameters, parts)
-        return Trained(
+        return TrainedAdapter(
             parts=parts,
             virtual=None,
             parameters=parameters,
             files=files,
             config=written,
             method=method,
-            flat=Flat(parameters, parts) if by_kernels else None,
+            flat=FlatParameters(parameters, parts) if by_kernels else None,
         )
 
     def check(self, asked: PeftConfig | Mapping[str, Any]) -> None:
@@ -121,16 +123,16 @@ class Maker:
         """With what PEFT would fill in for this architecture."""
         kind = self._model.config.model_type
         method = raw.get("peft_type")
-        if method == Method.LORA and raw.get("target_modules") is None:
+        if method == PeftMethod.LORA and raw.get("target_modules") is None:
             known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
             return {**raw, "target_modules": sorted(known) if known else None}
-        if method == Method.IA3:
+        if method == PeftMethod.IA3:
             names = {
                 "target_modules": constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.get(kind),
                 "feedforward_modules": constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(kind),
             }
             return {**raw, **{key: value for key, value in names.items() if raw.get(key) is None}}
-        if method in (Method.PREFIX_TUNING, Method.PROMPT_TUNING, Method.P_TUNING):
+        if method in (PeftMethod.PREFIX_TUNING, PeftMethod.PROMPT_TUNING, PeftMethod.P_TUNING):
             bare = _built(method, {"num_virtual_tokens": 1, "task_type": "CAUSAL_LM"})
             with _typed():
                 usual = _as_written(_prepare_prompt_learning_config(bare, self._model.config))
@@ -142,7 +144,7 @@ class Maker:
         if isinstance(settings, PromptSettings):
             self._check_sizes(settings)
             return _built(settings.method, {key: value for key, value in raw.items() if key in _VIRTUAL})
-        method = Method.LORA if isinstance(settings, LoraSettings) else Method.IA3
+        method = PeftMethod.LORA if isinstance(settings, LoraSettings) else PeftMethod.IA3
         paths = list(settings.targets.paths(self.facts))
         if not paths:
             raise UnsupportedAdapter(f"{CONFIG}: target_modules names nothing that {self.facts.name} has")
@@ -163,16 +165,16 @@ class Maker:
         plain["alpha_pattern"] = {f"^{re.escape(path)}": alpha for path, alpha in alphas.items() if alpha != settings.alpha}
         return _built(method, plain)
 
-    def _virtual(self, made: PeftModel, settings: PromptSettings) -> Virtual:
+    def _virtual(self, made: PeftModel, settings: PromptSettings) -> TrainedVirtualTokens:
         encoder = made.prompt_encoder[_NAME]
-        if settings.method is not Method.PREFIX_TUNING:
-            return Virtual(encoder, settings.tokens)
-        return Virtual(encoder, settings.tokens, (self.facts.layers, self.facts.kv_heads, self.facts.head_dim))
+        if settings.method is not PeftMethod.PREFIX_TUNING:
+            return TrainedVirtualTokens(encoder, settings.tokens)
+        return TrainedVirtualTokens(encoder, settings.tokens, (self.facts.layers, self.facts.kv_heads, self.facts.head_dim))
 
     def _check_sizes(self, settings: PromptSettings) -> None:
         """Virtual tokens are as wide as the model says, whatever the config does."""
         facts = self.facts
-        if settings.method is Method.PREFIX_TUNING:
+        if settings.method is PeftMethod.PREFIX_TUNING:
             if not facts.kv_heads:
                 raise UnsupportedAdapter(f"{CONFIG}: PREFIX_TUNING needs layers whose caches are alike")
             expected = (facts.kv_heads * facts.head_dim, facts.layers)
@@ -188,10 +190,10 @@ class Maker:
         """How many parameters it would have, about."""
         if isinstance(settings, PromptSettings):
             width = settings.width or 0  # `_completed` has filled it in
-            row = width * (2 * self.facts.layers if settings.method is Method.PREFIX_TUNING else 1)
+            row = width * (2 * self.facts.layers if settings.method is PeftMethod.PREFIX_TUNING else 1)
             inner = int(raw.get("encoder_hidden_size") or 0)
-            encoder = inner * (width + row + (inner if settings.method is Method.P_TUNING else 0))
-            projected = raw.get("prefix_projection") or settings.method is Method.P_TUNING
+            encoder = inner * (width + row + (inner if settings.method is PeftMethod.P_TUNING else 0))
+            projected = raw.get("prefix_projection") or settings.method is PeftMethod.P_TUNING
             return settings.tokens * row + (encoder if projected else 0)
         modules = [(path, self.facts.modules[path]) for path in settings.targets.paths(self.facts)]
         if isinstance(settings, LoraSettings):
@@ -267,7 +269,7 @@ def _parts(made: PeftModel) -> Iterator[tuple[str, Part]]:
             magnitude = module.lora_magnitude_vector
             yield (
                 path,
-                LowRank(
+                TrainableLora(
                     module.lora_A[_NAME].weight,
                     module.lora_B[_NAME].weight,
                     float(module.scaling[_NAME]),
@@ -277,7 +279,7 @@ def _parts(made: PeftModel) -> Iterator[tuple[str, Part]]:
                 ),
             )
         elif isinstance(module, IA3Layer):
-            yield path, Scale(module.ia3_l[_NAME], of_input=module.is_feedforward)
+            yield path, TrainableIa3(module.ia3_l[_NAME], of_input=module.is_feedforward)
 
 
 @contextmanager

@@ -12,12 +12,12 @@ from concurrent.futures import Future
 from typing import Any, TypeGuard
 
 from symbiosis.errors import OutOfOrder, OutOfRange, SymbiosisError, TooManyRequests, Withdrawn
-from symbiosis.finetuning.calls import Call, ForwardBackward, Load, OptimStep, Sample
+from symbiosis.finetuning.calls import Call, ForwardBackward, LoadCheckpoint, OptimStep, SampleCall
 
 _REMEMBERED = 64
 
 
-class Line:
+class CallQueue:
     def __init__(self, most: int, most_tokens: int, tenant_tokens: int) -> None:
         self._most, self._most_tokens, self._tenant_tokens = most, most_tokens, tenant_tokens
         self.tokens = 0
@@ -27,7 +27,7 @@ class Line:
         self._next = 1
         self._waiting: deque[Call] = deque()
         self._early: dict[int, Call] = {}
-        self._sampled: list[Sample] = []
+        self._sampled: list[SampleCall] = []
         self._known: OrderedDict[int, Call] = OrderedDict()
         self._kept = 0
         """Tokens of answers of those that are known."""
@@ -84,7 +84,7 @@ class Line:
             self._waiting.append(arrived)
             if _is_batch(arrived):
                 arrived.begins, self._in_step = not self._in_step, True
-            elif isinstance(arrived, OptimStep | Load):
+            elif isinstance(arrived, OptimStep | LoadCheckpoint):
                 self._in_step = False
             self._known[self._next] = arrived
             self._kept += arrived.kept
@@ -102,13 +102,13 @@ class Line:
         self._waiting.popleft()
         self._let_go(call)
 
-    def leave(self, call: Sample) -> None:
+    def leave(self, call: SampleCall) -> None:
         """It holds up nobody behind it any more; until `sampled` it counts."""
         assert self._waiting[0] is call, "calls end in their order"
         self._waiting.popleft()
         self._sampled.append(call)
 
-    def sampled(self, call: Sample) -> bool:
+    def sampled(self, call: SampleCall) -> bool:
         """Its answers have come, or nobody wants them any more; False if that was so before."""
         if call not in self._sampled:
             return False
@@ -117,7 +117,7 @@ class Line:
         return True
 
     @property
-    def sampling(self) -> list[Sample]:
+    def sampling(self) -> list[SampleCall]:
         """Those that have left."""
         return list(self._sampled)
 

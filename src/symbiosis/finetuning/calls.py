@@ -10,12 +10,12 @@ from typing import Any
 
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.optimizer import StepSettings
-from symbiosis.finetuning.sampler_protocol import Asked
-from symbiosis.finetuning.trained_adapter import Snapshot
+from symbiosis.finetuning.sampler_protocol import PendingAnswers
+from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LossResult:
     """The answer to forward_backward and forward."""
 
     loss: float
@@ -25,7 +25,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepResult:
     """The answer to optim_step."""
 
     number: int
@@ -102,42 +102,42 @@ class OptimStep(_Small):
 
 
 @dataclass(slots=True, eq=False)
-class Save(_Small):
+class SaveCheckpoint(_Small):
     folder: Path
     optimizer: bool
     replace: bool = False
-    keep: Callable[[Snapshot], None] | None = None
+    keep: Callable[[AdapterSnapshot], None] | None = None
     """Told what was written, once it is on disk."""
     answer: Future[Any] = field(default_factory=_future)
 
     def same(self, other: object) -> bool:
-        return isinstance(other, Save) and (self.folder, self.optimizer) == (other.folder, other.optimizer)
+        return isinstance(other, SaveCheckpoint) and (self.folder, self.optimizer) == (other.folder, other.optimizer)
 
     def forget(self) -> None:
         self.keep = None
 
 
 @dataclass(slots=True, eq=False)
-class Load(_Small):
+class LoadCheckpoint(_Small):
     folder: Path
     answer: Future[Any] = field(default_factory=_future)
 
     def same(self, other: object) -> bool:
-        return isinstance(other, Load) and self.folder == other.folder
+        return isinstance(other, LoadCheckpoint) and self.folder == other.folder
 
 
-class Sample(_Small):
+class SampleCall(_Small):
     """It leaves its line when the adapter was copied; its answers come later."""
 
     __slots__ = ("_kept", "answer", "asked", "key")
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked: Asked | None = asked
+    def __init__(self, asked: PendingAnswers) -> None:
+        self.asked: PendingAnswers | None = asked
         """None: it is answered."""
         self.key, self._kept, self.answer = asked.key, asked.tokens, _future()
 
     def same(self, other: object) -> bool:
-        return isinstance(other, Sample) and self.key == other.key
+        return isinstance(other, SampleCall) and self.key == other.key
 
     @property
     def size(self) -> int:
@@ -155,4 +155,4 @@ class Sample(_Small):
         self.asked = None
 
 
-Call = ForwardBackward | OptimStep | Save | Load | Sample
+Call = ForwardBackward | OptimStep | SaveCheckpoint | LoadCheckpoint | SampleCall

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from symbiosis.adapters.files import CONFIG, TENSORS, shown
 from symbiosis.adapters.model_facts import ModelFacts
-from symbiosis.adapters.parts import Adapter, Scaling
-from symbiosis.adapters.parts import LowRank as StoredLowRank
+from symbiosis.adapters.parts import Adapter, Ia3Part
+from symbiosis.adapters.parts import LoraPart as StoredLowRank
 from symbiosis.adapters.reader import read
 from symbiosis.errors import BadAdapter, Diverged, NotStored, OutOfRange
 from symbiosis.finetuning.optimizer import KEPT
-from symbiosis.finetuning.packed.lora_math import LowRank, Scale
-from symbiosis.finetuning.trained_adapter import Snapshot, Trained
+from symbiosis.finetuning.packed.lora_math import TrainableIa3, TrainableLora
+from symbiosis.finetuning.trained_adapter import AdapterSnapshot, TrainedAdapter
 
 STATE = "training_state.safetensors"
 """The optimizer's tensors, the parameters of an encoder, and how far the session had got."""
@@ -53,8 +53,8 @@ class Resumed:
 
 
 def save(
-    folder: Path, adapter: Trained, optimizer: Mapping[str, Tensor] | None, progress: Progress, *, replace: bool = False
-) -> Snapshot:
+    folder: Path, adapter: TrainedAdapter, optimizer: Mapping[str, Tensor] | None, progress: Progress, *, replace: bool = False
+) -> AdapterSnapshot:
     """Write the adapter as PEFT does; with the optimizer's state also what `load` needs to go on. Returns what was written.
 
     Raises `OutOfRange` if there is something already that is not to be replaced, or is no folder, `Diverged` if a number is
@@ -109,7 +109,7 @@ def _not_stored(error: Exception) -> NotStored:
     return NotStored(f"the adapter could not be written: {reason}")
 
 
-def load(folder: Path, adapter: Trained, model: ModelFacts) -> Resumed:
+def load(folder: Path, adapter: TrainedAdapter, model: ModelFacts) -> Resumed:
     """Give the adapter the numbers in a folder: all of them, or none and `BadAdapter` or `UnsupportedAdapter`."""
     found = read(folder, model)
     if found.method != adapter.method:
@@ -129,11 +129,11 @@ def load(folder: Path, adapter: Trained, model: ModelFacts) -> Resumed:
     return Resumed(progress, {name: tensor for name, tensor in state.items() if not name.endswith("/value")})
 
 
-def _of_encoder(adapter: Trained) -> list[str]:
+def _of_encoder(adapter: TrainedAdapter) -> list[str]:
     return list(adapter.parameters) if adapter.virtual is not None else []
 
 
-def _values(adapter: Trained, found: Adapter) -> dict[str, Tensor]:
+def _values(adapter: TrainedAdapter, found: Adapter) -> dict[str, Tensor]:
     """The parameters by name, as a checked adapter has them."""
     if adapter.virtual is not None:
         if len(adapter.parameters) != 1:
@@ -147,12 +147,12 @@ def _values(adapter: Trained, found: Adapter) -> dict[str, Tensor]:
     for path, part in adapter.parts.items():
         (stored,) = found.parts[path]
         pairs: list[tuple[nn.Parameter | None, Tensor | None]]
-        if isinstance(part, LowRank) and isinstance(stored, StoredLowRank):
+        if isinstance(part, TrainableLora) and isinstance(stored, StoredLowRank):
             if part.scale != stored.scale:
                 raise BadAdapter(f"{CONFIG} scales {path} by {stored.scale}, the session by {part.scale}")
             pairs = [(part.a_rI, stored.a_RI), (part.b_Or, stored.b_OR)]
             pairs += [(part.magnitude_O, stored.magnitude_O), (part.bias_O, stored.bias_O)]
-        elif isinstance(part, Scale) and isinstance(stored, Scaling) and part.of_input == stored.of_input:
+        elif isinstance(part, TrainableIa3) and isinstance(stored, Ia3Part) and part.of_input == stored.of_input:
             pairs = [(part.vector, stored.vector.view(part.vector.shape))]
         else:
             raise BadAdapter(f"{CONFIG} does something else to {path} than the session")
@@ -173,7 +173,7 @@ def _prompt(found: Adapter) -> Tensor:
     return found.prompt.embeddings_TD
 
 
-def _state(folder: Path, adapter: Trained) -> tuple[dict[str, Tensor], Progress]:
+def _state(folder: Path, adapter: TrainedAdapter) -> tuple[dict[str, Tensor], Progress]:
     """What lies beside the adapter, checked before a number of it is used; nothing if nothing does."""
     path = folder / STATE
     try:
@@ -205,7 +205,7 @@ def _state(folder: Path, adapter: Trained) -> tuple[dict[str, Tensor], Progress]
     return state, progress
 
 
-def _check_names(names: list[str], adapter: Trained) -> None:
+def _check_names(names: list[str], adapter: TrainedAdapter) -> None:
     """Of each parameter all that AdamW keeps or nothing, of an encoder all values or none."""
     wanted = {f"{name}/value" for name in _of_encoder(adapter)}
     sets = [{f"{name}/{kept}" for kept in KEPT} for name in adapter.parameters]

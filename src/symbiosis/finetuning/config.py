@@ -8,7 +8,7 @@ from symbiosis.errors import OutOfRange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostConfig:
+class TrainerConfig:
     """Limits of one host. All are checked."""
 
     max_rows: int = 4096
@@ -53,7 +53,7 @@ class HostConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class HostStats:
+class TrainerStats:
     passes: int = 0
     rows: int = 0
     sessions: int = 0

@@ -24,7 +24,7 @@ _NAMES = ("ends", "ids", "labels")
 _DTYPES = ("I32", "I64")
 
 
-class Data(Sequence[Example]):
+class Dataset(Sequence[Example]):
     """Made by `read`, which has checked the shapes."""
 
     def __init__(self, ids_T: Tensor, labels_T: Tensor, ends_E: Tensor) -> None:
@@ -65,7 +65,7 @@ class Data(Sequence[Example]):
             )
 
 
-def read(path: Path) -> Data:
+def read(path: Path) -> Dataset:
     """The examples in a file. Raises `BadData`, which says what is wrong with it and not where it is."""
     try:
         found = path.lstat()
@@ -90,4 +90,4 @@ def read(path: Path) -> Data:
         raise BadData(f"ends must have one example at least, and the last must end at {len(ids_T)}, where the tokens do")
     if bool((torch.diff(ends_E, prepend=ends_E.new_zeros(1)) < 1).any()):
         raise BadData("ends must grow: every example has one token at least")
-    return Data(ids_T, labels_T, ends_E)
+    return Dataset(ids_T, labels_T, ends_E)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import BadCall, OutOfRange
-from symbiosis.finetuning.packed.flat_lora import Flat, FlatGradients
+from symbiosis.finetuning.packed.flat_lora import FlatGradients, FlatParameters
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names of parameters that Trainer's weight decay leaves alone."""
@@ -126,7 +126,7 @@ class Optimizer:
 class FlatOptimizer:
     """The same over an adapter in one tensor. A gradient that is missing counts as 0."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
         self._gradients_N: Tensor | None = None
         self._kept: dict[str, Tensor] = {}
@@ -222,5 +222,5 @@ class FlatOptimizer:
 AnyOptimizer: TypeAlias = Optimizer | FlatOptimizer
 
 
-def optimizer_of(parameters: Mapping[str, nn.Parameter], flat: Flat | None) -> AnyOptimizer:
+def optimizer_of(parameters: Mapping[str, nn.Parameter], flat: FlatParameters | None) -> AnyOptimizer:
     return Optimizer(parameters) if flat is None else FlatOptimizer(flat)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from symbiosis.finetuning.trained_adapter import Snapshot
+from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 
 
-class Answer(Protocol):
+class SampledAnswer(Protocol):
     """What came of one prompt."""
 
     @property
@@ -28,7 +28,7 @@ class Answer(Protocol):
         """If there is a tokenizer."""
 
 
-class Asked(Protocol):
+class PendingAnswers(Protocol):
     """Answers that were asked for. Each method may be called by any thread, and returns at once."""
 
     @property
@@ -42,15 +42,15 @@ class Asked(Protocol):
     def key(self) -> object:
         """Equal if the same was asked for; it is remembered longer than the prompts."""
 
-    def begin(self, made: Snapshot) -> Future[list[Answer]]:
+    def begin(self, made: AdapterSnapshot) -> Future[list[SampledAnswer]]:
         """Compute them by this adapter. The future ends once, unless `cancel` was called: nobody waits for it then."""
 
     def cancel(self) -> None:
         """Nobody wants them any more."""
 
 
-class Sampler(Protocol):
+class SamplerProtocol(Protocol):
     def ask(
         self, tenant: str, prompts: Sequence[str | Sequence[int]], n: int, virtual: int, settings: Mapping[str, Any]
-    ) -> Asked:
+    ) -> PendingAnswers:
         """Nothing is computed yet. `virtual`: tokens that the adapter puts in front. Raises what is wrong with it."""

@@ -14,24 +14,33 @@ from typing import Any, TypeAlias
 
 from symbiosis.adapters.files import shown
 from symbiosis.errors import CannotServe, OutOfRange
-from symbiosis.finetuning.call_queue import Line
-from symbiosis.finetuning.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
+from symbiosis.finetuning.call_queue import CallQueue
+from symbiosis.finetuning.calls import (
+    Call,
+    ForwardBackward,
+    LoadCheckpoint,
+    LossResult,
+    OptimStep,
+    SampleCall,
+    SaveCheckpoint,
+    StepResult,
+)
 from symbiosis.finetuning.checkpoint import Progress
-from symbiosis.finetuning.dataset import Data
+from symbiosis.finetuning.dataset import Dataset
 from symbiosis.finetuning.examples import Example, check, digest
 from symbiosis.finetuning.optimizer import Optimizer, StepSettings, optimizer_of
-from symbiosis.finetuning.packed.batch import Piece, predicted
-from symbiosis.finetuning.sampler_protocol import Answer, Sampler
-from symbiosis.finetuning.trained_adapter import NOTHING, Snapshot, Trained
+from symbiosis.finetuning.packed.batch import PackedExample, predicted
+from symbiosis.finetuning.sampler_protocol import SampledAnswer, SamplerProtocol
+from symbiosis.finetuning.trained_adapter import NOTHING, AdapterSnapshot, TrainedAdapter
 
-Submit: TypeAlias = Callable[["Session", Call, int | None], Future[Any]]
+Submit: TypeAlias = Callable[["TrainingSession", Call, int | None], Future[Any]]
 
 _LEAST = 16
 """What a sequence costs, in rows, however short it is: attention, dropout and loss take each by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
+class SessionLimits:
     """What a batch may have."""
 
     vocabulary: int
@@ -44,7 +53,7 @@ class Bounds:
     """Most of one batch."""
 
 
-class Session:
+class TrainingSession:
     """Any thread may call. Every call returns at once, with an answer to come.
 
     A call may be given a number, 1 for the first; asked again with the same number it is not computed again. A call
@@ -56,18 +65,18 @@ class Session:
         self,
         id: str,
         tenant: str,
-        adapter: Trained,
+        adapter: TrainedAdapter,
         *,
         seed: int,
         weight: float,
         takes_items: bool,
-        bounds: Bounds,
-        line: Line,
-        sampler: Sampler | None,
+        bounds: SessionLimits,
+        line: CallQueue,
+        sampler: SamplerProtocol | None,
         submit: Submit,
-        hold: Callable[[Session, bool], None],
-        stop: Callable[[Session], None],
-        close: Callable[[Session], None],
+        hold: Callable[[TrainingSession, bool], None],
+        stop: Callable[[TrainingSession], None],
+        close: Callable[[TrainingSession], None],
     ) -> None:
         self.id, self.tenant, self.weight, self.seed = id, tenant, weight, seed
         self.adapter, self.optimizer = adapter, optimizer_of(adapter.parameters, adapter.flat)
@@ -87,7 +96,7 @@ class Session:
 
     def forward_backward(
         self, batch: Sequence[Example], *, items: float | None = None, number: int | None = None
-    ) -> Future[Loss]:
+    ) -> Future[LossResult]:
         """Add a batch's gradient to what has gathered since the last step.
 
         The loss is the mean over the batch's labels, as `model(**batch).loss`. With `items`, it is their sum over
@@ -95,7 +104,7 @@ class Session:
         """
         return self._submit(self, self._batch(batch, items, learns=True), number)
 
-    def forward(self, batch: Sequence[Example], *, items: float | None = None, number: int | None = None) -> Future[Loss]:
+    def forward(self, batch: Sequence[Example], *, items: float | None = None, number: int | None = None) -> Future[LossResult]:
         """A batch's loss as the adapter is now, without dropout; nothing is learned from it."""
         return self._submit(self, self._batch(batch, items, learns=False), number)
 
@@ -119,10 +128,10 @@ class Session:
         costs = tuple(min(max(adapter.cost_of(len(example.ids)), _LEAST), self._bounds.rows) for example in examples)
         return ForwardBackward(examples, costs, items, tokens, digest(examples, items), learns)
 
-    def check(self, examples: Sequence[Example] | Data) -> None:
+    def check(self, examples: Sequence[Example] | Dataset) -> None:
         """Raises `OutOfRange` if one of them could not be trained on."""
         longest = min(self._bounds.rows, self._bounds.positions) - self.adapter.cost_of(0)
-        if isinstance(examples, Data):
+        if isinstance(examples, Dataset):
             examples.check(vocabulary=self._bounds.vocabulary, longest=longest)
         else:
             check(examples, vocabulary=self._bounds.vocabulary, longest=longest)
@@ -156,7 +165,7 @@ class Session:
         """No more comes before some of what waits is done."""
         self._hold(self, False)
 
-    def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[Step]:
+    def optim_step(self, settings: StepSettings, *, number: int | None = None) -> Future[StepResult]:
         """Change the adapter by the gradients that have gathered, and forget them."""
         if not isinstance(settings, StepSettings):
             expected = "StepSettings, such as StepSettings(learning_rate=1e-4)"
@@ -165,7 +174,7 @@ class Session:
 
     def sample(
         self, prompts: Sequence[str | Sequence[int]], *, n: int = 1, number: int | None = None, **settings: Any
-    ) -> Future[list[Answer]]:
+    ) -> Future[list[SampledAnswer]]:
         """Answers to prompts (token ids, or text if there is a tokenizer) by the adapter as it is at this place of the order.
 
         `n` for each prompt, those of the first before those of the second. `settings` are `Sampling`'s (`max_tokens`,
@@ -188,7 +197,7 @@ class Session:
                 field="max_tokens",
                 expected=f"at most {self._bounds.tokens}",
             )
-        return self._submit(self, Sample(asked), number)
+        return self._submit(self, SampleCall(asked), number)
 
     def save(
         self,
@@ -196,7 +205,7 @@ class Session:
         *,
         optimizer: bool = False,
         replace: bool = False,
-        keep: Callable[[Snapshot], None] | None = None,
+        keep: Callable[[AdapterSnapshot], None] | None = None,
         number: int | None = None,
     ) -> Future[None]:
         """Write the adapter as PEFT's `save_pretrained` does; with `optimizer`, `load` can go on from there exactly.
@@ -209,11 +218,11 @@ class Session:
                 raise OutOfRange(f"{name} is {shown(value)}", field=name, expected="True or False")
         if keep is not None and not callable(keep):
             raise OutOfRange(f"keep is {shown(keep)}", field="keep", expected="a function, or None")
-        return self._submit(self, Save(_path(folder), optimizer, replace, keep), number)
+        return self._submit(self, SaveCheckpoint(_path(folder), optimizer, replace, keep), number)
 
     def load(self, folder: str | Path, *, number: int | None = None) -> Future[None]:
         """Take the adapter's numbers from a folder, and the optimizer's if they are there. Gradients are forgotten."""
-        return self._submit(self, Load(_path(folder)), number)
+        return self._submit(self, LoadCheckpoint(_path(folder)), number)
 
     def stop(self) -> None:
         """Learn no further than to the end of the step under way.
@@ -250,16 +259,16 @@ class Session:
                 room -= cost
         return found
 
-    def pieces(self, count: int) -> list[tuple[ForwardBackward, Piece]]:
+    def pieces(self, count: int) -> list[tuple[ForwardBackward, PackedExample]]:
         """The first examples that wait."""
-        found: list[tuple[ForwardBackward, Piece]] = []
+        found: list[tuple[ForwardBackward, PackedExample]] = []
         for at, call in enumerate(self._batches()):
             batch = self.progress.batches + at
             for index in range(len(call.losses), len(call.examples)):
                 if len(found) == count:
                     return found
                 key = f"{self.seed}/{batch}/{index}" if call.learns else ""
-                found.append((call, Piece(call.examples[index], call.items, key)))
+                found.append((call, PackedExample(call.examples[index], call.items, key)))
         return found
 
     def _batches(self) -> list[ForwardBackward]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from symbiosis.finetuning.packed.flat_lora import Flat
+from symbiosis.finetuning.packed.flat_lora import FlatParameters
 from symbiosis.finetuning.packed.lora_math import Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Virtual:
+class TrainedVirtualTokens:
     """Virtual tokens in front of every sequence, as an encoder of PEFT's gives them."""
 
     encoder: nn.Module
@@ -46,7 +46,7 @@ class Virtual:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
+class AdapterSnapshot:
     """An adapter as it was at a moment: what PEFT's two files have."""
 
     config: str
@@ -59,12 +59,12 @@ class Snapshot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Trained:
+class TrainedAdapter:
     """What a session trains. The parameters are changed in place; everything else stays."""
 
     parts: Mapping[str, Part]
     """By path of the layer in the plain model."""
-    virtual: Virtual | None
+    virtual: TrainedVirtualTokens | None
     parameters: Mapping[str, nn.Parameter]
     """By the name they have in PEFT's model, in its order."""
     files: Mapping[str, str]
@@ -72,7 +72,7 @@ class Trained:
     config: str
     """`adapter_config.json` as PEFT writes it."""
     method: str
-    flat: Flat | None = None
+    flat: FlatParameters | None = None
     """All parameters as one tensor, if kernels are to take this adapter together with others."""
 
     @property
@@ -93,14 +93,14 @@ class Trained:
         """As `rows_of`, with all virtual tokens: keys and values are no rows, but every sequence has its own in memory."""
         return tokens + (self.virtual.count if self.virtual else 0)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> AdapterSnapshot:
         """What PEFT would store, as it is now."""
         found = {file: self.parameters[name].detach().to("cpu", copy=True).contiguous() for file, name in self.files.items()}
         if self.virtual is not None:
             with torch.no_grad():
                 found["prompt_embeddings"] = self.virtual.stored().to("cpu", copy=True).contiguous()
-        return Snapshot(self.config, found)
+        return AdapterSnapshot(self.config, found)
 
 
-NOTHING = Trained(parts={}, virtual=None, parameters={}, files={}, config="", method="")
+NOTHING = TrainedAdapter(parts={}, virtual=None, parameters={}, files={}, config="", method="")
 """What a sequence has that nobody trains on, and a session that was closed."""

@@ -29,25 +29,34 @@ from transformers import PreTrainedModel
 from symbiosis.adapters.files import shown
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.common import denormals
-from symbiosis.device_sharing.cpu_turns import Permit, Turns
+from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
 from symbiosis.finetuning import checkpoint
-from symbiosis.finetuning.adapter_factory import Maker
-from symbiosis.finetuning.call_queue import Line, withdrawn
-from symbiosis.finetuning.calls import Call, ForwardBackward, Load, Loss, OptimStep, Sample, Save, Step
+from symbiosis.finetuning.adapter_factory import AdapterFactory
+from symbiosis.finetuning.call_queue import CallQueue, withdrawn
+from symbiosis.finetuning.calls import (
+    Call,
+    ForwardBackward,
+    LoadCheckpoint,
+    LossResult,
+    OptimStep,
+    SampleCall,
+    SaveCheckpoint,
+    StepResult,
+)
 from symbiosis.finetuning.checkpoint import Progress
-from symbiosis.finetuning.config import HostConfig, HostStats
+from symbiosis.finetuning.config import TrainerConfig, TrainerStats
 from symbiosis.finetuning.optimizer import AnyOptimizer
-from symbiosis.finetuning.packed.async_copy import Coming
-from symbiosis.finetuning.packed.batch import Share
+from symbiosis.finetuning.packed.async_copy import AsyncCopy
+from symbiosis.finetuning.packed.batch import SessionSlice
 from symbiosis.finetuning.packed.loss import takes_items
-from symbiosis.finetuning.packed.model import Outcome, PackedModel
-from symbiosis.finetuning.sampler_protocol import Sampler
-from symbiosis.finetuning.scheduling.batch_planner import Portions
+from symbiosis.finetuning.packed.model import PackedModel, PassResult
+from symbiosis.finetuning.sampler_protocol import SamplerProtocol
+from symbiosis.finetuning.scheduling.batch_planner import BatchPlanner
 from symbiosis.finetuning.scheduling.fairness import Candidate
 from symbiosis.finetuning.scheduling.step_time_fairness import FEW_ROWS
-from symbiosis.finetuning.session import Bounds, Session
-from symbiosis.finetuning.trained_adapter import Trained
+from symbiosis.finetuning.session import SessionLimits, TrainingSession
+from symbiosis.finetuning.trained_adapter import TrainedAdapter
 from symbiosis.models.max_length import most_tokens
 
 _STEP = 2000
@@ -66,39 +75,39 @@ _MAX_NAME = 256
 class _Stepped:
     """Steps that were launched and not answered yet."""
 
-    calls: list[tuple[Session, OptimStep, int]]
+    calls: list[tuple[TrainingSession, OptimStep, int]]
     """With the number of the step."""
-    norms: Coming | None
+    norms: AsyncCopy | None
 
 
 _NO_STEPS = _Stepped([], None)
 
 
-class Host:
+class Trainer:
     """Owns a thread and modules of its own over the model's weights; the model itself is not touched."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        config: HostConfig = HostConfig(),  # noqa: B008 - frozen
-        turns: Turns | None = None,
-        sampler: Sampler | None = None,
+        config: TrainerConfig = TrainerConfig(),  # noqa: B008 - frozen
+        turns: CpuTimeShare | None = None,
+        sampler: SamplerProtocol | None = None,
     ) -> None:
         """`turns` are taken with others who compute on the same cores; `sampler` answers prompts. Raises `CannotTrain`."""
         self.config, self._sampler = config, sampler
         self._device, on_cpu = model.device, model.device.type == "cpu"
         few, usual_s = (FEW_ROWS, _SHORT_S) if on_cpu else (config.max_rows, _LONG_S)
-        self._portions = Portions(min(config.pass_rows or few, config.max_rows), least=1 if on_cpu else FEW_ROWS)
+        self._portions = BatchPlanner(min(config.pass_rows or few, config.max_rows), least=1 if on_cpu else FEW_ROWS)
         self._short_s = usual_s if config.short_pass_s is None else config.short_pass_s
-        self._turns = turns or Turns(share=1.0)
+        self._turns = turns or CpuTimeShare(share=1.0)
         self._later: list[tuple[Future[Any], Any]] = []
         """Answers to passes that are due."""
         self._packed = PackedModel(model, graphs=config.graphs)
-        self._maker = Maker(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
+        self._maker = AdapterFactory(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
         self._takes_items = takes_items(model)
         text = model.config.get_text_config()
-        self._bounds = Bounds(
+        self._bounds = SessionLimits(
             vocabulary=int(text.vocab_size),
             rows=config.max_rows,
             positions=most_tokens(text),
@@ -107,19 +116,21 @@ class Host:
         )
         self._opening = threading.Lock()  # one at a time: what was admitted is still admitted once it is made
         self._changed = threading.Condition()
-        self._sessions: dict[str, Session] = {}
-        self._gone: list[Session] = []
+        self._sessions: dict[str, TrainingSession] = {}
+        self._gone: list[TrainingSession] = []
         """Closed, but the thread may still be computing for them."""
         self._ids = itertools.count(1)
         self._stepped = _NO_STEPS
         self._closing = False
-        self.stats = HostStats()
+        self.stats = TrainerStats()
         self._files = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-training-files")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-training-copies")
         self._thread = threading.Thread(target=self._run, name="symbiosis-training", daemon=True)
         self._thread.start()
 
-    def open(self, tenant: str, adapter: PeftConfig | Mapping[str, Any], *, seed: int = 42, weight: float = 1.0) -> Session:
+    def open(
+        self, tenant: str, adapter: PeftConfig | Mapping[str, Any], *, seed: int = 42, weight: float = 1.0
+    ) -> TrainingSession:
         """A new session. Its adapter starts as PEFT's `get_peft_model` after `set_seed(seed)` would.
 
         Raises `BadAdapter`, `UnsupportedAdapter`, `TooLarge`, `OutOfRange`, `TooManyRequests` or `Closed`.
@@ -137,7 +148,7 @@ class Host:
             self._finish()
             with self._changed:
                 self._admit(tenant)
-                session = Session(
+                session = TrainingSession(
                     f"session-{next(self._ids)}",
                     tenant,
                     made,
@@ -145,7 +156,7 @@ class Host:
                     weight=weight,
                     takes_items=self._takes_items,
                     bounds=self._bounds,
-                    line=Line(limits.max_waiting, limits.max_waiting_tokens, limits.tenant_waiting_tokens),
+                    line=CallQueue(limits.max_waiting, limits.max_waiting_tokens, limits.tenant_waiting_tokens),
                     sampler=self._sampler,
                     submit=self._submit,
                     hold=self._hold,
@@ -215,7 +226,7 @@ class Host:
 
     # Any thread
 
-    def _submit(self, session: Session, call: Call, number: int | None) -> Future[Any]:
+    def _submit(self, session: TrainingSession, call: Call, number: int | None) -> Future[Any]:
         with self._changed:
             if self._closing:
                 raise Closed("this host is closed")
@@ -229,17 +240,17 @@ class Host:
             self._changed.notify_all()
         return answer
 
-    def _hold(self, session: Session, held: bool) -> None:
+    def _hold(self, session: TrainingSession, held: bool) -> None:
         with self._changed:
             session.held = held
             self._changed.notify_all()
 
-    def _stop_session(self, session: Session) -> None:
+    def _stop_session(self, session: TrainingSession) -> None:
         with self._changed:
             for call in session.line.stop():
                 call.answer.set_exception(withdrawn())  # here: whoever asks for more sees that its step is no more
 
-    def _close_session(self, session: Session) -> None:
+    def _close_session(self, session: TrainingSession) -> None:
         with self._changed:
             if self._sessions.pop(session.id, None) is not None:
                 self._gone.append(session)
@@ -250,13 +261,13 @@ class Host:
         for call in session.line.sampling:
             self._sampled(session, call, closed)
 
-    def _end(self, session: Session, error: SymbiosisError) -> None:
+    def _end(self, session: TrainingSession, error: SymbiosisError) -> None:
         with self._changed:
             left = session.line.end(error)
         for call in left:
             call.answer.set_exception(copy.copy(error))
 
-    def _answer(self, session: Session, call: Call, result: Any, *, later: bool = False) -> None:
+    def _answer(self, session: TrainingSession, call: Call, result: Any, *, later: bool = False) -> None:
         """The call at the head of a session's line is done; an error is an answer too. `later`: it is said in `_deliver`."""
         with self._changed:
             session.busy = False
@@ -322,9 +333,9 @@ class Host:
         with self._changed:
             heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if s.ready]
         for session, call in heads:
-            if isinstance(call, Save | Load):
+            if isinstance(call, SaveCheckpoint | LoadCheckpoint):
                 self._carry(session, call)
-            elif isinstance(call, Sample):
+            elif isinstance(call, SampleCall):
                 self._copy(session, call)
         self._step([(session, call) for session, call in heads if isinstance(call, OptimStep)])
         self._pass(permit)  # whoever has just stepped may have a batch for it
@@ -335,9 +346,9 @@ class Host:
             for session in gone:
                 session.release()
 
-    def _step(self, asked: list[tuple[Session, OptimStep]]) -> None:
+    def _step(self, asked: list[tuple[TrainingSession, OptimStep]]) -> None:
         """Launch steps. Their calls leave their lines now and are answered in `_tell`, when the norms are known."""
-        launched: list[tuple[Session, OptimStep, Tensor]] = []
+        launched: list[tuple[TrainingSession, OptimStep, Tensor]] = []
         for session, call in asked:
             try:
                 norm = session.optimizer.step(call.settings)
@@ -357,7 +368,7 @@ class Host:
                 self._count(steps=1)
                 launched.append((session, call, norm))
         if launched:
-            norms = Coming(torch.stack([norm.float() for *_, norm in launched]))
+            norms = AsyncCopy(torch.stack([norm.float() for *_, norm in launched]))
             self._stepped = _Stepped([(session, call, session.progress.steps) for session, call, _ in launched], norms)
 
     def _tell(self) -> None:
@@ -372,25 +383,27 @@ class Host:
         stepped, self._stepped = self._stepped, _NO_STEPS
         for (session, call, number), norm in zip(stepped.calls, norms, strict=True):
             if math.isfinite(norm):
-                call.answer.set_result(Step(number, norm))
+                call.answer.set_result(StepResult(number, norm))
             else:
                 why = Diverged(f"the gradient's norm is {norm}; a smaller learning rate or clipping may help")
                 call.answer.set_exception(copy.copy(why))
                 self._end(session, why)
 
-    def _carry(self, session: Session, call: Save | Load) -> None:
+    def _carry(self, session: TrainingSession, call: SaveCheckpoint | LoadCheckpoint) -> None:
         with self._changed:
             session.busy = True
         self._finish()  # the steps that are to be saved
         session.filing = self._files.submit(self._file, session, call, session.adapter, session.optimizer)
 
-    def _file(self, session: Session, call: Save | Load, adapter: Trained, optimizer: AnyOptimizer) -> None:
+    def _file(
+        self, session: TrainingSession, call: SaveCheckpoint | LoadCheckpoint, adapter: TrainedAdapter, optimizer: AnyOptimizer
+    ) -> None:
         """On the other thread: read or write what a session asks for; one that is closed meanwhile has no adapter any more."""
         result: Exception | None = None
         if session.line.ended is not None:
             return  # it was answered when the session ended
         try:
-            if isinstance(call, Save):
+            if isinstance(call, SaveCheckpoint):
                 if call.optimizer and optimizer.has_gradients:
                     raise BadCall("gradients have gathered: call optim_step before saving the optimizer")
                 state = optimizer.state() if call.optimizer else None
@@ -406,12 +419,12 @@ class Host:
         self._finish()
         self._answer(session, call, result)
 
-    def _copy(self, session: Session, call: Sample) -> None:
+    def _copy(self, session: TrainingSession, call: SampleCall) -> None:
         with self._changed:
             session.busy = True
         self._copies.submit(self._sample, session, call, session.adapter)
 
-    def _sample(self, session: Session, call: Sample, adapter: Trained) -> None:
+    def _sample(self, session: TrainingSession, call: SampleCall, adapter: TrainedAdapter) -> None:
         """On the third thread: have answers computed by the adapter as it is now. From then on its session goes on."""
         asked = call.asked
         try:
@@ -429,7 +442,7 @@ class Host:
             session.line.leave(call)
         asked.begin(made).add_done_callback(lambda done: self._sampled(session, call, done.exception() or done.result()))
 
-    def _sampled(self, session: Session, call: Sample, result: Any) -> None:
+    def _sampled(self, session: TrainingSession, call: SampleCall, result: Any) -> None:
         """By any thread: what came of it, or why nothing will."""
         with self._changed:
             asked = call.asked
@@ -455,7 +468,7 @@ class Host:
             self._tell()
             self._deliver()
             return
-        shares = [Share(s.adapter, tuple(piece for _, piece in pieces), pieces[0][0].learns) for s, pieces in chosen]
+        shares = [SessionSlice(s.adapter, tuple(piece for _, piece in pieces), pieces[0][0].learns) for s, pieces in chosen]
         try:
             outcomes = self._computed(shares)
         except torch.OutOfMemoryError:  # nothing of it counts: what waits is picked again, less at a time
@@ -473,7 +486,7 @@ class Host:
     def _count(self, **more: float) -> None:
         self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
 
-    def _computed(self, shares: list[Share], *, trimmed: bool = False) -> list[Outcome | Exception]:
+    def _computed(self, shares: list[SessionSlice], *, trimmed: bool = False) -> list[PassResult | Exception]:
         """A pass; if it fails, each share alone, so that only who is at fault fails. Steps are answered while it runs.
 
         Raises `torch.OutOfMemoryError` if less at a time may help.
@@ -509,7 +522,7 @@ class Host:
         if not self._packed.is_sound():
             raise PassFailed(f"the device fails, hosted training has stopped: {type(error).__name__}: {error}") from None
 
-    def _settle(self, session: Session, calls: list[ForwardBackward], outcome: Outcome | Exception) -> None:
+    def _settle(self, session: TrainingSession, calls: list[ForwardBackward], outcome: PassResult | Exception) -> None:
         if isinstance(outcome, Exception) or not outcome.finite:
             session.optimizer.clear()
             self._end(session, _failure(outcome))
@@ -520,14 +533,14 @@ class Host:
             call.losses.append(loss)
             if len(call.losses) == len(call.examples):
                 session.progress = Progress(session.progress.steps, session.progress.batches + call.learns)
-                self._answer(session, call, Loss(sum(call.losses), call.tokens), later=self._device.type == "cuda")
+                self._answer(session, call, LossResult(sum(call.losses), call.tokens), later=self._device.type == "cuda")
 
 
-def _failure(outcome: Outcome | Exception) -> SymbiosisError:
+def _failure(outcome: PassResult | Exception) -> SymbiosisError:
     if isinstance(outcome, Exception):
         return PassFailed(f"a training pass failed: {type(outcome).__name__}: {outcome}")
     return Diverged(f"the loss or its gradient is no number any more (loss {sum(outcome.losses)})")
 
 
-def _parameters(sessions: list[Session]) -> int:
+def _parameters(sessions: list[TrainingSession]) -> int:
     return sum(session.size for session in sessions)

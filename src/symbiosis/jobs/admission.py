@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.errors import TooManyRequests
-from symbiosis.jobs.data_preparation import AT_ONCE, Preparer
-from symbiosis.jobs.database import Job, Records
+from symbiosis.jobs.data_preparation import AT_ONCE, DataPreparer
+from symbiosis.jobs.database import Database, JobRecord
 from symbiosis.jobs.errors import KeyReused
-from symbiosis.jobs.event_recorder import Shelf
-from symbiosis.jobs.layout import Folder
-from symbiosis.jobs.plan import Wishes
+from symbiosis.jobs.event_recorder import AdapterShelf
+from symbiosis.jobs.layout import JobsLayout
+from symbiosis.jobs.plan import Hyperparameters
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.jobs.states import State
+from symbiosis.jobs.states import JobState
 from symbiosis.jobs.supervisor import Supervisor
 
 _READ_AT_ONCE = 4
@@ -27,7 +27,7 @@ _READ_AT_ONCE = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class JobRequest:
     """A job that was asked for. Who asks, and the paths, are not the asker's own words."""
 
     tenant: str
@@ -37,7 +37,7 @@ class Wanted:
     said: dict[str, Any]
     """What is shown of it again: files, suffix, metadata."""
     seed: int | None
-    wishes: Wishes
+    wishes: Hyperparameters
     key: str | None
     """Idempotency-Key, and what it stands for."""
     digest: str
@@ -48,20 +48,20 @@ class Admission:
 
     def __init__(
         self,
-        records: Records,
-        folder: Folder,
-        preparer: Preparer,
+        records: Database,
+        folder: JobsLayout,
+        preparer: DataPreparer,
         supervisor: Supervisor,
-        shelf: Shelf,
+        shelf: AdapterShelf,
         limits: JobLimits,
         check: Callable[[str | None, int], None],
     ) -> None:
         self._records, self._folder, self._preparer, self._supervisor = records, folder, preparer, supervisor
         self._shelf, self._limits, self._check = shelf, limits, check
         self._coming: Counter[str] = Counter()
-        self._checking: dict[tuple[str, str], tuple[str, asyncio.Task[Job]]] = {}  # by tenant and key, with its digest
+        self._checking: dict[tuple[str, str], tuple[str, asyncio.Task[JobRecord]]] = {}  # by tenant and key, with its digest
 
-    async def known(self, tenant: str, key: str, digest: str) -> Job | None:
+    async def known(self, tenant: str, key: str, digest: str) -> JobRecord | None:
         """The job that the same request made before, once that is certain. Raises what it raised, or `KeyReused`."""
         if (tenant, key) not in self._checking:
             return await asyncio.to_thread(self._records.job_of_key, tenant, key, digest)
@@ -70,7 +70,7 @@ class Admission:
             raise KeyReused("this Idempotency-Key stands for another request: take a new one")
         return await asyncio.shield(task)
 
-    async def admit(self, wanted: Wanted) -> Job:
+    async def admit(self, wanted: JobRequest) -> JobRecord:
         """Once begun, let it come to its end. Raises what is wrong with it, or that there is no room.
 
         A request that comes again while it is checked gets the answer of the first.
@@ -90,7 +90,7 @@ class Admission:
         """Adapters to come: of jobs that have not ended, paused ones too, and of those that are being made."""
         return self._records.count_open(tenant) + self._coming[tenant]
 
-    async def _admit(self, wanted: Wanted) -> Job:
+    async def _admit(self, wanted: JobRequest) -> JobRecord:
         if wanted.key is not None:  # it may have been made since somebody looked
             known = await asyncio.to_thread(self._records.job_of_key, wanted.tenant, wanted.key, wanted.digest)
             if known is not None:
@@ -105,14 +105,14 @@ class Admission:
         self._supervisor.wake()
         return job
 
-    async def _make(self, wanted: Wanted) -> Job:
+    async def _make(self, wanted: JobRequest) -> JobRecord:
         id, name = await asyncio.to_thread(self._named, wanted)
         seed = secrets.randbelow(1 << 31) if wanted.seed is None else wanted.seed
         asked = {**wanted.said, "seed": seed, "wishes": asdict(wanted.wishes)}
         try:
             size = await asyncio.to_thread(self._preparer.take, id, wanted.sources)
             decided = await self._decided(id, wanted, seed) if size <= AT_ONCE else None
-            state = State.VALIDATING if decided is None else State.QUEUED
+            state = JobState.VALIDATING if decided is None else JobState.QUEUED
             job = await asyncio.to_thread(
                 lambda: self._records.add_job(
                     *(id, wanted.tenant, wanted.owner, name, state, asked, decided), key=wanted.key, digest=wanted.digest
@@ -129,7 +129,7 @@ class Admission:
             self._preparer.release(id)
         return job
 
-    def _named(self, wanted: Wanted) -> tuple[str, str]:
+    def _named(self, wanted: JobRequest) -> tuple[str, str]:
         """An id, and with it a name that no adapter of the owner's has, nor will have by another job."""
         suffix = wanted.said["suffix"]
         while True:
@@ -138,7 +138,7 @@ class Admission:
             if not self._shelf.has(wanted.owner, name) and not self._records.jobs_named(wanted.owner, name):
                 return id, name
 
-    async def _decided(self, id: str, wanted: Wanted, seed: int) -> dict[str, Any] | None:
+    async def _decided(self, id: str, wanted: JobRequest, seed: int) -> dict[str, Any] | None:
         """Its plan; None if that takes long."""
         try:
             found = await self._preparer.prepare(id, wanted.tenant, wanted.wishes, seed, large=False)
@@ -147,9 +147,9 @@ class Admission:
         await asyncio.to_thread(self._supervisor.check_tokens, wanted.tenant, found.plan.tokens)
         return found.plan.to_json()
 
-    def _check_room(self, wanted: Wanted, coming: int) -> None:
+    def _check_room(self, wanted: JobRequest, coming: int) -> None:
         """`coming`: jobs that are being made, this one among them."""
-        reading = self._records.count(wanted.tenant)[State.VALIDATING]
+        reading = self._records.count(wanted.tenant)[JobState.VALIDATING]
         if reading >= _READ_AT_ONCE:
             raise TooManyRequests(f"{reading} jobs of yours are validating_files. Try again later", retry_s=60)
         begun = self._records.count_open(wanted.tenant) + coming - 1

@@ -21,9 +21,9 @@ from symbiosis.errors import NoTokenizer
 from symbiosis.jobs import jsonl, plan, tokenized_dataset
 from symbiosis.jobs.atomic_files import to_disk, told
 from symbiosis.jobs.errors import BadTrainingFile, UnknownFile, WrongState
-from symbiosis.jobs.fair_lock import Turn
-from symbiosis.jobs.layout import Folder
-from symbiosis.jobs.plan import Plan, Wishes
+from symbiosis.jobs.fair_lock import FairLock
+from symbiosis.jobs.layout import JobsLayout
+from symbiosis.jobs.plan import Hyperparameters, TrainingPlan
 from symbiosis.jobs.queue import JobLimits
 
 AT_ONCE = 1 << 20
@@ -36,19 +36,19 @@ FIELDS = ("training_file", "validation_file")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    plan: Plan
-    files: dict[str, tokenized_dataset.Prepared]
+class PreparedData:
+    plan: TrainingPlan
+    files: dict[str, tokenized_dataset.TokenizedDataset]
 
 
-class Preparer:
+class DataPreparer:
     """Two threads, each with a tokenizer of its own: small files do not wait for large ones. Of these, tenants take turns."""
 
-    def __init__(self, tokenizer: Any, longest: int, folder: Folder, limits: JobLimits) -> None:
+    def __init__(self, tokenizer: Any, longest: int, folder: JobsLayout, limits: JobLimits) -> None:
         self._longest, self._folder, self._limits = longest, folder, limits
         self._tokenizers = [copy.deepcopy(tokenizer) for _ in range(2)]
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix="symbiosis-data") for _ in range(2)]
-        self._turn = Turn()
+        self._turn = FairLock()
         self._given_up: dict[str, threading.Event] = {}  # by job that is being read, or waits for that
 
     def take(self, job: str, sources: dict[str, Path]) -> int:
@@ -64,7 +64,7 @@ class Preparer:
                 to_disk(each)
             return sum(self._source(job, field).stat().st_size for field in sources)
 
-    async def prepare(self, job: str, tenant: str, wishes: Wishes, seed: int, *, large: bool) -> Found:
+    async def prepare(self, job: str, tenant: str, wishes: Hyperparameters, seed: int, *, large: bool) -> PreparedData:
         """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`; if it is not to be `large`, but takes long, `TimeoutError`.
 
         `WrongState` once the job was given up.
@@ -85,7 +85,9 @@ class Preparer:
         if job in self._given_up:
             self._given_up[job].set()
 
-    def _prepare(self, tokenizer: Any, job: str, wishes: Wishes, seed: int, large: bool, given_up: threading.Event) -> Found:
+    def _prepare(
+        self, tokenizer: Any, job: str, wishes: Hyperparameters, seed: int, large: bool, given_up: threading.Event
+    ) -> PreparedData:
         until = time.monotonic() + (_LARGE_S if large else _AT_ONCE_S)
 
         def check() -> None:
@@ -98,7 +100,7 @@ class Preparer:
             most = f"{_LARGE_S / 60:.0f} minutes"
             raise BadTrainingFile(f"reading it takes longer than {most}: split it, or its longest chats", field=field)
 
-        allowed, found = plan.length(wishes, self._longest), dict[str, tokenized_dataset.Prepared]()
+        allowed, found = plan.length(wishes, self._longest), dict[str, tokenized_dataset.TokenizedDataset]()
         for field in FIELDS:
             source = self._source(job, field)
             if not source.exists():
@@ -114,7 +116,7 @@ class Preparer:
                 check=check,
             )
             made = tokenized_dataset.write(self._folder.data(job, field), examples)
-            found[field] = tokenized_dataset.Prepared(made.examples, made.tokens, cut)
+            found[field] = tokenized_dataset.TokenizedDataset(made.examples, made.tokens, cut)
         count = found["training_file"].examples
         decided = plan.make(
             wishes,
@@ -125,7 +127,7 @@ class Preparer:
             seed=seed,
             max_steps=self._limits.steps,
         )
-        return Found(decided, found)
+        return PreparedData(decided, found)
 
     def release(self, job: str) -> None:
         """The plan is recorded: the text is not needed any more."""

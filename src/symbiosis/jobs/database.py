@@ -18,8 +18,8 @@ from typing import Any
 
 from symbiosis.errors import SymbiosisError
 from symbiosis.jobs.errors import KeyReused, StorageFull, UnknownFile, UnknownJob
-from symbiosis.jobs.queue import Waiting
-from symbiosis.jobs.states import Change, State, after
+from symbiosis.jobs.queue import QueuedJob
+from symbiosis.jobs.states import JobState, StateChange, after
 
 VERSION = 1
 _SCHEMA = """
@@ -50,7 +50,7 @@ CREATE INDEX keys_of ON keys (job);
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class FileRecord:
     number: int
     id: str
     tenant: str
@@ -60,13 +60,13 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobRecord:
     number: int
     id: str
     tenant: str
     owner: str | None
     """Whose adapter it will be; None: everybody's."""
-    state: State
+    state: JobState
     epoch: int
     """How often it was started."""
     name: str
@@ -86,7 +86,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class EventRecord:
     number: int
     created_at: int
     level: str
@@ -97,7 +97,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointRecord:
     number: int
     step: int
     folder: str | None
@@ -108,28 +108,30 @@ class Checkpoint:
     created_at: int
 
 
-_JOB, _FILE, _EVENT, _CHECKPOINT = (", ".join(kind.__slots__) for kind in (Job, File, Event, Checkpoint))
+_JOB, _FILE, _EVENT, _CHECKPOINT = (
+    ", ".join(kind.__slots__) for kind in (JobRecord, FileRecord, EventRecord, CheckpointRecord)
+)
 
 
-def _job(row: Sequence[Any]) -> Job:
-    made = dict(zip(Job.__slots__, row, strict=True))
-    made["state"] = State(made["state"])
+def _job(row: Sequence[Any]) -> JobRecord:
+    made = dict(zip(JobRecord.__slots__, row, strict=True))
+    made["state"] = JobState(made["state"])
     for name in ("asked", "plan", "figures", "error"):
         made[name] = None if made[name] is None else json.loads(made[name])
-    return Job(**made)
+    return JobRecord(**made)
 
 
-def _event(row: Sequence[Any]) -> Event:
+def _event(row: Sequence[Any]) -> EventRecord:
     *columns, data = row
-    return Event(**dict(zip(Event.__slots__, (*columns, json.loads(data)), strict=True)))
+    return EventRecord(**dict(zip(EventRecord.__slots__, (*columns, json.loads(data)), strict=True)))
 
 
-def _checkpoint(row: Sequence[Any]) -> Checkpoint:
-    made = dict(zip(Checkpoint.__slots__, row, strict=True))
-    return Checkpoint(**{**made, "metrics": json.loads(made["metrics"])})
+def _checkpoint(row: Sequence[Any]) -> CheckpointRecord:
+    made = dict(zip(CheckpointRecord.__slots__, row, strict=True))
+    return CheckpointRecord(**{**made, "metrics": json.loads(made["metrics"])})
 
 
-class Records:
+class Database:
     """One for a server. Any thread may use it; each method is a transaction, or part of the one around it."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -181,7 +183,7 @@ class Records:
 
     # Files
 
-    def add_file(self, id: str, tenant: str, filename: str, size: int) -> File:
+    def add_file(self, id: str, tenant: str, filename: str, size: int) -> FileRecord:
         with self.transaction():
             self._db.execute(
                 "INSERT INTO files (id, tenant, filename, bytes, created_at) VALUES (?, ?, ?, ?, ?)",
@@ -189,21 +191,21 @@ class Records:
             )
             return self.file(id, tenant)
 
-    def file(self, id: str, tenant: str) -> File:
+    def file(self, id: str, tenant: str) -> FileRecord:
         """Raises `UnknownFile`, also for another's."""
         found = self._all(f"SELECT {_FILE} FROM files WHERE id=? AND tenant=?", id, tenant)  # noqa: S608 - columns of ours
         if not found:
             raise UnknownFile(f"there is no file {id!r:.80} of yours")
-        return File(*found[0])
+        return FileRecord(*found[0])
 
-    def files(self, tenant: str, *, after: str | None, limit: int, oldest_first: bool = False) -> list[File]:
+    def files(self, tenant: str, *, after: str | None, limit: int, oldest_first: bool = False) -> list[FileRecord]:
         """Raises `UnknownFile` if there is no `after`."""
         sign, way = (">", "ASC") if oldest_first else ("<", "DESC")
         where, values = "tenant=?", [tenant]
         if after is not None:
             where, values = f"{where} AND number {sign} ?", [*values, self.file(after, tenant).number]  # type: ignore[list-item]
         sql = f"SELECT {_FILE} FROM files WHERE {where} ORDER BY number {way} LIMIT ?"  # noqa: S608 - all parts are ours
-        return [File(*row) for row in self._all(sql, *values, limit)]
+        return [FileRecord(*row) for row in self._all(sql, *values, limit)]
 
     def files_taken(self, tenant: str) -> tuple[int, int]:
         """How many a tenant has, and their bytes."""
@@ -230,13 +232,13 @@ class Records:
         tenant: str,
         owner: str | None,
         name: str,
-        state: State,
+        state: JobState,
         asked: dict[str, Any],
         plan: dict[str, Any] | None,
         *,
         key: str | None = None,
         digest: str = "",
-    ) -> Job:
+    ) -> JobRecord:
         """With a key that was there before: that key's job, and nothing is added. Raises `KeyReused`."""
         with self.transaction():
             if key is not None:
@@ -253,7 +255,7 @@ class Records:
             self.add_event(id, "created", f"Created fine-tuning job: {id}")
             return self.job(id)
 
-    def job_of_key(self, tenant: str, key: str, digest: str) -> Job | None:
+    def job_of_key(self, tenant: str, key: str, digest: str) -> JobRecord | None:
         """Raises `KeyReused`."""
         found = self._all("SELECT digest, job FROM keys WHERE tenant=? AND key=?", tenant, key)
         if not found:
@@ -262,19 +264,19 @@ class Records:
             raise KeyReused("this Idempotency-Key stood for another request: take a new one")
         return self.job(found[0][1])
 
-    def job(self, id: str, tenant: str | None = None) -> Job:
+    def job(self, id: str, tenant: str | None = None) -> JobRecord:
         """Raises `UnknownJob`; with a tenant, also for another's."""
         found = self._all(f"SELECT {_JOB} FROM jobs WHERE id=?", id)  # noqa: S608 - columns of ours
         if not found or (tenant is not None and found[0][2] != tenant):
             raise UnknownJob(f"there is no fine-tuning job {id!r:.80} of yours")
         return _job(found[0])
 
-    def jobs_named(self, owner: str | None, *names: str) -> list[Job]:
+    def jobs_named(self, owner: str | None, *names: str) -> list[JobRecord]:
         """All that give an adapter of this owner one of these names, whatever has become of them."""
         where = f"owner IS ? AND name IN ({', '.join('?' * len(names))})"
         return [_job(row) for row in self._all(f"SELECT {_JOB} FROM jobs WHERE {where}", owner, *names)]  # noqa: S608
 
-    def jobs(self, tenant: str | None, *, after: str | None, limit: int) -> list[Job]:
+    def jobs(self, tenant: str | None, *, after: str | None, limit: int) -> list[JobRecord]:
         """Newest first; of all tenants if None. Raises `UnknownJob` if there is no `after`."""
         where, values = ("1", []) if tenant is None else ("tenant=?", [tenant])
         if after is not None:
@@ -282,22 +284,22 @@ class Records:
         sql = f"SELECT {_JOB} FROM jobs WHERE {where} ORDER BY number DESC LIMIT ?"  # noqa: S608 - all parts are ours
         return [_job(row) for row in self._all(sql, *values, limit)]
 
-    def jobs_in(self, *states: State) -> list[Job]:
+    def jobs_in(self, *states: JobState) -> list[JobRecord]:
         """Oldest first."""
         marks = ", ".join("?" * len(states))
         sql = f"SELECT {_JOB} FROM jobs WHERE state IN ({marks}) ORDER BY number"  # noqa: S608 - marks only
         return [_job(row) for row in self._all(sql, *(state.value for state in states))]
 
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[QueuedJob]:
         """Oldest first."""
         sql = "SELECT id, tenant FROM jobs WHERE state=? ORDER BY number"
-        return [Waiting(*row) for row in self._all(sql, State.QUEUED.value)]
+        return [QueuedJob(*row) for row in self._all(sql, JobState.QUEUED.value)]
 
-    def count(self, tenant: str | None = None) -> dict[State, int]:
+    def count(self, tenant: str | None = None) -> dict[JobState, int]:
         """Jobs by state; of all tenants if None."""
         where, values = ("1", []) if tenant is None else ("tenant=?", [tenant])
         found = dict(self._all(f"SELECT state, COUNT(*) FROM jobs WHERE {where} GROUP BY state", *values))  # noqa: S608
-        return {state: found.get(state.value, 0) for state in State}
+        return {state: found.get(state.value, 0) for state in JobState}
 
     def count_open(self, tenant: str) -> int:
         """Jobs of a tenant that have not ended."""
@@ -305,14 +307,14 @@ class Records:
 
     def open_tokens(self, tenant: str) -> int:
         """Of the data of a tenant's jobs that have not ended."""
-        open_states = [state.value for state in State if not state.is_end]
+        open_states = [state.value for state in JobState if not state.is_end]
         where = f"tenant=? AND state IN ({', '.join('?' * len(open_states))})"
         sql = f"SELECT COALESCE(SUM(json_extract(plan, '$.tokens')), 0) FROM jobs WHERE {where}"  # noqa: S608 - marks only
         return int(self._all(sql, tenant, *open_states)[0][0])
 
     def forget_old(self, tenant: str, jobs: int, steps: int, *, but: Collection[str] = ()) -> None:
         """Of a tenant's jobs that have ended, keep the newest that are so many and have done so many steps together."""
-        ended = ", ".join(f"'{state.value}'" for state in State if state.is_end)
+        ended = ", ".join(f"'{state.value}'" for state in JobState if state.is_end)
         sql = f"""SELECT number, id FROM (
             SELECT number, id, COUNT(*) OVER newer AS jobs, SUM(step) OVER newer AS steps FROM jobs
             WHERE tenant=? AND state IN ({ended}) WINDOW newer AS (ORDER BY number DESC)) WHERE jobs > ? OR steps > ?"""  # noqa: S608
@@ -323,14 +325,14 @@ class Records:
             self._db.executemany("DELETE FROM keys WHERE job=(SELECT id FROM jobs WHERE number=?)", old)
             self._db.executemany("DELETE FROM jobs WHERE number=?", old)
 
-    def change(self, id: str, change: Change, *, epoch: int | None = None, **values: Any) -> Job:
+    def change(self, id: str, change: StateChange, *, epoch: int | None = None, **values: Any) -> JobRecord:
         """Raises `WrongState`, also if the job has been started again since `epoch`; `values` are columns."""
         with self.transaction():
             job = self.job(id)
             state = after(job.state, change)
             if epoch is not None and epoch != job.epoch:
-                after(State.CANCELLED, change)  # that start is over: nothing more can happen to it
-            if change is Change.BEGIN:
+                after(JobState.CANCELLED, change)  # that start is over: nothing more can happen to it
+            if change is StateChange.BEGIN:
                 values["epoch"] = job.epoch + 1
                 values["began_at"] = job.began_at or self._now()
             if state.is_end:
@@ -364,7 +366,7 @@ class Records:
                 (self._now(), level, kind, message, step, json.dumps(data or {}), job),
             )
 
-    def forget_after(self, job: Job, step: int) -> None:
+    def forget_after(self, job: JobRecord, step: int) -> None:
         """Steps that will be done again."""
         with self.transaction():
             self._db.execute("DELETE FROM events WHERE job=? AND step > ?", (job.number, step))
@@ -374,13 +376,13 @@ class Records:
             )
             self.set(job.id, step=step, tokens=int(tokens[0][0]))
 
-    def events(self, job: Job, *, after: int | None, limit: int) -> list[Event]:
+    def events(self, job: JobRecord, *, after: int | None, limit: int) -> list[EventRecord]:
         """Newest first."""
         sql = f"SELECT {_EVENT} FROM events WHERE job=? AND number < ? ORDER BY number DESC LIMIT ?"  # noqa: S608 - columns of ours
         return [_event(row) for row in self._all(sql, job.number, _bound(after), limit)]
 
     def add_checkpoint(
-        self, job: Job, step: int, folder: str, hash: str | None, serves: str | None, metrics: dict[str, Any]
+        self, job: JobRecord, step: int, folder: str, hash: str | None, serves: str | None, metrics: dict[str, Any]
     ) -> bool:
         """False if it was there: what was not known of it is added."""
         with self.transaction():
@@ -393,16 +395,16 @@ class Records:
             )
             return not known
 
-    def set_served(self, job: Job, step: int, name: str) -> None:
+    def set_served(self, job: JobRecord, step: int, name: str) -> None:
         with self.transaction():
             self._db.execute("UPDATE checkpoints SET serves=? WHERE job=? AND step=?", (name, job.number, step))
 
-    def forget_served(self, job: Job, *, before: int | None = None) -> None:
+    def forget_served(self, job: JobRecord, *, before: int | None = None) -> None:
         """Nobody gets checkpoints before this step any more; None: any."""
         with self.transaction():
             self._db.execute("UPDATE checkpoints SET serves=NULL WHERE job=? AND step < ?", (job.number, _bound(before)))
 
-    def drop_folders(self, job: Job, *, before: int) -> list[str]:
+    def drop_folders(self, job: JobRecord, *, before: int) -> list[str]:
         """Of checkpoints before a step: they are forgotten here, and to be removed."""
         with self.transaction():
             where = "job=? AND step < ? AND folder IS NOT NULL"
@@ -410,12 +412,12 @@ class Records:
             self._db.execute(f"UPDATE checkpoints SET folder=NULL WHERE {where}", (job.number, before))  # noqa: S608
             return found
 
-    def checkpoints(self, job: Job, *, after: int | None, limit: int) -> list[Checkpoint]:
+    def checkpoints(self, job: JobRecord, *, after: int | None, limit: int) -> list[CheckpointRecord]:
         """Newest first."""
         sql = f"SELECT {_CHECKPOINT} FROM checkpoints WHERE job=? AND number < ? ORDER BY number DESC LIMIT ?"  # noqa: S608
         return [_checkpoint(row) for row in self._all(sql, job.number, _bound(after), limit)]
 
-    def last_checkpoint(self, job: Job) -> Checkpoint | None:
+    def last_checkpoint(self, job: JobRecord) -> CheckpointRecord | None:
         """The one to go on from."""
         sql = f"SELECT {_CHECKPOINT} FROM checkpoints WHERE job=? AND folder IS NOT NULL ORDER BY step DESC LIMIT 1"  # noqa: S608
         found = self._all(sql, job.number)

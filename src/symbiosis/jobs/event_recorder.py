@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from symbiosis.adapters.names import owner_and_name
-from symbiosis.common.throughput import Rate
+from symbiosis.common.throughput import Throughput
 from symbiosis.errors import SymbiosisError
-from symbiosis.jobs.database import Job, Records
-from symbiosis.jobs.states import Change, State
+from symbiosis.jobs.database import Database, JobRecord
+from symbiosis.jobs.states import JobState, StateChange
 
 _ENDS = ("trained", "stopped", "failed")
 _NO_ROOM = ("too_many_requests", "closed", "engine_lost")
@@ -22,7 +22,7 @@ Said = dict[str, Any]
 Count = Callable[[str, int, int], None]
 
 
-class Shelf(Protocol):
+class AdapterShelf(Protocol):
     """Where finished adapters are kept."""
 
     def place(self, tag: str) -> Path:
@@ -47,7 +47,7 @@ class Shelf(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Last:
+class LastEvent:
     step: int
     name: str
     """Of the adapter it became."""
@@ -57,19 +57,19 @@ class Last:
 
 
 @dataclass(slots=True)
-class Try:
+class JobRun:
     """A job at the engine."""
 
     job: str
     tenant: str
     epoch: int
     final: Path
-    steps: Rate | None = None
+    steps: Throughput | None = None
     """Since it began."""
-    tokens: Rate | None = None
+    tokens: Throughput | None = None
     yields: bool = False
     """Whether it was told to make room for another's."""
-    last: Last | None = None
+    last: LastEvent | None = None
     """If it failed: its last good checkpoint, which is served."""
     rests: bool = False
     """It ended since the engine had no room: not to be started again at once."""
@@ -77,19 +77,19 @@ class Try:
     """Folders of checkpoints that nobody needs once what was said is recorded."""
 
 
-class Notes:
+class EventRecorder:
     """Any thread may use it. `count` hears of steps: a tenant, how many, and their tokens."""
 
     def __init__(
         self,
-        records: Records,
-        shelf: Shelf,
+        records: Database,
+        shelf: AdapterShelf,
         count: Count = lambda tenant, steps, tokens: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._records, self._shelf, self._count, self._clock = records, shelf, count, clock
 
-    def take(self, trial: Try, events: list[Said]) -> Job:
+    def take(self, trial: JobRun, events: list[Said]) -> JobRecord:
         """Raises `StorageFull`; then nothing of it was recorded."""
         trial.left.clear()
         with self._records.transaction():
@@ -103,7 +103,7 @@ class Notes:
             self._count(trial.tenant, len(steps), sum(step["tokens"] for step in steps))
         return job
 
-    def _note(self, job: Job, trial: Try, event: Said) -> None:
+    def _note(self, job: JobRecord, trial: JobRun, event: Said) -> None:
         if "refused" in event:
             self._failure(job, trial, event["refused"])
             return
@@ -112,7 +112,7 @@ class Notes:
             return
         if kind == "begun":
             self._records.set(job.id, steps=body["steps"])
-            trial.steps, trial.tokens = Rate(self._clock()), Rate(self._clock())
+            trial.steps, trial.tokens = Throughput(self._clock()), Throughput(self._clock())
         elif kind == "step":
             self._step(job, trial, body)
         elif kind == "validation":
@@ -125,22 +125,22 @@ class Notes:
         elif kind == "stopped":
             if body["folder"] is not None:
                 self._checkpoint(job, trial, body["step"], body["folder"], None, None)
-            if job.state is State.RUNNING:
-                self._records.change(job.id, Change.INTERRUPT, epoch=trial.epoch)
+            if job.state is JobState.RUNNING:
+                self._records.change(job.id, StateChange.INTERRUPT, epoch=trial.epoch)
         elif kind == "failed":
             if body["checkpoint"] is not None:
                 self._checkpoint(job, trial, step_of(body["checkpoint"]), body["checkpoint"], None, None)
             self._failure(job, trial, body)
         elif kind == "trained":
             self._shelf.keep(job.owner, job.name, Path(body["folder"]))
-            self._records.change(job.id, Change.SUCCEED, epoch=trial.epoch, hash=body["hash"], step=body["step"])
+            self._records.change(job.id, StateChange.SUCCEED, epoch=trial.epoch, hash=body["hash"], step=body["step"])
             if trial.tokens is not None and trial.tokens.mean:
                 self._records.set(job.id, figures={**job.figures, "tokens_per_s": trial.tokens.mean})
             self._records.forget_served(job, before=body["step"])
             self._records.add_event(job.id, "message", f"New fine-tuned model created: {job.name}")
             self._records.add_event(job.id, "message", "The job has successfully completed")
 
-    def _step(self, job: Job, trial: Try, body: Said) -> None:
+    def _step(self, job: JobRecord, trial: JobRun, body: Said) -> None:
         now = self._clock()
         finish = None
         if trial.steps is not None and trial.tokens is not None:
@@ -164,7 +164,7 @@ class Notes:
             figures={**job.figures, **figures, "finish_at": finish},
         )
 
-    def _checkpoint(self, job: Job, trial: Try, step: int, folder: str, hash: str | None, serves: str | None) -> None:
+    def _checkpoint(self, job: JobRecord, trial: JobRun, step: int, folder: str, hash: str | None, serves: str | None) -> None:
         metrics: Said = {"step": step}
         metrics |= {key: job.figures[key] for key in ("train_loss", "valid_loss") if key in job.figures}
         name = None if serves is None else owner_and_name(serves)[1]
@@ -174,7 +174,7 @@ class Notes:
             self._records.forget_served(job, before=step)
         trial.left += self._records.drop_folders(job, before=step)
 
-    def _failure(self, job: Job, trial: Try, body: Said) -> None:
+    def _failure(self, job: JobRecord, trial: JobRun, body: Said) -> None:
         if job.state.is_end:
             return
         if body["code"] not in _NO_ROOM:
@@ -182,14 +182,14 @@ class Notes:
             self.fail(job.id, {"code": body["code"], "message": said, "param": body.get("field") or None})
             if trial.last is not None:
                 self._records.set_served(job, trial.last.step, trial.last.name)
-        elif job.state is State.RUNNING:
-            self._records.change(job.id, Change.INTERRUPT, epoch=trial.epoch)
+        elif job.state is JobState.RUNNING:
+            self._records.change(job.id, StateChange.INTERRUPT, epoch=trial.epoch)
             trial.rests = True
 
     def fail(self, id: str, error: Said) -> None:
         """Raises `WrongState` if it has ended."""
         with self._records.transaction():
-            job = self._records.change(id, Change.FAIL, error=error)
+            job = self._records.change(id, StateChange.FAIL, error=error)
             self._records.forget_served(job)
             self._records.add_event(id, "message", error["message"], level="error", data={"code": error["code"]})
 

@@ -23,17 +23,17 @@ _ENOUGH = 1000
 """Faults, after which no more are looked for."""
 
 
-class Kind(StrEnum):
+class LineKind(StrEnum):
     CHAT = "messages"
     TEXT = "text"
     PAIR = "prompt"
 
 
-_FIELDS = {Kind.CHAT: {"messages"}, Kind.TEXT: {"text"}, Kind.PAIR: {"prompt", "completion"}}
+_FIELDS = {LineKind.CHAT: {"messages"}, LineKind.TEXT: {"text"}, LineKind.PAIR: {"prompt", "completion"}}
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatTurn:
     role: str
     content: str
     learnt: bool
@@ -44,21 +44,21 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class JsonlSample:
     """One line."""
 
     line: int
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatTurn, ...] = ()
     text: str = ""
     prompt: str = ""
     completion: str = ""
 
     @property
-    def kind(self) -> Kind:
-        return Kind.CHAT if self.messages else Kind.TEXT if self.text else Kind.PAIR
+    def kind(self) -> LineKind:
+        return LineKind.CHAT if self.messages else LineKind.TEXT if self.text else LineKind.PAIR
 
 
-class Faults:
+class LineErrors:
     """Gathers what is wrong with lines."""
 
     def __init__(self, field: str) -> None:
@@ -85,9 +85,9 @@ class _BadLine(ValueError):
     pass
 
 
-def read(path: Path, *, field: str, max_examples: int, check: Callable[[], None] = lambda: None) -> list[Sample]:
+def read(path: Path, *, field: str, max_examples: int, check: Callable[[], None] = lambda: None) -> list[JsonlSample]:
     """All of a file. Raises `BadTrainingFile`, or what `check` raises between two lines."""
-    faults, samples, kind = Faults(field), list[Sample](), None
+    faults, samples, kind = LineErrors(field), list[JsonlSample](), None
     for number, raw in _lines(path):
         check()
         if raw is None:
@@ -127,7 +127,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
             yield number, None if len(piece) > MAX_LINE else piece
 
 
-def parse(number: int, raw: bytes) -> Sample:
+def parse(number: int, raw: bytes) -> JsonlSample:
     """Raises `ValueError` with what is wrong."""
     row = _json(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
     if not isinstance(row, dict) or set(row) not in _FIELDS.values():
@@ -137,10 +137,10 @@ def parse(number: int, raw: bytes) -> Sample:
             f"{found or 'an empty one'}"
         )
     if "messages" in row:
-        return Sample(number, messages=_messages(row["messages"]))
+        return JsonlSample(number, messages=_messages(row["messages"]))
     if "text" in row:
-        return Sample(number, text=_text(row["text"], "'text'"))
-    return Sample(number, prompt=_text(row["prompt"], "'prompt'"), completion=_text(row["completion"], "'completion'"))
+        return JsonlSample(number, text=_text(row["text"], "'text'"))
+    return JsonlSample(number, prompt=_text(row["prompt"], "'prompt'"), completion=_text(row["completion"], "'completion'"))
 
 
 def _json(raw: bytes) -> Any:
@@ -169,7 +169,7 @@ def _no_number(name: str) -> NoReturn:
     raise _BadLine(f"has {name}, which is no number of JSON")
 
 
-def _messages(value: Any) -> tuple[Message, ...]:
+def _messages(value: Any) -> tuple[ChatTurn, ...]:
     if not isinstance(value, list) or not value:
         raise _BadLine("'messages' must be a list that is not empty")
     if len(value) > MAX_MESSAGES:
@@ -180,7 +180,7 @@ def _messages(value: Any) -> tuple[Message, ...]:
     return messages
 
 
-def _message(number: int, value: Any) -> Message:
+def _message(number: int, value: Any) -> ChatTurn:
     where = f"message {number}"
     if not isinstance(value, dict) or not {"role", "content"} <= set(value) <= {"role", "content", "weight"}:
         found = ", ".join(f"{key!r:.40}" for key in list(value)[:6]) if isinstance(value, dict) else type(value).__name__
@@ -191,7 +191,7 @@ def _message(number: int, value: Any) -> Message:
     if "weight" in value and (value["role"] != "assistant" or isinstance(weight, bool) or weight not in (0, 1)):
         raise _BadLine(f"{where} has the weight {weight!r:.40}: only the assistant's have one, and it is 0 or 1")
     content = _text(value["content"], f"'content' of {where}")
-    return Message(value["role"], content, value["role"] == "assistant" and weight == 1)
+    return ChatTurn(value["role"], content, value["role"] == "assistant" and weight == 1)
 
 
 def _text(value: Any, what: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from symbiosis.jobs.atomic_files import to_disk
 
 
-class Folder:
+class JobsLayout:
     """Owned by one server; who made it holds its lock."""
 
     def __init__(self, root: Path) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from symbiosis.adapters.config import Method as PeftMethod
-from symbiosis.adapters.config import parse
-from symbiosis.adapters.files import CONFIG, Limits
+from symbiosis.adapters.config import PeftMethod, parse
+from symbiosis.adapters.files import CONFIG, FileLimits
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 from symbiosis.jobs.errors import BadPlan
 
@@ -19,7 +18,7 @@ _OFTEN = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class PlanMethod:
     """A PEFT method by a short name."""
 
     kind: PeftMethod
@@ -37,19 +36,19 @@ class Method:
 
 # the learning rates are those of `symbiosis finetune`
 METHODS = {
-    "lora": Method(PeftMethod.LORA, 1e-3),
-    "rslora": Method(PeftMethod.LORA, 1e-3, {"use_rslora": True}),
-    "dora": Method(PeftMethod.LORA, 1e-3, {"use_dora": True}),
-    "ia3": Method(PeftMethod.IA3, 2e-2),
-    "prefix": Method(PeftMethod.PREFIX_TUNING, 2e-2),
-    "prompt": Method(PeftMethod.PROMPT_TUNING, 2e-2),
-    "ptuning": Method(PeftMethod.P_TUNING, 2e-3),
+    "lora": PlanMethod(PeftMethod.LORA, 1e-3),
+    "rslora": PlanMethod(PeftMethod.LORA, 1e-3, {"use_rslora": True}),
+    "dora": PlanMethod(PeftMethod.LORA, 1e-3, {"use_dora": True}),
+    "ia3": PlanMethod(PeftMethod.IA3, 2e-2),
+    "prefix": PlanMethod(PeftMethod.PREFIX_TUNING, 2e-2),
+    "prompt": PlanMethod(PeftMethod.PROMPT_TUNING, 2e-2),
+    "ptuning": PlanMethod(PeftMethod.P_TUNING, 2e-3),
 }
 _OF_CHOICE = ("peft_method", "rank", "alpha", "targets", "virtual_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class Hyperparameters:
     """Hyper-parameters as they were asked for, within their bounds. None: "auto"."""
 
     n_epochs: float | None = None
@@ -88,7 +87,7 @@ class Length:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class TrainingPlan:
     """All of it can be said in JSON."""
 
     adapter: dict[str, Any]
@@ -106,7 +105,7 @@ class Plan:
         return asdict(self)
 
 
-def length(wishes: Wishes, longest: int) -> Length:
+def length(wishes: Hyperparameters, longest: int) -> Length:
     """What of the `longest` an example may have itself. The wishes were checked. Raises `BadPlan`."""
     virtual = int(adapter_of(wishes).get("num_virtual_tokens") or 0)
     if virtual >= longest:
@@ -124,7 +123,7 @@ def length(wishes: Wishes, longest: int) -> Length:
     return Length(max_length=most, truncate=wishes.truncate is not False)
 
 
-def check(wishes: Wishes) -> None:
+def check(wishes: Hyperparameters) -> None:
     """All that can be said without the data. Raises `BadPlan`, `BadAdapter` or `UnsupportedAdapter`."""
     if wishes.learning_rate is not None and wishes.learning_rate_multiplier is not None:
         raise BadPlan("give learning_rate or learning_rate_multiplier, not both", field="hyperparameters.learning_rate")
@@ -135,10 +134,10 @@ def check(wishes: Wishes) -> None:
     has_targets = adapter["peft_type"] in (PeftMethod.LORA, PeftMethod.IA3)
     usual: dict[str, Any] = {"target_modules": ["x"], "feedforward_modules": []} if has_targets else {}
     given = {key: value for key, value in adapter.items() if value is not None}
-    parse({**usual, **given}, Limits())
+    parse({**usual, **given}, FileLimits())
 
 
-def adapter_of(wishes: Wishes) -> dict[str, Any]:
+def adapter_of(wishes: Hyperparameters) -> dict[str, Any]:
     """The PEFT config that was asked for. Raises `BadPlan`, `BadAdapter` or `UnsupportedAdapter`."""
     if wishes.adapter is not None:
         for name in _OF_CHOICE:
@@ -174,7 +173,9 @@ def adapter_of(wishes: Wishes) -> dict[str, Any]:
     return made
 
 
-def make(wishes: Wishes, *, allowed: Length, examples: int, tokens: int, validates: bool, seed: int, max_steps: int) -> Plan:
+def make(
+    wishes: Hyperparameters, *, allowed: Length, examples: int, tokens: int, validates: bool, seed: int, max_steps: int
+) -> TrainingPlan:
     """With the data known. Raises `BadPlan`."""
     adapter = adapter_of(wishes)
     batch = wishes.batch_size or max(1, min(8, examples // 16))
@@ -214,7 +215,7 @@ def make(wishes: Wishes, *, allowed: Length, examples: int, tokens: int, validat
     every = wishes.checkpoint_every or min(_OFTEN, max(1, math.ceil(steps / 10)))
     evaluate = (wishes.evaluate_every or every) if validates else None
     serves = wishes.serve_checkpoints is True
-    return Plan(
+    return TrainingPlan(
         adapter=adapter,
         recipe=recipe,
         steps=steps,
@@ -243,7 +244,7 @@ def make(wishes: Wishes, *, allowed: Length, examples: int, tokens: int, validat
     )
 
 
-def _usual_rate(wishes: Wishes, adapter: dict[str, Any]) -> float:
+def _usual_rate(wishes: Hyperparameters, adapter: dict[str, Any]) -> float:
     if wishes.adapter is None:
         return METHODS[wishes.peft_method or "lora"].lr
     return next(method.lr for method in METHODS.values() if method.kind == adapter["peft_type"])

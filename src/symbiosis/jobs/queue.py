@@ -41,23 +41,23 @@ class JobLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedJob:
     id: str
     tenant: str
 
 
-def order(waiting: Sequence[Waiting], running: Mapping[str, int], last: Mapping[str, int]) -> list[Waiting]:
+def order(waiting: Sequence[QueuedJob], running: Mapping[str, int], last: Mapping[str, int]) -> list[QueuedJob]:
     """The order in which jobs would start if none ended and none came. `waiting` is oldest first.
 
     `last`: when a tenant's last job was started, by any growing number.
     """
-    left: dict[str, deque[Waiting]] = {}
+    left: dict[str, deque[QueuedJob]] = {}
     for each in waiting:
         left.setdefault(each.tenant, deque()).append(each)
     now = max(last.values(), default=0)
     heap = [(running.get(tenant, 0), last.get(tenant, -1), tenant) for tenant in left]
     heapify(heap)
-    found: list[Waiting] = []
+    found: list[QueuedJob] = []
     while heap:
         count, _, tenant = heap[0]
         found.append(left[tenant].popleft())
@@ -69,9 +69,9 @@ def order(waiting: Sequence[Waiting], running: Mapping[str, int], last: Mapping[
     return found
 
 
-def startable(ordered: Sequence[Waiting], running: Mapping[str, int], limits: JobLimits) -> list[Waiting]:
+def startable(ordered: Sequence[QueuedJob], running: Mapping[str, int], limits: JobLimits) -> list[QueuedJob]:
     """Those that may start now."""
-    counts, found = Counter(running), list[Waiting]()
+    counts, found = Counter(running), list[QueuedJob]()
     for each in ordered:
         if counts.total() < limits.running and counts[each.tenant] < limits.tenant_running:
             counts[each.tenant] += 1
@@ -79,7 +79,9 @@ def startable(ordered: Sequence[Waiting], running: Mapping[str, int], limits: Jo
     return found
 
 
-def crowded(waiting: Sequence[Waiting], running: Mapping[str, int], leaving: Mapping[str, int], limits: JobLimits) -> list[str]:
+def crowded(
+    waiting: Sequence[QueuedJob], running: Mapping[str, int], leaving: Mapping[str, int], limits: JobLimits
+) -> list[str]:
     """Tenants that are to give up a place each, of several they have, for those who wait and have none.
 
     `leaving`: how many of their running jobs were told to go already.

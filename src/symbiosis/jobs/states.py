@@ -7,7 +7,7 @@ from enum import StrEnum
 from symbiosis.jobs.errors import WrongState
 
 
-class State(StrEnum):
+class JobState(StrEnum):
     VALIDATING = "validating_files"
     QUEUED = "queued"
     RUNNING = "running"
@@ -18,10 +18,10 @@ class State(StrEnum):
 
     @property
     def is_end(self) -> bool:
-        return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
-class Change(StrEnum):
+class StateChange(StrEnum):
     """What happens to a job; the words stand in errors."""
 
     VALIDATE = "validated"
@@ -35,20 +35,23 @@ class Change(StrEnum):
     FAIL = "failed"
 
 
-_NEXT: dict[Change, tuple[State, frozenset[State]]] = {
-    Change.VALIDATE: (State.QUEUED, frozenset({State.VALIDATING})),
-    Change.BEGIN: (State.RUNNING, frozenset({State.QUEUED})),
-    Change.INTERRUPT: (State.QUEUED, frozenset({State.RUNNING})),
-    Change.PAUSE: (State.PAUSED, frozenset({State.QUEUED, State.RUNNING})),
-    Change.RESUME: (State.QUEUED, frozenset({State.PAUSED})),
-    Change.CANCEL: (State.CANCELLED, frozenset({State.VALIDATING, State.QUEUED, State.RUNNING, State.PAUSED})),
+_NEXT: dict[StateChange, tuple[JobState, frozenset[JobState]]] = {
+    StateChange.VALIDATE: (JobState.QUEUED, frozenset({JobState.VALIDATING})),
+    StateChange.BEGIN: (JobState.RUNNING, frozenset({JobState.QUEUED})),
+    StateChange.INTERRUPT: (JobState.QUEUED, frozenset({JobState.RUNNING})),
+    StateChange.PAUSE: (JobState.PAUSED, frozenset({JobState.QUEUED, JobState.RUNNING})),
+    StateChange.RESUME: (JobState.QUEUED, frozenset({JobState.PAUSED})),
+    StateChange.CANCEL: (
+        JobState.CANCELLED,
+        frozenset({JobState.VALIDATING, JobState.QUEUED, JobState.RUNNING, JobState.PAUSED}),
+    ),
     # the last step may be done before the engine hears of a pause, and its owner may have resumed it by then
-    Change.SUCCEED: (State.SUCCEEDED, frozenset({State.RUNNING, State.PAUSED, State.QUEUED})),
-    Change.FAIL: (State.FAILED, frozenset({State.VALIDATING, State.QUEUED, State.RUNNING, State.PAUSED})),
+    StateChange.SUCCEED: (JobState.SUCCEEDED, frozenset({JobState.RUNNING, JobState.PAUSED, JobState.QUEUED})),
+    StateChange.FAIL: (JobState.FAILED, frozenset({JobState.VALIDATING, JobState.QUEUED, JobState.RUNNING, JobState.PAUSED})),
 }
 
 
-def after(state: State, change: Change) -> State:
+def after(state: JobState, change: StateChange) -> JobState:
     """The state that a change leads to. Raises `WrongState`."""
     following, allowed = _NEXT[change]
     if state not in allowed:

@@ -23,14 +23,24 @@ from symbiosis.adapters.files import CONFIG, TENSORS
 from symbiosis.adapters.names import owned
 from symbiosis.errors import EngineLost, QuotaExceeded, SymbiosisError, UnknownAdapter
 from symbiosis.jobs.atomic_files import to_disk, told
-from symbiosis.jobs.data_preparation import Preparer
-from symbiosis.jobs.database import Checkpoint, Job, Records
+from symbiosis.jobs.data_preparation import DataPreparer
+from symbiosis.jobs.database import CheckpointRecord, Database, JobRecord
 from symbiosis.jobs.errors import NameReserved, StorageFull, WrongState
-from symbiosis.jobs.event_recorder import Count, Last, Notes, Said, Shelf, Try, is_end, last_good, step_of
-from symbiosis.jobs.layout import Folder
-from symbiosis.jobs.plan import Wishes
+from symbiosis.jobs.event_recorder import (
+    AdapterShelf,
+    Count,
+    EventRecorder,
+    JobRun,
+    LastEvent,
+    Said,
+    is_end,
+    last_good,
+    step_of,
+)
+from symbiosis.jobs.layout import JobsLayout
+from symbiosis.jobs.plan import Hyperparameters
 from symbiosis.jobs.queue import JobLimits, crowded, order, startable
-from symbiosis.jobs.states import Change, State
+from symbiosis.jobs.states import JobState, StateChange
 
 _RETRY_S = 1.0
 _REST_S = 5.0
@@ -45,7 +55,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger("symbiosis")
 
 
-class Engine(Protocol):
+class TrainingBackend(Protocol):
     """The engine's process, as `server.remote` reaches it."""
 
     async def open(self, body: dict[str, Any], inbox: asyncio.Queue[Any] | None = None) -> tuple[str, asyncio.Queue[Any]]: ...
@@ -58,24 +68,24 @@ class Engine(Protocol):
 
 
 class Supervisor:
-    """One for a server. `count` and `clock` are those of `Notes`."""
+    """One for a server. `count` and `clock` are those of `EventRecorder`."""
 
     def __init__(
         self,
-        records: Records,
-        folder: Folder,
-        engine: Engine,
-        shelf: Shelf,
-        preparer: Preparer,
+        records: Database,
+        folder: JobsLayout,
+        engine: TrainingBackend,
+        shelf: AdapterShelf,
+        preparer: DataPreparer,
         limits: JobLimits,
         count: Count = lambda tenant, steps, tokens: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._records, self._folder, self._engine, self._shelf = records, folder, engine, shelf
         self._preparer, self._limits = preparer, limits
-        self._notes = Notes(records, shelf, count, clock)
+        self._notes = EventRecorder(records, shelf, count, clock)
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
-        self._live: dict[str, Try] = {}
+        self._live: dict[str, JobRun] = {}
         self._begun: dict[str, int] = {}  # when a tenant's last job was started
         self._numbers = itertools.count(1)
         self._resting: set[str] = set()
@@ -110,23 +120,23 @@ class Supervisor:
         """Something may be started."""
         self._inbox.put_nowait(_WAKE)
 
-    def validate(self, job: Job) -> None:
+    def validate(self, job: JobRecord) -> None:
         """Read a job's data beside everything else; then it is queued, or has failed."""
         task = asyncio.create_task(self._validate(job))
         self._validating[job.id] = task
         task.add_done_callback(lambda _: self._validating.pop(job.id, None))
 
-    async def cancel(self, id: str) -> Job:
+    async def cancel(self, id: str) -> JobRecord:
         """Raises `WrongState`."""
-        return await self._end_by_hand(id, Change.CANCEL, "The job was cancelled")
+        return await self._end_by_hand(id, StateChange.CANCEL, "The job was cancelled")
 
-    async def pause(self, id: str) -> Job:
+    async def pause(self, id: str) -> JobRecord:
         """Raises `WrongState`."""
-        return await self._end_by_hand(id, Change.PAUSE, "The job was paused")
+        return await self._end_by_hand(id, StateChange.PAUSE, "The job was paused")
 
-    async def resume(self, id: str) -> Job:
+    async def resume(self, id: str) -> JobRecord:
         """Raises `WrongState`."""
-        job = await asyncio.to_thread(self._change, id, Change.RESUME, "The job was resumed: it is queued")
+        job = await asyncio.to_thread(self._change, id, StateChange.RESUME, "The job was resumed: it is queued")
         self.wake()
         return job
 
@@ -161,8 +171,8 @@ class Supervisor:
 
     # Data
 
-    async def _validate(self, job: Job) -> None:
-        wishes = Wishes(**job.asked["wishes"])
+    async def _validate(self, job: JobRecord) -> None:
+        wishes = Hyperparameters(**job.asked["wishes"])
         try:
             seed = job.asked["seed"]
             found = await self._surely(lambda: self._preparer.prepare(job.id, job.tenant, wishes, seed, large=True))
@@ -192,15 +202,15 @@ class Supervisor:
                 f"the data has {tokens} tokens, that of your jobs that have not ended {taken}: {most} may be. Try again later"
             )
 
-    def _validated(self, job: Job, plan: dict[str, Any]) -> None:
+    def _validated(self, job: JobRecord, plan: dict[str, Any]) -> None:
         with self._records.transaction():
             self.check_tokens(job.tenant, plan["tokens"])
-            self._records.change(job.id, Change.VALIDATE, plan=plan, steps=plan["steps"])
+            self._records.change(job.id, StateChange.VALIDATE, plan=plan, steps=plan["steps"])
             self._records.add_event(job.id, "message", "Files validated, moving job to queued state")
 
     # States
 
-    def _change(self, id: str, change: Change, message: str) -> Job:
+    def _change(self, id: str, change: StateChange, message: str) -> JobRecord:
         with self._records.transaction():
             job = self._records.change(id, change)
             self._records.add_event(id, "message", message)
@@ -208,7 +218,7 @@ class Supervisor:
                 self._records.forget_served(job)
             return job
 
-    async def _end_by_hand(self, id: str, change: Change, message: str) -> Job:
+    async def _end_by_hand(self, id: str, change: StateChange, message: str) -> JobRecord:
         with self._handling(id):
             job = await asyncio.to_thread(self._change, id, change, message)
             if job.state.is_end:
@@ -233,19 +243,19 @@ class Supervisor:
 
     # Starting
 
-    def _take_up(self) -> list[Job]:
+    def _take_up(self) -> list[JobRecord]:
         """What an earlier process left. Returns the jobs whose data is to be read."""
-        for job in self._records.jobs_in(State.RUNNING):
+        for job in self._records.jobs_in(JobState.RUNNING):
             with self._records.transaction():
-                self._records.change(job.id, Change.INTERRUPT)
+                self._records.change(job.id, StateChange.INTERRUPT)
                 self._records.add_event(job.id, "message", "The server was restarted: the job is queued again", level="warn")
             self._shelf.remove(job.owner, job.name)  # if it was put there, but not recorded to have ended
-        unfinished = self._records.jobs_in(State.VALIDATING, State.QUEUED, State.PAUSED)
+        unfinished = self._records.jobs_in(JobState.VALIDATING, JobState.QUEUED, JobState.PAUSED)
         for job in unfinished:
             self._records.forget_served(job)  # the engine is another one
         self._records.forget_files(self._records.file_ids() - self._folder.file_ids())  # half deleted
         self._folder.remove_others(files=self._records.file_ids(), jobs={job.id for job in unfinished})
-        return [job for job in unfinished if job.state is State.VALIDATING]
+        return [job for job in unfinished if job.state is JobState.VALIDATING]
 
     async def _run(self) -> None:
         while True:
@@ -305,13 +315,13 @@ class Supervisor:
             await self._send(job, last)
         except (StorageFull, EngineLost):
             with suppress(WrongState):
-                await self._surely(lambda: asyncio.to_thread(self._records.change, id, Change.INTERRUPT, epoch=job.epoch))
+                await self._surely(lambda: asyncio.to_thread(self._records.change, id, StateChange.INTERRUPT, epoch=job.epoch))
             raise
         except Exception as error:  # noqa: BLE001 - this job's, and no other's
             await self._fail(id, error)
             await self._put_away(await asyncio.to_thread(self._records.job, id))
 
-    async def _send(self, job: Job, last: Checkpoint | None) -> None:
+    async def _send(self, job: JobRecord, last: CheckpointRecord | None) -> None:
         assert job.plan is not None
         final = self._shelf.place(f"{job.id}-{job.epoch}")
         validation = self._folder.data(job.id, "validation_file")
@@ -334,16 +344,16 @@ class Supervisor:
             "serve_checkpoints": job.plan["serve_checkpoints"],
         }
         key, _ = await self._engine.open(body, self._inbox)
-        self._live[key] = Try(job.id, job.tenant, job.epoch, final)
+        self._live[key] = JobRun(job.id, job.tenant, job.epoch, final)
         self._idle.clear()
         self._begun[job.tenant] = next(self._numbers)
         now = await asyncio.to_thread(self._records.job, job.id)
-        if self._closing or now.state is not State.RUNNING:  # cancelled or paused while it was sent
+        if self._closing or now.state is not JobState.RUNNING:  # cancelled or paused while it was sent
             await self._tell_stop(key, at_once=now.state.is_end)
 
-    def _noted_start(self, id: str) -> tuple[Job, Checkpoint | None]:
+    def _noted_start(self, id: str) -> tuple[JobRecord, CheckpointRecord | None]:
         with self._records.transaction():
-            job = self._records.change(id, Change.BEGIN)
+            job = self._records.change(id, StateChange.BEGIN)
             last = self._records.last_checkpoint(job)
             if last is not None and not Path(last.folder or "").is_dir():
                 last = None
@@ -353,7 +363,7 @@ class Supervisor:
                 self._records.add_event(id, "message", said)
         return job, last
 
-    def _make_place(self, job: Job, last: Checkpoint | None) -> None:
+    def _make_place(self, job: JobRecord, last: CheckpointRecord | None) -> None:
         """For checkpoints; what earlier starts left unrecorded goes. Raises `StorageFull`."""
         kept = None if last is None else Path(last.folder or "").parent
         for each in self._folder.work(job.id).glob("try-*"):
@@ -398,18 +408,18 @@ class Supervisor:
         if trial.rests:
             self._resting.add(job.id)
             asyncio.get_running_loop().call_later(_REST_S, self._rested, job.id)
-        if job.state is not State.SUCCEEDED:
+        if job.state is not JobState.SUCCEEDED:
             await asyncio.to_thread(shutil.rmtree, trial.final, ignore_errors=True)
         return True
 
-    async def _put_away(self, job: Job) -> None:
+    async def _put_away(self, job: JobRecord) -> None:
         """What the end of a job leaves to do outside of the records; after a kill, it is done at the next start.
 
         Nothing, if it has not ended; nothing more, if this was done before.
         """
         if not job.state.is_end:
             return
-        if job.state is not State.SUCCEEDED:
+        if job.state is not JobState.SUCCEEDED:
             try:
                 await self._engine.ask("unload", name=owned(job.owner, job.name))
             except UnknownAdapter:
@@ -422,12 +432,12 @@ class Supervisor:
         self._resting.discard(id)
         self.wake()
 
-    async def _serve_last(self, job: Job, checkpoint: str) -> Last | None:
+    async def _serve_last(self, job: JobRecord, checkpoint: str) -> LastEvent | None:
         """The last good checkpoint of a job that failed is an adapter like any other; None if it cannot be one."""
         if job.state.is_end:
             return None
         try:
-            last = Last(step_of(checkpoint), f"{job.name}-step-{step_of(checkpoint)}")
+            last = LastEvent(step_of(checkpoint), f"{job.name}-step-{step_of(checkpoint)}")
             folder = self._shelf.place(f"{job.id}-step-{last.step}")
             await self._surely(lambda: asyncio.to_thread(_copy, Path(checkpoint), folder))
             await self._engine.ask("load", name=owned(job.owner, last.name), folder=str(folder), replace=True)

@@ -16,19 +16,19 @@ from safetensors.numpy import save
 
 from symbiosis.jobs.atomic_files import written
 from symbiosis.jobs.errors import BadTrainingFile
-from symbiosis.jobs.jsonl import Faults, Kind, Message, Sample
+from symbiosis.jobs.jsonl import ChatTurn, JsonlSample, LineErrors, LineKind
 
 IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class TokenizedExample:
     ids: list[int]
     labels: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class TokenizedDataset:
     """What became of a file."""
 
     examples: int
@@ -38,7 +38,7 @@ class Prepared:
 
 
 def encode(
-    samples: Sequence[Sample],
+    samples: Sequence[JsonlSample],
     tokenizer: Any,
     *,
     max_length: int,
@@ -46,17 +46,17 @@ def encode(
     max_tokens: int,
     field: str,
     check: Callable[[], None] = lambda: None,
-) -> tuple[list[Example], int]:
+) -> tuple[list[TokenizedExample], int]:
     """Tokens and labels of all samples, and how many were cut off. Raises `BadTrainingFile`, or what `check` raises between.
 
     One chat whose answers cannot be told apart would be learnt differently from the others: then all tokens are
     learnt, of all chats. With weights that is refused.
     """
-    if samples[0].kind is Kind.CHAT and not getattr(tokenizer, "chat_template", None):
+    if samples[0].kind is LineKind.CHAT and not getattr(tokenizer, "chat_template", None):
         raise BadTrainingFile(
             'the model\'s tokenizer has no chat template, so it cannot read chats: give lines of {"text": …}', field=field
         )
-    faults, made, tokens = Faults(field), list[tuple[Sample, list[int], list[tuple[int, int]] | None]](), 0
+    faults, made, tokens = LineErrors(field), list[tuple[JsonlSample, list[int], list[tuple[int, int]] | None]](), 0
     cut = 0
     for sample in samples:
         check()
@@ -81,7 +81,7 @@ def encode(
         raise BadTrainingFile(
             f"line {weighted[0]}: has a weight, but this model's template does not let the answers be told apart", field=field
         )
-    examples = [Example(ids, _labels(ids, spans if only_some else [(0, len(ids))])) for _, ids, spans in made]
+    examples = [TokenizedExample(ids, _labels(ids, spans if only_some else [(0, len(ids))])) for _, ids, spans in made]
     for (sample, _, _), example in zip(made, examples, strict=True):
         # the first token is never predicted
         if all(label == IGNORED for label in example.labels[1:]):
@@ -97,13 +97,13 @@ def _labels(ids: list[int], spans: list[tuple[int, int]] | None) -> list[int]:
     return labels
 
 
-def _encoded(sample: Sample, tokenizer: Any, max_length: int) -> tuple[list[int], list[tuple[int, int]] | None]:
+def _encoded(sample: JsonlSample, tokenizer: Any, max_length: int) -> tuple[list[int], list[tuple[int, int]] | None]:
     """Its tokens, and where those to learn are; None where the template does not let that be told."""
-    if sample.kind is Kind.CHAT:
+    if sample.kind is LineKind.CHAT:
         ids = _chat(tokenizer, sample.messages)
         return ids, _answers(tokenizer, sample.messages, ids, max_length)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if sample.kind is Kind.TEXT:
+    if sample.kind is LineKind.TEXT:
         ids = [*tokenizer(sample.text)["input_ids"], *end]
         return ids, [(0, len(ids))]
     asked = list(tokenizer(sample.prompt)["input_ids"])
@@ -111,13 +111,13 @@ def _encoded(sample: Sample, tokenizer: Any, max_length: int) -> tuple[list[int]
     return ids, [(len(asked), len(ids))]
 
 
-def _chat(tokenizer: Any, messages: Sequence[Message], *, answer_next: bool = False) -> list[int]:
+def _chat(tokenizer: Any, messages: Sequence[ChatTurn], *, answer_next: bool = False) -> list[int]:
     plain = [message.plain() for message in messages]
     text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=answer_next)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _answers(tokenizer: Any, messages: Sequence[Message], whole: list[int], max_length: int) -> list[tuple[int, int]] | None:
+def _answers(tokenizer: Any, messages: Sequence[ChatTurn], whole: list[int], max_length: int) -> list[tuple[int, int]] | None:
     spans = []
     for index, message in enumerate(messages):
         if message.role != "assistant":
@@ -135,10 +135,10 @@ def _answers(tokenizer: Any, messages: Sequence[Message], whole: list[int], max_
     return spans
 
 
-def write(path: Path, examples: Sequence[Example]) -> Prepared:
+def write(path: Path, examples: Sequence[TokenizedExample]) -> TokenizedDataset:
     """The file is there whole, on the disk, or not at all. Raises `StorageFull`."""
     ends = np.cumsum([len(example.ids) for example in examples], dtype=np.int64)
     ids = np.fromiter((token for example in examples for token in example.ids), np.int32, int(ends[-1]))
     labels = np.fromiter((label for example in examples for label in example.labels), np.int32, int(ends[-1]))
     written(path, save({"ids": ids, "labels": labels, "ends": ends}))
-    return Prepared(len(examples), int(ends[-1]))
+    return TokenizedDataset(len(examples), int(ends[-1]))

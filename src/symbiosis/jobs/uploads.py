@@ -12,24 +12,24 @@ from typing import BinaryIO
 
 from symbiosis.errors import QuotaExceeded, TooLarge, TooManyRequests
 from symbiosis.jobs.atomic_files import to_disk, told
-from symbiosis.jobs.database import File, Records
+from symbiosis.jobs.database import Database, FileRecord
 from symbiosis.jobs.errors import UnknownFile
-from symbiosis.jobs.layout import Folder
+from symbiosis.jobs.layout import JobsLayout
 from symbiosis.jobs.queue import JobLimits
 
 _AT_ONCE = 4  # uploads of one tenant
 _ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e\u2066-\u2069/\\]")
 
 
-class Files:
+class Uploads:
     """One for a server."""
 
-    def __init__(self, folder: Folder, records: Records, limits: JobLimits) -> None:
+    def __init__(self, folder: JobsLayout, records: Database, limits: JobLimits) -> None:
         self._folder, self._records, self._limits = folder, records, limits
-        self._coming: list[Incoming] = []
+        self._coming: list[IncomingUpload] = []
         self._changing = threading.Lock()
 
-    def begin(self, tenant: str) -> Incoming:
+    def begin(self, tenant: str) -> IncomingUpload:
         """Raises `TooManyRequests` or `QuotaExceeded`."""
         with self._changing:
             under_way = sum(each.tenant == tenant for each in self._coming)
@@ -38,11 +38,11 @@ class Files:
             count, _ = self._records.files_taken(tenant)
             if count + under_way >= self._limits.tenant_files:
                 raise QuotaExceeded(f"{count} files are kept for you, at most {self._limits.tenant_files} may: delete one")
-            incoming = Incoming(self, self._folder.file(f"file-{secrets.token_hex(12)}"), tenant)
+            incoming = IncomingUpload(self, self._folder.file(f"file-{secrets.token_hex(12)}"), tenant)
             self._coming.append(incoming)
             return incoming
 
-    def check_room(self, incoming: Incoming) -> None:
+    def check_room(self, incoming: IncomingUpload) -> None:
         if incoming.bytes > self._limits.file_bytes:
             raise TooLarge(f"a file has {self._limits.file_bytes} bytes at most")
         _, taken = self._records.files_taken(incoming.tenant)
@@ -51,8 +51,8 @@ class Files:
         if taken > self._limits.tenant_bytes:
             raise QuotaExceeded(f"your files have more than the {self._limits.tenant_bytes} bytes that are kept: delete one")
 
-    def end(self, incoming: Incoming, filename: str | None) -> File | None:
-        kept: File | None = None
+    def end(self, incoming: IncomingUpload, filename: str | None) -> FileRecord | None:
+        kept: FileRecord | None = None
         try:
             if filename is not None:
                 kept = self._records.add_file(incoming.path.name, incoming.tenant, shown(filename), incoming.bytes)
@@ -81,10 +81,10 @@ class Files:
         self._records.remove_file(id, tenant)
 
 
-class Incoming:
+class IncomingUpload:
     """A file on its way in. Ends with `keep` or `drop`."""
 
-    def __init__(self, files: Files, path: Path, tenant: str) -> None:
+    def __init__(self, files: Uploads, path: Path, tenant: str) -> None:
         self._files, self.path, self.tenant, self.bytes = files, path, tenant, 0
         with told():
             self._file: BinaryIO = path.open("xb")
@@ -96,7 +96,7 @@ class Incoming:
         with told():
             self._file.write(piece)
 
-    def keep(self, filename: str) -> File:
+    def keep(self, filename: str) -> FileRecord:
         """It is on the disk, and recorded."""
         with told():
             self._file.flush()

@@ -31,10 +31,10 @@ _PROCESSORS = 132  # of an H200
 _MOST_SPLITS = 64
 
 
-class Pass:
+class AttentionBatch:
     """Which rows see what, on the device. Made once, used by all layers.
 
-    As `Pass(...)` it has room for so many rows that decode, one of a sequence
+    As `AttentionBatch(...)` it has room for so many rows that decode, one of a sequence
     each, and can be filled again in place, between replays of a CUDA graph.
     """
 
@@ -56,7 +56,7 @@ class Pass:
         self.tiles: Tiles | None = None
 
     @classmethod
-    def of(cls, spans: Sequence[Span], page_size: int, device: torch.device | str) -> Pass:
+    def of(cls, spans: Sequence[Span], page_size: int, device: torch.device | str) -> AttentionBatch:
         """Just as large as these need; one or more rows each."""
         ordered = sorted(spans, key=lambda span: span.count > 1)
         rows = max((span.start + span.count for span in spans), default=0)
@@ -314,7 +314,7 @@ def store(k_RKD: Tensor, v_RKD: Tensor, slots_R: Tensor, keys_SKD: Tensor, value
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """How the kernels are launched; `plan` picks by size."""
 
     splits: int
@@ -327,11 +327,11 @@ class Plan:
     stages: int
 
 
-def plan(sequences: int, key_heads: int, width: int, longest: int, itemsize: int) -> Plan:
+def plan(sequences: int, key_heads: int, width: int, longest: int, itemsize: int) -> AttentionPlan:
     splits = max(1, min(-(-longest // 256), -(-4 * _PROCESSORS // max(1, sequences * key_heads)), _MOST_SPLITS))
     block = max(16, min(64, 16384 // (triton.next_power_of_2(width) * itemsize)))
     small = itemsize == 2  # float32 has no tensor cores here: few rows, or registers do not suffice
-    return Plan(
+    return AttentionPlan(
         splits=splits,
         single_block=block,
         several_block=block,
@@ -345,13 +345,13 @@ def attend(
     q_RHD: Tensor,
     keys_SKD: Tensor,
     values_SKD: Tensor,
-    now: Pass,
+    now: AttentionBatch,
     *,
     scale: float,
     window: int | None = None,
     cap: float | None = None,
     out_RHD: Tensor | None = None,
-    chosen: Plan | None = None,
+    chosen: AttentionPlan | None = None,
 ) -> Tensor:
     """What each row reads from its sequence, [R, H, D]; all of the pass's rows are written.
 

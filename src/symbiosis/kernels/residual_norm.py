@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from symbiosis.kernels.launcher import Launcher
-from symbiosis.kernels.lora.deferred import Kept, arguments, facts, joined
+from symbiosis.kernels.lora.deferred import DeferredLora, arguments, facts, joined
 from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
 from symbiosis.kernels.rms_norm_reference import plain_norm
 from symbiosis.kernels.rounding import rounded
@@ -51,7 +51,7 @@ _launch = Launcher(_add)
 
 
 def residual_norm(
-    x_RW: Tensor, y_RW: Tensor, weight_W: Tensor, epsilon: float, *, twice: bool, kept: Kept | None = None
+    x_RW: Tensor, y_RW: Tensor, weight_W: Tensor, epsilon: float, *, twice: bool, kept: DeferredLora | None = None
 ) -> tuple[Tensor, Tensor]:
     """The sum and its norm. Rows may lie at any distance."""
     (rows, width), early = x_RW.shape, can_be_early(x_RW.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from symbiosis.kernels import rotary
 from symbiosis.kernels.launcher import Launcher
-from symbiosis.kernels.lora.deferred import Kept, arguments, facts, joined
+from symbiosis.kernels.lora.deferred import DeferredLora, arguments, facts, joined
 from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
@@ -96,7 +96,7 @@ def enter(
     slots_R: Tensor,
     keys_SKD: Tensor,
     values_SKD: Tensor,
-    kept: Kept | None = None,
+    kept: DeferredLora | None = None,
 ) -> Tensor:
     """The queries with their positions, [R, H, D]; keys and values of rows are in their slots then (-1: in none)."""
     (rows, outputs), (_, k_heads, width), early = qkv_RO.shape, keys_SKD.shape, can_be_early(qkv_RO.device)

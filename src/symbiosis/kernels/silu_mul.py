@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from symbiosis.kernels.first_order import first_order
 from symbiosis.kernels.launcher import Launcher
-from symbiosis.kernels.lora.deferred import Kept, arguments, facts, joined
+from symbiosis.kernels.lora.deferred import DeferredLora, arguments, facts, joined
 from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
 from symbiosis.kernels.rounding import rounded
 
@@ -66,7 +66,7 @@ def _back(gate, up, upstream, gate_grad, up_grad, width, gate_stride, up_stride,
 _launch_gated, _launch_back = Launcher(_gated), Launcher(_back)
 
 
-def _launch(gate_RW: Tensor, up_RW: Tensor, kept: Kept | None = None) -> Tensor:
+def _launch(gate_RW: Tensor, up_RW: Tensor, kept: DeferredLora | None = None) -> Tensor:
     (rows, width), early = gate_RW.shape, can_be_early(gate_RW.device)
     out = torch.empty(rows, width, dtype=gate_RW.dtype, device=gate_RW.device)
     if rows:
@@ -94,7 +94,7 @@ class _Gated(torch.autograd.Function):
         return gate_grad, up_grad
 
 
-def gated(gate_RW: Tensor, up_RW: Tensor, kept: Kept | None = None) -> Tensor:
+def gated(gate_RW: Tensor, up_RW: Tensor, kept: DeferredLora | None = None) -> Tensor:
     """Rows may lie at any distance, the numbers of a row next to each other. What is `kept` has no gradient."""
     assert gate_RW.shape == up_RW.shape, (gate_RW.shape, up_RW.shape)
     assert gate_RW.stride(1) == up_RW.stride(1) == 1, (gate_RW.stride(), up_RW.stride())

@@ -24,7 +24,7 @@ ModelSource: TypeAlias = PreTrainedModel | str | PathLike[str] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LoadedModel:
     """A loaded model, its name, and its tokenizer's files packed into one zip."""
 
     model: PreTrainedModel
@@ -34,7 +34,7 @@ class Source:
     """True if the model is the caller's own instance, which must stay as it is."""
 
 
-def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None, tokenizer: Any = None) -> Source:
+def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None, tokenizer: Any = None) -> LoadedModel:
     """Load whatever `source` stands for. Raises `UnknownModel`, saying what was tried."""
     if isinstance(source, PreTrainedModel):
         check_plain(source)
@@ -42,9 +42,9 @@ def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None
         if any(p.device != device or (dtype and p.is_floating_point() and p.dtype != dtype) for p in model.parameters()):
             model = model.to(device=device, dtype=dtype)
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-        return Source(model, name, _pack(tokenizer), borrowed=True)
+        return LoadedModel(model, name, _pack(tokenizer), borrowed=True)
     model, found = load_both(source, device=device, dtype=dtype)
-    return Source(model, DEFAULT_NAME if source is None else str(source), _pack(tokenizer or found), borrowed=False)
+    return LoadedModel(model, DEFAULT_NAME if source is None else str(source), _pack(tokenizer or found), borrowed=False)
 
 
 def check_plain(model: PreTrainedModel) -> None:

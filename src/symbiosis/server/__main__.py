@@ -18,11 +18,11 @@ from transformers import AutoTokenizer
 
 from symbiosis.common import file_limits
 from symbiosis.server.app import Server
-from symbiosis.server.engine_client import Remote
-from symbiosis.server.requests.connection_timeouts import PatientProtocol
+from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.requests.connection_timeouts import TimeoutProtocol
 from symbiosis.server.settings import Settings
-from symbiosis.server.tokenizer import Tokens
-from symbiosis.transport.engine_ipc import Line
+from symbiosis.server.tokenizer import ServerTokenizer
+from symbiosis.transport.engine_ipc import IpcClient
 
 _LOST_S = 2.0
 """After the engine is gone, everybody is told so for this long; then the port is free for the next one."""
@@ -35,7 +35,7 @@ def _protocol(patience_s: float) -> type[asyncio.Protocol]:
     """As many connections as this process may have, less what it needs itself."""
     most = file_limits.allow_many()
 
-    class Protocol(PatientProtocol):
+    class Protocol(TimeoutProtocol):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, patience_s=patience_s, most=most - _OWN_FILES, **options)
 
@@ -45,11 +45,11 @@ def _protocol(patience_s: float) -> type[asyncio.Protocol]:
 async def _serve(told: dict[str, Any]) -> None:
     folder = told["tokenizer"]
     tokenizer = None if folder is None else AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    remote = Remote(Line(told["line"]))
+    remote = EngineClient(IpcClient(told["line"]))
     settings = Settings.from_json(told["settings"])
     server = uvicorn.Server(
         uvicorn.Config(
-            Server(remote, Tokens(tokenizer, settings.longest), settings).app(),
+            Server(remote, ServerTokenizer(tokenizer, settings.longest), settings).app(),
             http=_protocol(settings.patience_s),
             log_config=None,
             access_log=False,

@@ -37,7 +37,7 @@ class StoreLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredAdapter:
     owner: str | None
     name: str
     folder: Path
@@ -65,14 +65,14 @@ def lock(folder: Path, what: str = "adapters", option: str = "--uploads") -> int
     return handle
 
 
-def kept(folder: Path) -> list[Kept]:
+def kept(folder: Path) -> list[StoredAdapter]:
     """What is kept there, by owner and name. A note that cannot be read is no note."""
-    found: list[Kept] = []
+    found: list[StoredAdapter] = []
     for note in sorted(folder.glob(f"*/{NOTE}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             about = json.loads(note.read_text())
             size = sum((note.parent / file).stat().st_size for file in FIELDS.values())
-            found.append(Kept(about["owner"], str(about["name"]), note.parent, size))
+            found.append(StoredAdapter(about["owner"], str(about["name"]), note.parent, size))
     return found
 
 
@@ -94,23 +94,23 @@ def remove_deserted(place: Path, pattern: str) -> None:
                 os.close(handle)
 
 
-class Store:
-    """One for a server. All methods but `Upload.write` and `complete` are quick."""
+class AdapterStore:
+    """One for a server. All methods but `AdapterUpload.write` and `complete` are quick."""
 
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
         self._folder, self._limits = folder, limits
         remove_left_over(folder)  # of an HTTP process that died in mid-upload
         self._kept = {(each.owner, each.name): each for each in kept(folder)}
-        self._uploads: list[Upload] = []
+        self._uploads: list[AdapterUpload] = []
 
-    def begin(self, owner: str | None, name: str) -> Upload:
+    def begin(self, owner: str | None, name: str) -> AdapterUpload:
         """Raises `TooManyRequests`."""
         running = [upload for upload in self._uploads if upload.owner == owner]
         if len(running) >= _AT_ONCE or any(upload.name == name for upload in running):
             raise TooManyRequests(
                 f"{len(running)} uploads are under way, at most {_AT_ONCE} may, and one of a name. Try again later"
             )
-        upload = Upload(self, self._folder / f"upload-{secrets.token_hex(12)}", owner, name)
+        upload = AdapterUpload(self, self._folder / f"upload-{secrets.token_hex(12)}", owner, name)
         self._uploads.append(upload)
         return upload
 
@@ -125,12 +125,12 @@ class Store:
         before = self._kept.get((owner, name))
         if before is not None and before.folder != folder:
             shutil.rmtree(before.folder, ignore_errors=True)
-        self._kept[owner, name] = Kept(owner, name, folder, size)
+        self._kept[owner, name] = StoredAdapter(owner, name, folder, size)
 
-    def of(self, owner: str | None) -> list[Kept]:
+    def of(self, owner: str | None) -> list[StoredAdapter]:
         return [each for each in list(self._kept.values()) if each.owner == owner]  # other threads may keep some meanwhile
 
-    def get(self, owner: str | None, name: str) -> Kept | None:
+    def get(self, owner: str | None, name: str) -> StoredAdapter | None:
         return self._kept.get((owner, name))
 
     def has(self, owner: str | None, name: str) -> bool:
@@ -144,7 +144,7 @@ class Store:
             shutil.rmtree(found.folder, ignore_errors=True)
         return found is not None
 
-    def room(self, upload: Upload) -> int:
+    def room(self, upload: AdapterUpload) -> int:
         """How many bytes its owner may still send. What it replaces is counted too: both are there for a moment."""
         taken = sum(each.bytes for each in self.of(upload.owner))
         taken += sum(each.bytes for each in self._uploads if each.owner == upload.owner)
@@ -165,11 +165,11 @@ class Store:
         if sum(each.bytes for each in self.of(owner)) >= self._limits.bytes:
             raise QuotaExceeded(f"your adapters have all of the {self._limits.bytes} bytes that are kept: remove one")
 
-    def check_room(self, upload: Upload) -> None:
+    def check_room(self, upload: AdapterUpload) -> None:
         if self.room(upload) < 0:
             raise QuotaExceeded(f"your adapters have more than the {self._limits.bytes} bytes that are kept: remove one")
 
-    def end(self, upload: Upload, kept: Kept | None) -> None:
+    def end(self, upload: AdapterUpload, kept: StoredAdapter | None) -> None:
         self._uploads.remove(upload)
         if kept is None:
             shutil.rmtree(upload.folder, ignore_errors=True)
@@ -178,10 +178,10 @@ class Store:
             self._kept[kept.owner, kept.name] = kept
 
 
-class Upload:
+class AdapterUpload:
     """An adapter on its way in. Ends with `keep` or `drop`."""
 
-    def __init__(self, store: Store, folder: Path, owner: str | None, name: str) -> None:
+    def __init__(self, store: AdapterStore, folder: Path, owner: str | None, name: str) -> None:
         self.folder, self.owner, self.name, self.bytes = folder, owner, name, 0
         self._store = store
         self._files: dict[str, BinaryIO] = {}
@@ -208,7 +208,7 @@ class Upload:
     def keep(self) -> None:
         """The engine serves it: it stays, in place of an older one of that name."""
         _note(self.folder, self.owner, self.name)
-        self._store.end(self, Kept(self.owner, self.name, self.folder, self.bytes))
+        self._store.end(self, StoredAdapter(self.owner, self.name, self.folder, self.bytes))
 
     def drop(self) -> None:
         for file in self._files.values():

@@ -18,20 +18,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.errors import ContextTooLong, EngineLost, OutOfRange, UnknownAdapter
 from symbiosis.server import metrics as figures
-from symbiosis.server.adapter_store import Store
-from symbiosis.server.auth import Caller, Guard, Keys
-from symbiosis.server.engine_client import Order, Remote
-from symbiosis.server.generation import Generation, Piece
+from symbiosis.server.adapter_store import AdapterStore
+from symbiosis.server.auth import ApiKeys, AuthMiddleware, Caller
+from symbiosis.server.engine_client import EngineClient, Order
+from symbiosis.server.generation import Generation, TextDelta
 from symbiosis.server.metrics import Metrics
 from symbiosis.server.openai.errors import BadRequest, body_of, response_of
-from symbiosis.server.openai.responses import DONE, ChatShape, CompletionShape, Shape, event
-from symbiosis.server.openai.schemas import Chat, Completion, Detokenize, Tokenize, Wishes, adapter_of, check_n
-from symbiosis.server.rate_limits import Allowances
+from symbiosis.server.openai.responses import DONE, ChatFormatter, CompletionFormatter, ResponseFormatter, event
+from symbiosis.server.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+    adapter_of,
+    check_n,
+)
+from symbiosis.server.rate_limits import RateLimiter
 from symbiosis.server.requests.body import Handler, read_json, unless_gone
-from symbiosis.server.routes.adapters import Adapters
-from symbiosis.server.routes.fine_tuning import Tuning
+from symbiosis.server.routes.adapters import AdapterRoutes
+from symbiosis.server.routes.fine_tuning import FineTuningRoutes
 from symbiosis.server.settings import Settings
-from symbiosis.server.tokenizer import Tokens
+from symbiosis.server.tokenizer import ServerTokenizer
 
 _DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat goes on until it ends
 _CLIENT_LEFT = 499
@@ -40,13 +48,13 @@ _CLIENT_LEFT = 499
 class Server:
     """The handlers and what they share."""
 
-    def __init__(self, remote: Remote, tokens: Tokens, settings: Settings) -> None:
+    def __init__(self, remote: EngineClient, tokens: ServerTokenizer, settings: Settings) -> None:
         self._remote, self._tokens, self._settings = remote, tokens, settings
-        self._allowances = Allowances(settings.requests)
+        self._allowances = RateLimiter(settings.requests)
         self._metrics = Metrics()
-        store = None if settings.uploads is None else Store(Path(settings.uploads), settings.store)
-        self._tuning = Tuning(remote, tokens, settings, store, self._metrics)
-        self._adapters = Adapters(remote, settings, store, self._tuning.check_name, self._tuning.promised)
+        store = None if settings.uploads is None else AdapterStore(Path(settings.uploads), settings.store)
+        self._tuning = FineTuningRoutes(remote, tokens, settings, store, self._metrics)
+        self._adapters = AdapterRoutes(remote, settings, store, self._tuning.check_name, self._tuning.promised)
         self._created = int(time.time())
 
     def app(self) -> ASGIApp:
@@ -83,7 +91,7 @@ class Server:
         ]
         app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _http_error})
         hosts = None if self._settings.hosts is None else frozenset(self._settings.hosts)
-        return Guard(app, Keys(self._settings.keys, self._settings.admin_key), hosts)
+        return AuthMiddleware(app, ApiKeys(self._settings.keys, self._settings.admin_key), hosts)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -144,7 +152,7 @@ class Server:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        wish = await read_json(request, Tokenize)
+        wish = await read_json(request, TokenizeRequest)
         tenant = request.state.caller.tenant
         with self._allowances.request(tenant):
             if wish.prompt is not None:
@@ -156,16 +164,16 @@ class Server:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": found["longest"]})
 
     async def detokenize(self, request: Request) -> Response:
-        wish = await read_json(request, Detokenize)
+        wish = await read_json(request, DetokenizeRequest)
         tenant = request.state.caller.tenant
         with self._allowances.request(tenant):
             return JSONResponse({"prompt": await self._tokens.decode(tenant, wish.tokens)})
 
     async def completions(self, request: Request) -> Response:
-        wish, tenant = await read_json(request, Completion), request.state.caller.tenant
+        wish, tenant = await read_json(request, CompletionRequest), request.state.caller.tenant
         check_n(len(wish.prompts), wish.n or 1)
         sampling = wish.sampling(max_tokens=wish.max_tokens or _DEFAULT_TOKENS, logprobs=wish.logprobs)
-        shape = CompletionShape(wish.model, self._tokens.shown, with_usage=_with_usage(wish))
+        shape = CompletionFormatter(wish.model, self._tokens.shown, with_usage=_with_usage(wish))
 
         async def prompts() -> list[list[int]]:
             given = wish.prompts
@@ -174,10 +182,10 @@ class Server:
         return await self._answer(request, wish, prompts, sampling, shape)
 
     async def chat(self, request: Request) -> Response:
-        wish, tenant = await read_json(request, Chat), request.state.caller.tenant
+        wish, tenant = await read_json(request, ChatRequest), request.state.caller.tenant
         logprobs = wish.top_logprobs or 0 if wish.logprobs else None
         sampling = wish.sampling(max_tokens=wish.max_completion_tokens or wish.max_tokens, logprobs=logprobs)
-        shape = ChatShape(wish.model, self._tokens.shown, with_usage=_with_usage(wish))
+        shape = ChatFormatter(wish.model, self._tokens.shown, with_usage=_with_usage(wish))
 
         async def prompts() -> list[list[int]]:
             return [await self._tokens.encode_chat(tenant, [message.plain() for message in wish.messages])]
@@ -194,10 +202,10 @@ class Server:
     async def _answer(
         self,
         request: Request,
-        wish: Wishes,
+        wish: SamplingFields,
         encode: Callable[[], Awaitable[list[list[int]]]],
         sampling: dict[str, Any],
-        shape: Shape,
+        shape: ResponseFormatter,
     ) -> Response:
         caller: Caller = request.state.caller
         adapter = adapter_of(wish.model, self._settings.base)
@@ -240,7 +248,7 @@ def _unknown(model: str) -> UnknownAdapter:
     return UnknownAdapter(f"there is no model {model!r} here: GET /v1/models lists yours")
 
 
-def _with_usage(wish: Wishes) -> bool:
+def _with_usage(wish: SamplingFields) -> bool:
     return wish.stream_options is not None and wish.stream_options.include_usage
 
 
@@ -258,7 +266,9 @@ class _Stream(StreamingResponse):
                 await super().__call__(scope, receive, send)
 
 
-async def _events(pieces: AsyncIterator[Piece], generation: Generation, shape: Shape, with_usage: bool) -> AsyncIterator[bytes]:
+async def _events(
+    pieces: AsyncIterator[TextDelta], generation: Generation, shape: ResponseFormatter, with_usage: bool
+) -> AsyncIterator[bytes]:
     try:
         seen: set[int] = set()
         async for piece in pieces:

@@ -41,7 +41,7 @@ def is_tenants(path: str) -> bool:
     return path in TENANTS_PATHS or path.startswith(TENANTS_FOLDERS)
 
 
-class Keys:
+class ApiKeys:
     """Secrets of tenants, and the admin's. Without any, everybody who can reach the server may do everything.
 
     With tenants' keys but without an admin's, nobody may use the admin's routes.
@@ -77,7 +77,7 @@ def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
 
-class Guard:
+class AuthMiddleware:
     """Stands before the whole app. The tenant is who the key says, in `scope["state"]["caller"]`.
 
     `hosts`: names this server may be called by, if it has no keys: a web page
@@ -85,7 +85,7 @@ class Guard:
     from elsewhere must not send it forms (`Origin`).
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, hosts: frozenset[str] | None) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, hosts: frozenset[str] | None) -> None:
         self._app, self._keys, self._hosts = app, keys, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from symbiosis.errors import EngineLost, SymbiosisError, from_code
-from symbiosis.transport.engine_ipc import Line
+from symbiosis.transport.engine_ipc import IpcClient
 
 _START_S = 60.0
 
@@ -46,10 +46,10 @@ class End:
     cached: int
 
 
-class Remote:
+class EngineClient:
     """One for a process. Every method raises `EngineLost` once the engine is gone."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: IpcClient) -> None:
         self._line = line
         self._numbers = itertools.count()
         self._inboxes: dict[str, asyncio.Queue[Any]] = {}
@@ -76,9 +76,9 @@ class Remote:
     def is_alive(self) -> bool:
         return not self.lost.is_set()
 
-    def begin(self, orders: Sequence[Order]) -> Begun:
+    def begin(self, orders: Sequence[Order]) -> ActiveRequests:
         """Orders whose events come together. A context manager: what has not ended at its end is cancelled."""
-        return Begun(self, orders)
+        return ActiveRequests(self, orders)
 
     async def ask(self, op: str, **body: Any) -> dict[str, Any]:
         """load, unload, pin, stats or check_adapter; raises what the engine answers with."""
@@ -135,17 +135,17 @@ class Remote:
                 inbox.put_nowait(None)
 
 
-class Begun:
+class ActiveRequests:
     """Orders under way. Entering waits until all are accepted, or raises why one was not."""
 
-    def __init__(self, remote: Remote, orders: Sequence[Order]) -> None:
+    def __init__(self, remote: EngineClient, orders: Sequence[Order]) -> None:
         self._remote, self._orders = remote, orders
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._ids: dict[str, int] = {}
         self._early: list[Any] = []
         self._left: set[tuple[int, int]] = set()
 
-    async def __aenter__(self) -> Begun:
+    async def __aenter__(self) -> ActiveRequests:
         try:
             for place, order in enumerate(self._orders):
                 body: dict[str, Any] = {"op": "submit", "prompt": order.prompt, "sampling": order.sampling}

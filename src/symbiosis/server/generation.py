@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from symbiosis.server.engine_client import Begun, End, Order, Token
+from symbiosis.server.engine_client import ActiveRequests, End, Order, Token
 from symbiosis.server.metrics import Metrics
 from symbiosis.serving.detokenizer import TextStream
 
@@ -21,7 +21,7 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """The next piece of one answer; the last has a `finish`."""
 
     index: int
@@ -67,7 +67,7 @@ class Generation:
         self._whole = [""] * len(self._answers)
         self.usage = Usage(prompt=sum(len(order.prompt) for order in orders))
 
-    async def pieces(self, begun: Begun) -> AsyncIterator[Piece]:
+    async def pieces(self, begun: ActiveRequests) -> AsyncIterator[TextDelta]:
         self._metrics.count_prompt(self._tenant, self.usage.prompt)
         async for event in begun.events():
             index = event.order * self._n + event.number
@@ -87,11 +87,11 @@ class Generation:
             else:
                 self._whole[index] += new
 
-    def _piece(self, index: int, text: str, finish: str | None = None) -> Piece:
+    def _piece(self, index: int, text: str, finish: str | None = None) -> TextDelta:
         answer = self._answers[index]
         logprobs, answer.logprobs = tuple(answer.logprobs), []
         before, self._whole[index] = self._whole[index], ""
-        return Piece(index, before + text, logprobs, finish)
+        return TextDelta(index, before + text, logprobs, finish)
 
     def _count(self, answer: _Answer, event: Token) -> None:
         now = self._clock()

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from weakref import WeakValueDictionary
 
 
-class Locks:
+class KeyedLocks:
     """`async with locks.of(name)`: one at a time, in the order they came; who needs another name does not wait."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class RequestLimits:
                 raise SymbiosisError(f"requests {name.replace('_', ' ')}: {value}, expected 1 or more")
 
 
-class Allowances:
+class RateLimiter:
     """Counts for one server."""
 
     def __init__(self, limits: RequestLimits, clock: Callable[[], float] = time.monotonic) -> None:

@@ -9,14 +9,14 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from symbiosis.errors import ContextTooLong, NoTokenizer, OutOfRange
-from symbiosis.server.keyed_locks import Locks
+from symbiosis.server.keyed_locks import KeyedLocks
 from symbiosis.server.openai.errors import BadRequest
 from symbiosis.serving.detokenizer import TextStream
 
 _Made = TypeVar("_Made")
 
 
-class Tokens:
+class ServerTokenizer:
     """Long texts take long: all are encoded on one thread beside the event loop, where tenants take turns."""
 
     def __init__(self, tokenizer: Any, longest: int) -> None:
@@ -24,7 +24,7 @@ class Tokens:
         self._tokenizer, self._longest = tokenizer, longest
         self._widest = 1 if tokenizer is None else max(len(piece) for piece in tokenizer.get_vocab())
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-tokenizer")
-        self._turns = Locks()
+        self._turns = KeyedLocks()
         """A tenant has one text on the thread or before it; its others wait behind that."""
         self.shown = lru_cache(maxsize=65536)(self._shown)
 

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Self
 
 
-class Interrupts:
+class DeferredSigint:
     """A context manager. Within, SIGINT is kept until `take`; at the end it is let through.
 
     Only the main thread is interrupted, and only if somebody handles the signal: elsewhere this does nothing.

@@ -22,17 +22,17 @@ from symbiosis.models.device_dtype import device_of, dtype_of
 from symbiosis.models.fuse_projections import join
 from symbiosis.models.loading import ModelSource, check_plain, load_both
 from symbiosis.models.max_length import most_tokens
-from symbiosis.serving.deferred_sigint import Interrupts
-from symbiosis.serving.lora.adapter_cache import Figures, Prepared, Residency, ResidencyConfig
-from symbiosis.serving.lora.adapter_registry import Record, Version
-from symbiosis.serving.model.async_decode import Forerunner
-from symbiosis.serving.model.model_runner import Runner
-from symbiosis.serving.model.paged_attention import KeyValues
+from symbiosis.serving.deferred_sigint import DeferredSigint
+from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats, PreparedAdapter
+from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterVersion
+from symbiosis.serving.model.async_decode import AsyncDecoder
+from symbiosis.serving.model.model_runner import ModelRunner
+from symbiosis.serving.model.paged_attention import PagedKVCache
 from symbiosis.serving.model.sampler import Logprobs, Sampled, choose, is_reported, report, sample
-from symbiosis.serving.scheduling.batch import Chunk, Pass
-from symbiosis.serving.scheduling.block_manager import PagePool
+from symbiosis.serving.scheduling.batch import Batch, Chunk
+from symbiosis.serving.scheduling.block_manager import BlockManager
 from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
-from symbiosis.serving.scheduling.sequence import Reason, Sampling, within
+from symbiosis.serving.scheduling.sequence import FinishReason, Sampling, within
 from symbiosis.serving.scheduling.sequence import Sequence as Request
 
 _log = logging.getLogger("symbiosis")
@@ -45,11 +45,11 @@ _VIRTUAL = 0  # the token that stands for a virtual one: its row, or its keys, a
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Completion:
     """What came of one prompt."""
 
     tokens: list[int]
-    reason: Reason
+    reason: FinishReason
     logprobs: list[Logprobs] = field(default_factory=list)
     text: str | None = None
     """If the engine has a tokenizer."""
@@ -57,7 +57,7 @@ class Answer:
     """Why it failed, if it did and the reason is known."""
 
 
-class Core:
+class EngineCore:
     """A model, its cache and its adapters; `step` is one pass. Used by one thread."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Core:
         pages: int = 1024,
         page_size: int = 16,
         cache_bytes: int | None = None,
-        residency: ResidencyConfig = ResidencyConfig(),  # noqa: B008 - frozen
+        residency: AdapterCacheConfig = AdapterCacheConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
         turns: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - keeps nothing
         **limits: int,
@@ -86,7 +86,7 @@ class Core:
             )
         if cache_bytes is not None:
             pages = self._pages(cache_bytes, page_size, model.dtype.itemsize)
-        memory = KeyValues(
+        memory = PagedKVCache(
             layers=self.facts.layers,
             heads=self.facts.kv_heads,
             width=self.facts.head_dim,
@@ -95,18 +95,18 @@ class Core:
             dtype=model.dtype,
             device=model.device,
         )
-        self._runner = Runner(model.eval(), memory)
+        self._runner = ModelRunner(model.eval(), memory)
         longest = most_tokens(model.config.get_text_config())
         config = SchedulerConfig(
             vocabulary=self.facts.vocab, max_length=longest, max_adapters=min(_MAX_ADAPTERS, residency.slots), **limits
         )
-        self._residency = Residency(
+        self._residency = AdapterCache(
             model, self.facts, residency, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
         )
         if kernels.run_on(model.device):
             self._runner.use_kernels(self._residency, min(pages, -(-longest // page_size), _GRAPH_PAGES))
-        self.scheduler = Scheduler(config, PagePool(pages, page_size), self._residency.is_here)
-        self._forerunner = Forerunner(self._runner, self.scheduler.pool)
+        self.scheduler = Scheduler(config, BlockManager(pages, page_size), self._residency.is_here)
+        self._forerunner = AsyncDecoder(self._runner, self.scheduler.pool)
         self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash
         self._failed: list[tuple[Request, SymbiosisError]] = []
         self.passes = 0
@@ -121,15 +121,15 @@ class Core:
             raise CannotServe(f"a cache of {cache_bytes} bytes is too small: {page_size} tokens of this model take {each}")
         return cache_bytes // each
 
-    def prepare(self, folder: str | Path) -> Prepared:
+    def prepare(self, folder: str | Path) -> PreparedAdapter:
         """Read and check an adapter. Any thread may, while another steps. Raises what is wrong with it."""
         return self._residency.prepare(Path(folder))
 
-    def prepare_held(self, adapter: Adapter, folder: Path | None = None) -> Prepared:
+    def prepare_held(self, adapter: Adapter, folder: Path | None = None) -> PreparedAdapter:
         """The same for an adapter in memory, which may lie in a folder too: nothing is read. Any thread may."""
         return self._residency.take(adapter, folder)
 
-    def put_adapter(self, name: str, prepared: Prepared) -> Version:
+    def put_adapter(self, name: str, prepared: PreparedAdapter) -> AdapterVersion:
         """Serve what `prepare` gave under `name` from now on. Who was accepted with an older version keeps that."""
         return self._residency.put(name, prepared)
 
@@ -155,7 +155,7 @@ class Core:
         """Names of adapters that stay on the device."""
         return self._residency.pinned
 
-    def figures(self) -> Figures:
+    def figures(self) -> AdapterCacheStats:
         """Where adapters are, and what was moved so far."""
         return self._residency.figures()
 
@@ -171,7 +171,7 @@ class Core:
         return self._queue(n, prompt, sampling, record, tenant)
 
     def add_unnamed(
-        self, n: int, prompt: Iterable[int], sampling: Sampling, prepared: Prepared, *, tenant: str
+        self, n: int, prompt: Iterable[int], sampling: Sampling, prepared: PreparedAdapter, *, tenant: str
     ) -> list[Request]:
         """The same by an adapter without a name, which nobody else can ask for; it goes with the last of its requests."""
         self._residency.put(_UNNAMED, prepared)
@@ -180,7 +180,9 @@ class Core:
         finally:
             self._residency.remove(_UNNAMED)
 
-    def _queue(self, n: int, prompt: Iterable[int], sampling: Sampling, record: Record | None, tenant: str) -> list[Request]:
+    def _queue(
+        self, n: int, prompt: Iterable[int], sampling: Sampling, record: AdapterRecord | None, tenant: str
+    ) -> list[Request]:
         tokens = [_VIRTUAL] * (record.virtual if record else 0) + list(prompt)
         request = Request(
             id=str(next(self._numbers)),
@@ -199,7 +201,7 @@ class Core:
             self._requests.setdefault(record.hash, {}).update((answer.id, answer) for answer in answers)
         return answers
 
-    def cancel(self, request: Request, reason: Reason = Reason.CANCELLED) -> bool:
+    def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         """End a request now; False if it has ended."""
         if not self.scheduler.cancel(request.id, reason):
             return False
@@ -217,7 +219,7 @@ class Core:
         """What other threads have brought; those who wait for what could not be brought end. `step` does it too."""
         for hash, error in self._residency.take_up():
             for request in list(self._requests.get(hash, {}).values()):
-                self.cancel(request, Reason.FAILED)
+                self.cancel(request, FinishReason.FAILED)
                 self._failed.append((request, error))
 
     def take_failed(self) -> list[tuple[Request, SymbiosisError]]:
@@ -256,7 +258,7 @@ class Core:
         results = zip(made.sampled, sampled.tokens, sampled.logprobs, strict=True)
         return [each for each in results if each[0].id not in lost]
 
-    def _sampled(self, made: Pass) -> Sampled:
+    def _sampled(self, made: Batch) -> Sampled:
         """The next tokens; of who is at fault if it fails, none."""
         copied = False
         try:
@@ -270,7 +272,7 @@ class Core:
             _log.exception("a pass failed; its %d sequences are computed one by one", len(made.chunks))
             return self._one_by_one(made, error)
 
-    def _computed(self, made: Pass) -> Sampled:
+    def _computed(self, made: Batch) -> Sampled:
         adapters, sequences = self._residency.loaded, made.sampled
         logits_BV = self._forerunner.compute(made, adapters)
         chosen = choose(logits_BV, sequences)
@@ -279,14 +281,14 @@ class Core:
             self._forerunner.run_ahead(made, chosen.tokens_B, adapters)
         return report(logits_BV, sequences, chosen)
 
-    def _decodes_on(self, made: Pass) -> bool:
+    def _decodes_on(self, made: Batch) -> bool:
         """Whether the next pass can be launched now: it will likely have the same sequences, with the tokens chosen."""
         if not self._runner.can_run_ahead:
             return False
         everybody = not self.scheduler.waiting and len(made.chunks) == self.scheduler.running
         return everybody and all(chunk.samples for chunk in made.chunks)
 
-    def _one_by_one(self, made: Pass, error: Exception) -> Sampled:
+    def _one_by_one(self, made: Batch, error: Exception) -> Sampled:
         """What each chunk gives alone, which is what it gives with others; who fails alone as well has failed."""
         tokens: list[int] = []
         logprobs: list[Logprobs | None] = []
@@ -295,7 +297,7 @@ class Core:
             if isinstance(found, Exception):
                 if not self.is_sound():
                     raise self._all_failed(made, found) from found
-                self.cancel(chunk.sequence, Reason.FAILED)
+                self.cancel(chunk.sequence, FinishReason.FAILED)
                 self._failed.append((chunk.sequence, _failure(found)))
                 found = Sampled([-1], [None])
             if chunk.samples:
@@ -305,16 +307,16 @@ class Core:
 
     def _alone(self, chunk: Chunk) -> Sampled | Exception:
         try:
-            made = Pass(chunks=(chunk,))
+            made = Batch(chunks=(chunk,))
             return sample(self._runner.compute(made, self._residency.loaded), made.sampled)
         except Exception as error:  # noqa: BLE001 - the first failure was logged, and its request is told of this one
             return error
 
-    def _all_failed(self, made: Pass, error: Exception) -> PassFailed:
+    def _all_failed(self, made: Batch, error: Exception) -> PassFailed:
         self.scheduler.abandon(made)
         requests = [chunk.sequence for chunk in made.chunks]
         for request in requests:
-            self.cancel(request, Reason.FAILED)
+            self.cancel(request, FinishReason.FAILED)
         return PassFailed(str(_failure(error)), requests)
 
     def is_sound(self) -> bool:
@@ -334,7 +336,7 @@ def _failure(error: Exception) -> PassFailed:
 
 
 def _check(pages: Any, page_size: Any, cache_bytes: Any, residency: Any, limits: Iterable[str]) -> None:
-    """Settings of a `Core`. Those that have a config are checked there."""
+    """Settings of a `EngineCore`. Those that have a config are checked there."""
     for name in limits:
         if name not in _LIMITS:
             expected = f"pages, page_size, cache_bytes, residency, {', '.join(_LIMITS)}"
@@ -343,7 +345,7 @@ def _check(pages: Any, page_size: Any, cache_bytes: Any, residency: Any, limits:
     within("page_size", page_size, 1, 1 << 16, whole=True)
     if cache_bytes is not None:
         within("cache_bytes", cache_bytes, 0, 1 << 50, whole=True)
-    if not isinstance(residency, ResidencyConfig):
+    if not isinstance(residency, AdapterCacheConfig):
         raise OutOfRange(f"residency is {residency!r:.80}", field="residency", expected="a ResidencyConfig")
 
 
@@ -382,14 +384,14 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         **settings: Any,
     ) -> None:
-        """`device` and `dtype` are for a model that is loaded here; `settings` are `Core`'s."""
+        """`device` and `dtype` are for a model that is loaded here; `settings` are `EngineCore`'s."""
         if not isinstance(model, PreTrainedModel):
             model, found = load_both(model, device=device_of(device), dtype=dtype_of(dtype))
             tokenizer = tokenizer or found
         served: PreTrainedModel = model
         check_plain(served)
         join(served)
-        self._core = Core(served, **settings)
+        self._core = EngineCore(served, **settings)
         self._tokenizer = tokenizer
 
     def add_adapter(self, name: str, folder: str | Path) -> str:
@@ -405,7 +407,7 @@ class Engine:
         prompts: Sequence[str | Sequence[int]],
         adapters: Sequence[str | None] | None = None,
         sampling: Sampling | Sequence[Sampling] = Sampling(temperature=0.0, max_tokens=32),  # noqa: B008 - frozen
-    ) -> list[Answer]:
+    ) -> list[Completion]:
         """One answer to each prompt, in order. Raises what is wrong with any of them; then, or if interrupted, none goes on."""
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
             expected = "a list of prompts, each a text or a list of token ids"
@@ -414,7 +416,7 @@ class Engine:
         wishes = [sampling] * len(prompts) if isinstance(sampling, Sampling) else _for_each("sampling", sampling, len(prompts))
         tokens = [tokens_of(prompt, self._tokenizer) for prompt in prompts]
         requests: list[Request] = []
-        with Interrupts() as interrupts:  # a pass is computed to its end
+        with DeferredSigint() as interrupts:  # a pass is computed to its end
             try:
                 for prompt, name, wish in zip(tokens, names, wishes, strict=True):
                     requests.append(self._core.add(prompt, wish, adapter=name))
@@ -424,7 +426,7 @@ class Engine:
                     self._core.cancel(request)
                 raise
 
-    def _answers(self, requests: list[Request], interrupts: Interrupts) -> list[Answer]:
+    def _answers(self, requests: list[Request], interrupts: DeferredSigint) -> list[Completion]:
         logprobs: dict[str, list[Logprobs]] = {request.id: [] for request in requests}
         while not self._core.is_idle():
             passes = self._core.passes
@@ -437,8 +439,8 @@ class Engine:
         errors = {request.id: error for request, error in self._core.take_failed()}
         return [self._answer(request, logprobs[request.id], errors.get(request.id)) for request in requests]
 
-    def _answer(self, request: Request, logprobs: list[Logprobs], error: SymbiosisError | None) -> Answer:
+    def _answer(self, request: Request, logprobs: list[Logprobs], error: SymbiosisError | None) -> Completion:
         assert request.reason is not None, "idle only when all have ended"
         tokens = request.outputs
         text = None if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return Answer(tokens=tokens, reason=request.reason, logprobs=logprobs, text=text, error=error)
+        return Completion(tokens=tokens, reason=request.reason, logprobs=logprobs, text=text, error=error)

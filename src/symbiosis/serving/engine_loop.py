@@ -20,11 +20,11 @@ from typing import Any
 from symbiosis.adapters.names import found
 from symbiosis.common import denormals
 from symbiosis.errors import AdapterExists, AnswerFailed, Closed, PassFailed, SymbiosisError, TooManyRequests
-from symbiosis.serving.engine import Core
-from symbiosis.serving.lora.adapter_cache import Prepared
-from symbiosis.serving.lora.adapter_registry import Version
+from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.lora.adapter_cache import PreparedAdapter
+from symbiosis.serving.lora.adapter_registry import AdapterVersion
 from symbiosis.serving.model.sampler import Logprobs
-from symbiosis.serving.scheduling.sequence import Reason, Sampling
+from symbiosis.serving.scheduling.sequence import FinishReason, Sampling
 from symbiosis.serving.scheduling.sequence import Sequence as Answer
 
 _MAX_LOADS = 64
@@ -33,7 +33,7 @@ _log = logging.getLogger("symbiosis")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class GenerateRequest:
     """A request: `n` answers to one prompt."""
 
     id: str
@@ -54,7 +54,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Rejected:
     """The order never began: this is all there will be of it. Or: what a ticket stood for failed."""
 
     id: str
@@ -70,36 +70,36 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Finished:
     """The one end of one answer; with the error if it failed."""
 
     id: str
     number: int
-    reason: Reason
+    reason: FinishReason
     cached: int = 0
     """Tokens of its prompt that were found in the cache."""
     error: SymbiosisError | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class Result:
     """What a ticket (load, unload, stats) came to."""
 
     id: str
     body: dict[str, Any]
 
 
-Event = Accepted | Refused | Token | Ended | Settled
+Event = Accepted | Rejected | Token | Finished | Result
 
 
-class Desk:
+class EngineLoop:
     """Runs a core until closed. Every method may be called by any thread and returns at once.
 
     `out` gets what happened, in order, a batch at a time: from the stepping
     thread, so it must be quick, and it must not raise.
     """
 
-    def __init__(self, core: Core, out: Callable[[list[Event]], None]) -> None:
+    def __init__(self, core: EngineCore, out: Callable[[list[Event]], None]) -> None:
         self._core, self._out = core, out
         self._inbox: SimpleQueue[tuple[str, Callable[[], None]] | None] = SimpleQueue()
         self._events: list[Event] = []
@@ -107,7 +107,7 @@ class Desk:
         self._places: dict[str, tuple[str, int]] = {}  # sequence -> order, number
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-adapters")
         self._loads: set[str] = set()  # tickets
-        self._serving: list[Future[Version]] = []
+        self._serving: list[Future[AdapterVersion]] = []
         self.more_figures: Callable[[], dict[str, Any]] = dict
         """What others of this process want to be known by `stats`; quick, and called by the stepping thread."""
         self._loaded = 0
@@ -119,8 +119,8 @@ class Desk:
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, order: Order, unnamed: Prepared | None = None) -> None:
-        """`Accepted` and then an `Ended` for each answer, or `Refused`. `unnamed`: by this adapter, which has no name."""
+    def submit(self, order: GenerateRequest, unnamed: PreparedAdapter | None = None) -> None:
+        """`Accepted` and then an `Finished` for each answer, or `Rejected`. `unnamed`: by this adapter, which has no name."""
         self._put(order.id, lambda: self._add(order, unnamed))
 
     def cancel(self, id: str, number: int | None = None) -> None:
@@ -128,12 +128,12 @@ class Desk:
         self._put("", lambda: self._cancel(id, number))
 
     def load(self, ticket: str, name: str, folder: str | Path, *, replace: bool = False) -> None:
-        """Serve the adapter of a folder: `Settled` with its hash and seconds, or `Refused`."""
+        """Serve the adapter of a folder: `Result` with its hash and seconds, or `Rejected`."""
         self._put(ticket, lambda: self._begin_load(ticket, name, Path(folder), replace))
 
-    def serve(self, name: str, prepared: Prepared) -> Future[Version]:
+    def serve(self, name: str, prepared: PreparedAdapter) -> Future[AdapterVersion]:
         """Serve what was prepared under this name, before the next pass. Ends in `Closed` if the engine was closed."""
-        served: Future[Version] = Future()
+        served: Future[AdapterVersion] = Future()
         with self._lock:
             if not self._closed:
                 self._serving.append(served)
@@ -143,15 +143,15 @@ class Desk:
         return served
 
     def unload(self, ticket: str, name: str) -> None:
-        """Who runs with it ends with it; nobody new gets it. `Settled` or `Refused`."""
+        """Who runs with it ends with it; nobody new gets it. `Result` or `Rejected`."""
         self._put(ticket, lambda: self._settle(ticket, lambda: self._core.remove_adapter(name)))
 
     def pin(self, ticket: str, name: str, pinned: bool) -> None:
-        """Let it stay on the device, or leave like any other. `Settled` or `Refused`."""
+        """Let it stay on the device, or leave like any other. `Result` or `Rejected`."""
         self._put(ticket, lambda: self._settle(ticket, lambda: self._core.pin_adapter(name, pinned)))
 
     def stats(self, ticket: str) -> None:
-        self._put(ticket, lambda: self._events.append(Settled(ticket, self._figures())))
+        self._put(ticket, lambda: self._events.append(Result(ticket, self._figures())))
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -170,7 +170,7 @@ class Desk:
                 self._inbox.put((id, action))
                 return
         if id:
-            self._out([Refused(id, Closed("the engine was closed"))])
+            self._out([Rejected(id, Closed("the engine was closed"))])
 
     # On the stepping thread
 
@@ -238,20 +238,20 @@ class Desk:
             events, self._events = self._events, []
             self._out(events)
 
-    def _add(self, order: Order, unnamed: Prepared | None) -> None:
+    def _add(self, order: GenerateRequest, unnamed: PreparedAdapter | None) -> None:
         try:
             if order.id in self._orders:
                 raise SymbiosisError(f"there is an order {order.id!r} already: choose another id")
             answers = self._queued(order, unnamed)
         except SymbiosisError as error:
-            self._events.append(Refused(order.id, error))
+            self._events.append(Rejected(order.id, error))
             return
         self._orders[order.id] = answers
         for answer in answers:
             self._places[answer.id] = (order.id, answer.number)
         self._events.append(Accepted(order.id))
 
-    def _queued(self, order: Order, unnamed: Prepared | None) -> list[Answer]:
+    def _queued(self, order: GenerateRequest, unnamed: PreparedAdapter | None) -> list[Answer]:
         if unnamed is not None:
             return self._core.add_unnamed(order.n, order.prompt, order.sampling, unnamed, tenant=order.tenant)
         adapter = None if order.adapter is None else found(order.adapter, order.tenant, self._core.adapters)
@@ -271,17 +271,17 @@ class Desk:
         left.remove(answer)
         if not left:
             del self._orders[place[0]]
-        reason = answer.reason or Reason.FAILED
-        if reason is Reason.FAILED and error is None:
+        reason = answer.reason or FinishReason.FAILED
+        if reason is FinishReason.FAILED and error is None:
             error = AnswerFailed("the model gave NaN or infinity where numbers were expected, so no token could be chosen")
-        self._events.append(Ended(*place, reason, answer.cached or 0, error))
+        self._events.append(Finished(*place, reason, answer.cached or 0, error))
 
     def _begin_load(self, ticket: str, name: str, folder: Path, replace: bool) -> None:
         if len(self._loads) >= _MAX_LOADS:
             error = TooManyRequests(f"{len(self._loads)} adapters are being loaded, at most {_MAX_LOADS} may. Try again later")
-            self._events.append(Refused(ticket, error))
+            self._events.append(Rejected(ticket, error))
         elif name in self._core.adapters and not replace:
-            self._events.append(Refused(ticket, _exists(name)))
+            self._events.append(Rejected(ticket, _exists(name)))
         else:
             self._loads.add(ticket)
             self._loader.submit(self._load, ticket, name, folder, replace)
@@ -289,7 +289,7 @@ class Desk:
     def _load(self, ticket: str, name: str, folder: Path, replace: bool) -> None:
         """On the loader's thread."""
         begun = time.monotonic()
-        found: Prepared | SymbiosisError
+        found: PreparedAdapter | SymbiosisError
         try:
             found = self._core.prepare(folder)
         except SymbiosisError as error:
@@ -300,19 +300,19 @@ class Desk:
         seconds = time.monotonic() - begun
         self._put("", lambda: self._end_load(ticket, name, found, replace, seconds))
 
-    def _end_load(self, ticket: str, name: str, found: Prepared | SymbiosisError, replace: bool, seconds: float) -> None:
+    def _end_load(self, ticket: str, name: str, found: PreparedAdapter | SymbiosisError, replace: bool, seconds: float) -> None:
         self._loads.discard(ticket)
-        if isinstance(found, Prepared) and name in self._core.adapters and not replace:
+        if isinstance(found, PreparedAdapter) and name in self._core.adapters and not replace:
             found = _exists(name)
         if isinstance(found, SymbiosisError):
-            self._events.append(Refused(ticket, found))
+            self._events.append(Rejected(ticket, found))
             return
         version = self._core.put_adapter(name, found)
         self._loaded += 1
         self._load_s += seconds
-        self._events.append(Settled(ticket, {"hash": version.hash, "generation": version.generation, "seconds": seconds}))
+        self._events.append(Result(ticket, {"hash": version.hash, "generation": version.generation, "seconds": seconds}))
 
-    def _serve(self, name: str, prepared: Prepared, served: Future[Version]) -> None:
+    def _serve(self, name: str, prepared: PreparedAdapter, served: Future[AdapterVersion]) -> None:
         self._serving.remove(served)
         try:
             version = self._core.put_adapter(name, prepared)
@@ -325,9 +325,9 @@ class Desk:
         try:
             action()
         except SymbiosisError as error:
-            self._events.append(Refused(ticket, error))
+            self._events.append(Rejected(ticket, error))
         else:
-            self._events.append(Settled(ticket, {}))
+            self._events.append(Result(ticket, {}))
 
     def _figures(self) -> dict[str, Any]:
         scheduler, pool = self._core.scheduler, self._core.scheduler.pool
@@ -362,8 +362,8 @@ class Desk:
         while not self._inbox.empty():
             arrived = self._inbox.get()
             if arrived is not None and arrived[0]:
-                self._events.append(Refused(arrived[0], closed))
-        self._events += [Refused(ticket, closed) for ticket in self._loads]
+                self._events.append(Rejected(arrived[0], closed))
+        self._events += [Rejected(ticket, closed) for ticket in self._loads]
         for served in self._serving:
             served.set_exception(closed)
         self._send()

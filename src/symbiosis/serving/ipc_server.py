@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from symbiosis.errors import BadMessage, SymbiosisError
-from symbiosis.serving.engine import Core
-from symbiosis.serving.engine_loop import Accepted, Desk, Ended, Event, Order, Refused, Token
+from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_loop import Accepted, EngineLoop, Event, Finished, GenerateRequest, Rejected, Token
 from symbiosis.serving.scheduling.sequence import Sampling, within
-from symbiosis.transport.engine_ipc import BEAT_S, Body, LinePort
+from symbiosis.transport.engine_ipc import BEAT_S, Body, IpcPort
 
 _SAMPLING = {each.name for each in fields(Sampling)}
 _MAX_ID = 64
@@ -36,7 +36,7 @@ class _Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class JobEvent:
     """What another room says."""
 
     id: str
@@ -44,7 +44,7 @@ class News:
     body: Body
 
 
-class Room(Protocol):
+class RpcHandler(Protocol):
     """What else this process does for those who ask, besides serving. Called by the window's thread: quick."""
 
     @property
@@ -61,18 +61,18 @@ class Room(Protocol):
         """End everything, and say so."""
 
 
-class Window:
+class IpcServer:
     """Owns a desk and a line's end. `path` is what the other process connects to."""
 
-    def __init__(self, core: Core, folder: Path) -> None:
-        self._port = LinePort(folder)
+    def __init__(self, core: EngineCore, folder: Path) -> None:
+        self._port = IpcPort(folder)
         self.path = self._port.path
-        self._said: deque[Sequence[Event | News]] = deque()
-        self._rooms: list[Room] = []
+        self._said: deque[Sequence[Event | JobEvent]] = deque()
+        self._rooms: list[RpcHandler] = []
         self._peers: dict[bytes, _Peer] = {}
         self._numbers = 0
         self._stopping = False
-        self.desk = Desk(core, self._post)
+        self.desk = EngineLoop(core, self._post)
         self.joined = threading.Event()
         """Set when the first peer has come."""
         self._thread = threading.Thread(target=self._run, name="symbiosis-window", daemon=True)
@@ -81,11 +81,11 @@ class Window:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self.desk.is_alive()
 
-    def add(self, room: Room) -> None:
+    def add(self, room: RpcHandler) -> None:
         """Before anybody asks for it."""
         self._rooms.append(room)
 
-    def say(self, news: Event | News) -> None:
+    def say(self, news: Event | JobEvent) -> None:
         """Any thread may."""
         self._said.append([news])
         self._port.ring()
@@ -132,11 +132,11 @@ class Window:
         for peer in [peer for peer in self._peers.values() if peer.number in by_peer]:
             self._send(peer, {"events": by_peer[peer.number]})
 
-    def _note(self, number: int, event: Event | News, id: str) -> None:
-        if isinstance(event, Ended | Refused):
+    def _note(self, number: int, event: Event | JobEvent, id: str) -> None:
+        if isinstance(event, Finished | Rejected):
             for peer in self._peers.values():
                 if peer.number == number and id in peer.orders:
-                    peer.orders[id] -= 1 if isinstance(event, Ended) else peer.orders[id]
+                    peer.orders[id] -= 1 if isinstance(event, Finished) else peer.orders[id]
                     if not peer.orders[id]:
                         del peer.orders[id]
 
@@ -166,7 +166,7 @@ class Window:
         try:
             self._do(peer, id, f"{peer.number}:{id}", body)
         except SymbiosisError as error:
-            self._send(peer, {"events": [_written(Refused("", error), id)]})
+            self._send(peer, {"events": [_written(Rejected("", error), id)]})
 
     def _do(self, peer: _Peer, id: str, ticket: str, body: Body) -> None:
         op = body.get("op")
@@ -196,7 +196,7 @@ class Window:
             room.do(ticket, body)
 
 
-def _order(ticket: str, body: Body) -> Order:
+def _order(ticket: str, body: Body) -> GenerateRequest:
     wishes = body.get("sampling")
     if not isinstance(wishes, dict) or not wishes.keys() <= _SAMPLING:
         raise BadMessage(f"sampling: expected an object with some of {', '.join(sorted(_SAMPLING))}")
@@ -214,7 +214,7 @@ def _order(ticket: str, body: Body) -> Order:
     within("n", n, 1, 128, whole=True)
     adapter = None if body.get("adapter") is None else text(body, "adapter")
     tenant = text(body, "tenant") if body.get("tenant") else ""
-    return Order(id=ticket, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant, n=n)
+    return GenerateRequest(id=ticket, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant, n=n)
 
 
 def text(body: Body, name: str, longest: int = _MAX_NAME) -> str:
@@ -232,18 +232,18 @@ def whole(value: object, name: str) -> int:
     return value
 
 
-def _written(event: Event | News, id: str) -> Any:
+def _written(event: Event | JobEvent, id: str) -> Any:
     """As it crosses the line. Tokens are most of the traffic: a list each; anything else is an object."""
-    if isinstance(event, News):
+    if isinstance(event, JobEvent):
         return {"id": id, **event.body}
     if isinstance(event, Token):
         if event.logprobs is None:
             return [id, event.number, event.token]
         return [id, event.number, event.token, event.logprobs.chosen, event.logprobs.top]
-    if isinstance(event, Ended):
+    if isinstance(event, Finished):
         body: Body = {"id": id, "end": event.reason.value, "number": event.number, "cached": event.cached}
         return body if event.error is None else {**body, "error": _error(event.error)}
-    if isinstance(event, Refused):
+    if isinstance(event, Rejected):
         return {"id": id, "refused": _error(event.error)}
     return {"id": id, "accepted": True} if isinstance(event, Accepted) else {"id": id, "settled": event.body}
 

@@ -36,7 +36,7 @@ class _Connection:
     began: float = field(default_factory=time.monotonic)
 
 
-class Connections:
+class ConnectionGuard:
     """`heard`, `belongs`, `left` and `cut` are for the socket's thread; a thread of ours does the rest."""
 
     def __init__(self, watched: zmq.Socket[bytes], most_ahead: int) -> None:

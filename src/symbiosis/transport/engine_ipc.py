@@ -22,7 +22,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from symbiosis.errors import BadMessage, TooLarge
-from symbiosis.transport.poller import Waiter, Wakeup
+from symbiosis.transport.poller import Poller, Wakeup
 
 MAX_BYTES = 64 << 20
 """Of one message: a prompt of a million tokens, or the answers of one pass, take less."""
@@ -55,7 +55,7 @@ def decode(frame: bytes) -> Body:
     return body
 
 
-class LinePort:
+class IpcPort:
     """The engine's end. One thread uses it; `ring` is for all."""
 
     def __init__(self, folder: Path) -> None:
@@ -69,7 +69,7 @@ class LinePort:
         self._socket.setsockopt(zmq.SNDHWM, _WAITING)
         self._socket.setsockopt(zmq.RCVHWM, _WAITING)
         self._socket.bind(f"ipc://{self.path}")
-        self._wakeup, self._waiter = Wakeup(), Waiter()
+        self._wakeup, self._waiter = Wakeup(), Poller()
         self._waiter.add(self._socket)
         self._waiter.add(self._wakeup.fileno())
 
@@ -104,7 +104,7 @@ class LinePort:
         self.path.unlink(missing_ok=True)
 
 
-class Line:
+class IpcClient:
     """The other end, in an asyncio loop. Once lost, it stays lost."""
 
     def __init__(self, path: str | Path) -> None:

@@ -82,7 +82,7 @@ def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
     return lay_out((t.shape[0], t.shape[1], t.dtype) for t in tensors)
 
 
-class CudaChannel:
+class GpuChannel:
     """The executor's end."""
 
     def __init__(self, size: int, most: int, device: torch.device) -> None:
@@ -201,7 +201,7 @@ class _Plan:
     answers: list[Tensor]
 
 
-class CudaCaller:
+class GpuCaller:
     """The tenant's end: the calls of one stream, by whichever threads. A call that fails is an error of the stream's next.
 
     The tenant may be on another GPU of the host (`theirs` is the executor's,
@@ -354,10 +354,10 @@ class CudaCaller:
                 self._counters.host[_DONE] = self._next + _FAR & 0xFFFFFFFF
 
 
-class Watch(threading.Thread):
+class ProcessWatcher(threading.Thread):
     """Waits for the executor's process to end, at no cost; then lets one caller go on."""
 
-    def __init__(self, pid: int, caller: CudaCaller) -> None:
+    def __init__(self, pid: int, caller: GpuCaller) -> None:
         super().__init__(name="symbiosis-watch", daemon=True)
         try:
             self._pidfd = os.pidfd_open(pid)

@@ -30,7 +30,7 @@ class Wakeup:
         os.close(self._fd)  # not earlier: another thread may be about to ring
 
 
-class Waiter:
+class Poller:
     """Waits on the waitables of ports: ZeroMQ sockets and file descriptors."""
 
     def __init__(self) -> None:

@@ -25,11 +25,11 @@ from torch import Tensor
 from symbiosis.errors import AddressInUse, BadAddress, Closed, HelloFirst, SymbiosisError, TooLarge, TooManyCalls
 from symbiosis.gpu import driver
 from symbiosis.transport.base import Peer
-from symbiosis.transport.gpu_channel import REQUEST, CudaCaller, CudaChannel, Watch
+from symbiosis.transport.gpu_channel import REQUEST, GpuCaller, GpuChannel, ProcessWatcher
 from symbiosis.transport.messages import Kind, Message, is_call
 from symbiosis.transport.shared_memory import SharedMemory, open_shared, owner
-from symbiosis.transport.zmq_client import WireLink
-from symbiosis.transport.zmq_server import WirePort
+from symbiosis.transport.zmq_client import ZmqLink
+from symbiosis.transport.zmq_server import ZmqPort
 
 _log = logging.getLogger("symbiosis")
 _NAME = re.compile(r"(?!.*\.lock$)[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
@@ -54,7 +54,7 @@ def runtime_folder() -> Path:
     return folder
 
 
-class Arena:
+class ShmArena:
     """The executor's view of a channel's shared memory: calls in the first half, answers in the second."""
 
     def __init__(self, size: int) -> None:
@@ -80,13 +80,13 @@ def _lock(path: Path, address: str) -> TextIO:
         file.close()  # its last owner removed it between our two steps
 
 
-class ShmPort(WirePort):
+class ShmPort(ZmqPort):
     same_host = True
 
     def __init__(self, address: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
         name = parse(address) or f"executor-{os.getpid()}-{secrets.token_hex(4)}"
         folder = runtime_folder()
-        self._channels: dict[Peer, CudaChannel] = {}
+        self._channels: dict[Peer, GpuChannel] = {}
         self._lock = _lock(folder / f"{name}.lock", f"shm://{name}")
         self._files = [folder / name, folder / f"{name}.lock"]
         super().__init__(f"ipc://{folder / name}", tokens=tokens, max_bytes=max_bytes)
@@ -95,7 +95,7 @@ class ShmPort(WirePort):
     def _welcome(self, peer: Peer, message: Message) -> None:
         if peer.link_state.arena is None:
             try:
-                peer.link_state.arena = Arena(self._max_bytes)
+                peer.link_state.arena = ShmArena(self._max_bytes)
             except OSError as error:
                 raise TooManyCalls(f"the executor has no shared memory left for one more channel: {error}") from None
         message.body["arena"] = peer.link_state.arena.shared.reference()
@@ -134,7 +134,7 @@ class ShmPort(WirePort):
         known = self._channels.get(peer)
         if known is not None and known.busy:
             raise TooManyCalls("a call of this channel has not been answered yet: its memory cannot go now")
-        channel = CudaChannel(size, self._max_bytes, device)
+        channel = GpuChannel(size, self._max_bytes, device)
         self._close_channel(peer)
         self._channels[peer] = channel
         return channel.reference()
@@ -174,12 +174,12 @@ class ShmPort(WirePort):
         self._lock.close()
 
 
-class ShmLink(WireLink):
+class ShmLink(ZmqLink):
     def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
         name = parse(address)
         self._gpu: torch.device | None = None
         self._their_gpu = torch.device("cuda")
-        self._callers: dict[int, tuple[CudaCaller, Watch]] = {}  # by stream
+        self._callers: dict[int, tuple[GpuCaller, ProcessWatcher]] = {}  # by stream
         self._opening = threading.Lock()
         self._is_closing = False
         if not name:
@@ -212,7 +212,7 @@ class ShmLink(WireLink):
                 return super().call(message, widths)
         return known[0].call(message, widths)
 
-    def _open_caller(self, gpu: torch.device) -> tuple[CudaCaller, Watch]:
+    def _open_caller(self, gpu: torch.device) -> tuple[GpuCaller, ProcessWatcher]:
         """That of the current stream."""
         stream = driver.current_stream(gpu)
         with self._opening:
@@ -222,15 +222,15 @@ class ShmLink(WireLink):
                 self._callers[stream] = self._new_caller(gpu)
             return self._callers[stream]
 
-    def _new_caller(self, gpu: torch.device) -> tuple[CudaCaller, Watch]:
+    def _new_caller(self, gpu: torch.device) -> tuple[GpuCaller, ProcessWatcher]:
         connection = self.connect()
         try:
-            caller = CudaCaller(connection, gpu, self._their_gpu)
+            caller = GpuCaller(connection, gpu, self._their_gpu)
         except BaseException:
             connection.close()
             raise
         try:
-            return caller, Watch(self._executor, caller)
+            return caller, ProcessWatcher(self._executor, caller)
         except BaseException:
             caller.close()
             raise

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from symbiosis.errors import BadAddress, InsecureListen, Unreachable
-from symbiosis.transport.zmq_client import WireLink
-from symbiosis.transport.zmq_server import WirePort
+from symbiosis.transport.zmq_client import ZmqLink
+from symbiosis.transport.zmq_server import ZmqPort
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})/?")
 
@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class TcpPort(WirePort):
+class TcpPort(ZmqPort):
     def __init__(self, address: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
         host, port = parse(address)
         if not tokens and not is_loopback(host):
@@ -43,7 +43,7 @@ class TcpPort(WirePort):
         self.address = self.endpoint
 
 
-class TcpLink(WireLink):
+class TcpLink(ZmqLink):
     def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
         host, port = parse(address)
         if port == 0:

@@ -67,7 +67,7 @@ class HungUp(ConnectionCut):
 class Connection:
     """One DEALER socket to an executor that has proved itself. Used by one thread at a time."""
 
-    def __init__(self, link: WireLink, deadline: float) -> None:
+    def __init__(self, link: ZmqLink, deadline: float) -> None:
         """Raises `ConnectionCut` to be tried again, or the error that makes trying again useless."""
         self._link = link
         self._arena: Tensor | None = None
@@ -229,7 +229,7 @@ def _release(context: zmq.Context[Any], sockets: set[zmq.Socket[bytes]]) -> None
     context.term()
 
 
-class WireLink(Link):
+class ZmqLink(Link):
     """A tenant's session: as many connections as threads ask at once."""
 
     def __init__(self, address: str, endpoint: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:

@@ -21,7 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from symbiosis.errors import AddressInUse, BadAddress, BadMessage, SymbiosisError, TooLarge
 from symbiosis.transport import curve_keys
 from symbiosis.transport.base import Peer, Port
-from symbiosis.transport.connection_guard import Connections
+from symbiosis.transport.connection_guard import ConnectionGuard
 from symbiosis.transport.messages import Kind, Message, decode, encode
 
 MAX_REQUEST_BODY = 16 << 10
@@ -37,7 +37,7 @@ _log = logging.getLogger("symbiosis")
 
 
 @dataclass(slots=True)
-class WireState:
+class ZmqPeerState:
     """What a port notes about a peer."""
 
     nonce: str = ""
@@ -67,7 +67,7 @@ def _descriptor(frame: zmq.Frame) -> int:
         return -1
 
 
-class WirePort(Port):
+class ZmqPort(Port):
     """The executor's end: one ROUTER socket."""
 
     def __init__(self, endpoint: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
@@ -76,7 +76,7 @@ class WirePort(Port):
         self._tenants = {curve_keys.tenant_keys(token).public: name for name, token in tokens.items()}
         self._proofs = {name: curve_keys.proof_key(token) for name, token in tokens.items()}
         self._authenticator: ThreadAuthenticator | None = None
-        self._connections: Connections | None = None
+        self._connections: ConnectionGuard | None = None
         self._context = zmq.Context()
         _draw_lots()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -111,7 +111,7 @@ class WirePort(Port):
             pair = curve_keys.executor_keys()
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = pair.public, pair.secret
-        self._connections = Connections(self._socket, _AHEAD * (self._max_bytes + _SPARE_BYTES))
+        self._connections = ConnectionGuard(self._socket, _AHEAD * (self._max_bytes + _SPARE_BYTES))
         self._socket.bind(endpoint)
 
     def waitable(self) -> Any:
@@ -138,7 +138,7 @@ class WirePort(Port):
         peer = self._peers.get(key)
         # A peer chooses its routing id freely, so it may be one that somebody else had: only the key tells who it is.
         if peer is None or peer.tenant != tenant:
-            return Peer(self, key, tenant, link_state=WireState())
+            return Peer(self, key, tenant, link_state=ZmqPeerState())
         return peer
 
     def _note(self, peer: Peer, descriptor: int) -> None:

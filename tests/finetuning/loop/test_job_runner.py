@@ -14,17 +14,17 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from symbiosis.errors import Closed, Diverged, OutOfRange
-from symbiosis.finetuning.config import HostConfig
+from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.loop.train_loop import run
-from symbiosis.finetuning.trainer import Host
+from symbiosis.finetuning.trainer import Trainer
 from tests.finetuning.tasks import STEPS, TASKS, Task, base, by_trainer, lora, trained_alone
 from tests.finetuning.together import all_equal, assert_as_trainer, run_together, start, values
 
 
 @pytest.fixture(scope="module")
 def host():
-    with Host(base()) as host:
+    with Trainer(base()) as host:
         yield host
 
 
@@ -134,11 +134,11 @@ def test_a_job_that_diverges_ends_alone(host):
 def test_a_job_goes_on_from_a_checkpoint_exactly(tmp_path):
     """Killed after step 6 of 9 with a checkpoint at 4, on a new host: to the bit what it is without that."""
     task = Task("goes on", lora(r=4, lora_dropout=0.2, use_dora=True), {"max_steps": 9})  # a batch a step: always in one pass
-    with Host(base(), HostConfig(max_rows=64)) as host:
+    with Trainer(base(), TrainerConfig(max_rows=64)) as host:
         whole = start(host, task)
         run(whole, task.data(), task.recipe_of())
         expected = values(whole)
-    with Host(base(), HostConfig(max_rows=64)) as host:
+    with Trainer(base(), TrainerConfig(max_rows=64)) as host:
         first = start(host, task)
         run(
             first,
@@ -147,7 +147,7 @@ def test_a_job_goes_on_from_a_checkpoint_exactly(tmp_path):
             checkpoint=lambda step: tmp_path / "at 4" if step == 4 else None,
             on_step=lambda done: first.stop() if done.step == 5 else None,
         )
-    with Host(base(), HostConfig(max_rows=64)) as host:
+    with Trainer(base(), TrainerConfig(max_rows=64)) as host:
         again = host.open("somebody", task.adapter, seed=task.settings()["seed"])
         again.load(tmp_path / "at 4").result(60)
         assert again.progress.steps == 4
@@ -168,7 +168,7 @@ def test_a_model_that_is_not_told_the_number_of_labels(adapter):
     task = Task("means of means", adapter, {"gradient_accumulation_steps": 3, "max_steps": 4})
     model = _plain()
     model.accepts_loss_kwargs = False
-    with Host(model) as host:
+    with Trainer(model) as host:
         session, steps = start(host, task), []
         run(session, task.data(), task.recipe_of(), on_step=steps.append)
     reference = by_trainer(model, task)
@@ -187,7 +187,7 @@ def test_data_is_checked_before_the_first_step(host):
 
 def test_a_job_waits_while_its_tenants_others_leave_no_room():
     task = TASKS["rank 2"]
-    with Host(base(), HostConfig(tenant_waiting_tokens=80)) as host:
+    with Trainer(base(), TrainerConfig(tenant_waiting_tokens=80)) as host:
         hog, session = host.open("ann", lora()), host.open("ann", lora())
         hog.busy = True
         for _ in range(2):

@@ -10,11 +10,11 @@ from accelerate.data_loader import SeedableRandomSampler
 from transformers import TrainingArguments, get_scheduler
 
 from symbiosis.errors import OutOfRange
-from symbiosis.finetuning.loop.lr_schedule import Schedule
+from symbiosis.finetuning.loop.lr_schedule import LrSchedule
 from symbiosis.finetuning.loop.recipe import Recipe
 
 
-@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("schedule", LrSchedule)
 @pytest.mark.parametrize("warmup", [0, 4, 0.15])
 def test_learning_rates(schedule, warmup, tmp_path):
     recipe = Recipe(lr_scheduler_type=schedule, warmup_steps=warmup, learning_rate=3e-4, max_steps=21)

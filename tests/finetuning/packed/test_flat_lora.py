@@ -8,8 +8,8 @@ from torch import nn
 
 from symbiosis.errors import BadCall
 from symbiosis.finetuning.optimizer import FlatOptimizer, Optimizer, StepSettings
-from symbiosis.finetuning.packed.flat_lora import Flat, FlatGradients, fits
-from symbiosis.finetuning.packed.lora_math import LowRank, Scale
+from symbiosis.finetuning.packed.flat_lora import FlatGradients, FlatParameters, fits
+from symbiosis.finetuning.packed.lora_math import TrainableIa3, TrainableLora
 
 
 def adapter(seed=0):
@@ -22,13 +22,13 @@ def adapter(seed=0):
     }
     parameters = {name: nn.Parameter(torch.randn(shape, generator=random)) for name, shape in shapes.items()}
     a, b, c, d = parameters.values()
-    return parameters, {"a": LowRank(a, b, 2.0), "q_norm": LowRank(c, d, 0.5)}
+    return parameters, {"a": TrainableLora(a, b, 2.0), "q_norm": TrainableLora(c, d, 0.5)}
 
 
 def test_parameters_stay_what_they_were():
     parameters, parts = adapter()
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    flat = Flat(parameters, parts)
+    flat = FlatParameters(parameters, parts)
     assert all(torch.equal(parameters[name], before[name]) for name in before)
     flat.values_N.zero_()
     assert all(not p.any() and p.data_ptr() % 16 == flat.values_N.data_ptr() % 16 for p in parameters.values())
@@ -39,7 +39,7 @@ def test_parameters_stay_what_they_were():
 @pytest.mark.parametrize("longest", [0.0, 0.7, 1e6])
 def test_steps_are_those_of_the_reference(longest):
     (plain, _), (mine, parts) = adapter(), adapter()
-    flat = Flat(mine, parts)
+    flat = FlatParameters(mine, parts)
     theirs, ours = Optimizer(plain), FlatOptimizer(flat)
     random = torch.Generator().manual_seed(1)
     for step in range(5):
@@ -63,7 +63,7 @@ def test_steps_are_those_of_the_reference(longest):
 
 def test_a_gradient_that_is_no_number_changes_nothing():
     parameters, parts = adapter()
-    flat = Flat(parameters, parts)
+    flat = FlatParameters(parameters, parts)
     optimizer, before = FlatOptimizer(flat), flat.values_N.clone()
     with pytest.raises(BadCall):
         optimizer.step(StepSettings())
@@ -81,5 +81,9 @@ def test_what_does_not_fit():
     assert not fits(parameters, {})
     assert not fits({**parameters, "more": nn.Parameter(torch.zeros(1))}, parts)
     a, b, *_ = parameters.values()
-    for part in (LowRank(a, b, 1.0, dropout=0.1), LowRank(a, b, 1.0, magnitude_O=b), Scale(a, of_input=True)):
+    for part in (
+        TrainableLora(a, b, 1.0, dropout=0.1),
+        TrainableLora(a, b, 1.0, magnitude_O=b),
+        TrainableIa3(a, of_input=True),
+    ):
         assert not fits(parameters, {**parts, "a": part})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from symbiosis.finetuning.packed.graph_admission import Favourites
+from symbiosis.finetuning.packed.graph_admission import GraphAdmission
 
 
-def kept_after(favourites: Favourites, keys: str) -> list[str]:
+def kept_after(favourites: GraphAdmission, keys: str) -> list[str]:
     """What was kept anew, in the order it was; with a minus, what had to go for it."""
     found = []
     kept = set()
@@ -19,20 +19,20 @@ def kept_after(favourites: Favourites, keys: str) -> list[str]:
 
 
 def test_what_comes_for_the_third_time_is_kept():
-    assert kept_after(Favourites(2), "abaacbbcb") == ["a", "b"]
+    assert kept_after(GraphAdmission(2), "abaacbbcb") == ["a", "b"]
 
 
 def test_keys_in_turn_do_not_drive_each_other_out():
-    assert kept_after(Favourites(2), "abc" * 500) == ["a", "b"]
+    assert kept_after(GraphAdmission(2), "abc" * 500) == ["a", "b"]
 
 
 def test_what_comes_no_more_makes_room():
-    favourites = Favourites(2)
+    favourites = GraphAdmission(2)
     assert kept_after(favourites, "ab" * 200 + "cb" * 400) == ["a", "b", "c", "-a"]
 
 
 def test_what_cannot_be_kept_is_not_tried_again():
-    favourites = Favourites(2)
+    favourites = GraphAdmission(2)
     for _ in range(3):
         favourites.came("a")
     assert favourites.is_worth("a")
@@ -43,7 +43,7 @@ def test_what_cannot_be_kept_is_not_tried_again():
 
 
 def test_what_may_soon_be_kept_is_coming():
-    favourites = Favourites(1)
+    favourites = GraphAdmission(1)
     favourites.came("a")
     assert favourites.is_coming("a")
     assert kept_after(favourites, "aa") == ["a"]
@@ -53,7 +53,7 @@ def test_what_may_soon_be_kept_is_coming():
 
 
 def test_what_is_kept_no_more_is_soon_again():
-    favourites = Favourites(2)
+    favourites = GraphAdmission(2)
     assert kept_after(favourites, "aabbaab") == ["a", "b"]
     favourites.keep_none()
     assert kept_after(favourites, "cab") == ["a", "b"]

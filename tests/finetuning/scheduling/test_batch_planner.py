@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from symbiosis.device_sharing.cpu_turns import Permit
-from symbiosis.finetuning.scheduling.batch_planner import Portions
+from symbiosis.finetuning.scheduling.batch_planner import BatchPlanner
 from symbiosis.finetuning.scheduling.fairness import Candidate
 
 LATELY = Permit("lately", 0.1)
 
 
 def test_passes_that_had_to_be_made_ready_tell_nothing():
-    portions = Portions(4096, least=256)
+    portions = BatchPlanner(4096, least=256)
     portions.note(Permit("full"), 4096, 0.2)
     assert portions.room(LATELY) == 2048
     for _ in range(8):
@@ -24,7 +24,7 @@ def test_passes_that_had_to_be_made_ready_tell_nothing():
 
 
 def test_short_passes_are_of_few_sizes_where_those_that_come_again_are_faster():
-    portions, on_cores = Portions(3000, least=256), Portions(3000)
+    portions, on_cores = BatchPlanner(3000, least=256), BatchPlanner(3000)
     for each in (portions, on_cores):
         each.note(LATELY, 1000, 0.1)
     assert (portions.room(LATELY), on_cores.room(LATELY)) == (768, 1000)
@@ -32,7 +32,7 @@ def test_short_passes_are_of_few_sizes_where_those_that_come_again_are_faster():
 
 
 def test_a_small_job_is_not_held_up_although_its_first_passes_had_to_be_made_ready():
-    portions, full = Portions(4096, least=256), Permit("full")
+    portions, full = BatchPlanner(4096, least=256), Permit("full")
     waiting = [Candidate("small", "ann", 1.0, [64]), Candidate("large", "bob", 1.0, [1024] * 4)]
     sizes = []
     for turn in range(20):

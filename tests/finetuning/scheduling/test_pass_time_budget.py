@@ -4,17 +4,17 @@ import math
 
 import pytest
 
-from symbiosis.finetuning.scheduling.pass_time_budget import Pace
+from symbiosis.finetuning.scheduling.pass_time_budget import PassTimeBudget
 
 
 def test_a_full_pass_has_all_rows_whatever_was_measured():
-    pace = Pace()
+    pace = PassTimeBudget()
     pace.note("full", 10, 100.0)
     assert pace.room(4096, "full", math.inf) == 4096
 
 
 def test_a_short_pass_has_as_many_rows_as_take_so_long():
-    pace = Pace()
+    pace = PassTimeBudget()
     assert pace.room(4096, "short", 0.1) == 64, "nothing was measured yet"
     pace.note("full", 1000, 1.0)
     assert pace.room(4096, "short", 0.1) == 100
@@ -26,6 +26,6 @@ def test_a_short_pass_has_as_many_rows_as_take_so_long():
 
 
 def test_there_is_always_room_for_something():
-    pace = Pace()
+    pace = PassTimeBudget()
     pace.note("short", 1, 5.0)
     assert pace.room(4096, "short", 0.01) == 1

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from symbiosis.finetuning.scheduling.fairness import Candidate
-from symbiosis.finetuning.scheduling.step_time_fairness import Lengths, shares_of, smallest
+from symbiosis.finetuning.scheduling.step_time_fairness import StepTimeFairness, shares_of, smallest
 
 
-def known(*points: tuple[int, float]) -> Lengths:
-    lengths = Lengths()
+def known(*points: tuple[int, float]) -> StepTimeFairness:
+    lengths = StepTimeFairness()
     for rows, seconds in points:
         for _ in range(5):
             lengths.note(rows, seconds)
@@ -23,7 +23,7 @@ def test_as_many_rows_as_take_no_longer():
     assert lengths.rows_within(1.0, 4096) == 4096
     assert lengths.rows_within(0.048, 4096) == pytest.approx(2080, rel=0.01)
     assert lengths.rows_within(0.004, 4096) == 32
-    assert Lengths().rows_within(0.001, 4096) == 4096, "nothing is known yet"
+    assert StepTimeFairness().rows_within(0.001, 4096) == 4096, "nothing is known yet"
 
 
 def test_passes_that_did_more_than_compute_do_not_count():
@@ -60,7 +60,7 @@ def test_a_pass_is_no_longer_than_the_smallest_would_take_alone_on_its_share():
 
 def test_a_small_one_is_tried_by_itself_a_few_times_and_no_more():
     """Also one that never comes with the rows it was tried for."""
-    lengths, among = Lengths(), jobs(64, 2048, 2048)
+    lengths, among = StepTimeFairness(), jobs(64, 2048, 2048)
     for _ in range(5):
         assert lengths.fair(among, 4096) == ([among[0]], 4096)
     assert lengths.fair(among, 4096) == (among, 4096)

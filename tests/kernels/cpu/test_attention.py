@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symbiosis.kernels.cpu.attention import Singles, fits
+from symbiosis.kernels.cpu.attention import DecodeAttention, fits
 from symbiosis.kernels.cpu.library import is_compiled
 
 pytestmark = pytest.mark.skipif(not is_compiled(), reason="not compiled")
@@ -42,7 +42,7 @@ def test_equal_to_attention_over_gathered_pages(heads, key_heads, width, window,
         memory[:, slots] = torch.randn(2, place + 1, key_heads, width).to(dtype)
         expected.append(plain(q[row], *memory[:, slots], 0.3, window, cap))
     assert fits(q, memory[0])
-    singles = Singles(rows, torch.tensor(places), pages, PAGE)
+    singles = DecodeAttention(rows, torch.tensor(places), pages, PAGE)
     found = singles.attend(q, memory[0], memory[1], scale=0.3, window=window, cap=cap)
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     torch.testing.assert_close(found.double(), torch.stack(expected), **close)
@@ -52,7 +52,7 @@ def test_equal_to_attention_over_gathered_pages(heads, key_heads, width, window,
 def test_scores_of_any_size(size):
     torch.manual_seed(0)
     memory, q = torch.randn(2, 64, 2, 16), size * torch.randn(1, 4, 16)
-    singles = Singles(torch.tensor([0]), torch.tensor([63]), torch.arange(16)[None], PAGE)
+    singles = DecodeAttention(torch.tensor([0]), torch.tensor([63]), torch.arange(16)[None], PAGE)
     found = singles.attend(q, memory[0], memory[1], scale=1.0, window=None, cap=None)
     torch.testing.assert_close(found[0].double(), plain(q[0], *memory, 1.0, None, None), rtol=1e-4, atol=1e-5)
 
@@ -63,7 +63,7 @@ def test_keys_that_nobody_can_look_at(first):
     torch.manual_seed(0)
     memory, q = torch.randn(2, 64, 1, 8), torch.rand(1, 2, 8) + 1
     memory[0, first : first + 17] = float("-inf")
-    singles = Singles(torch.tensor([0]), torch.tensor([63]), torch.arange(16)[None], PAGE)
+    singles = DecodeAttention(torch.tensor([0]), torch.tensor([63]), torch.arange(16)[None], PAGE)
     found = singles.attend(q, memory[0], memory[1], scale=1.0, window=None, cap=None)
     torch.testing.assert_close(found[0].double(), plain(q[0], *memory, 1.0, None, None), rtol=1e-4, atol=1e-5)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from symbiosis.kernels.cpu.library import is_compiled
-from symbiosis.kernels.cpu.lora import Changes, Line, reference
+from symbiosis.kernels.cpu.lora import LoraBatchCpu, LoraRow, reference
 
 pytestmark = pytest.mark.skipif(not is_compiled(), reason="not compiled")
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 2e-2, "atol": 1e-1}}
@@ -41,7 +41,7 @@ def test_many_adapters_at_once(seed, dtype):
     expected, found = y.float(), y.clone()
     for rows, columns, (a_rI, b_Or) in changes:
         reference(x.float(), expected, rows, columns, a_rI.float(), b_Or.float())
-    Changes([(rows, columns, Line.of(*both)) for rows, columns, both in changes], inputs).add(x, found)
+    LoraBatchCpu([(rows, columns, LoraRow.of(*both)) for rows, columns, both in changes], inputs).add(x, found)
     torch.testing.assert_close(found.float(), expected, **CLOSE[dtype])
 
 
@@ -49,22 +49,22 @@ def test_many_adapters_at_once(seed, dtype):
 def test_a_row_has_the_same_bits_in_any_company(dtype):
     x, both = torch.randn(11, 96).to(dtype), weights(19, 96, 40, dtype)
     together, alone = torch.zeros(11, 40, dtype=dtype), torch.zeros(11, 40, dtype=dtype)
-    Changes([(slice(0, 11), slice(0, 40), Line.of(*both))], 96).add(x, together)
+    LoraBatchCpu([(slice(0, 11), slice(0, 40), LoraRow.of(*both))], 96).add(x, together)
     for row in range(11):
-        Changes([(slice(0, 1), slice(0, 40), Line.of(*both))], 96).add(x[row : row + 1], alone[row : row + 1])
+        LoraBatchCpu([(slice(0, 1), slice(0, 40), LoraRow.of(*both))], 96).add(x[row : row + 1], alone[row : row + 1])
     assert torch.equal(together, alone)
 
 
 def test_any_number_of_threads_gives_the_same_bits():
     held = [weights(16, 100, 200, seed=i) for i in range(9)]
-    changes = [(slice(4 * i, 4 * i + 4), slice(0, 200), Line.of(*both)) for i, both in enumerate(held)]
+    changes = [(slice(4 * i, 4 * i + 4), slice(0, 200), LoraRow.of(*both)) for i, both in enumerate(held)]
     x, before = torch.randn(36, 100), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             found.append(torch.zeros(36, 200))
-            Changes(changes, 100).add(x, found[-1])
+            LoraBatchCpu(changes, 100).add(x, found[-1])
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
@@ -73,11 +73,11 @@ def test_any_number_of_threads_gives_the_same_bits():
 
 def test_what_the_kernel_does_not_compute():
     a_rI, b_Or = weights(3, 5, 8)
-    assert Line.of(a_rI, b_Or) is not None
-    assert Line.of(a_rI.contiguous(), b_Or) is None, "another layout"
-    assert Line.of(*weights(513, 5, 8)) is None
-    assert Line.of(*weights(3, 5, 8, torch.float16)) is None
-    assert Line.of(a_rI.bfloat16(), b_Or) is None
-    line = Line.of(*weights(16, 5, 8))
+    assert LoraRow.of(a_rI, b_Or) is not None
+    assert LoraRow.of(a_rI.contiguous(), b_Or) is None, "another layout"
+    assert LoraRow.of(*weights(513, 5, 8)) is None
+    assert LoraRow.of(*weights(3, 5, 8, torch.float16)) is None
+    assert LoraRow.of(a_rI.bfloat16(), b_Or) is None
+    line = LoraRow.of(*weights(16, 5, 8))
     assert line.is_for(64)
     assert not line.is_for(65), "the reference is faster"

@@ -13,7 +13,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 pytest.importorskip("triton")
 
 from symbiosis.kernels import residual_norm, rope_and_store, silu_mul
-from symbiosis.kernels.lora.shrink_expand import NOTHING, Change, Members, Work, expand, low_rank, shrink, spread
+from symbiosis.kernels.lora.shrink_expand import NOTHING, FusedWidths, LoraBatch, LoraOperand, expand, low_rank, shrink, spread
 from symbiosis.kernels.tiles import Segment, Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,7 +34,7 @@ def changed(widths, dtype, bias):
     torch.manual_seed(0)
     changes = [
         [
-            Change(
+            LoraOperand(
                 random(RANK, WIDTH, dtype=dtype, scale=WIDTH**-0.5),
                 random(width, RANK, dtype=dtype, scale=RANK**-0.5),
                 1 + random(width, dtype=dtype, scale=0.1) if slot == 1 else None,
@@ -49,7 +49,7 @@ def changed(widths, dtype, bias):
     table = torch.tensor(lines).to(DEVICE)
     x, y = random(ROWS, WIDTH, dtype=dtype), random(ROWS, sum(widths), dtype=dtype)
     own_bias = random(sum(widths), dtype=dtype) if bias else None
-    work = Work(Tiles.of(SEGMENTS, 2, DEVICE, reach=ROWS), ROWS, WIDTH, Members(widths, DEVICE), 16)
+    work = LoraBatch(Tiles.of(SEGMENTS, 2, DEVICE, reach=ROWS), ROWS, WIDTH, FusedWidths(widths, DEVICE), 16)
     together = y.clone()
     low_rank(x, together, table, work, own_bias)
     assert not torch.equal(together, y)
@@ -117,10 +117,12 @@ def test_whoever_adds_it_waits_for_both_streams(consumer, late):
     """Also in a graph, where it is launched before they have ended."""
     width, out, dtype = 512, 512, torch.bfloat16
     widths = [out // 2] * 2 if consumer == "gate" else [out]
-    changes = [[Change(random(8, width, dtype=dtype, scale=0.1), random(w, 8, dtype=dtype)) for w in widths] for _ in range(4)]
+    changes = [
+        [LoraOperand(random(8, width, dtype=dtype, scale=0.1), random(w, 8, dtype=dtype)) for w in widths] for _ in range(4)
+    ]
     table = torch.tensor([[each.entry() for each in of_members] for of_members in changes]).to(DEVICE)
     tiles = Tiles.of([Segment(n, n, 1) for n in range(4)], 2, DEVICE, reach=4)
-    work, other = Work(tiles, 4, width, Members(widths, DEVICE), 16), torch.cuda.Stream()
+    work, other = LoraBatch(tiles, 4, width, FusedWidths(widths, DEVICE), 16), torch.cuda.Stream()
     work.make_room()
     x, weight = random(4, width, dtype=dtype), random(width, out, dtype=dtype, scale=0.1)
 

@@ -12,7 +12,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.lora.grouped import Rows, grouped, reference
+from symbiosis.kernels.lora.grouped import GroupedRows, grouped, reference
 from symbiosis.kernels.tiles import Segment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +50,7 @@ def both(counts, ranks, width, out, dtype, poison=None):
     ).to(DEVICE)
     scales = torch.tensor([scale for *_, scale in changes], device=DEVICE)
     anchor = torch.zeros((), device=DEVICE, requires_grad=True)
-    plan = Rows.of(segments, max(ranks), torch.device(DEVICE))
+    plan = GroupedRows.of(segments, max(ranks), torch.device(DEVICE))
     mine = x.clone().requires_grad_()
     y = grouped(mine, weight, None, table, scales, plan, anchor)
     y.backward(upstream)
@@ -94,7 +94,7 @@ def test_the_first_layer_gets_no_gradient_of_its_rows_and_still_gives_the_adapte
     a, b = torch.randn(8, 32, device=DEVICE), torch.randn(16, 8, device=DEVICE)
     ga, gb = torch.zeros_like(a), torch.zeros_like(b)
     table = torch.tensor([[t.data_ptr() if isinstance(t, torch.Tensor) else t for t in (a, b, 8, ga, gb)]]).to(DEVICE)
-    plan = Rows.of([Segment(0, 0, 20)], 8, torch.device(DEVICE))
+    plan = GroupedRows.of([Segment(0, 0, 20)], 8, torch.device(DEVICE))
     x, weight = torch.randn(20, 32, device=DEVICE), torch.randn(16, 32, device=DEVICE)
     y = grouped(x, weight, None, table, torch.ones(1, device=DEVICE), plan, anchor)
     assert torch.autograd.grad(y.sum(), [anchor], allow_unused=True) == (None,)

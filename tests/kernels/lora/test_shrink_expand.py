@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 from symbiosis.kernels.lora.deferred import join
 from symbiosis.kernels.lora.shrink_expand import (
     NOTHING,
-    Change,
-    Members,
-    Plan,
-    Work,
+    FusedWidths,
+    LaunchPlan,
+    LoraBatch,
+    LoraOperand,
     expand,
     low_rank,
     reference,
@@ -42,7 +42,7 @@ def adapters(ranks, width, widths, dtype, stretched=()):
     """By slot and member; rank 0 is no change."""
     changes = [
         [
-            Change(
+            LoraOperand(
                 random(rank, width, dtype=dtype, scale=width**-0.5),
                 random(out, rank, dtype=dtype, scale=rank**-0.5),
                 1 + random(out, dtype=dtype, scale=0.1) if slot in stretched else None,
@@ -66,7 +66,7 @@ def check(segments, ranks, *, rows, width, widths, dtype=torch.float32, stretche
     reference(x, expected, segments, changes, widths, own_bias)
     rmax = max(16, -(-max(max(r) for r in ranks) // 16) * 16)
     tiles = Tiles.of(segments, tile or tile_rows(rows, len(segments), rmax), DEVICE, reach=rows)
-    work, plain = Work(tiles, rows, width, Members(widths, DEVICE), rmax, chosen), y.clone()
+    work, plain = LoraBatch(tiles, rows, width, FusedWidths(widths, DEVICE), rmax, chosen), y.clone()
     low_rank(x, y, table, work, own_bias)
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     work.make_room()
@@ -130,7 +130,7 @@ def test_a_prompt_beside_single_rows(tile):
 @pytest.mark.parametrize(("ranks", "blocks"), [((70, 32), 1), ((48, 32), 2)])
 def test_other_plans_give_the_same(splits, rank_programs, tile, ranks, blocks):
     block_k = 256 // splits if tile <= 2 and splits != 3 else 128 if tile <= 2 else 32
-    chosen = Plan(splits=splits, rank_programs=rank_programs, block_k=block_k, block_n=32, blocks=blocks)
+    chosen = LaunchPlan(splits=splits, rank_programs=rank_programs, block_k=block_k, block_n=32, blocks=blocks)
     changes = [[rank] for rank in ranks]
     check([Segment(0, 0, 1), Segment(1, 1, 7)], changes, rows=8, width=200, widths=[100], tile=tile, chosen=chosen)
 
@@ -153,17 +153,17 @@ def test_rows_and_outputs_that_are_parts_of_larger_tensors():
     x, y = random(6, 200)[:, 32:96], random(6, 300)[:, 16 : 16 + 48]
     expected, segments = y.clone(), [Segment(0, 0, 1), Segment(1, 1, 4)]
     reference(x, expected, segments, [[of[1]] for of in changes], [48])
-    low_rank(x, y, tables[:, 1:2], Work(Tiles.of(segments, 16, DEVICE), 6, 64, Members([48], DEVICE), 16))
+    low_rank(x, y, tables[:, 1:2], LoraBatch(Tiles.of(segments, 16, DEVICE), 6, 64, FusedWidths([48], DEVICE), 16))
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_weights_that_cannot_be_read_in_place_are_refused():
     with pytest.raises(ValueError, match="contiguous"):
-        Change(random(64, 16).T, random(8, 16)).entry()
+        LoraOperand(random(64, 16).T, random(8, 16)).entry()
     with pytest.raises(ValueError, match="16 bytes"):
-        Change(random(16 * 64 + 1)[1:].view(16, 64), random(8, 16)).entry()
+        LoraOperand(random(16 * 64 + 1)[1:].view(16, 64), random(8, 16)).entry()
     with pytest.raises(ValueError, match="one rank"):
-        Change(random(16, 64), random(8, 8)).entry()
+        LoraOperand(random(16, 64), random(8, 8)).entry()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CUDA graph")
@@ -177,9 +177,9 @@ def test_a_graph_serves_other_adapters_and_rows_when_replayed(tile, way):
         random(8, width, dtype=dtype),
         random(8, 640, dtype=dtype),
         Tiles(8, tile, DEVICE, reach=8),
-        Members(widths, DEVICE),
+        FusedWidths(widths, DEVICE),
     )
-    work = Work(tiles, 8, width, members, 64)
+    work = LoraBatch(tiles, 8, width, members, 64)
     start, other = y.clone(), torch.cuda.Stream()
     work.make_room()
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from symbiosis.models.patches.fused_ops import FusedNorm, FusedNormAtOnce, _norm_like, fuse
+from symbiosis.models.patches.fused_ops import FusedNorm, FusedNormForward, _norm_like, fuse
 
 
 class AtOnceRMSNorm(nn.Module):
@@ -45,7 +45,7 @@ class GatedRMSNorm(AtOnceRMSNorm):
     [
         (LlamaRMSNorm(64), torch.bfloat16, FusedNorm),
         (LlamaRMSNorm(64), torch.float32, FusedNorm),
-        (AtOnceRMSNorm(64), torch.bfloat16, FusedNormAtOnce),
+        (AtOnceRMSNorm(64), torch.bfloat16, FusedNormForward),
         (Gemma2RMSNorm(64), torch.bfloat16, None),
         (GatedRMSNorm(64), torch.float32, None),
         (nn.RMSNorm(64), torch.float32, None),

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 
-from symbiosis.serving.lora.device_pool import CpuDevice
-from symbiosis.serving.lora.host_pool import HostMemory
-from symbiosis.serving.lora.packed_adapter import Flat
+from symbiosis.serving.lora.device_pool import CpuPool
+from symbiosis.serving.lora.host_pool import HostPool
+from symbiosis.serving.lora.packed_adapter import PackedAdapter
 from symbiosis.serving.scheduling.sequence import Sampling
 
 COUNT = 6
@@ -77,7 +77,7 @@ def _greedy(model, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-class CopyingDevice(CpuDevice):
+class CopyingDevice(CpuPool):
     """As a GPU: one range of memory, which adapters are copied to. What lay there before is overwritten."""
 
     def __init__(self, size: int) -> None:
@@ -87,10 +87,10 @@ class CopyingDevice(CpuDevice):
         """Nothing is brought while this is not set."""
         self.gate.set()
 
-    def adopt(self, flat: Flat) -> Flat | None:
+    def adopt(self, flat: PackedAdapter) -> PackedAdapter | None:
         return None
 
-    def bring(self, flat: Flat, offset: int, fence: object) -> Flat:
+    def bring(self, flat: PackedAdapter, offset: int, fence: object) -> PackedAdapter:
         assert self.gate.wait(60)
         target = self._memory[offset : offset + flat.size]
         target.copy_(flat.memory)
@@ -103,7 +103,7 @@ def use_levels(monkeypatch, *, copying: bool) -> None:
         monkeypatch.setattr(
             "symbiosis.serving.lora.adapter_cache.places",
             lambda device, config: (
-                HostMemory(torch.empty(config.host_bytes, dtype=torch.uint8)),
+                HostPool(torch.empty(config.host_bytes, dtype=torch.uint8)),
                 CopyingDevice(config.device_bytes),
             ),
         )

@@ -9,9 +9,9 @@ import threading
 import pytest
 
 from symbiosis.errors import BadAdapter, UnknownAdapter, UnsupportedAdapter
-from symbiosis.serving.engine import Core, Engine
-from symbiosis.serving.lora.adapter_cache import ResidencyConfig
-from symbiosis.serving.scheduling.sequence import Reason, Sampling
+from symbiosis.serving.engine import Engine, EngineCore
+from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
+from symbiosis.serving.scheduling.sequence import FinishReason, Sampling
 from tests.serving.lora.residents import COUNT, PROMPTS, WISH, World, make_world, use_levels
 
 LONG = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -25,7 +25,7 @@ def world(tiny, tmp_path_factory) -> World:
 @pytest.fixture(scope="module")
 def size(world) -> int:
     """What one of them takes."""
-    return Core(copy.deepcopy(world.base)).prepare(world.path("a0")).flat.size
+    return EngineCore(copy.deepcopy(world.base)).prepare(world.path("a0")).flat.size
 
 
 @pytest.fixture(params=[False, True], ids=["one level", "two levels"], autouse=True)
@@ -34,12 +34,12 @@ def copying(request, monkeypatch) -> bool:
     return request.param
 
 
-def core_for(world: World, device: int, host: int | None = None, **settings) -> Core:
-    config = ResidencyConfig(device_bytes=device, host_bytes=host or device * 3, **{"slots": 8, **settings})
-    return Core(copy.deepcopy(world.base), pages=200, page_size=4, residency=config)
+def core_for(world: World, device: int, host: int | None = None, **settings) -> EngineCore:
+    config = AdapterCacheConfig(device_bytes=device, host_bytes=host or device * 3, **{"slots": 8, **settings})
+    return EngineCore(copy.deepcopy(world.base), pages=200, page_size=4, residency=config)
 
 
-def run(core: Core, *requests, steps: int = 2000) -> None:
+def run(core: EngineCore, *requests, steps: int = 2000) -> None:
     """Until these have ended."""
     for _ in range(steps):
         if all(request.reason is not None for request in requests):
@@ -53,7 +53,7 @@ def run(core: Core, *requests, steps: int = 2000) -> None:
     raise AssertionError("hung")
 
 
-def settle(core: Core) -> None:
+def settle(core: EngineCore) -> None:
     """Until nothing is on its way."""
     for _ in range(200):
         core.take_up()
@@ -62,13 +62,13 @@ def settle(core: Core) -> None:
         core.wait(0.1)
 
 
-def says(world: World, core: Core, name: str, prompt: int = 0) -> None:
+def says(world: World, core: EngineCore, name: str, prompt: int = 0) -> None:
     request = core.add(PROMPTS[prompt], WISH, adapter=name)
     run(core, request)
     assert request.outputs == world.says[name][prompt]
 
 
-def on_device(core: Core) -> set[str]:
+def on_device(core: EngineCore) -> set[str]:
     return {name for name, hash in core.adapters.items() if hash in core._residency.loaded}
 
 
@@ -77,7 +77,7 @@ def test_more_adapters_than_fit_are_served_each_with_its_own(world, size):
         copy.deepcopy(world.base),
         pages=200,
         page_size=4,
-        residency=ResidencyConfig(device_bytes=2 * size, host_bytes=3 * size, slots=8, patience_s=0.05),
+        residency=AdapterCacheConfig(device_bytes=2 * size, host_bytes=3 * size, slots=8, patience_s=0.05),
     )
     for name in world.says.keys() - {"base"}:
         engine.add_adapter(name, world.path(name))
@@ -166,7 +166,7 @@ def test_who_waits_for_a_replaced_version_gets_it_from_disk(world, size):
     assert late.outputs == world.says["a1"][1]
 
 
-def run_once(core: Core) -> None:
+def run_once(core: EngineCore) -> None:
     before = core.passes
     core.step()
     if core.passes == before and not core.is_idle():
@@ -204,7 +204,7 @@ def test_equal_content_under_two_names_is_in_memory_once(world, size, tmp_path):
     assert core.figures().device_bytes == core.figures().host_bytes == 0
 
 
-def cold(world: World, size: int, folder) -> Core:
+def cold(world: World, size: int, folder) -> EngineCore:
     """A core where the adapter "mine", read from `folder`, is in no memory."""
     core = core_for(world, size, size)
     core.add_adapter("mine", folder)
@@ -225,7 +225,7 @@ def test_a_load_that_fails_ends_those_who_wait_for_it_and_nobody_else(world, siz
     failed = core.take_failed()
     assert {request.id for request, _ in failed} == {request.id for request in waiting}
     assert all(isinstance(error, BadAdapter) for _, error in failed)
-    assert {request.reason for request in waiting} == {Reason.FAILED}
+    assert {request.reason for request in waiting} == {FinishReason.FAILED}
     with pytest.raises(BadAdapter, match="mine"):
         core.add(PROMPTS[0], WISH, adapter="mine")
     world.copied("a0", folder)

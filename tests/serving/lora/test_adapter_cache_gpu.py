@@ -9,12 +9,12 @@ import time
 import pytest
 import torch
 
-from symbiosis.serving.engine import Core, Engine
-from symbiosis.serving.lora.adapter_cache import ResidencyConfig
-from symbiosis.serving.lora.device_pool import CudaDevice
-from symbiosis.serving.lora.host_pool import HostMemory
-from symbiosis.serving.lora.lora_weights import Loaded, Low
-from symbiosis.serving.lora.packed_adapter import Flat, flatten
+from symbiosis.serving.engine import Engine, EngineCore
+from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
+from symbiosis.serving.lora.device_pool import CudaPool
+from symbiosis.serving.lora.host_pool import HostPool
+from symbiosis.serving.lora.lora_weights import EngineAdapter, LoraWeights
+from symbiosis.serving.lora.packed_adapter import PackedAdapter, flatten
 from symbiosis.serving.scheduling.sequence import Sampling
 from tests.serving.lora.residents import PROMPTS, WISH, make_world
 
@@ -23,20 +23,22 @@ CUDA = torch.device("cuda")
 WIDTH, RANK, MEMBERS = 4096, 16, 224
 
 
-def pinned(flat: Flat) -> tuple[HostMemory, Flat]:
-    host = HostMemory(torch.empty(flat.size, dtype=torch.uint8, pin_memory=True))
+def pinned(flat: PackedAdapter) -> tuple[HostPool, PackedAdapter]:
+    host = HostPool(torch.empty(flat.size, dtype=torch.uint8, pin_memory=True))
     return host, host.put(flat.loaded.hash, flat)
 
 
-def large(value: float) -> Flat:
+def large(value: float) -> PackedAdapter:
     """As large as rank 16 on all layers of a 7B model, roughly."""
     low = [torch.full(shape, value, dtype=torch.bfloat16) for shape in ((RANK, WIDTH), (WIDTH, RANK))]
-    return flatten(Loaded(f"{value}", {f"{i}": (Low(low[0].clone(), low[1].clone()),) for i in range(MEMBERS)}), ())
+    return flatten(
+        EngineAdapter(f"{value}", {f"{i}": (LoraWeights(low[0].clone(), low[1].clone()),) for i in range(MEMBERS)}), ()
+    )
 
 
 def test_an_adapter_in_host_memory_is_on_the_gpu_within_10_ms():
     _, flat = pinned(large(1.0))
-    device = CudaDevice(flat.size, CUDA)
+    device = CudaPool(flat.size, CUDA)
     device.bring(flat, 0, device.fence())
     seconds = []
     for _ in range(9):
@@ -50,7 +52,7 @@ def test_an_adapter_in_host_memory_is_on_the_gpu_within_10_ms():
 
 def test_what_still_reads_a_place_reads_what_was_there():
     (_, first), (_, second) = pinned(large(1.0)), pinned(large(2.0))
-    device = CudaDevice(first.size, CUDA)
+    device = CudaPool(first.size, CUDA)
     there = device.bring(first, 0, None)
     torch.cuda._sleep(200_000_000)  # a pass that takes its time
     seen = there.loaded.parts["0"][0].a_rI.clone()
@@ -61,8 +63,8 @@ def test_what_still_reads_a_place_reads_what_was_there():
 
 def test_more_adapters_than_fit_are_served_and_found_by_the_table(tiny, tmp_path):
     world = make_world(tiny, tmp_path, 5, same_kind=True)
-    size = Core(copy.deepcopy(tiny)).prepare(world.path("a0")).flat.size
-    config = ResidencyConfig(device_bytes=2 * size, host_bytes=3 * size, slots=4, patience_s=0.05)
+    size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).flat.size
+    config = AdapterCacheConfig(device_bytes=2 * size, host_bytes=3 * size, slots=4, patience_s=0.05)
     engine = Engine(copy.deepcopy(tiny).to(CUDA), pages=200, page_size=4, residency=config)
     for number in range(5):
         engine.add_adapter(f"a{number}", world.path(f"a{number}"))
@@ -94,12 +96,12 @@ def test_more_adapters_than_fit_are_served_and_found_by_the_table(tiny, tmp_path
 def test_others_go_on_while_an_adapter_comes(tiny, tmp_path):
     """Steps of a running answer while others' adapters come and go, against steps while nothing moves."""
     world = make_world(tiny, tmp_path, 4, same_kind=True)
-    size = Core(copy.deepcopy(tiny)).prepare(world.path("a0")).flat.size
-    core = Core(
+    size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).flat.size
+    core = EngineCore(
         copy.deepcopy(tiny).to(CUDA),
         pages=400,
         page_size=16,
-        residency=ResidencyConfig(device_bytes=2 * size, host_bytes=4 * size),
+        residency=AdapterCacheConfig(device_bytes=2 * size, host_bytes=4 * size),
     )
     for number in range(4):
         core.add_adapter(f"a{number}", world.path(f"a{number}"))

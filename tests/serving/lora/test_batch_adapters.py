@@ -9,10 +9,10 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
 from symbiosis.models.fuse_projections import join
-from symbiosis.serving.lora.batch_adapters import Bank
+from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_layers import adapt, adapt_together
-from symbiosis.serving.lora.lora_ops import Together
-from symbiosis.serving.lora.lora_weights import Loaded, Low, Own, Scale, Segment
+from symbiosis.serving.lora.lora_ops import FusedProjection
+from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, Ia3Weights, LoraWeights, ReplacedWeights
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]
@@ -39,12 +39,12 @@ def made(base, kind: str):
     return model
 
 
-def low(a_rI, b_Or, stretch_O=None) -> Low:
+def low(a_rI, b_Or, stretch_O=None) -> LoraWeights:
     """As it is loaded on a CPU."""
-    return Low(a_rI.T.contiguous().T, b_Or.T.contiguous().T, stretch_O=stretch_O)
+    return LoraWeights(a_rI.T.contiguous().T, b_Or.T.contiguous().T, stretch_O=stretch_O)
 
 
-def loaded(model, kind: str) -> Loaded:
+def loaded(model, kind: str) -> EngineAdapter:
     """The adapter's parts, read from PEFT's own modules."""
     parts: dict[str, tuple] = {}
     for name, module in model.base_model.model.named_modules():
@@ -57,10 +57,10 @@ def loaded(model, kind: str) -> Loaded:
                 stretch = (module.lora_magnitude_vector["default"].weight / norm).detach()
             parts[name] = (low(a.detach(), module.scaling["default"] * b.detach(), stretch),)
         elif hasattr(module, "ia3_l") and "default" in module.ia3_l:
-            parts[name] = (Scale(module.ia3_l["default"].detach().flatten(), module.is_feedforward),)
+            parts[name] = (Ia3Weights(module.ia3_l["default"].detach().flatten(), module.is_feedforward),)
         elif hasattr(module, "modules_to_save") and "default" in module.modules_to_save:
-            parts[name] = (Own(module.modules_to_save["default"].weight.detach()),)
-    return Loaded(kind, parts)
+            parts[name] = (ReplacedWeights(module.modules_to_save["default"].weight.detach()),)
+    return EngineAdapter(kind, parts)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -70,7 +70,7 @@ def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes, joined, pro
     """Rows are independent here: every sequence has one token, so attention mixes nothing."""
     base = LLAMA.model().eval()
     adapters = {kind: made(base, kind) for kind in KINDS}
-    served, bank = copy.deepcopy(base), Bank()
+    served, bank = copy.deepcopy(base), ActiveAdapters()
     if joined:
         join(served)
     adapt(served, bank)
@@ -78,7 +78,7 @@ def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes, joined, pro
     ids = torch.randint(0, base.config.vocab_size, (sum(sizes) + 2, 1))  # two rows of nobody's at the end
     segments, at = [], 0
     for (kind, model), size in zip(adapters.items(), sizes, strict=True):
-        segments.append(Segment(loaded(model, kind), at, at + size))
+        segments.append(AdapterSegment(loaded(model, kind), at, at + size))
         at += size
     bank.begin(segments, segments)
     found = served(ids).logits
@@ -91,7 +91,7 @@ def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes, joined, pro
 @torch.no_grad()
 def test_without_adapters_nothing_is_done():
     base = LLAMA.model().eval()
-    served, bank = copy.deepcopy(base), Bank()
+    served, bank = copy.deepcopy(base), ActiveAdapters()
     adapt(served, bank)
     bank.begin((), ())
     ids = torch.arange(12).view(2, 6)
@@ -103,15 +103,15 @@ def test_without_adapters_nothing_is_done():
 @torch.no_grad()
 def test_adapters_of_any_rank_on_some_of_the_layers(processor):
     torch.manual_seed(0)
-    together = Together(["q", "k", "v"], [8, 4, 4], torch.randn(16, 6), None)
+    together = FusedProjection(["q", "k", "v"], [8, 4, 4], torch.randn(16, 6), None)
     ranks = ({"q": 2, "k": 3}, {"q": 5, "v": 1}, {"q": 2}, {"k": 3, "q": 4})  # nobody has all, one layer's are few
     adapters = [
-        Loaded(
+        EngineAdapter(
             str(number), {path: (low(torch.randn(r, 6), torch.randn(8 if path == "q" else 4, r)),) for path, r in of.items()}
         )
         for number, of in enumerate(ranks)
     ]
-    segments = [Segment(adapter, 1 + 3 * number, 4 + 3 * number) for number, adapter in enumerate(adapters)]
+    segments = [AdapterSegment(adapter, 1 + 3 * number, 4 + 3 * number) for number, adapter in enumerate(adapters)]
     x_RI, y_RO = torch.randn(14, 6), torch.randn(14, 16)
     expected = y_RO.clone()
     for segment in segments:
@@ -119,7 +119,7 @@ def test_adapters_of_any_rank_on_some_of_the_layers(processor):
             column = 4 * ["q", "", "k", "v"].index(path)
             change = x_RI[segment.start : segment.end] @ part.a_rI.T @ part.b_Or.T
             expected[segment.start : segment.end, column : column + change.shape[1]] += change
-    bank = Bank()
+    bank = ActiveAdapters()
     bank.begin(segments, segments)
     effect = bank.effect(together, of_head=False)
     assert (effect._changes is not None) == (processor == "compiled")
@@ -129,13 +129,13 @@ def test_adapters_of_any_rank_on_some_of_the_layers(processor):
 
 @torch.no_grad()
 def test_what_overflows_in_one_adapter_stays_there(processor):
-    together = Together(["layer"], [8], torch.randn(8, 4), None)
+    together = FusedProjection(["layer"], [8], torch.randn(8, 4), None)
     calm, wild = (
-        Loaded(name, {"layer": (low(torch.full((2, 4), size), torch.randn(8, 2)),)})
+        EngineAdapter(name, {"layer": (low(torch.full((2, 4), size), torch.randn(8, 2)),)})
         for name, size in (("calm", 1.0), ("wild", 3e38))
     )
-    x, bank = torch.ones(4, 4), Bank()
-    segments = [Segment(calm, 0, 2), Segment(wild, 2, 4)]
+    x, bank = torch.ones(4, 4), ActiveAdapters()
+    segments = [AdapterSegment(calm, 0, 2), AdapterSegment(wild, 2, 4)]
     bank.begin(segments, segments)
     effect, y = bank.effect(together, of_head=False), torch.zeros(4, 8)
     effect.after(x, y, None)

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from symbiosis.serving.lora.byte_allocator import Arena
+from symbiosis.serving.lora.byte_allocator import ByteAllocator
 
 
 def test_the_smallest_gap_that_fits_is_taken():
-    arena = Arena(100)
+    arena = ByteAllocator(100)
     assert [arena.take(owner, 20) for owner in "abcde"] == [0, 20, 40, 60, 80]
     assert arena.take("f", 1) is None
     arena.give("b")
@@ -23,7 +23,7 @@ def test_the_smallest_gap_that_fits_is_taken():
 
 
 def test_pieces_of_one_size_leave_by_their_age():
-    arena = Arena(30)
+    arena = ByteAllocator(30)
     for owner in "abc":
         arena.take(owner, 10)
     ages = {"a": 2, "b": 0, "c": 1}
@@ -34,7 +34,7 @@ def test_pieces_of_one_size_leave_by_their_age():
 
 
 def test_who_has_no_cost_stays_and_what_is_free_costs_nothing():
-    arena = Arena(50)
+    arena = ByteAllocator(50)
     for owner in "abcde":
         arena.take(owner, 10)
     assert arena.cheapest(20, lambda owner: None if owner in "bd" else (0, 0)) is None
@@ -46,7 +46,7 @@ def test_who_has_no_cost_stays_and_what_is_free_costs_nothing():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_is_taken_and_given_adds_up(seed):
-    rng, arena, owners = random.Random(seed), Arena(1000), []
+    rng, arena, owners = random.Random(seed), ByteAllocator(1000), []
     for number in range(300):
         if owners and rng.random() < 0.4:
             arena.give(owners.pop(rng.randrange(len(owners))))

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from symbiosis.errors import UnknownAdapter
-from symbiosis.serving.engine import Core
-from symbiosis.serving.engine_loop import Accepted, Desk, Ended, Event, Order, Refused, Settled, Token
-from symbiosis.serving.lora.adapter_cache import ResidencyConfig
-from symbiosis.serving.lora.lora_weights import Loaded
-from symbiosis.serving.lora.packed_adapter import Flat
-from symbiosis.serving.scheduling.sequence import Reason
+from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_loop import Accepted, EngineLoop, Event, Finished, GenerateRequest, Rejected, Result, Token
+from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
+from symbiosis.serving.lora.lora_weights import EngineAdapter
+from symbiosis.serving.lora.packed_adapter import PackedAdapter
+from symbiosis.serving.scheduling.sequence import FinishReason
 from tests.serving.lora.residents import PROMPTS, WISH, World, make_world, use_levels
 
 NAMES = ["n0", "n1", "n2", "n3", "n4"]
@@ -37,8 +37,8 @@ class Asked:
     content: str | None = None
     """What the name meant when the order was accepted."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    ends: list[Ended] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
+    ends: list[Finished] = field(default_factory=list)
+    refused: list[Rejected] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -56,7 +56,7 @@ class Ledger:
 
     def __call__(self, events: list[Event]) -> None:
         for event in events:
-            if isinstance(event, Refused | Ended) and event.error is not None:
+            if isinstance(event, Rejected | Finished) and event.error is not None:
                 event.error.with_traceback(None)  # whose frames would keep alive what the desk did just then
             if event.id in self.orders:
                 self._order(self.orders[event.id], event)
@@ -66,12 +66,12 @@ class Ledger:
     def _ticket(self, event: Event) -> None:
         if event.id in self.tickets:
             name, content = self.tickets[event.id]
-            if isinstance(event, Settled):
+            if isinstance(event, Result):
                 self.meaning[name] = content
                 self.counts["loads" if content else "unloads"] += 1
             elif content is not None or not isinstance(event.error, UnknownAdapter):
                 self.wrong.append(f"{name} {content}: {event}")
-        elif isinstance(event, Settled):
+        elif isinstance(event, Result):
             self.figures[event.id] = event.body
         self.settled[event.id].set()
 
@@ -82,7 +82,7 @@ class Ledger:
                 self.wrong.append(f"{asked.name} means nothing, and an order with it was accepted")
         elif isinstance(event, Token):
             asked.tokens.setdefault(event.number, []).append(event.token)
-        elif isinstance(event, Ended):
+        elif isinstance(event, Finished):
             asked.ends.append(event)
         else:
             asked.refused.append(event)
@@ -95,9 +95,9 @@ class Ledger:
 class Churn:
     """A desk, and threads that use it all at once until `stop`."""
 
-    def __init__(self, core: Core, world: World) -> None:
+    def __init__(self, core: EngineCore, world: World) -> None:
         self.ledger, self.world = Ledger(), world
-        self.desk = Desk(core, self.ledger)
+        self.desk = EngineLoop(core, self.ledger)
         self.stop = threading.Event()
         self._numbers = itertools.count()
         self.errors: list[BaseException] = []
@@ -140,7 +140,9 @@ class Churn:
         id, name = f"o{next(self._numbers)}", rng.choice([*NAMES, *NAMES, None])
         self.ledger.orders[id] = asked = Asked(name, rng.randrange(len(PROMPTS)), rng.choice([1, 1, 2]))
         tenant = rng.choice(["ann", "bob", "eve"])
-        self.desk.submit(Order(id=id, prompt=PROMPTS[asked.prompt], sampling=WISH, adapter=name, tenant=tenant, n=asked.n))
+        self.desk.submit(
+            GenerateRequest(id=id, prompt=PROMPTS[asked.prompt], sampling=WISH, adapter=name, tenant=tenant, n=asked.n)
+        )
         return id
 
     def _check(self, asked: Asked) -> None:
@@ -149,10 +151,10 @@ class Churn:
         for end in asked.ends:
             said = asked.tokens.get(end.number, [])
             expected = self.world.says[asked.content][asked.prompt]
-            if end.reason is Reason.CANCELLED:
+            if end.reason is FinishReason.CANCELLED:
                 assert said == expected[: len(said)], asked
             else:
-                assert (end.reason, said) == (Reason.LENGTH, expected), asked
+                assert (end.reason, said) == (FinishReason.LENGTH, expected), asked
 
     def _change(self, rng: random.Random) -> None:
         while not self.stop.is_set():
@@ -191,10 +193,12 @@ def alive(kind: type) -> int:
 @pytest.mark.parametrize("seconds", [5, pytest.param(150, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_every_answer_is_its_versions_while_adapters_come_and_go(world, monkeypatch, copying, seconds):
     use_levels(monkeypatch, copying=copying)
-    largest = max(Core(copy.deepcopy(world.base)).prepare(world.path(name)).flat.size for name in world.says.keys() - {"base"})
-    config = ResidencyConfig(device_bytes=largest + 4096, host_bytes=2 * largest, slots=4, patience_s=0.02)
-    flats, adapters, threads = alive(Flat), alive(Loaded), threading.active_count()
-    core = Core(copy.deepcopy(world.base), pages=200, page_size=4, residency=config)
+    largest = max(
+        EngineCore(copy.deepcopy(world.base)).prepare(world.path(name)).flat.size for name in world.says.keys() - {"base"}
+    )
+    config = AdapterCacheConfig(device_bytes=largest + 4096, host_bytes=2 * largest, slots=4, patience_s=0.02)
+    flats, adapters, threads = alive(PackedAdapter), alive(EngineAdapter), threading.active_count()
+    core = EngineCore(copy.deepcopy(world.base), pages=200, page_size=4, residency=config)
     churn = Churn(core, world)
     churn.run(seconds)
     ledger = churn.ledger
@@ -215,7 +219,7 @@ def test_every_answer_is_its_versions_while_adapters_come_and_go(world, monkeypa
     core.scheduler.check_integrity()
     assert not core._requests
     churn.desk.close()
-    assert (alive(Flat), alive(Loaded)) == (flats, adapters), "adapters that nobody needs are still there"
+    assert (alive(PackedAdapter), alive(EngineAdapter)) == (flats, adapters), "adapters that nobody needs are still there"
     del core, churn, ledger
     gc.collect()
     until = time.monotonic() + 10

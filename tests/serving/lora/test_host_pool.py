@@ -5,16 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symbiosis.serving.lora.host_pool import HostMemory
-from symbiosis.serving.lora.lora_weights import Loaded, Low, Own, Rows, Scale, Virtual
-from symbiosis.serving.lora.packed_adapter import ALIGN, Flat, flatten
+from symbiosis.serving.lora.host_pool import HostPool
+from symbiosis.serving.lora.lora_weights import (
+    EngineAdapter,
+    Ia3Weights,
+    LoraWeights,
+    ReplacedWeights,
+    TokenRows,
+    VirtualTokens,
+)
+from symbiosis.serving.lora.packed_adapter import ALIGN, PackedAdapter, flatten
 
 
-def loaded(hash: str, value: float = 1.0, rank: int = 4) -> Loaded:
-    return Loaded(hash, {"layer": (Low(torch.full((rank, 64), value), torch.full((8, rank), value)),)})
+def loaded(hash: str, value: float = 1.0, rank: int = 4) -> EngineAdapter:
+    return EngineAdapter(hash, {"layer": (LoraWeights(torch.full((rank, 64), value), torch.full((8, rank), value)),)})
 
 
-def flat(hash: str, value: float = 1.0, rank: int = 4) -> Flat:
+def flat(hash: str, value: float = 1.0, rank: int = 4) -> PackedAdapter:
     return flatten(loaded(hash, value, rank), ())
 
 
@@ -24,11 +31,14 @@ SIZE = flat("x").size
 def test_an_adapter_in_one_piece_is_the_same_adapter_wherever_it_lies():
     weight, twice = torch.randn(6, 5), torch.randn(3, 7, dtype=torch.bfloat16)
     parts = {
-        "a": (Low(torch.randn(5, 2).T, torch.randn(8, 2), torch.randn(8), torch.randn(8)), Scale(torch.randn(9), True)),
-        "b": (Own(weight, torch.randn(6)), Rows(torch.tensor([4, 2]), twice)),
-        "c": (Own(twice), Own(twice)),
+        "a": (
+            LoraWeights(torch.randn(5, 2).T, torch.randn(8, 2), torch.randn(8), torch.randn(8)),
+            Ia3Weights(torch.randn(9), True),
+        ),
+        "b": (ReplacedWeights(weight, torch.randn(6)), TokenRows(torch.tensor([4, 2]), twice)),
+        "c": (ReplacedWeights(twice), ReplacedWeights(twice)),
     }
-    before = Loaded("h", parts, Virtual(2, keys_LTKD=torch.randn(2, 3), values_LTKD=torch.randn(2, 3)))
+    before = EngineAdapter("h", parts, VirtualTokens(2, keys_LTKD=torch.randn(2, 3), values_LTKD=torch.randn(2, 3)))
     once = flatten(before, {weight.untyped_storage().data_ptr()})
     space = torch.full((once.size + ALIGN,), 7, dtype=torch.uint8)
     moved = once.at(space[ALIGN:])
@@ -53,7 +63,7 @@ def test_an_adapter_in_one_piece_is_the_same_adapter_wherever_it_lies():
 
 
 def test_the_least_recently_used_leaves_and_who_is_held_stays():
-    host = HostMemory(torch.empty(2 * SIZE, dtype=torch.uint8))
+    host = HostPool(torch.empty(2 * SIZE, dtype=torch.uint8))
     for hash in ("a", "b"):
         host.release(host.put(hash, flat(hash)))
     host.release(host.hold("a"))
@@ -72,7 +82,7 @@ def test_the_least_recently_used_leaves_and_who_is_held_stays():
 
 
 def test_what_is_dropped_goes_when_nobody_holds_it_and_not_if_it_comes_back():
-    host = HostMemory(torch.empty(2 * SIZE, dtype=torch.uint8))
+    host = HostPool(torch.empty(2 * SIZE, dtype=torch.uint8))
     host.drop("never seen")
     first = host.put("a", flat("a"))
     host.drop("a")
@@ -93,7 +103,7 @@ def test_what_is_dropped_goes_when_nobody_holds_it_and_not_if_it_comes_back():
 
 @pytest.mark.parametrize("rank", [2, 16])
 def test_adapters_of_other_sizes_find_room(rank):
-    host = HostMemory(torch.empty(4 * SIZE, dtype=torch.uint8))
+    host = HostPool(torch.empty(4 * SIZE, dtype=torch.uint8))
     for number in range(30):
         size = rank if number % 3 == 0 else 4
         host.release(host.put(f"{number}", flat(f"{number}", rank=size)))

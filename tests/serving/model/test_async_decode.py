@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from symbiosis.serving.engine import Core
-from symbiosis.serving.scheduling.batch import Pass
-from symbiosis.serving.scheduling.sequence import Reason, Sampling
+from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.scheduling.batch import Batch
+from symbiosis.serving.scheduling.sequence import FinishReason, Sampling
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]
@@ -34,7 +34,7 @@ class Launches:
         self.rows += len(chunks)
         for chunk, token in zip(chunks, tokens_B.tolist(), strict=True):
             chunk.sequence.tokens.append(token)
-        found = self.core._runner.compute(Pass(chunks=tuple(chunks)), adapters)
+        found = self.core._runner.compute(Batch(chunks=tuple(chunks)), adapters)
         for chunk in chunks:
             chunk.sequence.tokens.pop()
         return found
@@ -42,7 +42,7 @@ class Launches:
 
 def make(pages=64, **limits):
     torch.manual_seed(0)
-    return Core(LLAMA.model().eval(), pages=pages, page_size=4, **limits)
+    return EngineCore(LLAMA.model().eval(), pages=pages, page_size=4, **limits)
 
 
 def wishes():
@@ -93,7 +93,7 @@ def test_a_cancelled_sequence_leaves_the_others_alone():
     Launches(ahead)
     expected, found = talk(plain, late=3, cancels=[0, 6]), talk(ahead, late=3, cancels=[0, 6])
     assert expected[0] == found[0]
-    assert found[2][0] is Reason.CANCELLED
+    assert found[2][0] is FinishReason.CANCELLED
 
 
 def test_a_failed_pass_forgets_what_was_computed_ahead(monkeypatch):

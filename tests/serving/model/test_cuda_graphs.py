@@ -10,7 +10,7 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
 from symbiosis.models.fuse_projections import join, neighbours
-from symbiosis.serving.engine import Core, Engine
+from symbiosis.serving.engine import Engine, EngineCore
 from symbiosis.serving.scheduling.sequence import Sampling
 from tests.parity.architectures import ARCHITECTURES
 
@@ -76,7 +76,7 @@ def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(times,
         options = {"init_lora_weights": False, "use_dora": number == 1, "task_type": "CAUSAL_LM"}
         config = LoraConfig(r=rank, target_modules=targets, **options)
         get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / f"a{number}")
-    core = Core(base, pages=128, page_size=16)
+    core = EngineCore(base, pages=128, page_size=16)
     for number in range(3):
         core.add_adapter(f"a{number}", tmp_path / f"a{number}")
     names = [None, "a0", "a0", "a1", "a2", "a2", None] * times
@@ -111,7 +111,10 @@ def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(times,
 def test_graphs_of_larger_ranks_take_the_place_of_others(tmp_path):
     base = LLAMA.model().eval().to(DEVICE)
     join(base)
-    core, wish = Core(copy.deepcopy(base), pages=16, page_size=16), Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+    core, wish = (
+        EngineCore(copy.deepcopy(base), pages=16, page_size=16),
+        Sampling(temperature=0.0, max_tokens=4, ignore_eos=True),
+    )
     for rank in (8, 40):  # nobody without an adapter: no other graph keeps the memory they share
         config = LoraConfig(r=rank, target_modules=ALL, init_lora_weights=False, task_type="CAUSAL_LM")
         get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / str(rank))

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from symbiosis.models.fuse_projections import join
-from symbiosis.serving.lora.batch_adapters import Bank
+from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_layers import adapt, adapt_together
-from symbiosis.serving.model.decoder_layer import UsualLayer, restore
+from symbiosis.serving.model.decoder_layer import FusedDecoderLayer, restore
 from symbiosis.serving.model.decoder_layer_cpu import straighten
-from symbiosis.serving.model.paged_attention import KeyValues, Span, use_pages
+from symbiosis.serving.model.paged_attention import PagedKVCache, Span, use_pages
 from tests.parity.architectures import ARCHITECTURES
 
 USUAL = {"llama", "mistral", "qwen2"}
@@ -27,7 +27,7 @@ def served(architecture, device="cpu", dtype=torch.float32):
     model = architecture.model().eval().to(device, dtype)
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    memory = KeyValues(
+    memory = PagedKVCache(
         layers=config.num_hidden_layers,
         heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         width=width,
@@ -39,7 +39,7 @@ def served(architecture, device="cpu", dtype=torch.float32):
     memory._memory.normal_()
     join(model)
     use_pages(model, memory)
-    bank = Bank()
+    bank = ActiveAdapters()
     adapt(model, bank)
     adapt_together(model)
     return model, memory, bank
@@ -57,7 +57,7 @@ def test_a_straight_model_gives_what_its_own_code_gives(architecture, processor)
     expected = model(input_ids=ids, position_ids=places, use_cache=False).logits
     stored = copy.deepcopy(memory._memory)
     straighten(model, bank)
-    assert all(isinstance(layer, UsualLayer) for layer in model.model.layers)
+    assert all(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)
     memory._memory.copy_(before)
     memory.begin(SPANS)
     torch.testing.assert_close(
@@ -78,8 +78,8 @@ def test_a_layer_whose_code_does_something_else_keeps_it():
 
     odd.__class__ = Scaled
     straighten(model, bank)
-    assert not isinstance(odd, UsualLayer)
-    assert isinstance(plain, UsualLayer)
+    assert not isinstance(odd, FusedDecoderLayer)
+    assert isinstance(plain, FusedDecoderLayer)
 
 
 SMALL = {

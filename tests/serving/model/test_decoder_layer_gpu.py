@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from symbiosis.models.patches.fused_ops import fuse
 from symbiosis.serving.model import decoder_layer_gpu
-from symbiosis.serving.model.decoder_layer import UsualLayer
+from symbiosis.serving.model.decoder_layer import FusedDecoderLayer
 from symbiosis.serving.model.decoder_layer_gpu import shorten
 from tests.parity.architectures import ARCHITECTURES
 from tests.serving.model.test_decoder_layer_cpu import SPANS, UNUSUAL, USUAL, logits, served
@@ -40,7 +40,7 @@ def test_a_short_model_gives_what_its_own_code_gives(architecture, dtype, monkey
     stored = copy.deepcopy(memory._memory)
     shorten(model, bank)
     layers = list(model.model.layers)
-    assert all(isinstance(layer, UsualLayer) for layer in layers)
+    assert all(isinstance(layer, FusedDecoderLayer) for layer in layers)
     normed = []
     for layer in layers:
         layer.input_layernorm.register_forward_hook(lambda *_: normed.append(1))
@@ -57,7 +57,7 @@ def test_a_short_model_gives_what_its_own_code_gives(architecture, dtype, monkey
     memory.begin(SPANS)
     changed = model(input_ids=ids, position_ids=places, use_cache=False).logits
     assert len(normed) == 3
-    monkeypatch.setattr(decoder_layer_gpu.Short, "compute", lambda *_: None)
+    monkeypatch.setattr(decoder_layer_gpu.FusedDecoderLayerGpu, "compute", lambda *_: None)
     memory.begin(SPANS)
     own = model(input_ids=ids, position_ids=places, use_cache=False).logits
     torch.testing.assert_close(changed, own, rtol=room, atol=room)
@@ -76,15 +76,15 @@ def test_a_layer_whose_code_does_something_else_keeps_it():
     odd.__class__ = Scaled
     fuse(model)
     shorten(model, bank)
-    assert not isinstance(odd, UsualLayer)
-    assert isinstance(plain, UsualLayer)
+    assert not isinstance(odd, FusedDecoderLayer)
+    assert isinstance(plain, FusedDecoderLayer)
 
 
 @torch.inference_mode()
 def test_without_fused_norms_nothing_is_short():
     model, _, bank = served(next(a for a in ARCHITECTURES if a.name == "llama"), DEVICE, torch.float32)
     shorten(model, bank)
-    assert not any(isinstance(layer, UsualLayer) for layer in model.model.layers)
+    assert not any(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

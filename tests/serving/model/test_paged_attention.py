@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from symbiosis.errors import CannotServe
-from symbiosis.serving.model.paged_attention import KeyValues, Span, use_pages
+from symbiosis.serving.model.paged_attention import PagedKVCache, Span, use_pages
 from tests.parity.architectures import ARCHITECTURES
 
 DECODERS = [a for a in ARCHITECTURES if a.name not in ("bert", "t5")]
 PAGE = 4
 
 
-def pages_for(model) -> KeyValues:
+def pages_for(model) -> PagedKVCache:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if getattr(config, "multi_query", False):
         heads = 1
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return KeyValues(
+    return PagedKVCache(
         layers=config.num_hidden_layers,
         heads=heads,
         width=width,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 
-from symbiosis.serving.scheduling.block_manager import PagePool
+from symbiosis.serving.scheduling.block_manager import BlockManager
 from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
-from symbiosis.serving.scheduling.sequence import Reason, Sampling, Sequence, State
+from symbiosis.serving.scheduling.sequence import FinishReason, Sampling, Sequence, SequenceState
 
 VOCABULARY = 32
 
@@ -34,7 +34,7 @@ class Simulated:
 
     def __init__(self, pages=64, page_size=4, resident=lambda adapter: True, **config):
         settings = {"vocabulary": VOCABULARY, "max_length": 1000, "max_rows": 16, "max_running": 8, "max_chunk": 8, **config}
-        self.pool = PagePool(pages, page_size)
+        self.pool = BlockManager(pages, page_size)
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, resident)
         self.slots = {}
         self.now = 0.0
@@ -55,10 +55,10 @@ class Simulated:
     def cancel(self, id):
         if self.scheduler.cancel(id):
             self._end(self.added[id])
-            assert self.added[id].reason is Reason.CANCELLED
+            assert self.added[id].reason is FinishReason.CANCELLED
 
     def plan(self):
-        were = {one for one in self.added.values() if one.state is State.RUNNING}
+        were = {one for one in self.added.values() if one.state is SequenceState.RUNNING}
         self.last = made = self.scheduler.plan(self.now)
         self.preemptions += len(made.preempted)
         rows = sum(chunk.count for chunk in made.chunks)

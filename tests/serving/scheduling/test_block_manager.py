@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.serving.scheduling.block_manager import PagePool
+from symbiosis.serving.scheduling.block_manager import BlockManager
 from tests.serving.scheduling.test_sequence import sequence
 from tests.work import lines_run
 
@@ -24,7 +24,7 @@ def begun(pool, prompt, parent=None, **changes):
 
 
 def test_a_sequence_gets_pages_for_its_tokens_and_gives_them_back():
-    pool = PagePool(4, 4)
+    pool = BlockManager(4, 4)
     one = begun(pool, range(7))
     assert (len(one.pages), pool.available) == (2, 2)
     assert pool.grow(one, 8)
@@ -38,7 +38,7 @@ def test_a_sequence_gets_pages_for_its_tokens_and_gives_them_back():
 
 
 def test_what_does_not_fit_changes_nothing():
-    pool = PagePool(2, 4)
+    pool = BlockManager(2, 4)
     one = begun(pool, range(4))
     assert not pool.grow(one, 9)
     assert len(one.pages) == 2
@@ -49,13 +49,13 @@ def test_what_does_not_fit_changes_nothing():
 
 
 def test_admission_can_leave_pages_to_others():
-    pool = PagePool(4, 4)
+    pool = BlockManager(4, 4)
     assert pool.allocate(sequence(range(8)), 9, spare=2) is None
     assert pool.allocate(sequence(range(8)), 9, spare=1) is not None
 
 
 def test_full_pages_are_shared_with_who_has_the_same_beginning():
-    pool = PagePool(10, 4)
+    pool = BlockManager(10, 4)
     one = begun(pool, range(11))
     two = sequence([*range(8), 99, 98, 97])
     assert pool.match(two) == one.pages[:2]
@@ -71,7 +71,7 @@ def test_full_pages_are_shared_with_who_has_the_same_beginning():
 
 
 def test_pages_of_the_ended_are_found_again():
-    pool = PagePool(10, 4)
+    pool = BlockManager(10, 4)
     one = begun(pool, range(9))
     kept = one.pages[:2]
     pool.free(one)
@@ -84,20 +84,20 @@ def test_pages_of_the_ended_are_found_again():
     "change", [{"salt": b"bob"}, {"adapter": "b" * 64}, {"prompt": [7, *range(1, 9)]}, {"adapter": "salt"}]
 )
 def test_nothing_is_found_under_another_salt_adapter_or_tokens(change):
-    pool = PagePool(10, 4)
+    pool = BlockManager(10, 4)
     begun(pool, range(9), salt=b"salt", adapter="a")
     assert len(pool.match(sequence(range(9), salt=b"salt", adapter="a"))) == 2
     assert pool.match(sequence(**{"prompt": range(9), "salt": b"salt", "adapter": "a", **change})) == []
 
 
 def test_salt_and_adapter_do_not_run_into_each_other():
-    pool = PagePool(10, 4)
+    pool = BlockManager(10, 4)
     begun(pool, range(9), salt=b"ab", adapter="c")
     assert pool.match(sequence(range(9), salt=b"a", adapter="bc")) == []
 
 
 def test_pages_that_are_not_computed_are_not_found():
-    pool = PagePool(10, 4)
+    pool = BlockManager(10, 4)
     one = sequence(range(9))
     pool.allocate(one, 10)
     pool.commit(one)
@@ -108,7 +108,7 @@ def test_pages_that_are_not_computed_are_not_found():
 
 
 def test_the_last_token_is_always_computed_in_a_copy_of_the_shared_page():
-    pool = PagePool(10, 4)
+    pool = BlockManager(10, 4)
     one = begun(pool, range(8))
     two = sequence(range(8))
     copies = pool.allocate(two, 9)
@@ -119,7 +119,7 @@ def test_the_last_token_is_always_computed_in_a_copy_of_the_shared_page():
 
 
 def test_a_copy_needs_no_page_more_than_the_sequence_itself():
-    pool = PagePool(3, 4)
+    pool = BlockManager(3, 4)
     pool.free(begun(pool, range(8)))
     two = sequence(range(8))
     copies = pool.allocate(two, 9)
@@ -129,7 +129,7 @@ def test_a_copy_needs_no_page_more_than_the_sequence_itself():
 
 
 def test_siblings_take_a_copy_of_the_unfinished_page():
-    pool = PagePool(10, 4)
+    pool = BlockManager(10, 4)
     parent, child = sequence(range(6)).siblings(2)
     pool.allocate(parent, 7)
     parent.computed = 6
@@ -143,7 +143,7 @@ def test_siblings_take_a_copy_of_the_unfinished_page():
 
 
 def test_nobody_borrows_from_a_parent_with_other_tokens():
-    pool = PagePool(10, 4)
+    pool = BlockManager(10, 4)
     parent = begun(pool, range(6))
     for other in (sequence([*range(5), 9, 9]), sequence(range(6), salt=b"x"), sequence(range(6), adapter="x")):
         assert pool.allocate(other, 7, parent=parent) == []
@@ -153,7 +153,7 @@ def test_nobody_borrows_from_a_parent_with_other_tokens():
 
 
 def test_the_least_recently_used_goes_first_and_ends_of_prefixes_before_beginnings():
-    pool = PagePool(5, 4)
+    pool = BlockManager(5, 4)
     old, new = begun(pool, range(8)), begun(pool, range(50, 54))
     pool.free(old)
     pool.free(new)
@@ -165,7 +165,7 @@ def test_the_least_recently_used_goes_first_and_ends_of_prefixes_before_beginnin
 
 
 def test_the_same_tokens_computed_twice_have_one_name():
-    pool = PagePool(10, 4)
+    pool = BlockManager(10, 4)
     one, two = sequence(range(5)), sequence(range(5))
     for each in (one, two):
         pool.allocate(each, 6)
@@ -180,7 +180,7 @@ def test_the_same_tokens_computed_twice_have_one_name():
 
 
 def test_forgetting_leaves_pages_in_use_alone():
-    pool = PagePool(10, 4)
+    pool = BlockManager(10, 4)
     one = begun(pool, range(8))
     pool.free(begun(pool, range(50, 58)))
     pool.forget()
@@ -195,7 +195,7 @@ def test_forgetting_leaves_pages_in_use_alone():
 def test_pages_hold_what_their_owners_think_whatever_happens(seed, page_size, count):
     """The tensors are simulated: each slot of a page holds the prefix that was written there."""
     rng = random.Random(seed)
-    pool, alive = PagePool(count, page_size), []
+    pool, alive = BlockManager(count, page_size), []
     slots = {}
 
     def write(one, upto):
@@ -242,7 +242,7 @@ def test_pages_hold_what_their_owners_think_whatever_happens(seed, page_size, co
 
 @pytest.mark.parametrize("length", [10, 1000])
 def test_a_step_of_a_sequence_is_little_work_however_long_it_is(length):
-    pool = PagePool(40_000, 16)
+    pool = BlockManager(40_000, 16)
     everybody = [begun(pool, [i, *range(length)], id=str(i)) for i in range(512)]
 
     def step() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from symbiosis.errors import ContextTooLong, OutOfRange, TooManyRequests
 from symbiosis.serving.scheduling.scheduler import SchedulerConfig
-from symbiosis.serving.scheduling.sequence import Reason, Sampling, State
+from symbiosis.serving.scheduling.sequence import FinishReason, Sampling, SequenceState
 from tests.serving.scheduling.simulated import Simulated, expected
 from tests.work import lines_run
 
@@ -26,8 +26,8 @@ class TestPasses:
         engine = Simulated(max_chunk=8)
         one = engine.add("a", prompt=range(20), max_tokens=3)
         assert [rows(engine.step()).get("a") for _ in range(5)] == [8, 8, 4, 1, 1]
-        assert one.state is State.DONE
-        assert one.reason is Reason.LENGTH
+        assert one.state is SequenceState.DONE
+        assert one.reason is FinishReason.LENGTH
         assert one.outputs == expected(one, 3)
         assert engine.step().chunks == ()
 
@@ -61,16 +61,16 @@ class TestPasses:
         sampling = Sampling(max_tokens=9, stop_ids=(stop,))
         ended = engine.add("a", sampling=sampling)
         engine.drain()
-        assert (ended.reason, ended.outputs) == (Reason.STOP, sequence.outputs[: sequence.outputs.index(stop) + 1])
+        assert (ended.reason, ended.outputs) == (FinishReason.STOP, sequence.outputs[: sequence.outputs.index(stop) + 1])
         by_eos = engine.add("b", max_tokens=9, eos_ids=(stop,))
         engine.drain()
-        assert (by_eos.reason, by_eos.outputs) == (Reason.STOP, ended.outputs)
+        assert (by_eos.reason, by_eos.outputs) == (FinishReason.STOP, ended.outputs)
 
     def test_an_answer_ends_where_the_context_ends(self):
         engine = Simulated(max_length=12)
         one = engine.add("a", prompt=range(10), max_tokens=None)
         engine.drain()
-        assert (one.reason, len(one.tokens)) == (Reason.LENGTH, 12)
+        assert (one.reason, len(one.tokens)) == (FinishReason.LENGTH, 12)
 
     def test_a_row_that_cannot_be_chosen_from_fails_alone(self):
         engine = Simulated()
@@ -79,9 +79,9 @@ class TestPasses:
         made = engine.plan()
         good = engine.run(made)
         engine.finish(made, [-1 if one.id == "a" else token for one, token in zip(made.sampled, good, strict=True)])
-        assert engine.added["a"].reason is Reason.FAILED
+        assert engine.added["a"].reason is FinishReason.FAILED
         engine.drain()
-        assert engine.added["b"].reason is Reason.LENGTH
+        assert engine.added["b"].reason is FinishReason.LENGTH
 
     def test_nobody_is_lost_when_a_pass_fails(self):
         engine = Simulated()
@@ -197,7 +197,7 @@ class TestPreemption:
             engine.step()
         young = engine.added["b"]
         assert engine.last.preempted == (young,)
-        assert (young.state, young.outputs) == (State.PREEMPTED, [*seen])
+        assert (young.state, young.outputs) == (SequenceState.PREEMPTED, [*seen])
         engine.drain()
         assert young.outputs == expected(young, 20)
         assert engine.added["a"].preemptions == 0
@@ -281,12 +281,12 @@ class TestCache:
         engine.cancel("a")
         engine.cancel("a.1")
         engine.drain()
-        assert before.reason is Reason.LENGTH
+        assert before.reason is FinishReason.LENGTH
         parent, child = engine.add("c", prompt=range(6), max_tokens=4, n=2)
         engine.step()
         engine.step()
         engine.scheduler.abandon(engine.plan())
-        assert (len(parent.tokens), parent.state) == (8, State.PREEMPTED)
+        assert (len(parent.tokens), parent.state) == (8, SequenceState.PREEMPTED)
         engine.scheduler.config = dataclasses.replace(engine.scheduler.config, max_running=2)
         made = engine.step()
         assert set(rows(made)) == {"c", "c.1"}
@@ -301,7 +301,7 @@ class TestCache:
         engine.cancel("a.1")
         engine.cancel("a")
         engine.drain()
-        assert engine.added["a.2"].reason is Reason.LENGTH
+        assert engine.added["a.2"].reason is FinishReason.LENGTH
 
 
 class TestFairness:
@@ -499,7 +499,7 @@ def test_whatever_comes_every_sequence_ends_once_with_the_right_tokens(seed, pag
                 n=rng.choice([1, 1, 1, 3]), adapter=rng.choice(["", "x0", "x1", "x2"]), salt=rng.choice([b"", tenant.encode()]),
                 weight=rng.choice([0.5, 1.0, 4.0]), eos_ids=(rng.randrange(32),),
             )  # fmt: skip
-        running_adapters = {one.adapter for one in engine.added.values() if one.state is State.RUNNING}
+        running_adapters = {one.adapter for one in engine.added.values() if one.state is SequenceState.RUNNING}
         loaded = {f"x{number}" for number in range(3) if rng.random() < 0.7} | running_adapters
         made = engine.plan()
         tokens = engine.run(made)
@@ -514,7 +514,7 @@ def test_whatever_comes_every_sequence_ends_once_with_the_right_tokens(seed, pag
     engine.drain()
     assert set(engine.ended) == set(engine.added)
     assert engine.pool.available == pages
-    assert all(one.state is State.DONE and one.reason is not None for one in engine.added.values())
+    assert all(one.state is SequenceState.DONE and one.reason is not None for one in engine.added.values())
 
 
 @settings(max_examples=25, deadline=None)

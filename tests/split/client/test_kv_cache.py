@@ -10,7 +10,7 @@ from peft import LoraConfig, PrefixTuningConfig
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from symbiosis.split.client.kv_cache import RoomyLayer, give_room, make_room
+from symbiosis.split.client.kv_cache import PreallocatedCacheLayer, give_room, make_room
 from tests.parity.architectures import ARCHITECTURES, MORE
 from tests.parity.pair import adapted, assert_same_gradients, connected, trainable, twin
 
@@ -32,7 +32,7 @@ def rows(count, tokens, generator, width=8):
 def grown(length=5, batch=2):
     """A layer that has been continued in place, and transformers' own with the same in it."""
     generator = torch.Generator().manual_seed(0)
-    layers = RoomyLayer(), DynamicLayer()
+    layers = PreallocatedCacheLayer(), DynamicLayer()
     with torch.no_grad():
         for tokens in (length, 1, 1):
             new = rows(batch, tokens, generator), rows(batch, tokens, generator)
@@ -55,7 +55,7 @@ def held(cache):
 @pytest.mark.parametrize("seed", range(8))
 def test_any_sequence_of_operations_leaves_what_it_leaves_in_a_dynamic_layer(seed):
     generator = torch.Generator().manual_seed(seed)
-    roomy, plain = RoomyLayer(), DynamicLayer()
+    roomy, plain = PreallocatedCacheLayer(), DynamicLayer()
     modes = [torch.no_grad, torch.no_grad, torch.inference_mode, torch.enable_grad]
 
     def draw(bound):
@@ -128,7 +128,7 @@ def test_a_connected_model_gets_it_without_a_word_and_others_do_not():
         caches = [model(prompt).past_key_values, model(prompt, past_key_values=own, return_dict=False)[1]]
         caches.append(generated(adapted(model, lora), prompt, do_sample=False).past_key_values)
         assert caches[1] is own
-        assert {type(layer) for cache in caches for layer in cache.layers} == {RoomyLayer}
+        assert {type(layer) for cache in caches for layer in cache.layers} == {PreallocatedCacheLayer}
         assert {type(layer) for layer in plain(prompt).past_key_values.layers} == {DynamicLayer}
 
 
@@ -157,7 +157,7 @@ def test_new_tokens_are_written_in_place_and_attention_reads_them_there():
 
 
 def test_the_room_is_a_part_of_what_is_in_it():
-    layer, generator = RoomyLayer(), torch.Generator().manual_seed(0)
+    layer, generator = PreallocatedCacheLayer(), torch.Generator().manual_seed(0)
     moves, where = 0, None
     with torch.no_grad():
         layer.update(rows(1, 1000, generator), rows(1, 1000, generator))
@@ -240,7 +240,7 @@ def test_what_is_no_growing_layer_stays_what_it_is():
     for cache in (windowed, fixed, mixed):
         give_room(cache)
     assert [type(layer) for cache in (windowed, fixed) for layer in cache.layers] == before
-    assert [type(layer) for layer in mixed.layers] == [DynamicSlidingWindowLayer, RoomyLayer]
+    assert [type(layer) for layer in mixed.layers] == [DynamicSlidingWindowLayer, PreallocatedCacheLayer]
     offloaded = DynamicCache(config=config)
     offloaded.offloading = True  # asked for at the start it wants a GPU
     give_room(offloaded)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from symbiosis.models.patches.mixin import mix_in
-from symbiosis.split.client.module_snapshot import AsMade
+from symbiosis.split.client.module_snapshot import ModuleSnapshot
 from symbiosis.split.client.virtual_block import VirtualBlock
 
 
@@ -75,7 +75,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_is_noticed(change):
     block = Block()
-    made = AsMade(block)
+    made = ModuleSnapshot(block)
     object.__setattr__(block, "made", made)
     assert made.holds(block)
     assert made.holds(block)  # at one glance
@@ -87,7 +87,7 @@ def test_a_change_is_noticed(change):
 @pytest.mark.parametrize("change", [same_again, something_of_no_account, nn.Module.eval])
 def test_what_changes_nothing_is_not(change):
     block = Block()
-    made = AsMade(block)
+    made = ModuleSnapshot(block)
     assert made.holds(block)
     change(block)
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_what_changes_nothing_is_not(change):
 
 def test_patched_classes_are_noticed(monkeypatch):
     block = Block()
-    made = AsMade(block)
+    made = ModuleSnapshot(block)
     assert made.holds(block)
     monkeypatch.setattr(nn.Linear, "forward", lambda _, x: x)
     assert not made.holds(block)
@@ -106,7 +106,7 @@ def test_patched_classes_are_noticed(monkeypatch):
 def test_a_patched_class_behind_what_is_mixed_in_is_noticed(monkeypatch):
     block = Block()
     mix_in(block, VirtualBlock)
-    made = AsMade(block)
+    made = ModuleSnapshot(block)
     assert made.holds(block)
     monkeypatch.setattr(Block, "forward", lambda _, x: x)
     assert not made.holds(block)
@@ -117,7 +117,7 @@ def test_a_sub_class_that_gets_a_function_of_its_own_is_noticed():
         pass
 
     block = Other()
-    made = AsMade(block)
+    made = ModuleSnapshot(block)
     assert made.holds(block)
     Other.forward = lambda _, x: x
     assert not made.holds(block)
@@ -128,7 +128,7 @@ def test_a_part_of_another_class_that_gets_a_function_of_its_own_is_noticed():
         pass
 
     block = Block()
-    made = AsMade(block)
+    made = ModuleSnapshot(block)
     assert made.holds(block)
     block.linear.__class__ = Other
     for _ in range(3):
@@ -139,7 +139,7 @@ def test_a_part_of_another_class_that_gets_a_function_of_its_own_is_noticed():
 
 def test_a_copy_has_its_own():
     block = Block()
-    object.__setattr__(block, "made", AsMade(block))
+    object.__setattr__(block, "made", ModuleSnapshot(block))
     other = copy.deepcopy(block)
     assert other.made.holds(other)
     assert not other.made.holds(block)

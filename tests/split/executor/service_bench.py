@@ -10,7 +10,7 @@ from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from symbiosis.device_sharing.cpu_turns import Turns
+from symbiosis.device_sharing.cpu_turns import CpuTimeShare
 from symbiosis.split.executor.layers import BaseLayer, Block, Experts, Matrix, Norm
 from symbiosis.split.executor.policies import Decision
 from symbiosis.split.executor.service import Service
@@ -98,7 +98,7 @@ class Desk:
 
     def __init__(self, policy: Any = None, **limits: Any) -> None:
         self.clock, self.port = Clock(), MemoryPort()
-        self.turns = Turns(clock=self.clock)
+        self.turns = CpuTimeShare(clock=self.clock)
         self.layers = make_layers()
         manifest = Manifest(
             name="toy", model_class="", config={}, generation_config=None, attention=None, dtype="float32",

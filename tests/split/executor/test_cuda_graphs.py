@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symbiosis.split.executor.batch import Work, _joined
-from symbiosis.split.executor.cuda_graphs import Replays
+from symbiosis.split.executor.batch import BatchCall, _joined
+from symbiosis.split.executor.cuda_graphs import BatchGraphs
 from symbiosis.split.executor.layers import make_layer
 from symbiosis.split.executor.policies import BatchKey
 from symbiosis.types import Direction, LayerKind, LayerSpec
@@ -26,21 +26,21 @@ FORWARD = BatchKey((0, 1, 2), Direction.FORWARD)
 BACKWARD = BatchKey((0, 1, 2), Direction.BACKWARD)
 
 
-def work(rows: int, key: BatchKey = FORWARD) -> Work:
+def work(rows: int, key: BatchKey = FORWARD) -> BatchCall:
     back = key.direction is Direction.BACKWARD
     given = tuple(torch.randn(rows, 6 + i) for i in range(3)) if back else (torch.randn(rows, 8),)
     places = (torch.zeros(rows, 8),) if back else tuple(torch.zeros(rows, 6 + i) for i in range(3))
-    return Work(LAYERS, key, given, places, 0)
+    return BatchCall(LAYERS, key, given, places, 0)
 
 
-def known_as(works: list[Work], tenant: str = "ann") -> list[tuple]:
+def known_as(works: list[BatchCall], tenant: str = "ann") -> list[tuple]:
     return [(tenant, each, each.places) for each in works]
 
 
 @pytest.mark.parametrize("key", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("sizes", [(3,), (1, 2), (5, 60, 100), (400, 100)])
 def test_a_batch_that_came_often_has_the_plain_results(key, sizes):
-    replays = Replays(torch.device("cpu"))
+    replays = BatchGraphs(torch.device("cpu"))
     works = [work(size, key) for size in sizes]
     known = []
     for number in range(70):
@@ -52,7 +52,7 @@ def test_a_batch_that_came_often_has_the_plain_results(key, sizes):
         results = replays.run(known_as(works))
         known.append(results is not None)
         if results is not None:
-            expected = _joined([Work(w.layers, w.key, w.rows, None, 0) for w in works])
+            expected = _joined([BatchCall(w.layers, w.key, w.rows, None, 0) for w in works])
             for found, plain in zip(results, expected, strict=True):
                 torch.testing.assert_close(found, plain)
             assert all(found is w.places for found, w in zip(results, works, strict=True))
@@ -61,13 +61,13 @@ def test_a_batch_that_came_often_has_the_plain_results(key, sizes):
 
 
 def test_any_company_of_a_size_has_one_graph_and_one_that_stays_its_own():
-    replays = Replays(torch.device("cpu"), making_share=1.0)
+    replays = BatchGraphs(torch.device("cpu"), making_share=1.0)
     for number in range(20):
         company = [work(2), work(9), work(1 + number % 3)]
         results = replays.run(known_as(company))
         assert (results is not None) == (number >= 3)
         if results is not None:
-            expected = _joined([Work(w.layers, w.key, w.rows, None, 0) for w in company])
+            expected = _joined([BatchCall(w.layers, w.key, w.rows, None, 0) for w in company])
             torch.testing.assert_close(results, list(expected))
     assert (len(replays._by_size), len(replays._joints)) == (1, 0)
     for _ in range(64):
@@ -76,7 +76,7 @@ def test_any_company_of_a_size_has_one_graph_and_one_that_stays_its_own():
 
 
 def test_graphs_of_companies_take_a_share_of_the_time():
-    replays = Replays(torch.device("cpu"), making_share=1e-9)
+    replays = BatchGraphs(torch.device("cpu"), making_share=1e-9)
     company, other = [work(2), work(9)], [work(20), work(30)]
     for _ in range(20):
         first = replays.run(known_as(company))
@@ -87,7 +87,7 @@ def test_graphs_of_companies_take_a_share_of_the_time():
 
 
 def test_large_calls_are_not_kept():
-    replays = Replays(torch.device("cpu"))
+    replays = BatchGraphs(torch.device("cpu"))
     one, other = work(300), work(300)
     for _ in range(12):
         assert replays.run(known_as([one])) is None
@@ -95,14 +95,14 @@ def test_large_calls_are_not_kept():
 
 
 def test_what_comes_now_and_then_is_not_kept():
-    replays = Replays(torch.device("cpu"), soon_s=0.0)
+    replays = BatchGraphs(torch.device("cpu"), soon_s=0.0)
     one = work(1)
     for _ in range(12):
         assert replays.run(known_as([one])) is None
 
 
 def test_one_tenant_keeps_a_bounded_number():
-    replays = Replays(torch.device("cpu"), soon_s=3600.0)
+    replays = BatchGraphs(torch.device("cpu"), soon_s=3600.0)
     kept = [work(1) for _ in range(1030)]
     for _ in range(4):
         for each in kept:
@@ -115,7 +115,7 @@ def test_one_tenant_keeps_a_bounded_number():
 
 
 def test_calls_that_never_come_again_leave_no_room_taken():
-    replays = Replays(torch.device("cpu"), making_share=1.0)
+    replays = BatchGraphs(torch.device("cpu"), making_share=1.0)
     for _ in range(9000):
         replays.run(known_as([work(1), work(1)]))
     first, second = work(1), work(2)

@@ -7,10 +7,17 @@ import torch
 
 from symbiosis.split.executor.layers import Matrix
 from symbiosis.transport.messages import MAX_LAYERS, Kind
-from symbiosis.types import Direction, Turn
+from symbiosis.types import Direction, ProgramOp
 from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, NORM, OTHER, WIDE, WIDTH, Desk
 
-ADD, ADD_FLOAT, KEEP, SAVE, BACK, READ = Turn.ADD, Turn.ADD_FLOAT, Turn.KEEP, Turn.SAVE, Turn.BACK, Turn.READ
+ADD, ADD_FLOAT, KEEP, SAVE, BACK, READ = (
+    ProgramOp.ADD,
+    ProgramOp.ADD_FLOAT,
+    ProgramOp.KEEP,
+    ProgramOp.SAVE,
+    ProgramOp.BACK,
+    ProgramOp.READ,
+)
 LLAMA = (LINEAR, ADD, ADD, KEEP, NORM, BLOCK, BACK, NORM, READ, LINEAR, OTHER)
 HALF = (LINEAR, ADD, ADD_FLOAT, SAVE, NORM, BLOCK, BACK)
 
@@ -147,7 +154,7 @@ def test_a_way_home_of_many_rows_is_refused_too():
         ((LINEAR, ADD), 3, "takes 2 tensors"),
         ((LINEAR,), 2, "takes 1 tensors"),
         ((LINEAR, 99), 1, "no layer 99"),
-        ((LINEAR, Turn.SAVE - 1), 1, "no layer"),
+        ((LINEAR, ProgramOp.SAVE - 1), 1, "no layer"),
         ((BLOCK | 1 << 31,), 1, "no bias"),
         ((LINEAR, SAVE), 1, "half a layer"),
         ((LINEAR, SAVE, NORM, BLOCK), 1, "half a layer"),

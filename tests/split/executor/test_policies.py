@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis.split.executor.cost_model import Costs
-from symbiosis.split.executor.policies import Alone, BatchKey, Lockstep, Opportunistic, Pending
+from symbiosis.split.executor.cost_model import CostModel
+from symbiosis.split.executor.policies import BatchKey, Lockstep, NoBatching, Opportunistic, PendingCall
 from symbiosis.types import Direction
 
 Q = BatchKey((0,), Direction.FORWARD, ("q",))
@@ -41,15 +41,15 @@ class Heard:
 
 
 def call(number, session=None, key=Q, rows=1, training=False, arrived=0.0):
-    return Pending(number, session or number, key, rows, training, arrived)
+    return PendingCall(number, session or number, key, rows, training, arrived)
 
 
 def launched(number, session=None, key=Q, rows=1, arrived=0.0):
-    return Pending(number, session or number, key, rows, training=False, arrived=arrived, launched=True)
+    return PendingCall(number, session or number, key, rows, training=False, arrived=arrived, launched=True)
 
 
 def known_costs(fixed=0.010, per_row=1e-5, shapes=("q", "mlp")):
-    costs = Costs()
+    costs = CostModel()
     for shape in shapes:
         for rows in (1, 100, 1000):
             costs.observe((shape,), rows, fixed + per_row * rows)
@@ -65,33 +65,33 @@ def numbers(decision):
 
 
 def test_an_empty_queue_waits_for_something_new():
-    for policy in (Alone(), Lockstep(), Opportunistic()):
-        decision = policy.decide([], {}, Costs(), 0.0)
+    for policy in (NoBatching(), Lockstep(), Opportunistic()):
+        decision = policy.decide([], {}, CostModel(), 0.0)
         assert not decision.batch
         assert decision.ask_again_at is None
 
 
 def test_none_runs_each_call_alone_in_order_of_arrival():
     calls = [call(2), call(1), call(3)]
-    assert numbers(Alone().decide(calls, heard(1, 2, 3), Costs(), 0.0)) == [1]
+    assert numbers(NoBatching().decide(calls, heard(1, 2, 3), CostModel(), 0.0)) == [1]
 
 
 class TestLockstep:
     def test_it_waits_for_every_active_session_but_not_for_ever(self):
         policy = Lockstep(max_wait_s=1.0)
-        waiting = policy.decide([call(1)], heard(1, 2), Costs(), 0.5)
+        waiting = policy.decide([call(1)], heard(1, 2), CostModel(), 0.5)
         assert not waiting.batch
         assert waiting.ask_again_at == 1.0
-        assert numbers(policy.decide([call(1)], heard(1, 2), Costs(), 1.0)) == [1]
+        assert numbers(policy.decide([call(1)], heard(1, 2), CostModel(), 1.0)) == [1]
 
     def test_a_session_not_heard_for_long_is_not_waited_for(self):
         assert numbers(
-            Lockstep(max_wait_s=1.0).decide([call(1, arrived=5.0)], {1: Heard(5.0), 2: Heard(1.0)}, Costs(), 5.0)
+            Lockstep(max_wait_s=1.0).decide([call(1, arrived=5.0)], {1: Heard(5.0), 2: Heard(1.0)}, CostModel(), 5.0)
         ) == [1]
 
     def test_all_calls_of_the_layer_furthest_behind_run_together(self):
         calls = [call(1, key=MLP), call(2), call(3, key=Q_BACK), call(4)]
-        assert numbers(Lockstep().decide(calls, heard(1, 2, 3, 4), Costs(), 0.0)) == [2, 4]
+        assert numbers(Lockstep().decide(calls, heard(1, 2, 3, 4), CostModel(), 0.0)) == [2, 4]
 
 
 class TestOpportunistic:
@@ -117,22 +117,22 @@ class TestOpportunistic:
         training = call(1, session=1, rows=500, training=True, key=MLP, arrived=1.0)
         sessions = {1: Heard(1.0, Q_BACK, training=True, ran=0.99, span_s=0.01), 2: Heard(0.999, Q)}
         policy = Opportunistic(training_share=0.25)
-        decision = policy.decide([training], sessions, Costs(), 1.0)
+        decision = policy.decide([training], sessions, CostModel(), 1.0)
         assert not decision.batch
         assert decision.ask_again_at == pytest.approx(0.99 + 0.01 / 0.25)
-        assert numbers(policy.decide([training], sessions, Costs(), 1.04)) == [1]
-        assert numbers(policy.decide([training, call(2, key=Q, arrived=1.0)], sessions, Costs(), 1.0)) == [2]
-        assert numbers(Opportunistic(training_share=1.0).decide([training], sessions, Costs(), 1.0)) == [1]
+        assert numbers(policy.decide([training], sessions, CostModel(), 1.04)) == [1]
+        assert numbers(policy.decide([training, call(2, key=Q, arrived=1.0)], sessions, CostModel(), 1.0)) == [2]
+        assert numbers(Opportunistic(training_share=1.0).decide([training], sessions, CostModel(), 1.0)) == [1]
 
     def test_training_does_not_rest_when_nobody_decodes_or_for_longer_than_the_longest_wait(self):
         training = call(1, session=1, rows=500, training=True, key=MLP, arrived=1.0)
         last = Heard(1.0, Q_BACK, training=True, ran=0.99, span_s=10.0)
         gone = {1: last, 2: Heard(0.5, Q)}
-        assert numbers(Opportunistic().decide([training], gone, Costs(), 1.0)) == [1]
+        assert numbers(Opportunistic().decide([training], gone, CostModel(), 1.0)) == [1]
         reads = {1: last, 2: Heard(1.0, Q, rows=1000)}
-        assert numbers(Opportunistic().decide([training], reads, Costs(), 1.0)) == [1]
+        assert numbers(Opportunistic().decide([training], reads, CostModel(), 1.0)) == [1]
         decodes = {1: last, 2: Heard(1.1, Q)}
-        assert numbers(Opportunistic(max_wait_s=0.1).decide([training], decodes, Costs(), 1.11)) == [1]
+        assert numbers(Opportunistic(max_wait_s=0.1).decide([training], decodes, CostModel(), 1.11)) == [1]
 
     def test_inference_and_training_rows_share_a_batch(self):
         calls = [call(1, rows=500, training=True), call(2, rows=500)]
@@ -164,7 +164,7 @@ class TestOpportunistic:
         assert numbers(Opportunistic().decide([call(1, rows=500)], heard(1, 2), known_costs(fixed=0.0), 0.0)) == [1]
 
     def test_nothing_known_yet_means_no_wait(self):
-        assert numbers(Opportunistic().decide([call(1, rows=500)], heard(1, 2), Costs(), 0.0)) == [1]
+        assert numbers(Opportunistic().decide([call(1, rows=500)], heard(1, 2), CostModel(), 0.0)) == [1]
 
     def test_the_provider_sets_the_worst_wait(self):
         policy = Opportunistic(max_wait_s=0.001)
@@ -222,12 +222,12 @@ queues = st.lists(
 
 
 @given(queues)
-@pytest.mark.parametrize("policy", [Alone(), Lockstep(), Opportunistic()], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [NoBatching(), Lockstep(), Opportunistic()], ids=lambda p: p.name)
 def test_every_queue_is_served_to_the_end_in_valid_batches(policy, rows):
     calls = []
     for number, (session, layer, back, count, training, arrived) in enumerate(rows):
         key = BatchKey((layer,), Direction.BACKWARD if back else Direction.FORWARD, (layer,))
-        calls.append(Pending(number, session, key, count, training, arrived))
+        calls.append(PendingCall(number, session, key, count, training, arrived))
     now, rounds = 5.0, 0
     while calls:
         rounds += 1
@@ -250,7 +250,7 @@ def test_settings_are_frozen():
 
 
 def test_costs_fit_a_line_and_know_nothing_at_first():
-    costs = Costs()
+    costs = CostModel()
     assert costs.estimate("x", 100) == costs.saving("x") == 0.0
     for rows in (10, 100, 1000) * 10:
         costs.observe("x", rows, 0.002 + 1e-5 * rows)
@@ -269,33 +269,36 @@ class TestTravellingTogether:
     def test_who_begins_a_pass_waits_for_others_about_to(self):
         mine, soon, later = self.at(1.0, key=FAR, entered=0.9), self.at(1.0, entered=0.902), self.at(1.0, entered=0.95)
         waiting = launched(1, arrived=1.0)
-        decision = self.policy.decide([waiting], {1: mine, 2: soon}, Costs(), 1.0)
+        decision = self.policy.decide([waiting], {1: mine, 2: soon}, CostModel(), 1.0)
         assert decision.ask_again_at == pytest.approx(1.005)
-        assert numbers(self.policy.decide([waiting], {1: mine, 2: later}, Costs(), 1.0)) == [1]
-        assert numbers(self.policy.decide([waiting], {1: mine, 2: soon}, Costs(), 1.006)) == [1]
-        assert numbers(self.policy.decide([waiting, launched(2, arrived=1.002)], {1: mine, 2: soon}, Costs(), 1.002)) == [1, 2]
+        assert numbers(self.policy.decide([waiting], {1: mine, 2: later}, CostModel(), 1.0)) == [1]
+        assert numbers(self.policy.decide([waiting], {1: mine, 2: soon}, CostModel(), 1.006)) == [1]
+        assert numbers(self.policy.decide([waiting, launched(2, arrived=1.002)], {1: mine, 2: soon}, CostModel(), 1.002)) == [
+            1,
+            2,
+        ]
 
     def test_in_the_middle_of_a_pass_those_at_the_same_place_are_waited_for(self):
         mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
         waiting = launched(1, key=MLP, arrived=1.0)
-        decision = self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0)
+        decision = self.policy.decide([waiting], {1: mine, 2: beside}, CostModel(), 1.0)
         assert decision.ask_again_at == pytest.approx(1.0003)
         for elsewhere in (self.at(1.0, ran=0.99), self.at(1.0, key=FAR, ran=0.9990)):
-            assert numbers(self.policy.decide([waiting], {1: mine, 2: elsewhere}, Costs(), 1.0)) == [1]
+            assert numbers(self.policy.decide([waiting], {1: mine, 2: elsewhere}, CostModel(), 1.0)) == [1]
 
     def test_nobody_waits_more_than_a_share_of_its_pass(self):
         beside, waiting = self.at(1.0, ran=0.999), launched(1, key=MLP, arrived=1.0)
         nearly, spent = self.at(1.0, ran=0.999, waited=0.0099), self.at(1.0, ran=0.999, waited=0.01)
-        assert self.policy.decide([waiting], {1: nearly, 2: beside}, Costs(), 1.0).ask_again_at == pytest.approx(1.0001)
-        assert numbers(self.policy.decide([waiting], {1: spent, 2: beside}, Costs(), 1.0)) == [1]
+        assert self.policy.decide([waiting], {1: nearly, 2: beside}, CostModel(), 1.0).ask_again_at == pytest.approx(1.0001)
+        assert numbers(self.policy.decide([waiting], {1: spent, 2: beside}, CostModel(), 1.0)) == [1]
 
     def test_nobody_waits_where_there_is_room_for_everybody_alone(self):
         mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
         waiting = launched(1, key=MLP, arrived=1.0)
-        assert not self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0).batch
+        assert not self.policy.decide([waiting], {1: mine, 2: beside}, CostModel(), 1.0).batch
         mine.pass_cost_s = beside.pass_cost_s = 0.0
         mine.own_s = 0.101
-        assert numbers(self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0)) == [1]
+        assert numbers(self.policy.decide([waiting], {1: mine, 2: beside}, CostModel(), 1.0)) == [1]
 
     def test_the_fuller_the_gpu_the_more_different_may_be_who_waits_for_another(self):
         mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
@@ -304,26 +307,26 @@ class TestTravellingTogether:
         def waits(cost: float, pace: float) -> bool:
             mine.pass_cost_s = beside.pass_cost_s = cost
             beside.own_s = pace
-            return not self.policy.decide([waiting], {1: mine, 2: beside}, Costs(), 1.0).batch
+            return not self.policy.decide([waiting], {1: mine, 2: beside}, CostModel(), 1.0).batch
 
         assert [waits(0.05, pace) for pace in (0.051, 0.149, 0.151)] == [True, True, False]
         assert [waits(0.025, pace) for pace in (0.110, 0.113, 0.080)] == [True, False, False]
 
     def test_where_batches_run_at_once_nobody_waits(self):
         mine, beside = self.at(1.0, ran=0.999), self.at(1.0, ran=0.999)
-        assert numbers(Opportunistic().decide([call(1, key=MLP, arrived=1.0)], {1: mine, 2: beside}, Costs(), 1.0)) == [1]
+        assert numbers(Opportunistic().decide([call(1, key=MLP, arrived=1.0)], {1: mine, 2: beside}, CostModel(), 1.0)) == [1]
 
     def test_after_a_pause_nobody_waits(self):
         mine, beside = Heard(60.0, FAR, entered=0.1, pass_s=59.9), self.at(60.0, entered=59.95)
-        assert numbers(self.policy.decide([launched(1, arrived=60.0)], {1: mine, 2: beside}, Costs(), 60.0)) == [1]
+        assert numbers(self.policy.decide([launched(1, arrived=60.0)], {1: mine, 2: beside}, CostModel(), 60.0)) == [1]
 
     def test_they_meet_beside_training_that_rests(self):
         mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
         trains = Heard(1.0, Q_BACK, training=True, ran=0.999, span_s=1.0)
         heard = {1: mine, 2: beside, 3: trains}
         waiting, resting = launched(1, key=MLP, arrived=1.0), call(3, key=Q_BACK, rows=1024, training=True, arrived=1.0)
-        assert self.policy.decide([waiting, resting], heard, Costs(), 1.0).ask_again_at == pytest.approx(1.0003)
+        assert self.policy.decide([waiting, resting], heard, CostModel(), 1.0).ask_again_at == pytest.approx(1.0003)
         both = [waiting, resting, launched(2, key=MLP, arrived=1.0001)]
-        assert numbers(self.policy.decide(both, heard, Costs(), 1.0001)) == [1, 2]
+        assert numbers(self.policy.decide(both, heard, CostModel(), 1.0001)) == [1, 2]
         late = call(3, key=Q_BACK, rows=1024, training=True, arrived=0.5)
-        assert numbers(self.policy.decide([waiting, late], heard, Costs(), 1.0)) == [3]
+        assert numbers(self.policy.decide([waiting, late], heard, CostModel(), 1.0)) == [3]

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis.cli.commands.options import DEFAULT_SITE, ConnectSite, Key
-from symbiosis.cli.http_client import Site
+from symbiosis.cli.http_client import HttpClient
 
 app = typer.Typer(
     name="adapters",
@@ -28,7 +28,7 @@ Owner = Annotated[
 @app.command("list", epilog="Example: symbiosis adapters list")
 def list_adapters(connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """Which adapters you can use; the admin sees everybody's."""
-    Console().print(adapters_table(Site(connect, key).adapters()))
+    Console().print(adapters_table(HttpClient(connect, key).adapters()))
 
 
 def adapters_table(found: list[dict[str, Any]]) -> Table:
@@ -55,7 +55,7 @@ def add(
     key: Key = None,
 ) -> None:
     """Upload an adapter; one of that name is replaced."""
-    made = Site(connect, key).add_adapter(name, folder)
+    made = HttpClient(connect, key).add_adapter(name, folder)
     whose = "for everybody" if made["owner"] is None else f"of {made['owner']}"
     typer.echo(f"{made['id']} ({whose}) is served: symbiosis chat --adapter {made['id']} --connect {connect}")
 
@@ -68,7 +68,7 @@ def remove(
     key: Key = None,
 ) -> None:
     """Remove an adapter; who is being answered ends with it."""
-    Site(connect, key).remove_adapter(name, owner)
+    HttpClient(connect, key).remove_adapter(name, owner)
     typer.echo(f"{name} is removed")
 
 
@@ -81,5 +81,5 @@ def pin(
     key: Key = None,
 ) -> None:
     """Keep an adapter in the device's memory though nobody asks for it. The admin's."""
-    Site(connect, key).pin_adapter(name, not off, owner)
+    HttpClient(connect, key).pin_adapter(name, not off, owner)
     typer.echo(f"{name} is {'not pinned any more' if off else 'pinned'}")

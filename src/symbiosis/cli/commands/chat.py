@@ -15,7 +15,7 @@ from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, Connec
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
-    from symbiosis.cli.chat import Sampling
+    from symbiosis.cli.chat import ChatSampling
 
 err = Console(stderr=True)
 
@@ -76,9 +76,9 @@ def chat(
     if is_given(ctx, "token" if over_http else "key"):
         raise SymbiosisError(f"{connect} takes {'--key, not --token' if over_http else '--token, not --key'}")
     if over_http:
-        from symbiosis.cli.http_client import Site
+        from symbiosis.cli.http_client import HttpClient
 
-        chat.chat(chat.SiteSpeaker(Site(connect, key), adapter, seed), _lines(), sampling, _write, system)
+        chat.chat(chat.HttpChat(HttpClient(connect, key), adapter, seed), _lines(), sampling, _write, system)
         return
     from symbiosis.cli import local_chat
 
@@ -112,10 +112,10 @@ def generate(
             _write("\n")
 
 
-def _sampling(max_new_tokens: int, temperature: float) -> Sampling:
-    from symbiosis.cli.chat import Sampling
+def _sampling(max_new_tokens: int, temperature: float) -> ChatSampling:
+    from symbiosis.cli.chat import ChatSampling
 
-    return Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
+    return ChatSampling(max_new_tokens=max_new_tokens, temperature=temperature)
 
 
 def _lines() -> Iterator[str]:

@@ -16,7 +16,7 @@ from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, Key, N
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
-    from symbiosis.cli.local_finetune import Step
+    from symbiosis.cli.local_finetune import StepReport
 
 err = Console(stderr=True)
 
@@ -169,13 +169,13 @@ def finetune(
 
 
 @contextmanager
-def _training_bar() -> Iterator[Callable[[Step], None]]:
+def _training_bar() -> Iterator[Callable[[StepReport], None]]:
     """A live bar with loss and tokens/s; gives what to call after each step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[figures]}"), console=err) as progress:
         task = progress.add_task("Training", total=None, figures="", visible=False)
 
-        def on_step(step: Step) -> None:
+        def on_step(step: StepReport) -> None:
             figures = f"loss {step.loss:.3f}  {step.tokens / max(step.seconds, 1e-9):,.0f} tokens/s"
             progress.update(task, completed=step.number, total=step.steps, figures=figures, visible=True)
 

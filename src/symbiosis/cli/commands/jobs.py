@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from symbiosis.cli.commands.options import DEFAULT_SITE, ConnectSite, Key, check_out
-from symbiosis.cli.http_client import Site
+from symbiosis.cli.http_client import HttpClient
 from symbiosis.errors import SymbiosisError, Unreachable
 
 _ENDS = ("succeeded", "failed", "cancelled")
@@ -51,7 +51,7 @@ def list_jobs(
     limit: Annotated[int, typer.Option(min=1, help="Most that are shown, newest first.")] = 20,
 ) -> None:
     """Your jobs; the admin sees everybody's."""
-    site = Site(connect, key)
+    site = HttpClient(connect, key)
     found, served = site.jobs(limit), _served(site)
     console = Console()
     for less in range(len(_SPARED) + 1):
@@ -86,7 +86,7 @@ def jobs_table(found: list[dict[str, Any]], served: Collection[str], without: tu
 @app.command(epilog="Example: symbiosis jobs show ftjob-…")
 def show(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """All that is known of a job."""
-    site = Site(connect, key)
+    site = HttpClient(connect, key)
     job = site.job(id)
     name = job["fine_tuned_model"]
     table = Table(show_header=False)
@@ -121,7 +121,7 @@ def watch(
 ) -> None:
     """Follow a job until it ends; one that is paused is waited for. Ctrl-C leaves it as it is."""
     _check_places(plot, out)
-    _follow(Site(connect, key), id, connect, plot, out)
+    _follow(HttpClient(connect, key), id, connect, plot, out)
 
 
 @app.command(epilog="Example: symbiosis jobs events ftjob-…")
@@ -132,7 +132,7 @@ def events(
     limit: Annotated[int, typer.Option(min=1, help="Most that are shown, of the last.")] = 100,
 ) -> None:
     """What happened, oldest first."""
-    for event in Site(connect, key).events(id, limit):
+    for event in HttpClient(connect, key).events(id, limit):
         typer.echo(f"{_time(event['created_at'])}  {event['level']:5}  {event['message']}")
 
 
@@ -145,25 +145,25 @@ def plot(
 ) -> None:
     """A picture of the loss, step by step."""
     _check_picture(file)
-    _plot(Site(connect, key), id, file)
+    _plot(HttpClient(connect, key), id, file)
 
 
 @app.command(epilog="Example: symbiosis jobs cancel ftjob-…")
 def cancel(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """End a job for good."""
-    _say(Site(connect, key).change_job(id, "cancel"))
+    _say(HttpClient(connect, key).change_job(id, "cancel"))
 
 
 @app.command(epilog="Example: symbiosis jobs pause ftjob-…")
 def pause(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """Let a job rest; it keeps where it was."""
-    _say(Site(connect, key).change_job(id, "pause"))
+    _say(HttpClient(connect, key).change_job(id, "pause"))
 
 
 @app.command(epilog="Example: symbiosis jobs resume ftjob-…")
 def resume(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
     """Let a paused job go on."""
-    _say(Site(connect, key).change_job(id, "resume"))
+    _say(HttpClient(connect, key).change_job(id, "resume"))
 
 
 def finetune(
@@ -180,7 +180,7 @@ def finetune(
 ) -> None:
     """Upload, create, follow."""
     _check_places(plot, out)
-    site = Site(connect, key)
+    site = HttpClient(connect, key)
     body: dict[str, Any] = {"model": site.models()[0]["id"], "seed": seed}
     if suffix is not None:
         body["suffix"] = suffix
@@ -191,7 +191,7 @@ def finetune(
     _follow(site, id, connect, plot, out)
 
 
-def _create(site: Site, body: dict[str, Any], connect: str, plot: Path | None, out: Path | None) -> str:
+def _create(site: HttpClient, body: dict[str, Any], connect: str, plot: Path | None, out: Path | None) -> str:
     """The new job's id. Who does not wait for it hears it too: the server checks the data and makes the job all the same."""
     key = secrets.token_hex(16)
     try:
@@ -210,7 +210,7 @@ def _create(site: Site, body: dict[str, Any], connect: str, plot: Path | None, o
 
 
 @contextmanager
-def _uploaded(site: Site, files: dict[str, Path]) -> Iterator[dict[str, str]]:
+def _uploaded(site: HttpClient, files: dict[str, Path]) -> Iterator[dict[str, str]]:
     """Ids of files on the server, by field. A job that was accepted has copies of its own, so they are deleted in the end."""
     ids: dict[str, str] = {}
     try:
@@ -248,7 +248,7 @@ def _check_picture(file: Path) -> None:
         raise SymbiosisError(f"cannot write {file}: there is no folder {file.parent}; choose another file")
 
 
-def _follow(site: Site, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
+def _follow(site: HttpClient, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
     try:
         job = _watch(site, id, connect)
     except Unreachable as error:
@@ -287,7 +287,7 @@ def _at(connect: str) -> str:
     return "" if connect == DEFAULT_SITE else f" --connect {connect}"
 
 
-def _watch(site: Site, id: str, connect: str) -> dict[str, Any]:
+def _watch(site: HttpClient, id: str, connect: str) -> dict[str, Any]:
     """Until the job has ended: a live line at a terminal, and else now and then one that stays."""
     with _bar() if err.is_terminal else nullcontext(_lines()) as show:
         missed, was_paused = 0, False
@@ -350,7 +350,7 @@ def _figures(job: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value}" for name, value in shown.items() if value)
 
 
-def _plot(site: Site, id: str, file: Path) -> None:
+def _plot(site: HttpClient, id: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
     points: dict[str, list[tuple[int, float]]] = {"train_loss": [], "valid_loss": []}
@@ -375,7 +375,7 @@ def _plot(site: Site, id: str, file: Path) -> None:
     typer.echo(f"loss drawn in {file}")
 
 
-def _served(site: Site) -> set[str]:
+def _served(site: HttpClient) -> set[str]:
     """Names of adapters. A job names its own for ever, also when it was deleted, or went with a server that keeps none."""
     return {each["id"] for each in site.adapters()}
 

@@ -191,7 +191,7 @@ def serve(
         from symbiosis.jobs.queue import JobLimits
         from symbiosis.server.adapter_store import StoreLimits
         from symbiosis.server.rate_limits import RequestLimits
-        from symbiosis.serving.lora.adapter_cache import ResidencyConfig
+        from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 
         if http is not None:
             check_http(http, keys)
@@ -235,7 +235,7 @@ def serve(
                     store_limits=StoreLimits(adapters=tenant_adapters, bytes=int(tenant_adapter_gb * 1e9)),
                     requests=RequestLimits(at_once=tenant_requests, per_minute=tenant_rate),
                     cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
-                    residency=ResidencyConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
+                    residency=AdapterCacheConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
                     max_rows=max_rows,
                     max_running=max_running,
                     max_queued=max_queued,

@@ -9,13 +9,13 @@ from symbiosis.errors import SymbiosisError
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class JobStarted:
     steps: int
     """Of the whole job."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class StepDone:
     step: int
     total: int
     loss: float
@@ -27,13 +27,13 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Validated:
+class ValidationDone:
     step: int
     loss: float
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointSaved:
     """A checkpoint is on disk."""
 
     step: int
@@ -44,7 +44,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class JobSucceeded:
     """The end: the adapter is on disk, and served if that was asked for."""
 
     step: int
@@ -56,7 +56,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class JobStopped:
     """The end: it can go on from the folder; None: it has to begin again."""
 
     step: int
@@ -64,7 +64,7 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class JobFailed:
     """The end, with the last good checkpoint."""
 
     code: str
@@ -75,25 +75,27 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class JobRejected:
     """It never began."""
 
     error: SymbiosisError
 
 
-Event: TypeAlias = Begun | Stepped | Validated | Saved | Trained | Stopped | Failed | Refused
+Event: TypeAlias = (
+    JobStarted | StepDone | ValidationDone | CheckpointSaved | JobSucceeded | JobStopped | JobFailed | JobRejected
+)
 
 _NAMES = {
-    Begun: "begun",
-    Stepped: "step",
-    Validated: "validation",
-    Saved: "checkpoint",
-    Trained: "trained",
-    Stopped: "stopped",
-    Failed: "failed",
+    JobStarted: "begun",
+    StepDone: "step",
+    ValidationDone: "validation",
+    CheckpointSaved: "checkpoint",
+    JobSucceeded: "trained",
+    JobStopped: "stopped",
+    JobFailed: "failed",
 }
 
 
 def written(event: Event) -> dict[str, Any]:
-    """As an object of its name and fields; not of `Refused`."""
+    """As an object of its name and fields; not of `JobRejected`."""
     return {_NAMES[type(event)]: asdict(event)}

@@ -15,21 +15,21 @@ from typing import Any, Protocol
 
 from symbiosis.adapters.parts import Adapter
 from symbiosis.adapters.reader import from_memory
-from symbiosis.common.throughput import Rate
+from symbiosis.common.throughput import Throughput
 from symbiosis.errors import BadAdapter, BadCall, BadData, Closed, SymbiosisError, TooManyRequests
 from symbiosis.finetuning import dataset
 from symbiosis.finetuning.loop import events
 from symbiosis.finetuning.loop.recipe import Recipe
-from symbiosis.finetuning.loop.train_loop import Done, Validation, run
-from symbiosis.finetuning.session import Session
-from symbiosis.finetuning.trained_adapter import Snapshot
-from symbiosis.finetuning.trainer import Host
+from symbiosis.finetuning.loop.train_loop import LoopResult, Validation, run
+from symbiosis.finetuning.session import TrainingSession
+from symbiosis.finetuning.trained_adapter import AdapterSnapshot
+from symbiosis.finetuning.trainer import Trainer
 
 _log = logging.getLogger("symbiosis")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobOrder:
+class JobSpec:
     """Paths are the provider's own: a name from a tenant must never become one."""
 
     id: str
@@ -56,13 +56,13 @@ class JobOrder:
     serve_checkpoints: bool
 
 
-class Serve(Protocol):
+class AdapterServer(Protocol):
     def __call__(self, name: str, adapter: Adapter, folder: Path) -> int:
         """Serve an adapter under a name from memory; `folder` has it too. Returns its generation, once requests get it."""
 
 
 @dataclass(frozen=True, slots=True)
-class JobsStats:
+class JobRunnerStats:
     running: int = 0
     trained: int = 0
     stopped: int = 0
@@ -73,17 +73,17 @@ class JobsStats:
     """Labels that were learned from, by steps that are done."""
 
 
-class Jobs:
+class JobRunner:
     """Any thread may order and stop. `out` gets a job's id and what happened, in order, from the job's thread."""
 
-    def __init__(self, host: Host, out: Callable[[str, events.Event], None], serve: Serve) -> None:
+    def __init__(self, host: Trainer, out: Callable[[str, events.Event], None], serve: AdapterServer) -> None:
         self._host, self._out, self._serve = host, out, serve
         self._lock = threading.Lock()
         self._running: dict[str, _Job] = {}
         self._closed = False
-        self.stats = JobsStats()
+        self.stats = JobRunnerStats()
 
-    def train(self, order: JobOrder) -> None:
+    def train(self, order: JobSpec) -> None:
         """`Begun` and one end will follow, or `Refused`. A job that writes to the same folder is ended: this takes over.
 
         Raises `BadCall` if there is a job of this id, `TooManyRequests` or `Closed`.
@@ -140,7 +140,7 @@ class Jobs:
 
     def say(self, id: str, event: events.Event) -> None:
         with self._lock:
-            if isinstance(event, events.Stepped):
+            if isinstance(event, events.StepDone):
                 self._count(steps=1, tokens=event.tokens)
             ended = _ENDS.get(type(event))
             if ended is not None:
@@ -149,22 +149,27 @@ class Jobs:
         self._out(id, event)
 
     def _count(self, **more: int) -> None:
-        counted = {name: getattr(self.stats, name) for name in JobsStats.__slots__}
-        self.stats = JobsStats(**{name: value + more.get(name, 0) for name, value in counted.items()})
+        counted = {name: getattr(self.stats, name) for name in JobRunnerStats.__slots__}
+        self.stats = JobRunnerStats(**{name: value + more.get(name, 0) for name, value in counted.items()})
 
 
-_ENDS = {events.Trained: "trained", events.Stopped: "stopped", events.Failed: "failed", events.Refused: "refused"}
+_ENDS = {
+    events.JobSucceeded: "trained",
+    events.JobStopped: "stopped",
+    events.JobFailed: "failed",
+    events.JobRejected: "refused",
+}
 
 
 class _Job:
     """One job and its thread."""
 
-    def __init__(self, jobs: Jobs, host: Host, serve: Serve, order: JobOrder, older: list[_Job]) -> None:
+    def __init__(self, jobs: JobRunner, host: Trainer, serve: AdapterServer, order: JobSpec, older: list[_Job]) -> None:
         self._jobs, self._host, self._serve, self.order = jobs, host, serve, order
         self._older = older
         self._stopping = False
         self._abandoned: str | None = None
-        self._session: Session | None = None
+        self._session: TrainingSession | None = None
         self._step = order.after
         self._checkpoint = order.resume
         self._thread = threading.Thread(target=self._run, name="symbiosis-job", daemon=True)
@@ -204,14 +209,14 @@ class _Job:
         try:
             examples, validation = self._begin()
         except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
-            return events.Refused(_typed(error))
+            return events.JobRejected(_typed(error))
         try:
-            self._say(events.Begun(self.order.recipe.total(len(examples))))
+            self._say(events.JobStarted(self.order.recipe.total(len(examples))))
             return self._train(examples, validation)
         except Exception as error:  # noqa: BLE001 - as above
             return self._failed(_typed(error))
 
-    def _begin(self) -> tuple[dataset.Data, Validation | None]:
+    def _begin(self) -> tuple[dataset.Dataset, Validation | None]:
         """All that can be wrong with an order is found here."""
         order = self.order
         examples = dataset.read(order.data)
@@ -234,10 +239,10 @@ class _Job:
                 raise BadAdapter(f"the checkpoint is of step {session.progress.steps}, not of {order.after}")
         return examples, validation
 
-    def _train(self, examples: dataset.Data, validation: Validation | None) -> events.Event:
+    def _train(self, examples: dataset.Dataset, validation: Validation | None) -> events.Event:
         order, session = self.order, self._session
         assert session is not None
-        rate = Rate(time.monotonic())
+        rate = Throughput(time.monotonic())
         last = run(
             session,
             examples,
@@ -252,33 +257,33 @@ class _Job:
             raise Closed(f"the job was ended: {self._abandoned}")
         if self._step < order.recipe.total(len(examples)):
             return self._stop(session)
-        kept: list[Snapshot] = []
+        kept: list[AdapterSnapshot] = []
         session.save(order.final, replace=True, keep=kept.append).result()
         adapter = self._adapter(kept.pop())
         generation = None if order.serve_as is None else self._serve(order.serve_as, adapter, order.final)
-        return events.Trained(self._step, None if last is None else last.loss, str(order.final), adapter.hash, generation)
+        return events.JobSucceeded(self._step, None if last is None else last.loss, str(order.final), adapter.hash, generation)
 
-    def _stop(self, session: Session) -> events.Event:
+    def _stop(self, session: TrainingSession) -> events.Event:
         folder = self._folder(self._step)
         if self._step > self.order.after and self._checkpoint != folder:
             session.save(folder, optimizer=True, replace=True).result()
             self._checkpoint = folder
-        return events.Stopped(self._step, _text(self._checkpoint))
+        return events.JobStopped(self._step, _text(self._checkpoint))
 
     def _folder(self, step: int) -> Path:
         return self.order.checkpoints / f"step-{step}"
 
-    def _on_step(self, done: Done, rate: Rate) -> None:
+    def _on_step(self, done: LoopResult, rate: Throughput) -> None:
         self._step = done.step
         rate.note(done.tokens, time.monotonic())
         self._say(
-            events.Stepped(done.step, done.total, done.loss, done.learning_rate, done.gradient_norm, done.tokens, rate.recent)
+            events.StepDone(done.step, done.total, done.loss, done.learning_rate, done.gradient_norm, done.tokens, rate.recent)
         )
 
     def _on_validation(self, step: int, loss: float) -> None:
-        self._say(events.Validated(step, loss))
+        self._say(events.ValidationDone(step, loss))
 
-    def _on_saved(self, step: int, made: Snapshot) -> None:
+    def _on_saved(self, step: int, made: AdapterSnapshot) -> None:
         folder, adapter, serves = self._folder(step), self._adapter(made), None
         self._checkpoint = folder
         if self.order.serve_checkpoints and self.order.serve_as is not None:
@@ -287,19 +292,19 @@ class _Job:
                 serves = self.order.serve_as
             except SymbiosisError as error:
                 _log.warning("a checkpoint cannot be served: %s", error)
-        self._say(events.Saved(step, str(folder), adapter.hash, serves))
+        self._say(events.CheckpointSaved(step, str(folder), adapter.hash, serves))
 
-    def _adapter(self, made: Snapshot) -> Adapter:
+    def _adapter(self, made: AdapterSnapshot) -> Adapter:
         """What `adapters.folder.read` gives of its folder."""
         return from_memory(made.config, made.tensors, self._host.facts)
 
-    def _failed(self, error: SymbiosisError) -> events.Failed:
+    def _failed(self, error: SymbiosisError) -> events.JobFailed:
         if self._abandoned is not None:
             error = Closed(f"the job was ended: {self._abandoned}")
         elif not self._host.is_alive():  # nobody's fault: whoever ordered it may let it go on elsewhere
             error = Closed(f"hosted training has stopped: {error}")
         field = getattr(error, "field", None) or None
-        return events.Failed(error.code, str(error), field, self._step, _text(self._checkpoint))
+        return events.JobFailed(error.code, str(error), field, self._step, _text(self._checkpoint))
 
 
 def _typed(error: Exception) -> SymbiosisError:

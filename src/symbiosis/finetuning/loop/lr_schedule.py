@@ -6,22 +6,22 @@ import math
 from enum import StrEnum
 
 
-class Schedule(StrEnum):
+class LrSchedule(StrEnum):
     LINEAR = "linear"
     COSINE = "cosine"
     CONSTANT = "constant"
     CONSTANT_WITH_WARMUP = "constant_with_warmup"
 
 
-def factor(schedule: Schedule, step: int, *, warmup: int, total: int) -> float:
+def factor(schedule: LrSchedule, step: int, *, warmup: int, total: int) -> float:
     """What the learning rate of a step (from 0 on) is multiplied with."""
-    if schedule is Schedule.CONSTANT:
+    if schedule is LrSchedule.CONSTANT:
         return 1.0
     if step < warmup:
         return step / max(1, warmup)
-    if schedule is Schedule.CONSTANT_WITH_WARMUP:
+    if schedule is LrSchedule.CONSTANT_WITH_WARMUP:
         return 1.0
-    if schedule is Schedule.LINEAR:
+    if schedule is LrSchedule.LINEAR:
         return max(0.0, (total - step) / max(1, total - warmup))
     progress = (step - warmup) / max(1, total - warmup)
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))

@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 
 from symbiosis.errors import OutOfRange
-from symbiosis.finetuning.loop.lr_schedule import Schedule, factor
+from symbiosis.finetuning.loop.lr_schedule import LrSchedule, factor
 from symbiosis.finetuning.optimizer import StepSettings
 
 
@@ -29,7 +29,7 @@ class Recipe:
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     learning_rate: float = 5e-5
-    lr_scheduler_type: Schedule | str = Schedule.LINEAR
+    lr_scheduler_type: LrSchedule | str = LrSchedule.LINEAR
     warmup_steps: float = 0
     """Steps; below 1, the share of all steps."""
     max_grad_norm: float = 1.0
@@ -48,9 +48,9 @@ class Recipe:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:
                 raise OutOfRange(f"{name} is {value!r}", field=name, expected="0 to 1000000")
-        if self.lr_scheduler_type not in tuple(Schedule):
+        if self.lr_scheduler_type not in tuple(LrSchedule):
             raise OutOfRange(
-                f"lr_scheduler_type is {self.lr_scheduler_type!r}", field="lr_scheduler_type", expected=", ".join(Schedule)
+                f"lr_scheduler_type is {self.lr_scheduler_type!r}", field="lr_scheduler_type", expected=", ".join(LrSchedule)
             )
         rate: object = self.learning_rate
         if isinstance(rate, bool) or not isinstance(rate, int | float):
@@ -67,7 +67,7 @@ class Recipe:
         """Those of a step, from 0 on."""
         warmup = int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total * self.warmup_steps)
         return StepSettings(
-            learning_rate=self.learning_rate * factor(Schedule(self.lr_scheduler_type), step, warmup=warmup, total=total),
+            learning_rate=self.learning_rate * factor(LrSchedule(self.lr_scheduler_type), step, warmup=warmup, total=total),
             max_grad_norm=self.max_grad_norm,
             weight_decay=self.weight_decay,
             adam_beta1=self.adam_beta1,

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from symbiosis.errors import OutOfRange, SymbiosisError, TooManyRequests, Withdrawn
-from symbiosis.finetuning.calls import Loss, Step
+from symbiosis.finetuning.calls import LossResult, StepResult
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.loop.recipe import Recipe
 from symbiosis.finetuning.packed.batch import predicted
-from symbiosis.finetuning.session import Session
-from symbiosis.finetuning.trained_adapter import Snapshot
+from symbiosis.finetuning.session import TrainingSession
+from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 
 _T = TypeVar("_T")
 _AHEAD = 2  # steps under way, so that the host need not wait for this thread to wake up
@@ -26,7 +26,7 @@ _PATIENCE = 1000  # times that a tenant's other sessions may have left no room
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class LoopResult:
     """A step of a job."""
 
     step: int
@@ -52,7 +52,7 @@ class Validation:
     def is_due(self, step: int, total: int) -> bool:
         return step == total or (self.every is not None and step % self.every == 0)
 
-    def ask(self, session: Session, asked: _Asked) -> list[Future[Loss]]:
+    def ask(self, session: TrainingSession, asked: _Asked) -> list[Future[LossResult]]:
         items = sum(predicted(session.adapter, example) for example in self.data)
         return [asked.ask(session, partial(session.forward, batch, items=items)) for batch in session.batches(self.data)]
 
@@ -61,18 +61,18 @@ class Validation:
 class _UnderWay:
     """A step that was asked for."""
 
-    losses: list[Future[Loss]]
-    stepped: Future[Step]
+    losses: list[Future[LossResult]]
+    stepped: Future[StepResult]
     learning_rate: float
-    evaluated: list[Future[Loss]] = field(default_factory=list)
+    evaluated: list[Future[LossResult]] = field(default_factory=list)
     saved: Future[None] | None = None
-    kept: list[Snapshot] = field(default_factory=list)
+    kept: list[AdapterSnapshot] = field(default_factory=list)
 
-    def done(self, total: int) -> Done:
+    def done(self, total: int) -> LoopResult:
         """Waits for its answers."""
         losses, step = [future.result() for future in self.losses], self.stepped.result()
         loss, tokens = sum(each.loss for each in losses), sum(each.tokens for each in losses)
-        return Done(step.number, total, loss, self.learning_rate, step.gradient_norm, tokens)
+        return LoopResult(step.number, total, loss, self.learning_rate, step.gradient_norm, tokens)
 
 
 class _Asked:
@@ -81,7 +81,7 @@ class _Asked:
     def __init__(self) -> None:
         self._open: deque[Future[Any]] = deque()
 
-    def ask(self, session: Session, call: Callable[[], Future[_T]]) -> Future[_T]:
+    def ask(self, session: TrainingSession, call: Callable[[], Future[_T]]) -> Future[_T]:
         if self._open and self._open[-1].done() and isinstance(error := self._open[-1].exception(), Withdrawn):
             raise error  # what follows belongs to the same step, or to a later one
         while self._open and self._open[0].done():
@@ -103,7 +103,7 @@ class _Asked:
                 return future
 
 
-def _items(session: Session, data: Sequence[Example], batches: list[list[int]]) -> list[int]:
+def _items(session: TrainingSession, data: Sequence[Example], batches: list[list[int]]) -> list[int]:
     """What the losses of each batch of a step are divided by, as Trainer does it."""
     if session.takes_items:
         return [sum(data[number].labelled for batch in batches for number in batch)] * len(batches)
@@ -111,16 +111,16 @@ def _items(session: Session, data: Sequence[Example], batches: list[list[int]]) 
 
 
 def run(
-    session: Session,
+    session: TrainingSession,
     data: Sequence[Example],
     recipe: Recipe,
     *,
     after: int = 0,
-    on_step: Callable[[Done], None] | None = None,
+    on_step: Callable[[LoopResult], None] | None = None,
     checkpoint: Callable[[int], Path | None] | None = None,
-    on_saved: Callable[[int, Snapshot], None] | None = None,
+    on_saved: Callable[[int, AdapterSnapshot], None] | None = None,
     validation: Validation | None = None,
-) -> Done | None:
+) -> LoopResult | None:
     """Train until the recipe's end, or until the session is stopped; returns the last step, None if there was none.
 
     `checkpoint` is asked after which steps to save the session, and where (what is there is replaced); `on_saved` is told
@@ -134,9 +134,9 @@ def run(
     total = recipe.total(len(data))
     under_way: deque[_UnderWay] = deque()
     asked = _Asked()
-    last: Done | None = None
+    last: LoopResult | None = None
 
-    def finish() -> Done:
+    def finish() -> LoopResult:
         first = under_way.popleft()
         done = first.done(total)
         if on_step is not None:
@@ -159,7 +159,7 @@ def run(
             stepped = asked.ask(session, partial(session.optim_step, settings))
         due = validation is not None and validation.is_due(step, total)
         evaluated = validation.ask(session, asked) if validation is not None and due else []
-        kept: list[Snapshot] = []
+        kept: list[AdapterSnapshot] = []
         folder = checkpoint(step) if checkpoint is not None else None
         saved = None
         if folder is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Coming:
+class AsyncCopy:
     def __init__(self, numbers: Tensor) -> None:
         """`numbers` may be changed afterwards, by whatever is launched after this."""
         self._event: torch.cuda.Event | None = None

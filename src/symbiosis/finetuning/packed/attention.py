@@ -19,14 +19,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.packed import varlen_flash
-from symbiosis.finetuning.packed.batch import Pack
-from symbiosis.finetuning.packed.context import Stage
+from symbiosis.finetuning.packed.batch import PackedBatch
+from symbiosis.finetuning.packed.context import PassContext
 from symbiosis.models.attention_checks import no_mask, refused
 
 NAME = "symbiosis_packed"
 
 
-def use_packed_attention(model: PreTrainedModel, stage: Stage) -> None:
+def use_packed_attention(model: PreTrainedModel, stage: PassContext) -> None:
     """Let every attention module of this model find its sequences on the stage. Raises `CannotTrain`."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, no_mask)
@@ -42,7 +42,7 @@ def attend(
     q_HRD: Tensor,
     k_KRD: Tensor,
     v_KRD: Tensor,
-    pack: Pack,
+    pack: PackedBatch,
     *,
     layer: int,
     scale: float,
@@ -123,7 +123,7 @@ def _attention(
     reason = refused(module, query, attention_mask, sliding_window, more)
     if reason is not None:
         raise CannotTrain(f"{reason}, which packed passes do not have")
-    stage: Stage = module.symbiosis_stage  # type: ignore[assignment]
+    stage: PassContext = module.symbiosis_stage  # type: ignore[assignment]
     found_HRD = attend(
         query[0],
         key[0],

@@ -19,10 +19,10 @@ from torch import Tensor
 from symbiosis.finetuning.examples import IGNORED, Example
 from symbiosis.finetuning.packed.dropout import drop
 from symbiosis.finetuning.packed.lora_math import Drop, Part
-from symbiosis.finetuning.trained_adapter import Trained
+from symbiosis.finetuning.trained_adapter import TrainedAdapter
 
 if TYPE_CHECKING:  # it needs Triton
-    from symbiosis.finetuning.packed.lora_tables import Grouped
+    from symbiosis.finetuning.packed.lora_tables import LoraTables
 
 Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -31,7 +31,7 @@ _DENSE = 0.9  # of all rows have a label: choosing them would cost more than it 
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PackedExample:
     """An example in a pass."""
 
     example: Example
@@ -42,11 +42,11 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class SessionSlice:
     """What one session has in a pass."""
 
-    adapter: Trained
-    pieces: tuple[Piece, ...]
+    adapter: TrainedAdapter
+    pieces: tuple[PackedExample, ...]
     learns: bool = True
     """Whether gradients are wanted of it."""
 
@@ -56,7 +56,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class RowSpan:
     """A sequence's rows, and the keys and values that an adapter puts in front of them."""
 
     rows: int
@@ -64,7 +64,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Acts:
+class BatchAdapters:
     """What the sessions of a pass do at one layer: runs of rows, in order."""
 
     sizes: list[int]
@@ -72,12 +72,12 @@ class Acts:
     drops: list[Drop]
 
 
-class Pack:
+class PackedBatch:
     """A pass before it is computed. Rows of one session lie together."""
 
     def __init__(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[SessionSlice],
         device: torch.device,
         *,
         dense: bool = False,
@@ -91,7 +91,7 @@ class Pack:
         """
         self.shares = shares
         self.device = device
-        self.spans: list[Span] = []
+        self.spans: list[RowSpan] = []
         self.embeds: list[tuple[int, Tensor]] = []
         """Rows (by the first) whose embeddings an adapter gives."""
         ids: list[Array] = []
@@ -116,7 +116,7 @@ class Pack:
                 ids += [np.zeros(front, np.int64), tokens]
                 places.append(np.arange(before - front, before + len(tokens)))
                 rows = front + len(tokens)
-                self.spans.append(Span(rows, prefix))
+                self.spans.append(RowSpan(rows, prefix))
                 # a row predicts the token after it; the last virtual token predicts the first
                 due = np.flatnonzero(learned != IGNORED)
                 due = due[due > 0] if not front else due
@@ -131,8 +131,8 @@ class Pack:
             rounded = _power_of_2(self.longest, _LONGEST)
             self.longest = rounded if window is None or self.longest > window else min(rounded, window)
             spare = -start % _step(start)
-            self.spans += [Span(min(self.longest, spare - at)) for at in range(0, spare, self.longest)]
-            self.spans += [Span(0)] * (_power_of_2(len(self.spans), _SEQUENCES) - len(self.spans))
+            self.spans += [RowSpan(min(self.longest, spare - at)) for at in range(0, spare, self.longest)]
+            self.spans += [RowSpan(0)] * (_power_of_2(len(self.spans), _SEQUENCES) - len(self.spans))
             sessions = _SESSIONS
         start += spare
         ids.append(np.zeros(spare, np.int64))
@@ -165,7 +165,7 @@ class Pack:
         """What attention has worked out for this pass."""
         self.by_lengths = False
         """Something was computed by how long each sequence is, and not by `edges_S`: this pass is like no other."""
-        self._acts: dict[tuple[str, bool], Acts | None] = {}
+        self._acts: dict[tuple[str, bool], BatchAdapters | None] = {}
         self.grouped = self._grouped(sessions)
 
     @property
@@ -173,14 +173,14 @@ class Pack:
         """How many rows of each piece the head sees."""
         return [rows for of_share in self._head_rows for rows in of_share]
 
-    def _grouped(self, least: int) -> Grouped | None:
+    def _grouped(self, least: int) -> LoraTables | None:
         """Of the sessions whose adapters the kernels take together, with room for so many."""
         flats = [share.adapter.flat for share in self.shares if share.adapter.flat is not None]
         if not flats:
             return None
-        from symbiosis.finetuning.packed.lora_tables import Grouped
+        from symbiosis.finetuning.packed.lora_tables import LoraTables
 
-        return Grouped(flats, self._segments(self._rows), self._segments(self._head_rows), self.rows, self.device, least)
+        return LoraTables(flats, self._segments(self._rows), self._segments(self._head_rows), self.rows, self.device, least)
 
     @property
     def key(self) -> tuple[object, ...] | None:
@@ -196,7 +196,7 @@ class Pack:
         assert self.grouped is not None
         return [self._numbers, self.upstream_N, self.edges_S, *self.grouped.tensors]
 
-    def frame(self) -> Pack:
+    def frame(self) -> PackedBatch:
         """One that knows nobody, over the same tensors: others of the key may be copied into it."""
         frame = copy.copy(self)
         frame.shares = ()
@@ -215,17 +215,17 @@ class Pack:
             start += sum(rows)
         return found
 
-    def acts(self, path: str, *, of_head: bool) -> Acts | None:
+    def acts(self, path: str, *, of_head: bool) -> BatchAdapters | None:
         """What is done at a layer by those that are not `grouped`; None if nothing. The head does not see all rows."""
         if (path, of_head) not in self._acts:
             self._acts[path, of_head] = self._find(path, self._head_rows if of_head else self._rows)
         return self._acts[path, of_head]
 
-    def _find(self, path: str, by_piece: list[list[int]]) -> Acts | None:
+    def _find(self, path: str, by_piece: list[list[int]]) -> BatchAdapters | None:
         parts = [None if share.adapter.flat is not None else share.adapter.parts.get(path) for share in self.shares]
         if not any(parts):
             return None
-        acts = Acts([], [], [])
+        acts = BatchAdapters([], [], [])
         for share, sizes, part in zip(self.shares, by_piece, parts, strict=True):
             if part is None and acts.parts and acts.parts[-1] is None:
                 acts.sizes[-1] += sum(sizes)
@@ -252,7 +252,7 @@ def _step(rows: int) -> int:
     return max(16, 1 << max(0, rows.bit_length() - 5))
 
 
-def predicted(adapter: Trained, example: Example) -> int:
+def predicted(adapter: TrainedAdapter, example: Example) -> int:
     """How many tokens of an example are learned: with virtual tokens in front, also the first."""
     front = adapter.virtual.rows if adapter.virtual else 0
     return sum(label != IGNORED for label in (example.labels if front else example.labels[1:]))

@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from symbiosis.finetuning.packed.batch import Pack
-from symbiosis.finetuning.packed.graph_admission import Favourites
+from symbiosis.finetuning.packed.batch import PackedBatch
+from symbiosis.finetuning.packed.graph_admission import GraphAdmission
 from symbiosis.gpu.cuda_graph import captured
 from symbiosis.gpu.driver import done_on
 
@@ -32,14 +32,14 @@ _log = logging.getLogger("symbiosis")
 _STREAMS = 2  # on all multiprocessors, and on a part of them
 _FAILURES = 3  # captures in a row, after which no more are tried
 
-Run: TypeAlias = Callable[[Pack], Tensor]
+Run: TypeAlias = Callable[[PackedBatch], Tensor]
 """Computes a pass: returns its losses, and its backward has written the gradients."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    frame: Pack
+    frame: PackedBatch
     losses_N: Tensor
     pool: torch.cuda.MemPool
     """Goes last."""
@@ -50,7 +50,7 @@ class _Kept:
 
     def __init__(self, most: int) -> None:
         self.graphs: dict[Any, _Graph] = {}
-        self.favourites = Favourites(most)
+        self.favourites = GraphAdmission(most)
         self.pool = torch.cuda.MemPool()
         self.rows = 0
         """Of the largest."""
@@ -63,7 +63,7 @@ class _Kept:
         self.rows = 0
 
 
-class Replays:
+class PassGraphs:
     """One thread. The next pass of a stream writes over what the last one gave."""
 
     def __init__(self, most: int, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class Replays:
         self._rows = self._longest = 0
         """Of such passes so far. A model that keeps something for later ones keeps more for one that is larger."""
 
-    def run(self, pack: Pack, run: Run) -> Tensor:
+    def run(self, pack: PackedBatch, run: Run) -> Tensor:
         kept, key = self._kept(), pack.key
         kept.favourites.came(key)
         found = kept.graphs.get(key)
@@ -117,7 +117,7 @@ class Replays:
         self._streams.move_to_end(stream)
         return self._streams[stream]
 
-    def _launched(self, pack: Pack, run: Run, kept: _Kept) -> Tensor:
+    def _launched(self, pack: PackedBatch, run: Run, kept: _Kept) -> Tensor:
         """A pass that is no graph, in the memory of those there are."""
 
         def computed() -> Tensor:
@@ -168,7 +168,7 @@ class Replays:
             stream = self._spare = self._spare or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return stream
 
-    def _captured(self, pack: Pack, run: Run, kept: _Kept) -> _Graph | None:
+    def _captured(self, pack: PackedBatch, run: Run, kept: _Kept) -> _Graph | None:
         stream = self._capturing_stream()
         with done_on(self._device):
             if pack.rows > kept.rows:

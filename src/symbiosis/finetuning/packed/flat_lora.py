@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from symbiosis.finetuning.packed.lora_math import LowRank, Part
+from symbiosis.finetuning.packed.lora_math import Part, TrainableLora
 
 _ALIGNED = 4  # numbers, so that every parameter starts at a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterSlice:
     start: int
     shape: tuple[int, ...]
 
@@ -26,15 +26,15 @@ class Place:
         return self.start + torch.Size(self.shape).numel()
 
 
-class Flat:
+class FlatParameters:
     """The parameters stay the objects they were, over memory that lies together."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, Part]) -> None:
         """Of an adapter that `fits`."""
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, ParameterSlice] = {}
         size = 0
         for name, parameter in parameters.items():
-            self.places[name] = Place(size, tuple(parameter.shape))
+            self.places[name] = ParameterSlice(size, tuple(parameter.shape))
             size += -(-parameter.numel() // _ALIGNED) * _ALIGNED
         like = next(iter(parameters.values()))
         self.values_N = torch.zeros(size, dtype=like.dtype, device=like.device)
@@ -46,7 +46,7 @@ class Flat:
         names = {id(parameter): name for name, parameter in parameters.items()}
         self.paths = tuple(parts)
         """Of the layers it changes."""
-        plain = [part for part in parts.values() if isinstance(part, LowRank)]
+        plain = [part for part in parts.values() if isinstance(part, TrainableLora)]
         assert len(plain) == len(parts), "an adapter that fits"
         self.ranks = max(len(part.a_rI) for part in plain)
         base, width = self.values_N.data_ptr(), self.values_N.element_size()
@@ -66,7 +66,7 @@ class Flat:
 class FlatGradients(Mapping[str, Tensor]):
     """Gradients by parameter, in one tensor."""
 
-    def __init__(self, flat: Flat, gradients_N: Tensor) -> None:
+    def __init__(self, flat: FlatParameters, gradients_N: Tensor) -> None:
         self._flat, self.gradients_N = flat, gradients_N
 
     def __getitem__(self, name: str) -> Tensor:
@@ -81,7 +81,7 @@ class FlatGradients(Mapping[str, Tensor]):
 
 def fits(parameters: Mapping[str, nn.Parameter], parts: Mapping[str, Part]) -> bool:
     """Whether this is plain LoRA in float32: no DoRA, no biases, no dropout, and nothing besides."""
-    plain = [part for part in parts.values() if isinstance(part, LowRank)]
+    plain = [part for part in parts.values() if isinstance(part, TrainableLora)]
     if not plain or len(plain) != len(parts) or len(parameters) != 2 * len(parts):
         return False
     if any(part.dropout or part.magnitude_O is not None or part.bias_O is not None for part in plain):

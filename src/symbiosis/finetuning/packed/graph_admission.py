@@ -15,7 +15,7 @@ _HALVED = 128  # passes, after which what came before them counts half
 _REFUSED = 4096  # keys that are remembered
 
 
-class Favourites:
+class GraphAdmission:
     def __init__(self, most: int) -> None:
         """At most so many are kept."""
         self._most = most

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.finetuning.packed.context import Stage
-from symbiosis.finetuning.packed.lora_math import LowRank, Scale
+from symbiosis.finetuning.packed.context import PassContext
+from symbiosis.finetuning.packed.lora_math import TrainableIa3, TrainableLora
 from symbiosis.models.patches.mixin import mix_in
 
 
-class AdaptedLinear(nn.Module):
+class PackedLoraLinear(nn.Module):
     """In front of `nn.Linear` and `Conv1D`."""
 
-    symbiosis_stage: Stage
+    symbiosis_stage: PassContext
     symbiosis_path: str
     symbiosis_head: bool
 
@@ -33,20 +33,20 @@ class AdaptedLinear(nn.Module):
             plain: Tensor = super().forward(x)
             return plain
         rows = x.reshape(-1, x.shape[-1])
-        if acts is not None and any(isinstance(part, Scale) and part.of_input for part in acts.parts):
+        if acts is not None and any(isinstance(part, TrainableIa3) and part.of_input for part in acts.parts):
             pieces = zip(acts.parts, torch.split(rows, acts.sizes), strict=True)
-            rows = torch.cat([p.scaled(x) if isinstance(p, Scale) and p.of_input else x for p, x in pieces])
+            rows = torch.cat([p.scaled(x) if isinstance(p, TrainableIa3) and p.of_input else x for p, x in pieces])
         if together is None:
             result: Tensor = super().forward(rows)
         else:
             result = together.changed(self.symbiosis_path, self, rows, of_head=self.symbiosis_head)
         if acts is not None and any(
-            isinstance(part, LowRank) or (isinstance(part, Scale) and not part.of_input) for part in acts.parts
+            isinstance(part, TrainableLora) or (isinstance(part, TrainableIa3) and not part.of_input) for part in acts.parts
         ):
             changed: list[Tensor] = []
             seen, given = torch.split(rows, acts.sizes), torch.split(result, acts.sizes)
             for part, drop, x_RI, y_RO in zip(acts.parts, acts.drops, seen, given, strict=True):
-                if isinstance(part, LowRank):
+                if isinstance(part, TrainableLora):
                     changed.append(part.after(x_RI, y_RO, self, drop))
                 else:
                     changed.append(part.scaled(y_RO) if part is not None and not part.of_input else y_RO)
@@ -54,12 +54,12 @@ class AdaptedLinear(nn.Module):
         return result.view(*x.shape[:-1], result.shape[-1])
 
 
-def adapt(model: PreTrainedModel, stage: Stage) -> None:
+def adapt(model: PreTrainedModel, stage: PassContext) -> None:
     """Let the linear layers of this model look at the stage."""
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear or type(module) is Conv1D:
-            mix_in(module, AdaptedLinear)
+            mix_in(module, PackedLoraLinear)
             _set(module, symbiosis_stage=stage, symbiosis_path=path, symbiosis_head=module is head)
 
 

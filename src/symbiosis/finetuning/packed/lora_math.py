@@ -20,7 +20,7 @@ Drop: TypeAlias = Callable[[Tensor, float], Tensor]
 """Dropout of a session's rows at a layer, at a rate."""
 
 
-class LowRank:
+class TrainableLora:
     """LoRA, rsLoRA and DoRA: y + scale · B A x, or that brought to the magnitude's length."""
 
     def __init__(
@@ -69,7 +69,7 @@ class LowRank:
         return self._length_O
 
 
-class Scale:
+class TrainableIa3:
     """IA3: what a layer reads, or what it gives, times a vector."""
 
     def __init__(self, vector: nn.Parameter, *, of_input: bool) -> None:
@@ -82,4 +82,4 @@ class Scale:
         return (x.to(self.vector.dtype) * self.vector.flatten()).to(x.dtype)
 
 
-Part: TypeAlias = LowRank | Scale
+Part: TypeAlias = TrainableLora | TrainableIa3

@@ -12,17 +12,17 @@ import triton
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.finetuning.packed.flat_lora import Flat
-from symbiosis.kernels.lora.grouped import COLUMNS, Rows, grouped
+from symbiosis.finetuning.packed.flat_lora import FlatParameters
+from symbiosis.kernels.lora.grouped import COLUMNS, GroupedRows, grouped
 from symbiosis.kernels.tiles import Segment
 
 
-class Grouped:
+class LoraTables:
     """Made before a pass. Its backward writes the gradients to `gradients`, one tensor for each session."""
 
     def __init__(
         self,
-        flats: Sequence[Flat],
+        flats: Sequence[FlatParameters],
         rows: Sequence[tuple[int, int]],
         head_rows: Sequence[tuple[int, int]],
         most: int,
@@ -48,7 +48,7 @@ class Grouped:
         self._table_LJ, self._scales_LJ = (_to(device, each) for each in (table, scales))
         nobody = [(0, 0)] * (slots - len(flats))
         self._rows, self._head_rows = (
-            Rows.of(
+            GroupedRows.of(
                 [Segment(slot, start, count) for slot, (start, count) in enumerate([*places, *nobody])],
                 max(flat.ranks for flat in flats),
                 device,

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from symbiosis import kernels
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.examples import Example
-from symbiosis.finetuning.packed.async_copy import Coming
+from symbiosis.finetuning.packed.async_copy import AsyncCopy
 from symbiosis.finetuning.packed.attention import use_packed_attention
-from symbiosis.finetuning.packed.batch import Pack, Piece, Share
-from symbiosis.finetuning.packed.context import Stage
-from symbiosis.finetuning.packed.cuda_graphs import Replays
+from symbiosis.finetuning.packed.batch import PackedBatch, PackedExample, SessionSlice
+from symbiosis.finetuning.packed.context import PassContext
+from symbiosis.finetuning.packed.cuda_graphs import PassGraphs
 from symbiosis.finetuning.packed.flat_lora import FlatGradients
 from symbiosis.finetuning.packed.lora_layers import adapt
 from symbiosis.finetuning.packed.loss import piece_losses, token_losses
@@ -35,7 +35,7 @@ _COARSE = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class PassResult:
     """What a pass gave one session."""
 
     losses: tuple[float, ...]
@@ -47,25 +47,25 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Launched:
+class LaunchedPass:
     """A pass under way."""
 
-    pack: Pack
+    pack: PackedBatch
     gradients: Sequence[Mapping[str, Tensor]]
-    numbers: Coming
+    numbers: AsyncCopy
     """The loss of each row that the head sees, and of each share a number that is none if a gradient has one."""
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[PassResult]:
         """Waits for the device, once for all of them."""
         shares, rows = self.pack.shares, self.pack.head_rows
         numbers = self.numbers.read()
         losses_N, norms = numbers[: sum(rows)], numbers[-len(shares) :]
         items = [piece.items for share in shares for piece in share.pieces]
         losses = iter(piece_losses(losses_N, rows, items))
-        found: list[Outcome] = []
+        found: list[PassResult] = []
         for share, gradients, norm in zip(shares, self.gradients, norms.tolist(), strict=True):
             mine = tuple(next(losses) for _ in share.pieces)
-            found.append(Outcome(mine, gradients, all(map(math.isfinite, (*mine, norm)))))
+            found.append(PassResult(mine, gradients, all(map(math.isfinite, (*mine, norm)))))
         return found
 
 
@@ -78,11 +78,11 @@ class PackedModel:
         Raises `CannotTrain` if the model computes something else when its sequences lie behind each other.
         """
         self._model = frozen_copy(model).eval()
-        self._stage = Stage()
+        self._stage = PassContext()
         self._window: int | None = getattr(model.config.get_text_config(), "sliding_window", None)
         self.is_new = False
         """The last pass was of a kind that had to be made ready: the next one of it will be faster."""
-        self._replays = Replays(graphs, self._model.device) if graphs and self._model.device.type == "cuda" else None
+        self._replays = PassGraphs(graphs, self._model.device) if graphs and self._model.device.type == "cuda" else None
         try:
             self._prepare()
         except CannotTrain:
@@ -112,9 +112,9 @@ class PackedModel:
 
     def _probe(self, ids: list[int], beside: float | None = None) -> Tensor:
         """The logits of a sequence between two others, whose embeddings are all `beside` if it is given."""
-        around = Piece(Example((*ids[3:8],), (*ids[3:8],)), 1.0, "")
-        middle = Piece(Example((*ids, 0), (-100, *ids)), 1.0, "")  # one token more, so that every row has a label
-        pack = Pack([Share(NOTHING, (around, middle, around))], self._model.device)
+        around = PackedExample(Example((*ids[3:8],), (*ids[3:8],)), 1.0, "")
+        middle = PackedExample(Example((*ids, 0), (-100, *ids)), 1.0, "")  # one token more, so that every row has a label
+        pack = PackedBatch([SessionSlice(NOTHING, (around, middle, around))], self._model.device)
         if beside is not None:
             width = self._model.get_input_embeddings().embedding_dim
             rows = torch.full((5, width), beside, device=self._model.device)
@@ -122,16 +122,16 @@ class PackedModel:
         before, here, _ = pack.head_rows
         return self._logits(pack)[before : before + here]
 
-    def compute(self, shares: Sequence[Share]) -> list[Outcome]:
+    def compute(self, shares: Sequence[SessionSlice]) -> list[PassResult]:
         """Losses and gradients of each session. Nothing of the sessions is changed, so it may be repeated."""
         return self.launch(shares).outcomes()
 
-    def launch(self, shares: Sequence[Share]) -> Launched:
+    def launch(self, shares: Sequence[SessionSlice]) -> LaunchedPass:
         """The same without waiting for a GPU to have computed it."""
         device = self._model.device
         by_kernels = kernels.run_on(device)
         even = self._replays is not None and all(share.adapter.flat is not None and share.learns for share in shares)
-        pack = Pack(shares, device, dense=by_kernels, even=even, window=self._window)
+        pack = PackedBatch(shares, device, dense=by_kernels, even=even, window=self._window)
         named = [
             (number, name, p)
             for number, share in enumerate(shares)
@@ -156,9 +156,9 @@ class PackedModel:
         ]
         gradients = [each if share.learns else {} for share, each in zip(shares, gradients, strict=True)]
         norms = torch.stack([_size(each, losses_N) for each in gradients])
-        return Launched(pack, gradients, Coming(torch.cat([losses_N, norms])))
+        return LaunchedPass(pack, gradients, AsyncCopy(torch.cat([losses_N, norms])))
 
-    def _backward(self, pack: Pack, parameters: list[nn.Parameter]) -> tuple[Tensor, Sequence[Tensor | None]]:
+    def _backward(self, pack: PackedBatch, parameters: list[nn.Parameter]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The loss of every row that the head sees, and gradients of these parameters; `grouped` ones go to their places."""
         wanted: list[Tensor] = [*parameters, *([pack.grouped.anchor] if pack.grouped is not None else [])]
         with torch.set_grad_enabled(any(share.learns for share in pack.shares) or not pack.shares):
@@ -184,7 +184,7 @@ class PackedModel:
         except Exception:  # noqa: BLE001 - whatever it says, it is not sound
             return False
 
-    def _logits(self, pack: Pack) -> Tensor:
+    def _logits(self, pack: PackedBatch) -> Tensor:
         """Of the rows with a label, [N, V]."""
         with self._stage.running(pack):
             inputs = {"input_ids": pack.ids_R[None]}

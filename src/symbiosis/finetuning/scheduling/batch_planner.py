@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from symbiosis.device_sharing.cpu_turns import Permit
 from symbiosis.finetuning.scheduling.fairness import Candidate, Fairness
-from symbiosis.finetuning.scheduling.pass_time_budget import Pace
-from symbiosis.finetuning.scheduling.step_time_fairness import Lengths
+from symbiosis.finetuning.scheduling.pass_time_budget import PassTimeBudget
+from symbiosis.finetuning.scheduling.step_time_fairness import StepTimeFairness
 
 _FITTED = 500  # passes after which larger ones are tried again
 _NEW = 8  # passes of new kinds in a row: then that is how it is
 _log = logging.getLogger("symbiosis")
 
 
-class Portions:
+class BatchPlanner:
     """The host has the lock."""
 
     def __init__(self, most: int, *, least: int = 1) -> None:
@@ -33,8 +33,8 @@ class Portions:
         """Passes since one did not."""
         self._new = 0
         """The last so many were of new kinds."""
-        self.fairness, self._pace = Fairness(), Pace()
-        self._lengths: defaultdict[str, Lengths] = defaultdict(Lengths)
+        self.fairness, self._pace = Fairness(), PassTimeBudget()
+        self._lengths: defaultdict[str, StepTimeFairness] = defaultdict(StepTimeFairness)
         """Of each kind of passes."""
 
     def room(self, permit: Permit) -> int:

@@ -8,7 +8,7 @@ _WEIGHT = 0.3  # of the last pass
 _FIRST = 64  # rows, before anything was measured
 
 
-class Pace:
+class PassTimeBudget:
     """Measured seconds by row. Kinds of passes count apart: a row of a short one takes longer than one of a full pass."""
 
     def __init__(self) -> None:

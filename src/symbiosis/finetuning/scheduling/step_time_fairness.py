@@ -19,7 +19,7 @@ _KEPT = 9  # passes of about one size
 _ENOUGH = 5  # of them: the first have compiled something, or were captured
 
 
-class Lengths:
+class StepTimeFairness:
     """Of one kind of passes, measured: the fastest of the last few of each size, since others did more than compute."""
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class _Attention(ctypes.Structure):
     )
 
 
-class Singles:
+class DecodeAttention:
     """Single rows and where their sequences lie, for all layers of a pass."""
 
     def __init__(self, rows_B: Tensor, places_B: Tensor, pages_BP: Tensor, page_size: int) -> None:

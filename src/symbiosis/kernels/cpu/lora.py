@@ -26,7 +26,7 @@ def reference(x_RI: Tensor, y_RO: Tensor, rows: slice, columns: slice, a_rI: Ten
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LoraRow:
     """What the kernel knows of an adapter's change of a layer: where its weights lie, which others must keep there."""
 
     dtype: torch.dtype
@@ -35,24 +35,24 @@ class Line:
     b: int
 
     @staticmethod
-    def of(a_rI: Tensor, b_Or: Tensor) -> Line | None:
+    def of(a_rI: Tensor, b_Or: Tensor) -> LoraRow | None:
         """None if the kernel cannot compute it."""
         rank = a_rI.shape[0]
         if not (a_rI.is_cpu and b_Or.is_cpu and a_rI.dtype is b_Or.dtype and rank <= _MOST_RANK):
             return None
         if function("low_rank", a_rI.dtype) is None or not (a_rI.T.is_contiguous() and b_Or.T.is_contiguous()):
             return None
-        return Line(a_rI.dtype, rank, a_rI.data_ptr(), b_Or.data_ptr())
+        return LoraRow(a_rI.dtype, rank, a_rI.data_ptr(), b_Or.data_ptr())
 
     def is_for(self, rows: int) -> bool:
         """Whether the kernel is the faster way for so many rows."""
         return rows * self.rank <= _MOST_WORK
 
 
-class Changes:
+class LoraBatchCpu:
     """Changes of layers that read the same rows, for passes of the same rows; no two of the same part of the result."""
 
-    def __init__(self, changes: Sequence[tuple[slice, slice, Line]], width: int) -> None:
+    def __init__(self, changes: Sequence[tuple[slice, slice, LoraRow]], width: int) -> None:
         """Rows and columns of the result, and what changes them. `width` of the input."""
         tiles = array("q")  # as in low_rank.c
         for rows, columns, line in changes:

@@ -19,13 +19,13 @@ from symbiosis.kernels.programmatic_launch import early, let_next_begin
 from symbiosis.kernels.rounding import rounded
 
 if TYPE_CHECKING:
-    from symbiosis.kernels.lora.shrink_expand import Members
+    from symbiosis.kernels.lora.shrink_expand import FusedWidths
 
 _AT_ONCE = 1024  # columns of a program that joins
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class DeferredLora:
     """Good until the next change of layers of this kind is computed."""
 
     change_RO: Tensor
@@ -38,7 +38,7 @@ class Kept:
     """The layers' own, which is in their result already; only DoRA asks for it."""
 
 
-def arguments(kept: Kept | None, like: Tensor) -> tuple[Any, ...]:
+def arguments(kept: DeferredLora | None, like: Tensor) -> tuple[Any, ...]:
     """What every kernel that adds it takes, one after the other.
 
     change, table, slots, own_bias, change_stride, table_stride, KEPT, HAS_BIAS
@@ -110,7 +110,7 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(y_at, value.to(kind), mask=mask)
 
 
-def join(y_RO: Tensor, kept: Kept, members: Members) -> None:
+def join(y_RO: Tensor, kept: DeferredLora, members: FusedWidths) -> None:
     """Add it to y, in place, where no kernel that reads y does so. y and the change may come from different streams."""
     assert (y_RO.shape[1], y_RO.stride(1)) == (sum(members.widths), 1), (y_RO.shape, members.widths)
     blocks = members.blocks(_AT_ONCE)

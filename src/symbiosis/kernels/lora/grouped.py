@@ -32,7 +32,7 @@ _RANKS = 64  # that a program takes at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class GroupedRows:
     """Whose rows are where in a pass."""
 
     tiles: Tiles
@@ -42,7 +42,7 @@ class Rows:
     """The largest rank, as a power of 2 from 16 on."""
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], rank: int, device: torch.device, most: int = 0) -> Rows:
+    def of(cls, segments: Sequence[Segment], rank: int, device: torch.device, most: int = 0) -> GroupedRows:
         """One segment for each adapter, in the order of the tables; with room for others of up to `most` rows together."""
         assert [segment.slot for segment in segments] == list(range(len(segments)))
         on_gpu = torch.device(device).type == "cuda"
@@ -176,7 +176,7 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype is torch.float32 else "tf32"
 
 
-def shrink(x: Tensor, table: Tensor, scales_J: Tensor, rows: Rows, *, back: bool) -> Tensor:
+def shrink(x: Tensor, table: Tensor, scales_J: Tensor, rows: GroupedRows, *, back: bool) -> Tensor:
     """[R, r] in float32; rows of nobody hold anything."""
     low_Rr = torch.empty(x.shape[0], rows.ranks, dtype=torch.float32, device=x.device)
     block = min(rows.ranks, _RANKS)
@@ -188,7 +188,7 @@ def shrink(x: Tensor, table: Tensor, scales_J: Tensor, rows: Rows, *, back: bool
     return low_Rr
 
 
-def expand(y: Tensor, low_Rr: Tensor, table: Tensor, rows: Rows, *, back: bool) -> None:
+def expand(y: Tensor, low_Rr: Tensor, table: Tensor, rows: GroupedRows, *, back: bool) -> None:
     width = y.shape[1]
     with torch.cuda.device_of(y):  # type: ignore[no-untyped-call]
         _expand[(rows.tiles.capacity, triton.cdiv(width, 256))](
@@ -197,7 +197,7 @@ def expand(y: Tensor, low_Rr: Tensor, table: Tensor, rows: Rows, *, back: bool) 
         )  # fmt: skip
 
 
-def outer(low_Rr: Tensor, v: Tensor, table: Tensor, rows: Rows, *, of_b: bool) -> None:
+def outer(low_Rr: Tensor, v: Tensor, table: Tensor, rows: GroupedRows, *, of_b: bool) -> None:
     """Gradients, to where the table says."""
     width, adapters = v.shape[1], rows.segments_2J.shape[1]
     block = min(rows.ranks, _RANKS)
@@ -218,7 +218,7 @@ class _Grouped(torch.autograd.Function):
         bias_O: Tensor | None,
         table: Tensor,
         scales_J: Tensor,
-        rows: Rows,
+        rows: GroupedRows,
     ) -> Tensor:
         y_RO = F.linear(x_RI, weight_OI, bias_O)
         low_Rr = shrink(x_RI, table, scales_J, rows, back=False)
@@ -243,7 +243,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def grouped(
-    x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, table: Tensor, scales_J: Tensor, rows: Rows, anchor: Tensor
+    x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, table: Tensor, scales_J: Tensor, rows: GroupedRows, anchor: Tensor
 ) -> Tensor:
     """A frozen linear layer with the changes of all adapters, [R, O].
 

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from symbiosis.kernels.lora.deferred import Kept, stretched
+from symbiosis.kernels.lora.deferred import DeferredLora, stretched
 from symbiosis.kernels.programmatic_launch import early, let_next_begin, wait_for_last
 from symbiosis.kernels.tiles import Segment, Tiles
 
@@ -45,7 +45,7 @@ _ENOUGH = 1024  # programs: what would be more of them goes into the next block 
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LoraOperand:
     """What one adapter does to one layer; the scale is in `b_Or`."""
 
     a_rI: Tensor
@@ -71,7 +71,7 @@ NOTHING = (0, 0, 0, 0)
 """The line of an adapter that leaves this layer alone."""
 
 
-class Members:
+class FusedWidths:
     """Layers that read the same rows, and where in y the outputs of each begin."""
 
     def __init__(self, widths: Sequence[int], device: torch.device | str) -> None:
@@ -94,7 +94,7 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """How the kernels are launched; `plan` picks by size."""
 
     splits: int
@@ -125,7 +125,7 @@ def most_tiles(rows: int, tile: int) -> int:
     return 2 * -(-rows // tile) if rows <= _DECODED and tile > _FEW else rows
 
 
-def plan(tiles: Tiles, width: int, widths: Sequence[int], rmax: int) -> Plan:
+def plan(tiles: Tiles, width: int, widths: Sequence[int], rmax: int) -> LaunchPlan:
     programs = tiles.capacity * len(widths)
     ranks = -(-rmax // 16)
     if tiles.rows <= _FEW:
@@ -134,23 +134,23 @@ def plan(tiles: Tiles, width: int, widths: Sequence[int], rmax: int) -> Plan:
             block_k *= 2
         splits = -(-width // block_k)
         if rmax > 16:
-            return Plan(splits, ranks, block_k, block_n=128)
+            return LaunchPlan(splits, ranks, block_k, block_n=128)
         blocks = max(1, min(4, tiles.capacity * sum(widths) // (64 * _ENOUGH)))
-        return Plan(splits, ranks, block_k, block_n=64, blocks=blocks, expand_warps=1)
+        return LaunchPlan(splits, ranks, block_k, block_n=64, blocks=blocks, expand_warps=1)
     many = tiles.rows > 16
     wanted = _PROCESSORS // (programs * ranks) if many else -(-_PROCESSORS * 4 // programs)
     splits = max(1, min(-(-width // _LEAST), wanted, _MOST_SPLITS))
     block_k = 128 if many and programs * ranks * splits > _PROCESSORS else 256
     busy = tiles.capacity * sum(widths) >= 128 * _PROCESSORS  # with blocks of 256
     block_n, warps = (256, 4) if rmax <= 16 or (many and busy) else (128, 8)
-    return Plan(splits, ranks, block_k, block_n, expand_warps=warps)
+    return LaunchPlan(splits, ranks, block_k, block_n, expand_warps=warps)
 
 
 def reference(
     x_RI: Tensor,
     y_RO: Tensor,
     segments: Sequence[Segment],
-    changes: Sequence[Sequence[Change | None]],
+    changes: Sequence[Sequence[LoraOperand | None]],
     widths: Sequence[int],
     own_bias_O: Tensor | None = None,
 ) -> None:
@@ -341,13 +341,15 @@ def _expand(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-class Work:
+class LoraBatch:
     """What layers of one kind need in a pass: a plan, and room for what one kernel hands to the next.
 
     Another layer may have it once this one's change is added.
     """
 
-    def __init__(self, tiles: Tiles, rows: int, width: int, members: Members, rmax: int, chosen: Plan | None = None) -> None:
+    def __init__(
+        self, tiles: Tiles, rows: int, width: int, members: FusedWidths, rmax: int, chosen: LaunchPlan | None = None
+    ) -> None:
         self.tiles, self.members = tiles, members
         self.few = tiles.rows <= _FEW
         """It is nearly all reading, so beside a product the second half, too, is worth it."""
@@ -364,7 +366,7 @@ class Work:
             self.change_RO = self.change_RO.new_empty(self.parts_SMRr.shape[2], sum(self.members.widths))
 
 
-def shrink(x_RI: Tensor, table: Tensor, work: Work, *, apart: bool = False) -> None:
+def shrink(x_RI: Tensor, table: Tensor, work: LoraBatch, *, apart: bool = False) -> None:
     """Rows times `a`, in parts over the input width. `apart`: on another stream than what made the rows."""
     splits, members, rows, rmax = work.parts_SMRr.shape
     tiles, chosen = work.tiles, work.plan
@@ -384,7 +386,7 @@ def shrink(x_RI: Tensor, table: Tensor, work: Work, *, apart: bool = False) -> N
         )  # fmt: skip
 
 
-def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None) -> None:
+def expand(y_RO: Tensor, table: Tensor, work: LoraBatch, own_bias_O: Tensor | None = None) -> None:
     """The parts together times `b`, added to y, [R, O*] in place. `own_bias_O` is in y already; only DoRA asks for it.
 
     y and the parts may come from different streams.
@@ -393,13 +395,13 @@ def expand(y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = 
     _launch_expand(y_RO, bias_O, table, work, has_bias=own_bias_O is not None, fresh=False)
 
 
-def spread(table: Tensor, work: Work, like: Tensor, own_bias_O: Tensor | None = None) -> Kept:
+def spread(table: Tensor, work: LoraBatch, like: Tensor, own_bias_O: Tensor | None = None) -> DeferredLora:
     """The parts together times `b`, kept in `work`. `like` has the dtype of the weights."""
     _launch_expand(work.change_RO, like, table, work, has_bias=False, fresh=True)
-    return Kept(work.change_RO, table, work.tiles.slots_R, own_bias_O)
+    return DeferredLora(work.change_RO, table, work.tiles.slots_R, own_bias_O)
 
 
-def _launch_expand(y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, *, has_bias: bool, fresh: bool) -> None:
+def _launch_expand(y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: LoraBatch, *, has_bias: bool, fresh: bool) -> None:
     """Without a bias, `own_bias_O` only tells the weights' dtype: of what is fresh, y has another."""
     splits, _, rows, rmax = work.parts_SMRr.shape
     tiles, members, chosen = work.tiles, work.members, work.plan
@@ -418,10 +420,10 @@ def _launch_expand(y_RO: Tensor, own_bias_O: Tensor, table: Tensor, work: Work, 
         )  # fmt: skip
 
 
-def low_rank(x_RI: Tensor, y_RO: Tensor, table: Tensor, work: Work, own_bias_O: Tensor | None = None) -> None:
+def low_rank(x_RI: Tensor, y_RO: Tensor, table: Tensor, work: LoraBatch, own_bias_O: Tensor | None = None) -> None:
     """Add to y, [R, O*] in place, what the adapters of all rows do.
 
-    `table`, int64 [slots, M, 4], holds `Change.entry` or `NOTHING` of every adapter
+    `table`, int64 [slots, M, 4], holds `LoraOperand.entry` or `NOTHING` of every adapter
     and member; no rank in it is above that of `work`.
     """
     shrink(x_RI, table, work)

@@ -51,7 +51,7 @@ class FusedNorm(nn.Module):
         return normalised(x, weight, epsilon_of(self), twice=self.symbiosis_twice)
 
 
-class FusedNormAtOnce(FusedNorm):
+class FusedNormForward(FusedNorm):
     """Of one that rounds once."""
 
     symbiosis_twice = False
@@ -60,7 +60,7 @@ class FusedNormAtOnce(FusedNorm):
 def _norm_like(module: nn.Module) -> type[FusedNorm] | None:
     """The kernel that computes what this module computes, rounding included; None if none does."""
     twice = rounds_twice(module)
-    return None if twice is None else FusedNorm if twice else FusedNormAtOnce
+    return None if twice is None else FusedNorm if twice else FusedNormForward
 
 
 def _with_fused_rotary(kind: type) -> type | None:

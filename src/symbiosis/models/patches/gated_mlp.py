@@ -19,7 +19,7 @@ _NAMES = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _CLOSE = 0.02
 
 
-class Gated(nn.Module):
+class GatedMlp(nn.Module):
     """Mixed into the class of an MLP."""
 
     def forward(self, x: Tensor) -> Any:
@@ -48,6 +48,6 @@ def gate(model: PreTrainedModel) -> None:
             module.gate_proj.weight
         )
         expected, plain = module(x), type(module)
-        mix_in(module, Gated)
+        mix_in(module, GatedMlp)
         if not torch.allclose(module(x), expected, rtol=_CLOSE, atol=_CLOSE * float(expected.abs().max())):
             module.__class__ = plain

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from symbiosis.jobs.database import Checkpoint, Event, File, Job
-from symbiosis.jobs.states import State
+from symbiosis.jobs.database import CheckpointRecord, EventRecord, FileRecord, JobRecord
+from symbiosis.jobs.states import JobState
 
 Body = dict[str, Any]
 PURPOSE = "fine-tune"
 
 
-def file_body(file: File) -> Body:
+def file_body(file: FileRecord) -> Body:
     return {
         "id": file.id,
         "object": "file",
@@ -26,11 +26,11 @@ def file_body(file: File) -> Body:
     }
 
 
-def job_body(job: Job, base: str, position: int | None) -> Body:
+def job_body(job: JobRecord, base: str, position: int | None) -> Body:
     """`position`: in the queue, if it is there."""
     given = {name: value for name, value in job.asked["wishes"].items() if value is not None}
     hyperparameters = given if job.plan is None else job.plan["shown"]
-    finish = job.figures.get("finish_at") if job.state is State.RUNNING else None
+    finish = job.figures.get("finish_at") if job.state is JobState.RUNNING else None
     usual = ("n_epochs", "batch_size", "learning_rate_multiplier")
     return {
         "id": job.id,
@@ -38,7 +38,7 @@ def job_body(job: Job, base: str, position: int | None) -> Body:
         "model": base,
         "created_at": job.created_at,
         "finished_at": job.finished_at,
-        "fine_tuned_model": job.name if job.state is State.SUCCEEDED else None,
+        "fine_tuned_model": job.name if job.state is JobState.SUCCEEDED else None,
         "organization_id": job.tenant,
         "result_files": [],
         "status": job.state.value,
@@ -66,7 +66,7 @@ def job_body(job: Job, base: str, position: int | None) -> Body:
     }
 
 
-def event_body(event: Event) -> Body:
+def event_body(event: EventRecord) -> Body:
     return {
         "id": f"ftevent-{event.number}",
         "object": "fine_tuning.job.event",
@@ -78,7 +78,7 @@ def event_body(event: Event) -> Body:
     }
 
 
-def checkpoint_body(checkpoint: Checkpoint, job: Job) -> Body:
+def checkpoint_body(checkpoint: CheckpointRecord, job: JobRecord) -> Body:
     return {
         "id": f"ftckpt-{checkpoint.number}",
         "object": "fine_tuning.job.checkpoint",

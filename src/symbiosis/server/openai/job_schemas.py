@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from symbiosis.jobs.plan import Wishes
+from symbiosis.jobs.plan import Hyperparameters
 from symbiosis.server.openai.schemas import Name, Strict
 
 _MAX_ADAPTER = 64 << 10
@@ -18,7 +18,7 @@ FileId = Annotated[str, Field(min_length=1, max_length=128)]
 Target = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class Hyperparameters(Strict):
+class HyperparameterFields(Strict):
     """OpenAI's three, and ours. None and "auto" are the same."""
 
     n_epochs: Annotated[float, Field(gt=0, le=1000)] | Auto = None
@@ -56,23 +56,23 @@ class Hyperparameters(Strict):
         return value
 
 
-class Supervised(Strict):
-    hyperparameters: Hyperparameters | None = None
+class SupervisedFields(Strict):
+    hyperparameters: HyperparameterFields | None = None
 
 
-class Method(Strict):
+class MethodFields(Strict):
     type: Literal["supervised"]
-    supervised: Supervised | None = None
+    supervised: SupervisedFields | None = None
 
 
-class CreateJob(Strict):
+class CreateJobRequest(Strict):
     """POST /v1/fine_tuning/jobs."""
 
     model: Name
     training_file: FileId
     validation_file: FileId | None = None
-    method: Method | None = None
-    hyperparameters: Hyperparameters | None = None
+    method: MethodFields | None = None
+    hyperparameters: HyperparameterFields | None = None
     suffix: str | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     metadata: (
@@ -99,18 +99,18 @@ class CreateJob(Strict):
         return value
 
     @model_validator(mode="after")
-    def _once(self) -> CreateJob:
+    def _once(self) -> CreateJobRequest:
         if self.hyperparameters is not None and self.method is not None and self._inner() is not None:
             raise ValueError("hyperparameters stand in method or beside it, not both")
         return self
 
-    def _inner(self) -> Hyperparameters | None:
+    def _inner(self) -> HyperparameterFields | None:
         return None if self.method is None or self.method.supervised is None else self.method.supervised.hyperparameters
 
-    def wishes(self) -> Wishes:
-        given = (self.hyperparameters or self._inner() or Hyperparameters()).model_dump()
+    def wishes(self) -> Hyperparameters:
+        given = (self.hyperparameters or self._inner() or HyperparameterFields()).model_dump()
         decided = {name: None if value == "auto" else value for name, value in given.items()}
-        return Wishes(**decided)
+        return Hyperparameters(**decided)
 
 
 class Page(Strict):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from symbiosis.server.generation import Logprob, Piece, Usage
+from symbiosis.server.generation import Logprob, TextDelta, Usage
 
 Body = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
@@ -19,16 +19,16 @@ def event(body: Body) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
 
 
-class Shape(Protocol):
+class ResponseFormatter(Protocol):
     """How one route writes its answers."""
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Body: ...
+    def whole(self, pieces: Sequence[TextDelta], usage: Usage) -> Body: ...
 
     def first(self, index: int) -> list[Body]:
         """Chunks before an answer's first piece."""
         ...
 
-    def chunk(self, piece: Piece) -> Body: ...
+    def chunk(self, piece: TextDelta) -> Body: ...
 
     def last(self, usage: Usage) -> Body:
         """The chunk with the usage, if it was asked for."""
@@ -60,7 +60,7 @@ class _Base:
         return {**body, "usage": None} if self._with_usage else body
 
 
-class CompletionShape(_Base):
+class CompletionFormatter(_Base):
     """/v1/completions."""
 
     _prefix = "cmpl"
@@ -69,23 +69,23 @@ class CompletionShape(_Base):
         super().__init__(model, shown, with_usage=with_usage)
         self._offsets: dict[int, int] = {}
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Body:
+    def whole(self, pieces: Sequence[TextDelta], usage: Usage) -> Body:
         return self._body("text_completion", [self._choice(piece) for piece in pieces], usage)
 
     def first(self, index: int) -> list[Body]:
         return []
 
-    def chunk(self, piece: Piece) -> Body:
+    def chunk(self, piece: TextDelta) -> Body:
         return self._chunk("text_completion", self._choice(piece))
 
     def last(self, usage: Usage) -> Body:
         return self._body("text_completion", [], usage)
 
-    def _choice(self, piece: Piece) -> Body:
+    def _choice(self, piece: TextDelta) -> Body:
         logprobs = self._logprobs(piece) if piece.logprobs else None
         return {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
-    def _logprobs(self, piece: Piece) -> Body:
+    def _logprobs(self, piece: TextDelta) -> Body:
         texts = [self._shown(each.token) for each in piece.logprobs]
         offsets, at = [], self._offsets.get(piece.index, 0)
         for text in texts:
@@ -107,12 +107,12 @@ class CompletionShape(_Base):
         return found
 
 
-class ChatShape(_Base):
+class ChatFormatter(_Base):
     """/v1/chat/completions."""
 
     _prefix = "chatcmpl"
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Body:
+    def whole(self, pieces: Sequence[TextDelta], usage: Usage) -> Body:
         choices = [
             {
                 "index": piece.index,
@@ -127,7 +127,7 @@ class ChatShape(_Base):
     def first(self, index: int) -> list[Body]:
         return [self._delta(index, {"role": "assistant", "content": ""})]
 
-    def chunk(self, piece: Piece) -> Body:
+    def chunk(self, piece: TextDelta) -> Body:
         delta = {"content": piece.text} if piece.text or not piece.finish else {}
         return self._delta(piece.index, delta, piece.logprobs, piece.finish)
 

@@ -27,7 +27,7 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class Wishes(Strict):
+class SamplingFields(Strict):
     """What completions and chats have in common. `null` is as good as leaving a field out."""
 
     model: Name
@@ -62,7 +62,7 @@ class Wishes(Strict):
     """A note of the caller's own: it asks nothing of the answer."""
 
     @model_validator(mode="after")
-    def _agrees(self) -> Wishes:
+    def _agrees(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for streams: set stream to true, or leave it out")
         return self
@@ -92,7 +92,7 @@ class Wishes(Strict):
         return {name: value for name, value in wanted.items() if value is not None}
 
 
-class Completion(Wishes):
+class CompletionRequest(SamplingFields):
     """/v1/completions."""
 
     prompt: (
@@ -144,7 +144,7 @@ class ResponseFormat(Strict):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
-class Chat(Wishes):
+class ChatRequest(SamplingFields):
     """/v1/chat/completions."""
 
     messages: Messages
@@ -154,7 +154,7 @@ class Chat(Wishes):
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> Chat:
+    def _fits(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -162,7 +162,7 @@ class Chat(Wishes):
         return self
 
 
-class Tokenize(Strict):
+class TokenizeRequest(Strict):
     """/tokenize: of a text, or of a chat as the template writes it."""
 
     model: Name | None = None
@@ -172,13 +172,13 @@ class Tokenize(Strict):
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
-    def _one(self) -> Tokenize:
+    def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
 
 
-class Detokenize(Strict):
+class DetokenizeRequest(Strict):
     """/detokenize: the text of tokens, special ones too."""
 
     model: Name | None = None
@@ -188,7 +188,7 @@ class Detokenize(Strict):
 AdapterName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")]
 
 
-class LoadAdapter(Strict):
+class LoadAdapterRequest(Strict):
     """/v1/load_lora_adapter, as vLLM has it."""
 
     lora_name: AdapterName
@@ -196,11 +196,11 @@ class LoadAdapter(Strict):
     load_inplace: bool = False
 
 
-class UnloadAdapter(Strict):
+class UnloadAdapterRequest(Strict):
     lora_name: AdapterName
 
 
-class PinAdapter(Strict):
+class PinAdapterRequest(Strict):
     """/v1/pin_lora_adapter."""
 
     lora_name: AdapterName

@@ -19,7 +19,7 @@ from symbiosis.errors import SymbiosisError, TooLarge
 from symbiosis.server.openai.errors import BadRequest, bad_request
 from symbiosis.server.openai.schemas import Strict
 from symbiosis.server.requests.json_budget import check_values
-from symbiosis.server.requests.multipart import Form
+from symbiosis.server.requests.multipart import MultipartForm
 
 MAX_JSON = 16 << 20
 _BYTES_PER_S = 32 << 10
@@ -84,7 +84,7 @@ def _check_once(pairs: list[tuple[str, Any]]) -> None:
 
 async def read_form(request: Request, most: int, fields: Collection[str]) -> AsyncIterator[tuple[str, bytes]]:
     """The fields of a form, each in pieces; all of them, once."""
-    form = Form(request.headers.get("content-type", ""), fields)
+    form = MultipartForm(request.headers.get("content-type", ""), fields)
     async for piece in pieces(request, most):
         for each in form.feed(piece):
             yield each

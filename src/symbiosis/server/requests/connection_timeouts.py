@@ -25,7 +25,7 @@ def _written(status: str, error: Exception) -> bytes:
     return head.encode() + body
 
 
-class PatientProtocol(H11Protocol):
+class TimeoutProtocol(H11Protocol):
     """One connection. `most`: how many there may be at once."""
 
     def __init__(self, *args: Any, patience_s: float, most: int, **options: Any) -> None:

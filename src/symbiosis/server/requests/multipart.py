@@ -26,7 +26,7 @@ class _At(Enum):
     END = auto()
 
 
-class Form:
+class MultipartForm:
     """Bytes in, pieces of fields out. Raises `BadRequest` where it is no such form."""
 
     def __init__(self, content_type: str, fields: Collection[str]) -> None:

@@ -14,12 +14,12 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from symbiosis.adapters.files import CONFIG
 from symbiosis.adapters.names import owned, owner_and_name
 from symbiosis.errors import BadAdapter, Forbidden, UnknownAdapter
-from symbiosis.server.adapter_store import FIELDS, Store, Upload
+from symbiosis.server.adapter_store import FIELDS, AdapterStore, AdapterUpload
 from symbiosis.server.auth import Caller
-from symbiosis.server.engine_client import Remote
-from symbiosis.server.keyed_locks import Locks
+from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.keyed_locks import KeyedLocks
 from symbiosis.server.openai.errors import BadRequest
-from symbiosis.server.openai.schemas import LoadAdapter, Named, PinAdapter, UnloadAdapter
+from symbiosis.server.openai.schemas import LoadAdapterRequest, Named, PinAdapterRequest, UnloadAdapterRequest
 from symbiosis.server.requests.body import read_form, read_json
 from symbiosis.server.settings import Settings
 
@@ -31,7 +31,7 @@ Promised: TypeAlias = Callable[[str], Awaitable[int]]
 """How many adapters jobs of a tenant will bring."""
 
 
-class Adapters:
+class AdapterRoutes:
     """Handlers. An adapter belongs to who uploaded it; the admin's are for everybody.
 
     `check_name` is asked before an adapter comes under a name, and raises if that is reserved.
@@ -39,12 +39,12 @@ class Adapters:
     """
 
     def __init__(
-        self, remote: Remote, settings: Settings, store: Store | None, check_name: CheckName, promised: Promised
+        self, remote: EngineClient, settings: Settings, store: AdapterStore | None, check_name: CheckName, promised: Promised
     ) -> None:
         self._remote, self._settings, self._store = remote, settings, store
         self._check_name, self._promised = check_name, promised
         self._ending: set[asyncio.Task[Any]] = set()
-        self._changing = Locks()
+        self._changing = KeyedLocks()
         """By owner and name: what is served under it and what is kept change together."""
 
     def visible(self, caller: Caller, served: dict[str, Any]) -> dict[str, tuple[str | None, Any]]:
@@ -94,7 +94,7 @@ class Adapters:
         pinned = (await self._remote.ask("stats"))["adapters_pinned"]
         return JSONResponse(self._about(owner, name, hash, pinned), 201)
 
-    async def _receive(self, request: Request, upload: Upload) -> None:
+    async def _receive(self, request: Request, upload: AdapterUpload) -> None:
         held: dict[str, bytearray] = {field: bytearray() for field in FIELDS}
         config = 0
         async for field, piece in read_form(request, self._settings.store.bytes + _MAX_CONFIG, FIELDS):
@@ -109,7 +109,7 @@ class Adapters:
             await asyncio.to_thread(upload.write, field, bytes(rest))
         await asyncio.to_thread(upload.complete)
 
-    async def _serve(self, upload: Upload) -> str:
+    async def _serve(self, upload: AdapterUpload) -> str:
         name = owned(upload.owner, upload.name)
         try:
             async with self._changing.of((upload.owner, upload.name)):
@@ -140,7 +140,7 @@ class Adapters:
         return JSONResponse({"id": name, "object": "adapter", "deleted": True})
 
     async def load(self, request: Request) -> Response:
-        wish = await read_json(request, LoadAdapter)
+        wish = await read_json(request, LoadAdapterRequest)
         self._check(wish.lora_name, "lora_name")
         folder = _confined(self._settings.adapter_root, wish.lora_path)
         await self._check_name(None, wish.lora_name)
@@ -151,12 +151,12 @@ class Adapters:
         return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
-        wish = await read_json(request, UnloadAdapter)
+        wish = await read_json(request, UnloadAdapterRequest)
         await self._forget(None, wish.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' removed successfully.")
 
     async def pin(self, request: Request) -> Response:
-        wish = await read_json(request, PinAdapter)
+        wish = await read_json(request, PinAdapterRequest)
         await self._remote.ask("pin", name=owned(wish.owner, wish.lora_name), pinned=wish.pinned)
         return JSONResponse({"id": wish.lora_name, "object": "adapter", "owner": wish.owner, "pinned": wish.pinned})
 

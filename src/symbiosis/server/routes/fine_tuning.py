@@ -16,25 +16,25 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from symbiosis.errors import EngineLost, Forbidden
 from symbiosis.jobs import plan
-from symbiosis.jobs.admission import Admission, Wanted
-from symbiosis.jobs.data_preparation import FIELDS, Preparer
-from symbiosis.jobs.database import File, Job, Records
+from symbiosis.jobs.admission import Admission, JobRequest
+from symbiosis.jobs.data_preparation import FIELDS, DataPreparer
+from symbiosis.jobs.database import Database, FileRecord, JobRecord
 from symbiosis.jobs.errors import UnknownFile
-from symbiosis.jobs.layout import Folder
-from symbiosis.jobs.states import State
+from symbiosis.jobs.layout import JobsLayout
+from symbiosis.jobs.states import JobState
 from symbiosis.jobs.supervisor import Supervisor
-from symbiosis.jobs.uploads import Files, Incoming
-from symbiosis.server.adapter_store import Store
+from symbiosis.jobs.uploads import IncomingUpload, Uploads
+from symbiosis.server.adapter_store import AdapterStore
 from symbiosis.server.auth import Caller
-from symbiosis.server.engine_client import Remote
+from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.metrics import Metrics
 from symbiosis.server.openai.errors import BadRequest, bad_request
 from symbiosis.server.openai.job_responses import PURPOSE, checkpoint_body, event_body, file_body, job_body, listed
-from symbiosis.server.openai.job_schemas import CreateJob, FilesPage, Page
+from symbiosis.server.openai.job_schemas import CreateJobRequest, FilesPage, Page
 from symbiosis.server.requests.body import pieces, read_json
-from symbiosis.server.requests.multipart import Form
+from symbiosis.server.requests.multipart import MultipartForm
 from symbiosis.server.settings import Settings
-from symbiosis.server.tokenizer import Tokens
+from symbiosis.server.tokenizer import ServerTokenizer
 
 _PURPOSE_BYTES = 256  # more than any has
 _FORM_EXTRA = 64 << 10
@@ -44,12 +44,14 @@ _T = TypeVar("_T")
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
 
 
-class Tuning:
+class FineTuningRoutes:
     """Handlers, and what they share once it is open."""
 
-    def __init__(self, remote: Remote, tokens: Tokens, settings: Settings, store: Store | None, metrics: Metrics) -> None:
+    def __init__(
+        self, remote: EngineClient, tokens: ServerTokenizer, settings: Settings, store: AdapterStore | None, metrics: Metrics
+    ) -> None:
         self._remote, self._tokens, self._settings, self._store, self._metrics = remote, tokens, settings, store, metrics
-        self._records: Records | None = None
+        self._records: Database | None = None
         self._ending: set[asyncio.Task[Any]] = set()
 
     @property
@@ -61,10 +63,10 @@ class Tuning:
         if self._settings.jobs is None or self._store is None:
             return
         limits = self._settings.job_limits
-        folder = Folder(Path(self._settings.jobs))
-        records = Records(folder.database)
-        self._folder, self._files = folder, Files(folder, records, limits)
-        self._preparer = Preparer(self._tokens.tokenizer, self._longest, folder, limits)
+        folder = JobsLayout(Path(self._settings.jobs))
+        records = Database(folder.database)
+        self._folder, self._files = folder, Uploads(folder, records, limits)
+        self._preparer = DataPreparer(self._tokens.tokenizer, self._longest, folder, limits)
         self._supervisor = Supervisor(
             records, folder, self._remote, self._store, self._preparer, limits, self._metrics.count_steps
         )
@@ -94,7 +96,7 @@ class Tuning:
         """Adapters that a tenant's jobs will bring."""
         return 0 if self._records is None else await asyncio.to_thread(self._admission.promised, tenant)
 
-    def _known(self) -> Records:
+    def _known(self) -> Database:
         if "why" in self._settings.training:
             raise Forbidden(f"this server does no fine-tuning: {self._settings.training['why']}")
         if self._records is None:
@@ -108,7 +110,7 @@ class Tuning:
     async def upload(self, request: Request) -> Response:
         tenant = request.state.caller.tenant
         self._known()
-        form = Form(request.headers.get("content-type", ""), ("file", "purpose"))
+        form = MultipartForm(request.headers.get("content-type", ""), ("file", "purpose"))
         incoming = await self._to_its_end(asyncio.to_thread(self._files.begin, tenant))
         try:
             held, purpose = bytearray(), b""
@@ -132,7 +134,7 @@ class Tuning:
             raise
         return JSONResponse(file_body(await self._to_its_end(self._keep(incoming, form.filename or "file"))))
 
-    async def _keep(self, incoming: Incoming, filename: str) -> File:
+    async def _keep(self, incoming: IncomingUpload, filename: str) -> FileRecord:
         try:
             return await asyncio.to_thread(incoming.keep, filename)
         except BaseException:
@@ -173,7 +175,7 @@ class Tuning:
     async def create(self, request: Request) -> Response:
         self._known()
         caller: Caller = request.state.caller
-        wish = await read_json(request, CreateJob, keys_once=True)
+        wish = await read_json(request, CreateJobRequest, keys_once=True)
         key = _key(request)
         # sorted: the order of keys says nothing, so it makes no other request
         digest = hashlib.sha256(json.dumps(wish.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
@@ -189,7 +191,7 @@ class Tuning:
         plan.check(wishes)
         plan.length(wishes, self._longest)
         await self._remote.ask("check_adapter", adapter=plan.adapter_of(wishes))
-        wanted = Wanted(
+        wanted = JobRequest(
             tenant=caller.tenant,
             owner=caller.owner,
             sources={
@@ -264,11 +266,11 @@ class Tuning:
         found = await asyncio.to_thread(lambda: self._known().checkpoints(job, after=after, limit=page.limit + 1))
         return JSONResponse(listed([checkpoint_body(each, job) for each in found], page.limit))
 
-    async def _mine(self, request: Request) -> Job:
+    async def _mine(self, request: Request) -> JobRecord:
         return await asyncio.to_thread(self._known().job, request.path_params["id"], _scope(request.state.caller))
 
-    async def _answer(self, job: Job) -> Response:
-        positions = await asyncio.to_thread(self._supervisor.positions) if job.state is State.QUEUED else {}
+    async def _answer(self, job: JobRecord) -> Response:
+        positions = await asyncio.to_thread(self._supervisor.positions) if job.state is JobState.QUEUED else {}
         return JSONResponse(job_body(job, self._settings.base, positions.get(job.id)))
 
 

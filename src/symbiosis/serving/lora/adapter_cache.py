@@ -23,21 +23,21 @@ from transformers import PreTrainedModel
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter
-from symbiosis.serving.lora.adapter_loader import Carrier, Job, Place
-from symbiosis.serving.lora.adapter_registry import Record, Registry, Version
-from symbiosis.serving.lora.byte_allocator import Arena, Cost
+from symbiosis.serving.lora.adapter_loader import AdapterLoader, LoadTask, Place
+from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterRegistry, AdapterVersion
+from symbiosis.serving.lora.byte_allocator import ByteAllocator, Cost
 from symbiosis.serving.lora.converter import Converter
-from symbiosis.serving.lora.device_pool import CpuDevice, CudaDevice
-from symbiosis.serving.lora.host_pool import HostMemory, NoHost
-from symbiosis.serving.lora.lora_weights import Loaded
-from symbiosis.serving.lora.packed_adapter import Flat, aligned
-from symbiosis.serving.lora.slot_table import Slots
+from symbiosis.serving.lora.device_pool import CpuPool, CudaPool
+from symbiosis.serving.lora.host_pool import HostPool, NullHostPool
+from symbiosis.serving.lora.lora_weights import EngineAdapter
+from symbiosis.serving.lora.packed_adapter import PackedAdapter, aligned
+from symbiosis.serving.lora.slot_table import SlotTable
 from symbiosis.serving.scheduling.sequence import within
 from symbiosis.types import LayerKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResidencyConfig:
+class AdapterCacheConfig:
     """How much memory adapters get."""
 
     device_bytes: int = 2 << 30
@@ -60,7 +60,7 @@ class ResidencyConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
+class AdapterCacheStats:
     """Where adapters are, and what was moved so far."""
 
     registered: int
@@ -86,10 +86,10 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedAdapter:
     """An adapter that was read and checked, and is not served under any name yet."""
 
-    flat: Flat
+    flat: PackedAdapter
     place: Place
 
     @property
@@ -97,15 +97,15 @@ class Prepared:
         return self.flat.loaded.hash
 
 
-def places(device: torch.device, config: ResidencyConfig) -> tuple[NoHost, CpuDevice]:
+def places(device: torch.device, config: AdapterCacheConfig) -> tuple[NullHostPool, CpuPool]:
     """The levels this device has."""
     if device.type == "cpu":
-        return NoHost(), CpuDevice(config.device_bytes)
+        return NullHostPool(), CpuPool(config.device_bytes)
     host = torch.empty(aligned(config.host_bytes), dtype=torch.uint8, pin_memory=True)
-    return HostMemory(host), CudaDevice(aligned(config.device_bytes), device)
+    return HostPool(host), CudaPool(aligned(config.device_bytes), device)
 
 
-class Residency:
+class AdapterCache:
     """The adapters of one model. Used by the stepping thread, but for `prepare`, `take` and `wait`.
 
     `running` says how many sequences of each adapter are at work; these adapters stay.
@@ -116,23 +116,23 @@ class Residency:
         self,
         model: PreTrainedModel,
         facts: ModelFacts,
-        config: ResidencyConfig,
+        config: AdapterCacheConfig,
         *,
         running: Callable[[], Mapping[str, int]],
-        on_leave: Callable[[Loaded], None],
+        on_leave: Callable[[EngineAdapter], None],
     ) -> None:
         self._config, self._running, self._on_leave = config, running, on_leave
         self._host, self._device = places(model.device, config)
         linear = (LayerKind.LINEAR, LayerKind.CONV1D)
         members = [path for path, module in facts.modules.items() if module.kind in linear]
-        self.slots = Slots(config.slots, members, model.device)
-        self._carrier = Carrier(self._host, self._device, Converter(model), facts, self.slots)
-        self._registry = Registry()
-        self.loaded: dict[str, Loaded] = {}
+        self.slots = SlotTable(config.slots, members, model.device)
+        self._carrier = AdapterLoader(self._host, self._device, Converter(model), facts, self.slots)
+        self._registry = AdapterRegistry()
+        self.loaded: dict[str, EngineAdapter] = {}
         """What can be computed with now, by hash."""
         self.draining: dict[str, str] = {}
         """Adapters that must admit nobody, and who waits for their memory."""
-        self._arena = Arena(self._device.size)
+        self._arena = ByteAllocator(self._device.size)
         self._slots: OrderedDict[str, int] = OrderedDict()  # of those on the device, longest not used first
         self._coming: dict[str, bool] = {}  # those on their way, and whether from disk
         self._since: dict[str, float] = {}  # who waits to be sent for, and since when
@@ -141,11 +141,11 @@ class Residency:
 
     # Names
 
-    def prepare(self, folder: Path) -> Prepared:
+    def prepare(self, folder: Path) -> PreparedAdapter:
         """Read and check an adapter. Any thread may, while another steps. Raises what is wrong with it."""
         return self._prepared(self._carrier.read(folder), folder)
 
-    def take(self, adapter: Adapter, folder: Path | None) -> Prepared:
+    def take(self, adapter: Adapter, folder: Path | None) -> PreparedAdapter:
         """The same of an adapter that is in memory; should it have to leave the device, `folder` has it. Any thread may.
 
         Without a folder it stays in memory for as long as a name or a request needs it.
@@ -153,15 +153,15 @@ class Residency:
         flat = self._carrier.convert(adapter)
         return self._prepared(flat, flat if folder is None else folder)
 
-    def _prepared(self, flat: Flat, place: Place) -> Prepared:
+    def _prepared(self, flat: PackedAdapter, place: Place) -> PreparedAdapter:
         for what, limit in (("on the device", self._device.size), ("in host memory", self._host.size)):
             if limit is not None and flat.size > limit:
                 raise UnsupportedAdapter(
                     f"the adapter takes {flat.size} bytes, and all adapters together may have {limit} {what}"
                 )
-        return Prepared(flat, place)
+        return PreparedAdapter(flat, place)
 
-    def put(self, name: str, prepared: Prepared) -> Version:
+    def put(self, name: str, prepared: PreparedAdapter) -> AdapterVersion:
         """Serve it under this name from now on. Who has an older version keeps it."""
         flat = prepared.flat
         virtual = flat.loaded.virtual.count if flat.loaded.virtual else 0
@@ -180,7 +180,7 @@ class Residency:
         self._registry.pin(name, pinned)
 
     @property
-    def versions(self) -> dict[str, Version]:
+    def versions(self) -> dict[str, AdapterVersion]:
         """What each name means."""
         return self._registry.versions
 
@@ -191,7 +191,7 @@ class Residency:
 
     # Requests
 
-    def find(self, name: str) -> Record:
+    def find(self, name: str) -> AdapterRecord:
         """What a new request for this name gets. Raises `UnknownAdapter`, or why it cannot be had any more."""
         record = self._registry.get(self._registry.version(name).hash)
         assert record is not None
@@ -227,7 +227,7 @@ class Residency:
     def of(self, *paths: str) -> Tensor:
         return self.slots.of(*paths)
 
-    def slot(self, adapter: Loaded) -> int:
+    def slot(self, adapter: EngineAdapter) -> int:
         return self._slots[adapter.hash]
 
     # Movements
@@ -287,9 +287,9 @@ class Residency:
         """Have this called, by other threads, when there is something to take up."""
         self._carrier.on_news = action
 
-    def figures(self) -> Figures:
+    def figures(self) -> AdapterCacheStats:
         in_host = self._host.hashes()
-        return Figures(
+        return AdapterCacheStats(
             registered=len(self._registry),
             resident=len(in_host | set(self._slots)),
             device=len(self._slots),
@@ -317,13 +317,13 @@ class Residency:
         assert len(set(self._slots.values())) == len(self._slots)
         assert all(self._registry.get(hash) is not None for hash in self._slots)
 
-    def _let_go(self, record: Record | None) -> None:
+    def _let_go(self, record: AdapterRecord | None) -> None:
         if record is not None:
             if record.hash in self._slots:
                 self._leave(record.hash)
             self._host.drop(record.hash)
 
-    def _keep(self, hash: str, flat: Flat) -> None:
+    def _keep(self, hash: str, flat: PackedAdapter) -> None:
         """It was just read: it need not be read again soon."""
         here = self._device.adopt(flat)
         if here is None:
@@ -332,7 +332,7 @@ class Residency:
             self._arena.take(hash, flat.size)
             self._settle(here, self.slots.lines(here.loaded))
 
-    def _settle(self, flat: Flat, lines_M4: Tensor) -> None:
+    def _settle(self, flat: PackedAdapter, lines_M4: Tensor) -> None:
         self._slots[flat.loaded.hash] = self.slots.take(lines_M4)
         self.loaded[flat.loaded.hash] = flat.loaded
 
@@ -372,13 +372,13 @@ class Residency:
         self._evictions += len(leaving)
         return True
 
-    def _send(self, record: Record) -> None:
+    def _send(self, record: AdapterRecord) -> None:
         offset = self._arena.take(record.hash, record.size)
         assert offset is not None, "room was made"
         self._coming[record.hash] = not self._host.has(record.hash)
-        self._carrier.send(Job(record.hash, tuple(record.places), offset, self._device.fence(), time.monotonic()))
+        self._carrier.send(LoadTask(record.hash, tuple(record.places), offset, self._device.fence(), time.monotonic()))
 
-    def _failed(self, record: Record, job: Job, error: Exception) -> SymbiosisError | None:
+    def _failed(self, record: AdapterRecord, job: LoadTask, error: Exception) -> SymbiosisError | None:
         """What those who wait for it are told; None: there is another place to look for it now."""
         if not set(record.places) <= set(job.places):
             return None

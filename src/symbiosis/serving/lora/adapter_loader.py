@@ -23,20 +23,20 @@ from symbiosis.adapters.parts import Adapter
 from symbiosis.adapters.reader import read
 from symbiosis.errors import BadAdapter, SymbiosisError
 from symbiosis.serving.lora.converter import Converter
-from symbiosis.serving.lora.device_pool import CpuDevice
-from symbiosis.serving.lora.host_pool import NoHost
-from symbiosis.serving.lora.packed_adapter import Flat
-from symbiosis.serving.lora.slot_table import Slots
+from symbiosis.serving.lora.device_pool import CpuPool
+from symbiosis.serving.lora.host_pool import NullHostPool
+from symbiosis.serving.lora.packed_adapter import PackedAdapter
+from symbiosis.serving.lora.slot_table import SlotTable
 
 _log = logging.getLogger("symbiosis")
 
 
-Place: TypeAlias = Path | Flat
+Place: TypeAlias = Path | PackedAdapter
 """A folder with an adapter, or the adapter itself where no folder has it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class LoadTask:
     """An adapter that is wanted on the device."""
 
     hash: str
@@ -50,49 +50,49 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrival:
+class LoadedAdapter:
     """A job's end: the adapter on the device and its lines of the table, or what went wrong."""
 
-    job: Job
-    found: tuple[Flat, Tensor] | Exception
+    job: LoadTask
+    found: tuple[PackedAdapter, Tensor] | Exception
     seconds: float
 
 
-class Carrier:
+class AdapterLoader:
     """Jobs in, arrivals out. `on_news` is called by its threads whenever `arrivals` has more."""
 
-    def __init__(self, host: NoHost, device: CpuDevice, converter: Converter, facts: ModelFacts, slots: Slots) -> None:
+    def __init__(self, host: NullHostPool, device: CpuPool, converter: Converter, facts: ModelFacts, slots: SlotTable) -> None:
         self._host, self._device, self._slots = host, device, slots
         self._converter, self._facts = converter, facts
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-copies")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-reads")
-        self._arrived: SimpleQueue[Arrival | str] = SimpleQueue()
+        self._arrived: SimpleQueue[LoadedAdapter | str] = SimpleQueue()
         self._news = threading.Event()
         self.on_news: Callable[[], None] = lambda: None
         self.reads = 0
         """How often one was read because it was in no memory."""
 
-    def read(self, folder: Path) -> Flat:
+    def read(self, folder: Path) -> PackedAdapter:
         """Read and check an adapter, in the thread of whoever calls. Raises what is wrong with it."""
         return self.convert(read(folder, self._facts))
 
-    def convert(self, adapter: Adapter) -> Flat:
+    def convert(self, adapter: Adapter) -> PackedAdapter:
         """A checked adapter as it is computed with. Raises `UnsupportedAdapter`."""
         with self._device.working(), torch.no_grad():
             return self._converter.convert(adapter)
 
-    def keep(self, hash: str, flat: Flat) -> None:
+    def keep(self, hash: str, flat: PackedAdapter) -> None:
         """Have it in host memory before long."""
         self._reader.submit(self._keep, hash, flat)
 
-    def send(self, job: Job) -> None:
+    def send(self, job: LoadTask) -> None:
         """An arrival will follow."""
         self._copier.submit(self._copy, job, None)
 
-    def arrivals(self) -> list[Arrival | str]:
+    def arrivals(self) -> list[LoadedAdapter | str]:
         """What has come since the last time; a hash: it is in host memory now."""
         self._news.clear()
-        found: list[Arrival | str] = []
+        found: list[LoadedAdapter | str] = []
         while True:
             try:
                 found.append(self._arrived.get_nowait())
@@ -103,25 +103,25 @@ class Carrier:
         """Return when there is news, or after so long."""
         self._news.wait(seconds)
 
-    def _say(self, news: Arrival | str) -> None:
+    def _say(self, news: LoadedAdapter | str) -> None:
         self._arrived.put(news)
         self._news.set()
         self.on_news()
 
-    def _end(self, job: Job, found: tuple[Flat, Tensor] | Exception) -> None:
+    def _end(self, job: LoadTask, found: tuple[PackedAdapter, Tensor] | Exception) -> None:
         if isinstance(found, Exception):
             unexpected = None if isinstance(found, SymbiosisError) else found
             _log.warning("an adapter could not be brought to the device: %s", found, exc_info=unexpected)
-        self._say(Arrival(job, found, time.monotonic() - job.sent))
+        self._say(LoadedAdapter(job, found, time.monotonic() - job.sent))
 
-    def _keep(self, hash: str, flat: Flat) -> None:
+    def _keep(self, hash: str, flat: PackedAdapter) -> None:
         try:
             self._host.release(self._host.put(hash, flat))
         except Exception:  # noqa: BLE001 - it can be read again
             _log.exception("an adapter could not be kept in host memory")
         self._say(hash)
 
-    def _copy(self, job: Job, flat: Flat | None) -> None:
+    def _copy(self, job: LoadTask, flat: PackedAdapter | None) -> None:
         """`flat`: it was read for this, and is held."""
         try:
             flat = flat or self._host.hold(job.hash)
@@ -136,7 +136,7 @@ class Carrier:
         except Exception as error:  # noqa: BLE001 - somebody waits for it
             self._end(job, error)
 
-    def _read(self, job: Job) -> None:
+    def _read(self, job: LoadTask) -> None:
         try:
             flat = self._host.hold(job.hash)  # perhaps it was being kept just then
             if flat is None:
@@ -145,10 +145,10 @@ class Carrier:
         except Exception as error:  # noqa: BLE001 - somebody waits for it
             self._end(job, error)
 
-    def _read_again(self, job: Job) -> Flat:
+    def _read_again(self, job: LoadTask) -> PackedAdapter:
         errors: list[SymbiosisError] = []
         for place in job.places:
-            if isinstance(place, Flat):
+            if isinstance(place, PackedAdapter):
                 return place
             self.reads += 1
             try:

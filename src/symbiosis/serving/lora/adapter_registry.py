@@ -18,7 +18,7 @@ _MAX_PLACES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class AdapterVersion:
     """What a name means."""
 
     hash: str
@@ -26,7 +26,7 @@ class Version:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class AdapterRecord:
     """One content, whatever its names."""
 
     hash: str
@@ -43,23 +43,23 @@ class Record:
     """Why it cannot be read any more; None: as far as is known, it can."""
 
 
-class Registry:
+class AdapterRegistry:
     """Names, versions, records. A record is there as long as a name or a request needs it."""
 
     def __init__(self) -> None:
-        self._versions: dict[str, Version] = {}
-        self._records: dict[str, Record] = {}
+        self._versions: dict[str, AdapterVersion] = {}
+        self._records: dict[str, AdapterRecord] = {}
         self._pinned: set[str] = set()
         self._generations = itertools.count(1)
 
     @property
-    def versions(self) -> dict[str, Version]:
+    def versions(self) -> dict[str, AdapterVersion]:
         return dict(self._versions)
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def version(self, name: str) -> Version:
+    def version(self, name: str) -> AdapterVersion:
         """Raises `UnknownAdapter`."""
         if name not in self._versions:
             known = sorted(self._versions)[:20]
@@ -68,13 +68,13 @@ class Registry:
             raise UnknownAdapter(f"there is no adapter {name!r}: {there}")
         return self._versions[name]
 
-    def get(self, hash: str) -> Record | None:
+    def get(self, hash: str) -> AdapterRecord | None:
         return self._records.get(hash)
 
-    def put(self, name: str, hash: str, size: int, virtual: int, place: Place) -> tuple[Version, Record | None]:
+    def put(self, name: str, hash: str, size: int, virtual: int, place: Place) -> tuple[AdapterVersion, AdapterRecord | None]:
         """The name's new version; and the record that nobody needs any more because of it."""
         older = self._versions.get(name)
-        record = self._records.setdefault(hash, Record(hash, size, virtual))
+        record = self._records.setdefault(hash, AdapterRecord(hash, size, virtual))
         if isinstance(place, Path):
             folders: list[Place] = [each for each in record.places if isinstance(each, Path) and each != place]
             record.places = [place, *folders][:_MAX_PLACES]
@@ -82,14 +82,14 @@ class Registry:
             record.places = [place]
         record.names.add(name)
         record.broken = None
-        self._versions[name] = Version(hash, next(self._generations))
+        self._versions[name] = AdapterVersion(hash, next(self._generations))
         gone = None
         if older is not None and older.hash != hash:
             self._records[older.hash].names.discard(name)
             gone = self._gone(older.hash)
         return self._versions[name], gone
 
-    def remove(self, name: str) -> Record | None:
+    def remove(self, name: str) -> AdapterRecord | None:
         """Nobody new gets it. The record that nobody needs any more, if so. Raises `UnknownAdapter`."""
         hash = self.version(name).hash
         del self._versions[name]
@@ -101,7 +101,7 @@ class Registry:
         """So many requests need it."""
         self._records[hash].users += count
 
-    def release(self, hash: str) -> Record | None:
+    def release(self, hash: str) -> AdapterRecord | None:
         """A request has ended. The record that nobody needs any more, if so."""
         self._records[hash].users -= 1
         return self._gone(hash)
@@ -120,7 +120,7 @@ class Registry:
         record = self._records.get(hash)
         return record is not None and not self._pinned.isdisjoint(record.names)
 
-    def _gone(self, hash: str) -> Record | None:
+    def _gone(self, hash: str) -> AdapterRecord | None:
         record = self._records[hash]
         if record.names or record.users:
             return None

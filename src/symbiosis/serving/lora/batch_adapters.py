@@ -1,6 +1,6 @@
 """Which adapters are at work in the pass that runs: worked out once, used by all layers and again while the company stays.
 
-A pass is one list of rows; rows of one adapter lie together as a `Segment`.
+A pass is one list of rows; rows of one adapter lie together as a `AdapterSegment`.
 Where there are kernels, low-rank changes are theirs: they find the weights of
 every adapter by a table. The rest, and all of it elsewhere, is in `effects`. No
 adapter on a layer, no work there.
@@ -18,13 +18,13 @@ from torch import Tensor
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Segment as SlotSegment
 from symbiosis.kernels.tiles import Tiles
-from symbiosis.serving.lora.lora_ops import Company, Effect, Together
-from symbiosis.serving.lora.lora_weights import Loaded, Segment
+from symbiosis.serving.lora.lora_ops import AdapterGroup, AdapterOps, FusedProjection
+from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter
 
 _KEEP = 4  # companies
 
 
-class Table(Protocol):
+class SlotWeights(Protocol):
     """Where kernels find the low-rank weights of every adapter."""
 
     @property
@@ -37,11 +37,11 @@ class Table(Protocol):
     def of(self, *paths: str) -> Tensor:
         """The part for these layers, int64 [slots, paths, 4]."""
 
-    def slot(self, adapter: Loaded) -> int:
+    def slot(self, adapter: EngineAdapter) -> int:
         """Its line."""
 
 
-class Pending:
+class DeferredDelta:
     """What adapters do to the result of a product: begun before it, due after it."""
 
     def __init__(self, x_RI: Tensor, table: Tensor, work: Any, bias_O: Tensor | None, beside: Any) -> None:
@@ -83,11 +83,11 @@ class Pending:
             join(y_RO, kept, self._work.members)
 
 
-class Bank:
+class ActiveAdapters:
     """Which adapters are at work in the pass that runs."""
 
     def __init__(self) -> None:
-        self.table: Table | None = None
+        self.table: SlotWeights | None = None
         """Of adapters' low-rank weights on linear layers, if kernels compute those."""
         self._counts: tuple[int, int] | None = None
         self._tiles: Tiles | None = None
@@ -95,11 +95,13 @@ class Bank:
         self._works: dict[Any, Any] = {}  # of kernels, for this pass
         self._beside: Any = None
         # by the adapters themselves: one that left and came back has the same hash and lies elsewhere
-        self._companies: OrderedDict[tuple[tuple[Loaded, int, int], ...], Company] = OrderedDict()
-        self._rows: Company | None = None
-        self._logits: Company | None = None
+        self._companies: OrderedDict[tuple[tuple[EngineAdapter, int, int], ...], AdapterGroup] = OrderedDict()
+        self._rows: AdapterGroup | None = None
+        self._logits: AdapterGroup | None = None
 
-    def begin(self, segments: Sequence[Segment], logits: Sequence[Segment], counts: tuple[int, int] | None = None) -> None:
+    def begin(
+        self, segments: Sequence[AdapterSegment], logits: Sequence[AdapterSegment], counts: tuple[int, int] | None = None
+    ) -> None:
         """The segments of the next pass's rows, and of the rows that the head sees. `counts` of these in all, if known."""
         self._rows, self._logits = self._company(segments), self._company(logits)
         self._counts = counts if segments else None
@@ -113,7 +115,7 @@ class Bank:
             self._tiles = Tiles.of(self.by_slot(segments), size, device)
             self._head_tiles = Tiles.of(self.by_slot(logits), size, device) if logits else None
 
-    def by_slot(self, segments: Sequence[Segment]) -> list[SlotSegment]:
+    def by_slot(self, segments: Sequence[AdapterSegment]) -> list[SlotSegment]:
         """The same for kernels."""
         assert self.table is not None
         return [SlotSegment(self.table.slot(s.adapter), s.start, s.end - s.start) for s in segments]
@@ -137,7 +139,7 @@ class Bank:
                 f"a layer of this model sees {rows} rows of a pass of {self._counts[of_head]}: adapters cannot be applied"
             )
 
-    def begin_change(self, x_RI: Tensor, together: Together, *, of_head: bool) -> Pending | None:
+    def begin_change(self, x_RI: Tensor, together: FusedProjection, *, of_head: bool) -> DeferredDelta | None:
         """What kernels do to the result of these layers, side by side. None if nothing.
 
         What needs only their input is launched now.
@@ -145,38 +147,38 @@ class Bank:
         tiles = self._head_tiles if of_head else self._tiles
         if self.table is None or tiles is None:
             return None
-        from symbiosis.kernels.lora.shrink_expand import Work
+        from symbiosis.kernels.lora.shrink_expand import LoraBatch
 
         key = (tiles, x_RI.shape, tuple(together.widths))
         work = self._works.get(key)
         if work is None:
-            work = self._works[key] = Work(tiles, x_RI.shape[0], x_RI.shape[1], together.members, self.table.rank)
-        return Pending(x_RI, self.table.of(*together.paths), work, together.bias_O, self._beside)
+            work = self._works[key] = LoraBatch(tiles, x_RI.shape[0], x_RI.shape[1], together.members, self.table.rank)
+        return DeferredDelta(x_RI, self.table.of(*together.paths), work, together.bias_O, self._beside)
 
-    def _company(self, segments: Sequence[Segment]) -> Company | None:
+    def _company(self, segments: Sequence[AdapterSegment]) -> AdapterGroup | None:
         if not segments:
             return None
         key = tuple((s.adapter, s.start, s.end) for s in segments)
         company = self._companies.get(key)
         if company is None:
-            company = self._companies[key] = Company(list(segments))
+            company = self._companies[key] = AdapterGroup(list(segments))
             if len(self._companies) > _KEEP:
                 self._companies.popitem(last=False)
         self._companies.move_to_end(key)
         return company
 
-    def forget(self, adapter: Loaded) -> None:
+    def forget(self, adapter: EngineAdapter) -> None:
         """Keep nothing of an adapter whose memory is about to be another's. Between passes."""
         self._rows = self._logits = None
         for key in [key for key in self._companies if any(each[0] is adapter for each in key)]:
             del self._companies[key]
 
-    def effect(self, together: Together, *, of_head: bool) -> Effect | None:
+    def effect(self, together: FusedProjection, *, of_head: bool) -> AdapterOps | None:
         """What happens at these layers now; None if nothing does."""
         company = self._logits if of_head else self._rows
         if company is None:
             return None
         effect = company.effects.get(together.paths)
         if effect is None:
-            effect = company.effects[together.paths] = Effect(together, company, by_table=self.table is not None)
+            effect = company.effects[together.paths] = AdapterOps(together, company, by_table=self.table is not None)
         return None if effect.is_nothing else effect

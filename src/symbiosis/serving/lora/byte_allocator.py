@@ -8,7 +8,7 @@ from collections.abc import Callable
 Cost = tuple[int, float]
 
 
-class Arena:
+class ByteAllocator:
     """Pieces by their owners, one each. What is free is what nobody has."""
 
     def __init__(self, size: int) -> None:

@@ -6,17 +6,17 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from symbiosis.serving.lora.packed_adapter import Flat
+from symbiosis.serving.lora.packed_adapter import PackedAdapter
 
 
-class CpuDevice:
+class CpuPool:
     """Host memory is what it computes with: nothing is copied, `size` is only counted. Also what every device does."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         """Most bytes that adapters take."""
 
-    def adopt(self, flat: Flat) -> Flat | None:
+    def adopt(self, flat: PackedAdapter) -> PackedAdapter | None:
         """The adapter as it can be computed with where it lies; None: it has to be brought."""
         return flat
 
@@ -24,7 +24,7 @@ class CpuDevice:
         """After everything the stepping thread has launched."""
         return None
 
-    def bring(self, flat: Flat, offset: int, fence: torch.cuda.Event | None) -> Flat:
+    def bring(self, flat: PackedAdapter, offset: int, fence: torch.cuda.Event | None) -> PackedAdapter:
         """Copy it to `offset`, not before `fence`; returns when it is there. Not on the stepping thread."""
         return flat
 
@@ -33,7 +33,7 @@ class CpuDevice:
         return nullcontext()
 
 
-class CudaDevice(CpuDevice):
+class CudaPool(CpuPool):
     """A range of GPU memory of its own and a stream of its own: nothing is allocated while others compute."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class CudaDevice(CpuDevice):
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._work = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def adopt(self, flat: Flat) -> Flat | None:
+    def adopt(self, flat: PackedAdapter) -> PackedAdapter | None:
         return None
 
     def fence(self) -> torch.cuda.Event | None:
@@ -50,7 +50,7 @@ class CudaDevice(CpuDevice):
         event.record(torch.cuda.current_stream(self._memory.device))
         return event
 
-    def bring(self, flat: Flat, offset: int, fence: torch.cuda.Event | None) -> Flat:
+    def bring(self, flat: PackedAdapter, offset: int, fence: torch.cuda.Event | None) -> PackedAdapter:
         target = self._memory[offset : offset + flat.size]
         arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._copies):

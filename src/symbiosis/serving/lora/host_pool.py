@@ -7,11 +7,11 @@ from collections import Counter, OrderedDict
 
 from torch import Tensor
 
-from symbiosis.serving.lora.byte_allocator import Arena, Cost
-from symbiosis.serving.lora.packed_adapter import Flat
+from symbiosis.serving.lora.byte_allocator import ByteAllocator, Cost
+from symbiosis.serving.lora.packed_adapter import PackedAdapter
 
 
-class NoHost:
+class NullHostPool:
     """For a device that computes in host memory: nothing is kept twice. Also what every host does, for any thread."""
 
     size: int | None = None
@@ -19,15 +19,15 @@ class NoHost:
     used = 0
     evictions = 0
 
-    def hold(self, hash: str) -> Flat | None:
+    def hold(self, hash: str) -> PackedAdapter | None:
         """The adapter, if it is here; it stays until released."""
         return None
 
-    def put(self, hash: str, flat: Flat) -> Flat:
+    def put(self, hash: str, flat: PackedAdapter) -> PackedAdapter:
         """Keep an adapter, and hold it. If there is no room, it is held where it was."""
         return flat
 
-    def release(self, flat: Flat) -> None:
+    def release(self, flat: PackedAdapter) -> None:
         """Whoever held it has done with it."""
 
     def drop(self, hash: str) -> None:
@@ -41,12 +41,12 @@ class NoHost:
         return set()
 
 
-class HostMemory(NoHost):
+class HostPool(NullHostPool):
     """One range of (pinned) memory, least recently used out first."""
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory, self._arena = memory, Arena(memory.numel())
-        self._kept: OrderedDict[str, Flat] = OrderedDict()  # longest not used first
+        self._memory, self._arena = memory, ByteAllocator(memory.numel())
+        self._kept: OrderedDict[str, PackedAdapter] = OrderedDict()  # longest not used first
         self._holds: Counter[str] = Counter()
         self._dropped: set[str] = set()  # as soon as nobody holds it
         self._lock = threading.Lock()
@@ -56,18 +56,18 @@ class HostMemory(NoHost):
     def used(self) -> int:  # type: ignore[override]
         return self._arena.used
 
-    def hold(self, hash: str) -> Flat | None:
+    def hold(self, hash: str) -> PackedAdapter | None:
         with self._lock:
             return self._hold(hash)
 
-    def _hold(self, hash: str) -> Flat | None:
+    def _hold(self, hash: str) -> PackedAdapter | None:
         flat = self._kept.get(hash)
         if flat is not None:
             self._kept.move_to_end(hash)
             self._holds[hash] += 1
         return flat
 
-    def put(self, hash: str, flat: Flat) -> Flat:
+    def put(self, hash: str, flat: PackedAdapter) -> PackedAdapter:
         with self._lock:
             self._dropped.discard(hash)
             kept = self._hold(hash)
@@ -81,7 +81,7 @@ class HostMemory(NoHost):
             self._holds[hash] = 1
             return self._kept[hash]
 
-    def release(self, flat: Flat) -> None:
+    def release(self, flat: PackedAdapter) -> None:
         with self._lock:
             hash = flat.loaded.hash
             if self._kept.get(hash) is not flat:

@@ -16,26 +16,26 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.models.fuse_projections import neighbours
 from symbiosis.models.patches.mixin import mix_in
-from symbiosis.serving.lora.batch_adapters import Bank
-from symbiosis.serving.lora.lora_ops import Effect, Together
+from symbiosis.serving.lora.batch_adapters import ActiveAdapters
+from symbiosis.serving.lora.lora_ops import AdapterOps, FusedProjection
 
 
-class Adapted(nn.Module):
+class LoraLayer(nn.Module):
     """What adapted layers share."""
 
-    symbiosis_bank: Bank
+    symbiosis_bank: ActiveAdapters
     symbiosis_path: str
     symbiosis_head: bool
-    symbiosis_alone: Together
+    symbiosis_alone: FusedProjection
 
-    def _effect(self, together: Together) -> Effect | None:
+    def _effect(self, together: FusedProjection) -> AdapterOps | None:
         return self.symbiosis_bank.effect(together, of_head=self.symbiosis_head)
 
 
-class AdaptedLinear(Adapted):
+class LoraLinear(LoraLayer):
     """In front of `nn.Linear` and `Conv1D`."""
 
-    symbiosis_together: Together
+    symbiosis_together: FusedProjection
 
     def forward(self, x: Tensor) -> Tensor:
         together = self.symbiosis_together
@@ -60,13 +60,13 @@ class AdaptedLinear(Adapted):
         parts = torch.split(result, together.widths, 1) if len(together.paths) > 1 else [result]
         return together.keep(x, self.symbiosis_path, [part.view(*x.shape[:-1], part.shape[-1]) for part in parts])
 
-    def _product(self, rows: Tensor, together: Together) -> Tensor:
+    def _product(self, rows: Tensor, together: FusedProjection) -> Tensor:
         if isinstance(self, nn.Linear):
             return together.product(rows)
         return super().forward(rows)  # type: ignore[no-any-return]
 
 
-class AdaptedEmbedding(Adapted):
+class LoraEmbedding(LoraLayer):
     """In front of `nn.Embedding`: rows of adapters with an embedding of their own are read from that."""
 
     symbiosis_scale: Tensor | float | None
@@ -82,20 +82,24 @@ class AdaptedEmbedding(Adapted):
         return result
 
 
-def adapt(model: PreTrainedModel, bank: Bank) -> None:
+def adapt(model: PreTrainedModel, bank: ActiveAdapters) -> None:
     """Let the linear layers and embeddings of this model ask the bank."""
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear or type(module) is Conv1D:
-            mix_in(module, AdaptedLinear)
+            mix_in(module, LoraLinear)
             weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
-            alone = Together([path], [weight.shape[0]], weight, module.bias)
+            alone = FusedProjection([path], [weight.shape[0]], weight, module.bias)
             _set(module, symbiosis_alone=alone, symbiosis_together=alone)
         elif isinstance(module, nn.Embedding):
             scale = 1.0 if type(module) is nn.Embedding else getattr(module, "embed_scale", None)
             scale = scale.to(module.weight) if isinstance(scale, Tensor) else scale
-            mix_in(module, AdaptedEmbedding)
-            _set(module, symbiosis_scale=scale, symbiosis_alone=Together([path], [module.embedding_dim], module.weight, None))
+            mix_in(module, LoraEmbedding)
+            _set(
+                module,
+                symbiosis_scale=scale,
+                symbiosis_alone=FusedProjection([path], [module.embedding_dim], module.weight, None),
+            )
         else:
             continue
         _set(module, symbiosis_bank=bank, symbiosis_path=path, symbiosis_head=module is head)
@@ -109,7 +113,7 @@ def adapt_together(model: PreTrainedModel) -> None:
             widths = [member.weight.shape[0] for member in members]
             weight, bias = (_as_one(member._parameters[name] for member in members) for name in ("weight", "bias"))
             assert weight is not None
-            together = Together([f"{path}.{name}" if path else name for name in names], widths, weight, bias)
+            together = FusedProjection([f"{path}.{name}" if path else name for name in names], widths, weight, bias)
             for member in members:
                 _set(member, symbiosis_together=together)
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from symbiosis.kernels.cpu.lora import Changes, Line
+from symbiosis.kernels.cpu.lora import LoraBatchCpu, LoraRow
 from symbiosis.models.patches.linear import product
-from symbiosis.serving.lora.lora_weights import Low, Own, Part, Rows, Scale, Segment
+from symbiosis.serving.lora.lora_weights import AdapterSegment, Ia3Weights, LoraWeights, Part, ReplacedWeights, TokenRows
 
 
-class Together:
+class FusedProjection:
     """Layers that read the same rows and lie next to each other in memory: one matrix. Often a single layer."""
 
     def __init__(self, paths: Sequence[str], widths: Sequence[int], weight_OI: Tensor, bias_O: Tensor | None) -> None:
@@ -34,9 +34,9 @@ class Together:
     @cached_property
     def members(self) -> Any:
         """For kernels."""
-        from symbiosis.kernels.lora.shrink_expand import Members
+        from symbiosis.kernels.lora.shrink_expand import FusedWidths
 
-        return Members(self.widths, self.weight_OI.device)
+        return FusedWidths(self.widths, self.weight_OI.device)
 
     def product(self, x_RI: Tensor) -> Tensor:
         """The layers' results side by side."""
@@ -59,23 +59,23 @@ class Together:
         return self._waiting.pop(path)
 
 
-class Company:
+class AdapterGroup:
     """The segments of a pass, and what follows from them, layer by layer."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[AdapterSegment]) -> None:
         self.segments = segments
-        self.effects: dict[tuple[str, ...], Effect] = {}
+        self.effects: dict[tuple[str, ...], AdapterOps] = {}
 
 
 _Place = tuple[slice, slice]  # rows and columns of the result
 
 
-class Effect:
+class AdapterOps:
     """What the adapters of one company do to layers that read the same rows; their results lie side by side."""
 
-    def __init__(self, together: Together, company: Company, *, by_table: bool) -> None:
+    def __init__(self, together: FusedProjection, company: AdapterGroup, *, by_table: bool) -> None:
         found: list[tuple[_Place, Part]] = []
-        changes: list[tuple[slice, slice, Line]] = []
+        changes: list[tuple[slice, slice, LoraRow]] = []
         column = 0
         for path, width in zip(together.paths, together.widths, strict=True):
             columns = slice(column, column + width)
@@ -89,12 +89,12 @@ class Effect:
                 else:
                     found += [((rows, columns), part) for part in adapter.parts.get(path, ())]
             column += width
-        self.scaled_inputs = [(rows, p.vector) for (rows, _), p in found if isinstance(p, Scale) and p.of_input]
-        self._scaled = [(place, p.vector) for place, p in found if isinstance(p, Scale) and not p.of_input]
-        self._own = [(place, p) for place, p in found if isinstance(p, Own)]
-        self._rows = [(place, p) for place, p in found if isinstance(p, Rows)]
-        self._lows = [(place, p) for place, p in found if isinstance(p, Low)]
-        self._changes = Changes(changes, together.weight_OI.shape[1]) if changes else None
+        self.scaled_inputs = [(rows, p.vector) for (rows, _), p in found if isinstance(p, Ia3Weights) and p.of_input]
+        self._scaled = [(place, p.vector) for place, p in found if isinstance(p, Ia3Weights) and not p.of_input]
+        self._own = [(place, p) for place, p in found if isinstance(p, ReplacedWeights)]
+        self._rows = [(place, p) for place, p in found if isinstance(p, TokenRows)]
+        self._lows = [(place, p) for place, p in found if isinstance(p, LoraWeights)]
+        self._changes = LoraBatchCpu(changes, together.weight_OI.shape[1]) if changes else None
         self._biases = {(rows.start, columns.start): p.bias_O for (rows, columns), p in self._own}
         self.is_nothing = not found and not changes
 
@@ -136,7 +136,7 @@ class Effect:
             y_RO[place] *= vector
 
 
-def _change(x: Tensor, y: Tensor, low: Low, own_bias: Tensor | None) -> None:
+def _change(x: Tensor, y: Tensor, low: LoraWeights, own_bias: Tensor | None) -> None:
     """One adapter's rows, in place: y is a view."""
     if low.stretch_O is not None:
         if own_bias is not None:

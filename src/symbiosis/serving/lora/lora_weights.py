@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from symbiosis.kernels.cpu.lora import Line
+from symbiosis.kernels.cpu.lora import LoraRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Low:
+class LoraWeights:
     """A low-rank change of a layer as the engine computes it; `b_Or` has the scale in it.
 
     On a GPU both are contiguous, as kernels want them. On a CPU their transposes
@@ -30,7 +30,7 @@ class Low:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scale:
+class Ia3Weights:
     """IA3: inputs or outputs times a vector."""
 
     vector: Tensor
@@ -38,7 +38,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Own:
+class ReplacedWeights:
     """A trained weight in the place of the layer's; of an embedding [V, D]."""
 
     weight_OI: Tensor
@@ -46,18 +46,18 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class TokenRows:
     """Some rows of an embedding, or of a head, are the adapter's own."""
 
     ids: Tensor
     rows_TD: Tensor
 
 
-Part = Low | Scale | Own | Rows
+Part = LoraWeights | Ia3Weights | ReplacedWeights | TokenRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Virtual:
+class VirtualTokens:
     """Tokens in front of every prompt: of prompt tuning by their embeddings, of prefix tuning by keys and values."""
 
     count: int
@@ -67,38 +67,38 @@ class Virtual:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loaded:
+class EngineAdapter:
     """An adapter in the engine's dtype on its device: what it does, by the path of a layer."""
 
     hash: str
     parts: Mapping[str, tuple[Part, ...]]
-    virtual: Virtual | None = None
+    virtual: VirtualTokens | None = None
     decodes_by_table: bool = field(init=False)
     """Whether kernels do all that it does to a row that decodes."""
-    lines: Mapping[str, Line] = field(init=False)
+    lines: Mapping[str, LoraRow] = field(init=False)
     """For the kernel for processors: the layers that it computes the low-rank change of."""
 
     def __post_init__(self) -> None:
-        found = ((path, Line.of(low.a_rI, low.b_Or)) for path in self.parts if (low := self._plain(path)) is not None)
+        found = ((path, LoraRow.of(low.a_rI, low.b_Or)) for path in self.parts if (low := self._plain(path)) is not None)
         object.__setattr__(self, "lines", {path: line for path, line in found if line is not None})
         object.__setattr__(self, "decodes_by_table", all(self.in_table(path) is not None for path in self.parts))
 
-    def in_table(self, path: str) -> Low | None:
+    def in_table(self, path: str) -> LoraWeights | None:
         """What it does to this layer, if kernels do all of it: a low-rank change and nothing besides."""
         parts = self.parts.get(path, ())
         low = parts[0] if len(parts) == 1 else None
-        return low if isinstance(low, Low) and low.bias_O is None and not low.of_embedding else None
+        return low if isinstance(low, LoraWeights) and low.bias_O is None and not low.of_embedding else None
 
-    def _plain(self, path: str) -> Low | None:
+    def _plain(self, path: str) -> LoraWeights | None:
         """The same, if that is no DoRA either."""
         low = self.in_table(path)
         return low if low is not None and low.stretch_O is None else None
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class AdapterSegment:
     """Rows of one adapter."""
 
-    adapter: Loaded
+    adapter: EngineAdapter
     start: int
     end: int

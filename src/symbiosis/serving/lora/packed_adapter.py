@@ -12,27 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symbiosis.serving.lora.lora_weights import Loaded, Low, Own, Rows, Scale, Virtual
+from symbiosis.serving.lora.lora_weights import (
+    EngineAdapter,
+    Ia3Weights,
+    LoraWeights,
+    ReplacedWeights,
+    TokenRows,
+    VirtualTokens,
+)
 
 ALIGN = 256
 """Tensors begin at multiples of this, from the beginning of the piece; pieces are multiples of it long."""
 
-_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in (Low, Scale, Own, Rows, Virtual)}
+_FIELDS = {
+    kind: tuple(field.name for field in fields(kind))
+    for kind in (LoraWeights, Ia3Weights, ReplacedWeights, TokenRows, VirtualTokens)
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flat:
+class PackedAdapter:
     """An adapter and the bytes it lies in."""
 
     memory: Tensor
     """[size], uint8."""
-    loaded: Loaded
+    loaded: EngineAdapter
 
     @property
     def size(self) -> int:
         return self.memory.numel()
 
-    def at(self, memory: Tensor) -> Flat:
+    def at(self, memory: Tensor) -> PackedAdapter:
         """The same adapter in other memory of this size; the caller copies the bytes."""
         own, base = self.memory.untyped_storage().data_ptr(), self.memory.data_ptr()
         view = _Views(memory)
@@ -42,10 +52,10 @@ class Flat:
                 return tensor
             return view(tensor, tensor.data_ptr() - base)
 
-        return Flat(memory, _mapped(self.loaded, moved))
+        return PackedAdapter(memory, _mapped(self.loaded, moved))
 
 
-def flatten(loaded: Loaded, shared: Collection[int]) -> Flat:
+def flatten(loaded: EngineAdapter, shared: Collection[int]) -> PackedAdapter:
     """A copy in one piece of ordinary memory. `shared` are the addresses of storages that stay where they are."""
     places: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
     size = 0
@@ -61,7 +71,7 @@ def flatten(loaded: Loaded, shared: Collection[int]) -> Flat:
     memory = torch.empty(size or ALIGN, dtype=torch.uint8)
     view = _Views(memory)
     copied = {key: view(tensor, offset).copy_(tensor) for key, (offset, tensor) in places.items()}
-    return Flat(memory, _mapped(loaded, lambda tensor: copied.get(_key(tensor), tensor)))
+    return PackedAdapter(memory, _mapped(loaded, lambda tensor: copied.get(_key(tensor), tensor)))
 
 
 def aligned(size: int) -> int:
@@ -87,10 +97,10 @@ class _Views:
         return typed.as_strided(like.shape, like.stride(), typed.storage_offset() + offset // like.element_size())
 
 
-def _mapped(loaded: Loaded, change: Callable[[Tensor], Tensor]) -> Loaded:
+def _mapped(loaded: EngineAdapter, change: Callable[[Tensor], Tensor]) -> EngineAdapter:
     def one(part: Any) -> Any:
         values = (getattr(part, name) for name in _FIELDS[type(part)])
         return type(part)(*[change(value) if isinstance(value, Tensor) else value for value in values])
 
     parts = {path: tuple(one(part) for part in found) for path, found in loaded.parts.items()}
-    return Loaded(loaded.hash, parts, None if loaded.virtual is None else one(loaded.virtual))
+    return EngineAdapter(loaded.hash, parts, None if loaded.virtual is None else one(loaded.virtual))

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from symbiosis.serving.lora.lora_weights import Loaded
+from symbiosis.serving.lora.lora_weights import EngineAdapter
 
 
-class Slots:
+class SlotTable:
     """Small numbers for adapters, and the table that they are rows of. Stepping thread only, but for `lines`."""
 
     def __init__(self, count: int, members: Sequence[str], device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Slots:
             raise ValueError(f"{', '.join(paths)} do not follow each other in the table")
         return self.table_SM4[:, first : first + len(paths)]
 
-    def lines(self, adapter: Loaded) -> Tensor:
+    def lines(self, adapter: EngineAdapter) -> Tensor:
         """An adapter's lines, [M, 4], in host memory. Any thread may make them."""
         found = [(0, 0, 0, 0)] * len(self.members)
         for path in adapter.parts:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from symbiosis.serving.lora.lora_weights import Loaded
-from symbiosis.serving.model.model_runner import Runner
-from symbiosis.serving.scheduling.batch import Chunk, Pass
-from symbiosis.serving.scheduling.block_manager import PagePool
-from symbiosis.serving.scheduling.sequence import Sequence, State
+from symbiosis.serving.lora.lora_weights import EngineAdapter
+from symbiosis.serving.model.model_runner import ModelRunner
+from symbiosis.serving.scheduling.batch import Batch, Chunk
+from symbiosis.serving.scheduling.block_manager import BlockManager
+from symbiosis.serving.scheduling.sequence import Sequence, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class _Ahead:
         return row if same and preemptions == chunk.sequence.preemptions else None
 
 
-class Forerunner:
+class AsyncDecoder:
     """In front of a runner; one pass at a time."""
 
-    def __init__(self, runner: Runner, pool: PagePool) -> None:
+    def __init__(self, runner: ModelRunner, pool: BlockManager) -> None:
         self._runner, self._pool = runner, pool
         self._ahead: _Ahead | None = None
 
@@ -48,7 +48,7 @@ class Forerunner:
         """A pass failed: nobody knows what lies in memory."""
         self._ahead = None
 
-    def compute(self, made: Pass, adapters: Mapping[str, Loaded]) -> Tensor:
+    def compute(self, made: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
         """The logits of `made.sampled`, [B, V]: those there are, and the others computed now."""
         ahead, self._ahead = self._ahead, None
         rows = [None if ahead is None else ahead.row(chunk) for chunk in made.chunks]
@@ -68,12 +68,12 @@ class Forerunner:
         ]
         return torch.cat([logits_BV, others_BV])[torch.tensor(order, device=logits_BV.device)]
 
-    def run_ahead(self, made: Pass, tokens_B: Tensor, adapters: Mapping[str, Loaded]) -> None:
+    def run_ahead(self, made: Batch, tokens_B: Tensor, adapters: Mapping[str, EngineAdapter]) -> None:
         """Launch what comes after `made`, which has just chosen these tokens. Logits of it are overwritten."""
         rows, chunks = [], []
         for row, sequence in enumerate(made.sampled):
             length = len(sequence.tokens)
-            goes_on = sequence.state is State.RUNNING and length + 1 < sequence.limit
+            goes_on = sequence.state is SequenceState.RUNNING and length + 1 < sequence.limit
             if goes_on and self._pool.grow(sequence, length + 1):
                 rows.append(row)
                 chunks.append(Chunk(sequence, length, 1, True))

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from symbiosis.gpu.cuda_graph import captured
 from symbiosis.kernels.tiles import Span, Tiles
-from symbiosis.serving.lora.batch_adapters import Bank
-from symbiosis.serving.lora.lora_weights import Segment
-from symbiosis.serving.model.paged_attention import KeyValues
+from symbiosis.serving.lora.batch_adapters import ActiveAdapters
+from symbiosis.serving.lora.lora_weights import AdapterSegment
+from symbiosis.serving.model.paged_attention import PagedKVCache
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _log = logging.getLogger("symbiosis")
@@ -41,17 +41,17 @@ class _Graph:
     """Returns the logits, which are there until the next time."""
 
 
-class Decoder:
+class DecodeGraphs:
     """Graphs of one model; they share the memory between their kernels, since one runs at a time."""
 
-    def __init__(self, model: PreTrainedModel, memory: KeyValues, bank: Bank, max_pages: int) -> None:
+    def __init__(self, model: PreTrainedModel, memory: PagedKVCache, bank: ActiveAdapters, max_pages: int) -> None:
         self._model, self._memory, self._bank, self._max_pages = model, memory, bank, max_pages
         self._graphs: dict[tuple[int, int, int], _Graph] = {}  # by rows, largest rank and rows of a tile
         self._failed: set[tuple[int, int, int]] = set()
         self._pool: Any = None
         self._streams: tuple[Any, Any] | None = None  # one pair for all graphs: torch hands out a few, and others have theirs
 
-    def compute(self, ids: Sequence[int] | Tensor, spans: Sequence[Span], segments: Sequence[Segment]) -> Tensor | None:
+    def compute(self, ids: Sequence[int] | Tensor, spans: Sequence[Span], segments: Sequence[AdapterSegment]) -> Tensor | None:
         """The logits of all rows, one a sequence, until the next call; None if this must be computed in the usual way."""
         from symbiosis.kernels.lora.shrink_expand import tile_rows
 
@@ -95,11 +95,11 @@ class Decoder:
     def _make(self, size: int, tile: int) -> _Graph:
         """`tile` is 0 where there are no adapters."""
         from symbiosis.kernels.lora.shrink_expand import most_tiles
-        from symbiosis.kernels.paged_attention import Pass
+        from symbiosis.kernels.paged_attention import AttentionBatch
 
         device = self._model.device
         inputs_2B = torch.zeros(2, size, dtype=torch.int64, device=device)
-        now = Pass(rows=size, max_pages=self._max_pages, page_size=self._memory.page_size, device=device)
+        now = AttentionBatch(rows=size, max_pages=self._max_pages, page_size=self._memory.page_size, device=device)
         now.fill([])
         tiles = Tiles(most_tiles(size, tile), tile, device, reach=size) if tile else None
 

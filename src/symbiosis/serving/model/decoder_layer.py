@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.models.patches.gated_mlp import is_silu
 from symbiosis.models.patches.mixin import mix_in
-from symbiosis.serving.lora.lora_ops import Together
+from symbiosis.serving.lora.lora_ops import FusedProjection
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -28,17 +28,17 @@ _SMALL = 0.01  # rows that a layer adds to: so small that what it adds shows als
 _CLOSE, _COARSE = {torch.float32: 1e-4}, 0.02
 
 
-class Usual:
+class LayerParts:
     """What a function that stands for such a layer needs to know of it."""
 
-    def __init__(self, layer: Any, witness: Witness) -> None:
+    def __init__(self, layer: Any, witness: AttentionStub) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.width = int(attention.head_dim)
         self.heads = attention.q_proj.out_features // self.width
-        self.qkv: Together = attention.q_proj.symbiosis_together
-        self.out: Together = attention.o_proj.symbiosis_together
-        self.gate_up: Together = mlp.gate_proj.symbiosis_together
-        self.down: Together = mlp.down_proj.symbiosis_together
+        self.qkv: FusedProjection = attention.q_proj.symbiosis_together
+        self.out: FusedProjection = attention.o_proj.symbiosis_together
+        self.gate_up: FusedProjection = mlp.gate_proj.symbiosis_together
+        self.down: FusedProjection = mlp.down_proj.symbiosis_together
         self.norm, self.next_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.number, self.asked = witness.number, witness.asked
         self.memory: Any = witness
@@ -48,13 +48,13 @@ class Usual:
 class Function(Protocol):
     """Stands for a layer."""
 
-    usual: Usual
+    usual: LayerParts
 
     def compute(self, x_RD: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor | None:
         """The layer's result; None if an adapter wants its parts one by one."""
 
 
-class Witness:
+class AttentionStub:
     """Stands in for attention: notes what it is asked, and answers with something that all of it shows in."""
 
     def __init__(self) -> None:
@@ -76,16 +76,16 @@ def usual_layers(model: PreTrainedModel) -> Iterator[Any]:
             yield layer
 
 
-def stand_in(layer: Any, make: Callable[[Usual], Function], witness: Witness) -> Function | None:
+def stand_in(layer: Any, make: Callable[[LayerParts], Function], witness: AttentionStub) -> Function | None:
     """Let what `make` makes stand for this layer, and return it; None if it does something else, or cannot be tried."""
     made = _tried(layer, make, witness)
     if made is not None:
-        mix_in(layer, UsualLayer)
+        mix_in(layer, FusedDecoderLayer)
         object.__setattr__(layer, "symbiosis_function", made)
     return made
 
 
-def _tried(layer: Any, make: Callable[[Usual], Function], witness: Witness) -> Function | None:
+def _tried(layer: Any, make: Callable[[LayerParts], Function], witness: AttentionStub) -> Function | None:
     attention, memory = layer.self_attn, layer.self_attn.symbiosis_memory
     width, weight = int(getattr(attention, "head_dim", 0)), attention.q_proj.weight
     if width < 2 or width % 2:
@@ -97,7 +97,7 @@ def _tried(layer: Any, make: Callable[[Usual], Function], witness: Witness) -> F
     object.__setattr__(attention, "symbiosis_memory", witness)
     try:
         expected = layer(x_1RD, position_embeddings=embeddings)
-        made = make(Usual(layer, witness))
+        made = make(LayerParts(layer, witness))
         found = made.compute(x_1RD[0], embeddings)
         if found is None or not isinstance(expected, Tensor) or not is_close(found - x_1RD[0], expected[0] - x_1RD[0]):
             return None
@@ -118,7 +118,7 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
 def restore(model: PreTrainedModel) -> None:
     """Let all layers run their own code again."""
     for layer in model.modules():
-        if isinstance(layer, UsualLayer):
+        if isinstance(layer, FusedDecoderLayer):
             layer.__class__ = type(layer).__bases__[1]
 
 
@@ -144,7 +144,7 @@ def _turns_whole_heads(embeddings: Any, rows: int, width: int) -> bool:
     return embeddings is not None and all(tuple(each.shape) == (1, rows, width) for each in embeddings)
 
 
-class UsualLayer(nn.Module):
+class FusedDecoderLayer(nn.Module):
     """Mixed into the class of a decoder layer that a function stands for."""
 
     symbiosis_function: Function

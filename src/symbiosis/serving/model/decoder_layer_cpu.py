@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from symbiosis.kernels.cpu.fused_ops import gated, rms_norm, rotary
 from symbiosis.models.rms_norms import epsilon_of
-from symbiosis.serving.lora.batch_adapters import Bank
-from symbiosis.serving.lora.lora_ops import Effect, Together
-from symbiosis.serving.model.decoder_layer import Usual, Witness, stand_in, usual_layers
+from symbiosis.serving.lora.batch_adapters import ActiveAdapters
+from symbiosis.serving.lora.lora_ops import AdapterOps, FusedProjection
+from symbiosis.serving.model.decoder_layer import AttentionStub, LayerParts, stand_in, usual_layers
 
 
-class Straight:
+class FusedDecoderLayerCpu:
     """The function of one layer."""
 
-    def __init__(self, usual: Usual, bank: Bank) -> None:
+    def __init__(self, usual: LayerParts, bank: ActiveAdapters) -> None:
         self.usual, self._bank = usual, bank
         self._norm, self._next_norm = ((norm.weight.detach(), epsilon_of(norm)) for norm in (usual.norm, usual.next_norm))
 
@@ -47,7 +47,7 @@ class Straight:
         return _product(gated(gate_up), usual.down, of_down).add_(x_RD)
 
 
-def _product(x_RI: Tensor, together: Together, effect: Effect | None) -> Tensor:
+def _product(x_RI: Tensor, together: FusedProjection, effect: AdapterOps | None) -> Tensor:
     if effect is None:
         return together.product(x_RI)
     x_RI = effect.before(x_RI)
@@ -57,9 +57,9 @@ def _product(x_RI: Tensor, together: Together, effect: Effect | None) -> Tensor:
 
 
 @torch.inference_mode()
-def straighten(model: PreTrainedModel, bank: Bank) -> None:
+def straighten(model: PreTrainedModel, bank: ActiveAdapters) -> None:
     """Let the layers of this model that can be straight be so. They are adapted, and lie together, already."""
     bank.begin((), ())
     for layer in usual_layers(model):
         if layer.mlp.down_proj.weight.dtype is torch.float32:
-            stand_in(layer, lambda usual: Straight(usual, bank), Witness())
+            stand_in(layer, lambda usual: FusedDecoderLayerCpu(usual, bank), AttentionStub())

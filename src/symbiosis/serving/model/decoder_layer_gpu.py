@@ -20,19 +20,19 @@ from transformers import PreTrainedModel
 
 from symbiosis.models.patches.fused_ops import FusedNorm
 from symbiosis.models.rms_norms import epsilon_of
-from symbiosis.serving.lora.batch_adapters import Bank, Pending
-from symbiosis.serving.lora.lora_ops import Together
-from symbiosis.serving.model.decoder_layer import Usual, Witness, stand_in, usual_layers
+from symbiosis.serving.lora.batch_adapters import ActiveAdapters, DeferredDelta
+from symbiosis.serving.lora.lora_ops import FusedProjection
+from symbiosis.serving.model.decoder_layer import AttentionStub, LayerParts, stand_in, usual_layers
 
 
-class Short:
+class FusedDecoderLayerGpu:
     """The function of one layer."""
 
-    def __init__(self, usual: Usual, bank: Bank) -> None:
+    def __init__(self, usual: LayerParts, bank: ActiveAdapters) -> None:
         if not all(_fits(norm) for norm in (usual.norm, usual.next_norm)):
             raise ValueError("norms of another kind")
         self.usual, self._bank = usual, bank
-        self.follower: Short | None = None
+        self.follower: FusedDecoderLayerGpu | None = None
         """The layer whose rows are this one's result."""
         self._ready: tuple[Tensor, Tensor] | None = None
         """Rows that come next, and their norm. Held so that nothing else can lie there; nobody writes to them in between."""
@@ -67,18 +67,18 @@ class Short:
             return ready[1]
         return self.usual.norm(x_RD)  # type: ignore[no-any-return]
 
-    def _product(self, x_RI: Tensor, together: Together) -> tuple[Tensor, Pending | None]:
+    def _product(self, x_RI: Tensor, together: FusedProjection) -> tuple[Tensor, DeferredDelta | None]:
         """Of these layers, and what adapters do to it, which is not added yet."""
         pending = self._bank.begin_change(x_RI, together, of_head=False)
         return together.product(x_RI), pending
 
 
-def _settled(pending: Pending | None, y_RO: Tensor) -> Any:
+def _settled(pending: DeferredDelta | None, y_RO: Tensor) -> Any:
     """What is kept for the next kernel, if anything."""
     return None if pending is None else pending.settle(y_RO)
 
 
-def _summed(x_RD: Tensor, y_RD: Tensor, pending: Pending | None, norm: Any) -> tuple[Tensor, Tensor]:
+def _summed(x_RD: Tensor, y_RD: Tensor, pending: DeferredDelta | None, norm: Any) -> tuple[Tensor, Tensor]:
     """Rows with what a layer gives for them, and the norm of that."""
     from symbiosis.kernels.residual_norm import residual_norm
 
@@ -92,7 +92,7 @@ def _fits(norm: Any) -> bool:
     return isinstance(norm, FusedNorm) and fits(norm.weight[None], norm.weight)
 
 
-class _Witness(Witness):
+class _Witness(AttentionStub):
     def enter_and_attend(
         self, layer: int, qkv_RO: Tensor, embeddings: tuple[Tensor, Tensor], kept: Any, **asked: Any
     ) -> Tensor:
@@ -106,11 +106,11 @@ class _Witness(Witness):
 
 
 @torch.inference_mode()
-def shorten(model: PreTrainedModel, bank: Bank) -> None:
+def shorten(model: PreTrainedModel, bank: ActiveAdapters) -> None:
     """Let the layers of this model that can be short be so. They are adapted, lie together and have fused norms already."""
     bank.begin((), ())
     shorts: dict[Any, Any] = {
-        layer: stand_in(layer, lambda usual: Short(usual, bank), _Witness()) for layer in usual_layers(model)
+        layer: stand_in(layer, lambda usual: FusedDecoderLayerGpu(usual, bank), _Witness()) for layer in usual_layers(model)
     }
     for layers in model.modules():
         if isinstance(layers, nn.ModuleList):

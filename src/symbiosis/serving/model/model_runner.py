@@ -14,30 +14,30 @@ from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
 from symbiosis.models.patches.fused_ops import fuse
 from symbiosis.models.patches.gated_mlp import gate
-from symbiosis.serving.lora.batch_adapters import Bank, Table
+from symbiosis.serving.lora.batch_adapters import ActiveAdapters, SlotWeights
 from symbiosis.serving.lora.lora_layers import adapt, adapt_together
-from symbiosis.serving.lora.lora_weights import Loaded, Segment, Virtual
-from symbiosis.serving.model.cuda_graphs import Decoder
+from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, VirtualTokens
+from symbiosis.serving.model.cuda_graphs import DecodeGraphs
 from symbiosis.serving.model.decoder_layer import is_close, restore
 from symbiosis.serving.model.decoder_layer_cpu import straighten
 from symbiosis.serving.model.decoder_layer_gpu import shorten
-from symbiosis.serving.model.paged_attention import Given, KeyValues, use_pages
-from symbiosis.serving.scheduling.batch import Chunk, Pass
+from symbiosis.serving.model.paged_attention import Given, PagedKVCache, use_pages
+from symbiosis.serving.scheduling.batch import Batch, Chunk
 
 _PROBE = 12
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _COARSE = 0.1
 
 
-class Runner:
+class ModelRunner:
     """Owns the model from now on: it serves passes and nothing else."""
 
-    def __init__(self, model: PreTrainedModel, memory: KeyValues) -> None:
+    def __init__(self, model: PreTrainedModel, memory: PagedKVCache) -> None:
         """Raises `CannotServe` if the model computes something else over pages than by itself."""
         if any(hasattr(module, "symbiosis_memory") for module in model.modules()):
             raise CannotServe("this model is served by an engine already: give each engine a model of its own")
-        self.model, self.memory, self._bank = model, memory, Bank()
-        self._decoder: Decoder | None = None
+        self.model, self.memory, self._bank = model, memory, ActiveAdapters()
+        self._decoder: DecodeGraphs | None = None
         with torch.inference_mode():
             ids = torch.arange(_PROBE, device=model.device).remainder(model.config.get_text_config().vocab_size)
             expected = model(input_ids=ids[None], use_cache=False).logits[0, -1]
@@ -74,17 +74,17 @@ class Runner:
         last: Tensor = output.logits[0, -1]
         return last
 
-    def forget(self, adapter: Loaded) -> None:
+    def forget(self, adapter: EngineAdapter) -> None:
         """Its memory is about to be another's. Between passes."""
         self._bank.forget(adapter)
 
-    def use_kernels(self, table: Table, max_pages: int) -> None:
+    def use_kernels(self, table: SlotWeights, max_pages: int) -> None:
         """Let kernels apply adapters, by this table, and passes that only decode be CUDA graphs."""
         self._bank.table = table
-        self._decoder = Decoder(self.model, self.memory, self._bank, max_pages)
+        self._decoder = DecodeGraphs(self.model, self.memory, self._bank, max_pages)
 
     @torch.inference_mode()
-    def compute(self, made: Pass, adapters: Mapping[str, Loaded]) -> Tensor:
+    def compute(self, made: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
         """The logits of `made.sampled`, [B, V]. `adapters` has those of its sequences, by hash."""
         self.memory.copy(made.copies)
         found = None
@@ -99,14 +99,14 @@ class Runner:
         return self._decoder is not None
 
     @torch.inference_mode()
-    def compute_next(self, chunks: Seq[Chunk], tokens_B: Tensor, adapters: Mapping[str, Loaded]) -> Tensor | None:
+    def compute_next(self, chunks: Seq[Chunk], tokens_B: Tensor, adapters: Mapping[str, EngineAdapter]) -> Tensor | None:
         """The logits after tokens that only the device knows, one for each chunk, if that can be launched at once."""
         return self._decoded(chunks, tokens_B, adapters)
 
-    def _decoded(self, chunks: Seq[Chunk], ids: Seq[int] | Tensor, adapters: Mapping[str, Loaded]) -> Tensor | None:
+    def _decoded(self, chunks: Seq[Chunk], ids: Seq[int] | Tensor, adapters: Mapping[str, EngineAdapter]) -> Tensor | None:
         """Rows of one token each as a CUDA graph, if all of it can be one."""
         spans: list[Span] = []
-        segments: list[Segment] = []
+        segments: list[AdapterSegment] = []
         for row, chunk in enumerate(chunks):
             sequence = chunk.sequence
             adapter = adapters[sequence.adapter] if sequence.adapter else None
@@ -118,11 +118,11 @@ class Runner:
         assert self._decoder is not None
         return self._decoder.compute(ids, spans, segments)
 
-    def _computed(self, made: Pass, adapters: Mapping[str, Loaded]) -> Tensor:
+    def _computed(self, made: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
         spans: list[Span] = []
         given: list[Given] = []
-        segments: list[Segment] = []
-        heads: list[Segment] = []
+        segments: list[AdapterSegment] = []
+        heads: list[AdapterSegment] = []
         embeds: list[tuple[int, Tensor]] = []
         wanted: list[int] = []
         ids: list[int] = []
@@ -161,15 +161,15 @@ class Runner:
         return logits
 
 
-def _extend(segments: list[Segment], adapter: Loaded, start: int, end: int) -> None:
+def _extend(segments: list[AdapterSegment], adapter: EngineAdapter, start: int, end: int) -> None:
     """Rows of one adapter lie together: one segment for all of them."""
     if segments and segments[-1].adapter is adapter and segments[-1].end == start:
-        segments[-1] = Segment(adapter, segments[-1].start, end)
+        segments[-1] = AdapterSegment(adapter, segments[-1].start, end)
     else:
-        segments.append(Segment(adapter, start, end))
+        segments.append(AdapterSegment(adapter, start, end))
 
 
-def _add_virtual(chunk: Chunk, row: int, virtual: Virtual, given: list[Given], embeds: list[tuple[int, Tensor]]) -> None:
+def _add_virtual(chunk: Chunk, row: int, virtual: VirtualTokens, given: list[Given], embeds: list[tuple[int, Tensor]]) -> None:
     """The virtual tokens among a chunk's rows."""
     start, end = chunk.start, min(virtual.count, chunk.start + chunk.count)
     if virtual.embeddings_TD is not None:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from symbiosis import kernels
 from symbiosis.errors import CannotServe
-from symbiosis.kernels.cpu.attention import Singles, fits
+from symbiosis.kernels.cpu.attention import DecodeAttention, fits
 from symbiosis.kernels.tiles import Span
 from symbiosis.models.attention_checks import no_mask, refused
 
@@ -39,7 +39,7 @@ class Given:
     values_LTKD: Tensor
 
 
-class KeyValues:
+class PagedKVCache:
     """Keys and values of all layers, in pages; and which pass is running."""
 
     def __init__(
@@ -57,9 +57,9 @@ class KeyValues:
         if not self._by_kernels:
             self._pass = _Pass(spans, given, self.page_size, device)
             return
-        from symbiosis.kernels.paged_attention import Pass
+        from symbiosis.kernels.paged_attention import AttentionBatch
 
-        self._pass = _KernelPass(Pass.of(spans, self.page_size, device), given)
+        self._pass = _KernelPass(AttentionBatch.of(spans, self.page_size, device), given)
 
     def use(self, now: Any) -> None:
         """A pass of `kernels.paged_attention` that is filled again and again, for all passes until `begin`."""
@@ -215,7 +215,7 @@ class _Pass:
             most = -(-longest // page_size)
             pages = [[*span.pages[:most], *[0] * (most - len(span.pages))] for span in single]
             self._pages = torch.tensor(pages, device=device)
-            self._singles = Singles(rows, self._places, self._pages, page_size)
+            self._singles = DecodeAttention(rows, self._places, self._pages, page_size)
             if min(span.before for span in single) + 1 < longest:
                 beyond = torch.arange(longest, device=device)[None, :] > self._places[:, None]
                 self._beyond_BT11 = beyond[:, :, None, None]
@@ -307,7 +307,7 @@ class _KernelPass:
             values.index_copy_(0, slots, given.values_LTKD[layer].to(values.dtype))
 
 
-def use_pages(model: PreTrainedModel, memory: KeyValues) -> None:
+def use_pages(model: PreTrainedModel, memory: PagedKVCache) -> None:
     """Let every attention module of this model read and write this memory."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, no_mask)
@@ -332,7 +332,7 @@ def _attention(
     reason = refused(module, query, attention_mask, sliding_window, more)
     if reason is not None:
         raise CannotServe(f"{reason}, which pages do not have")
-    memory: KeyValues = module.symbiosis_memory  # type: ignore[assignment]
+    memory: PagedKVCache = module.symbiosis_memory  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     found = memory.attend(
         int(module.layer_idx),  # type: ignore[arg-type]

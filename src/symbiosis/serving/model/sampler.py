@@ -68,7 +68,7 @@ def sample(logits_BV: Tensor, sequences: Seq[Sequence]) -> Sampled:
 
 
 @torch.inference_mode()
-def choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> Chosen:
+def choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> SampledTokens:
     """The tokens; -1 where there is nothing to choose from."""
     if logits_BV.dim() != 2 or logits_BV.shape[0] != len(sequences):
         raise ValueError(f"logits of shape {tuple(logits_BV.shape)} for {len(sequences)} sequences")
@@ -82,10 +82,10 @@ def choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> Chosen:
         x_bV = logits_BV.index_select(0, rows_b).float()
         _edit(x_bV, some)
         tokens_B.index_copy_(0, rows_b, _choose(x_bV, some))
-    return Chosen(tokens_B)
+    return SampledTokens(tokens_B)
 
 
-class Chosen:
+class SampledTokens:
     """Tokens on their way to the host: whatever is launched after this does not hold them up."""
 
     def __init__(self, tokens_B: Tensor) -> None:
@@ -106,7 +106,7 @@ class Chosen:
 
 
 @torch.inference_mode()
-def report(logits_BV: Tensor, sequences: Seq[Sequence], chosen: Chosen) -> Sampled:
+def report(logits_BV: Tensor, sequences: Seq[Sequence], chosen: SampledTokens) -> Sampled:
     """What `choose` chose, here."""
     tokens = chosen.tolist()
     return Sampled(tokens, _logprobs(logits_BV, sequences, tokens))

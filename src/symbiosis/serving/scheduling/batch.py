@@ -20,7 +20,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class Batch:
     """What is computed together. Rows of one adapter are together, the base model's first; among them decoding first."""
 
     chunks: tuple[Chunk, ...] = ()
@@ -41,7 +41,7 @@ class Pass:
         return [chunk.sequence for chunk in self.chunks if chunk.samples]
 
 
-class Plan:
+class BatchBuilder:
     """A pass in the making: rows left, adapters seen, what was decided."""
 
     __slots__ = (

@@ -24,7 +24,7 @@ Copy = tuple[int, int]
 """(from, to): the runner copies the whole page before the pass writes anything; all sources are read as they were."""
 
 
-class PagePool:
+class BlockManager:
     """`count` pages of `page_size` tokens, with reference counts and names."""
 
     def __init__(self, count: int, page_size: int) -> None:

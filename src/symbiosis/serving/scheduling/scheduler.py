@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from symbiosis.errors import OutOfRange, TooManyRequests
-from symbiosis.serving.scheduling.batch import Chunk, Pass, Plan
-from symbiosis.serving.scheduling.block_manager import PagePool
-from symbiosis.serving.scheduling.sequence import Reason, Sequence, State, within
+from symbiosis.serving.scheduling.batch import Batch, BatchBuilder, Chunk
+from symbiosis.serving.scheduling.block_manager import BlockManager
+from symbiosis.serving.scheduling.sequence import FinishReason, Sequence, SequenceState, within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,9 @@ class Scheduler:
     most once a plan for each; it must stay true while a sequence of that adapter runs.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool, resident: Callable[[str], bool] = lambda adapter: True) -> None:
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockManager, resident: Callable[[str], bool] = lambda adapter: True
+    ) -> None:
         self.config = config
         self.pool = pool
         self._resident = resident
@@ -128,7 +130,7 @@ class Scheduler:
         self._preempted: list[Sequence] = []  # by rank
         self._adapters: Counter[str] = Counter()  # of those that run, without the base model
         self._virtual = 0.0  # the least counter of those who wait; never falls
-        self._flying: Pass | None = None
+        self._flying: Batch | None = None
         self.draining: dict[str, str] = {}
         """Adapters that admit nobody, and who waits for their memory: set by whoever brings adapters."""
 
@@ -164,7 +166,7 @@ class Scheduler:
             return
         name = sequences[0].tenant
         for sequence in sequences:
-            if sequence.tenant != name or sequence.id in self._sequences or sequence.state is not State.WAITING:
+            if sequence.tenant != name or sequence.id in self._sequences or sequence.state is not SequenceState.WAITING:
                 raise OutOfRange(f"{sequence.id} is known already, or of another tenant", field="id", expected="a new sequence")
             sequence.check(vocabulary=self.config.vocabulary, longest=self.longest)
         if len({sequence.id for sequence in sequences}) != len(sequences):
@@ -188,15 +190,15 @@ class Scheduler:
             else:
                 self._enqueue(tenant, sequence)
 
-    def cancel(self, id: str, reason: Reason = Reason.CANCELLED) -> bool:
+    def cancel(self, id: str, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         """End a sequence now, also in mid-pass; its pages are free at once. False if there is none of that id."""
         sequence = self._sequences.get(id)
         if sequence is None:
             return False
         tenant = self._tenants[sequence.tenant]
-        if sequence.state is State.RUNNING:
+        if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
-        elif sequence.state is State.PREEMPTED:
+        elif sequence.state is SequenceState.PREEMPTED:
             self._preempted.remove(sequence)
         else:
             tenant.queued -= 1
@@ -205,10 +207,10 @@ class Scheduler:
         self._end(sequence, reason)
         return True
 
-    def plan(self, now: float) -> Pass:
+    def plan(self, now: float) -> Batch:
         """The next pass; without chunks if nothing can be computed now. `done` or `abandon` must follow."""
         assert self._flying is None, "the last pass is not done"
-        plan = Plan(self.config.max_rows, set(self._adapters), now, self.draining)
+        plan = BatchBuilder(self.config.max_rows, set(self._adapters), now, self.draining)
         self._decode(plan)
         for sequence in self._running:
             if plan.rows <= 0:
@@ -217,7 +219,7 @@ class Scheduler:
                 self._add_chunk(plan, sequence)
         self._resume(plan)
         self._admit(plan)
-        self._flying = Pass(
+        self._flying = Batch(
             chunks=self._ordered(plan.chunks),
             copies=tuple(copy for copies in plan.copies.values() for copy in copies),
             missing=tuple(plan.missing),
@@ -225,7 +227,7 @@ class Scheduler:
         )
         return self._flying
 
-    def done(self, made: Pass, tokens: Seq[int]) -> list[Sequence]:
+    def done(self, made: Batch, tokens: Seq[int]) -> list[Sequence]:
         """The pass was computed and chose `tokens` for `made.sampled`. Returns the sequences that ended.
 
         A token below 0 says that the row was not fit to choose from (NaN): that sequence fails, alone.
@@ -240,7 +242,7 @@ class Scheduler:
         for chunk in made.chunks:
             token = next(chosen) if chunk.samples else None
             sequence = chunk.sequence
-            if sequence.state is not State.RUNNING:
+            if sequence.state is not SequenceState.RUNNING:
                 continue  # cancelled in mid-pass
             sequence.computed = chunk.start + chunk.count
             self.pool.commit(sequence)
@@ -254,15 +256,15 @@ class Scheduler:
                 self._end(sequence, reason)
                 ended.append(sequence)
         if ended:
-            self._running = [sequence for sequence in self._running if sequence.state is State.RUNNING]
+            self._running = [sequence for sequence in self._running if sequence.state is SequenceState.RUNNING]
         return ended
 
-    def abandon(self, made: Pass) -> None:
+    def abandon(self, made: Batch) -> None:
         """The pass failed. Everybody in it begins again, from what is known to have been computed."""
         assert made is self._flying, "not the pass that was planned last"
         self._flying = None
         for chunk in made.chunks:
-            if chunk.sequence.state is State.RUNNING:
+            if chunk.sequence.state is SequenceState.RUNNING:
                 self._running.remove(chunk.sequence)
                 self._preempt(chunk.sequence)
 
@@ -275,9 +277,9 @@ class Scheduler:
         assert len(queued) == self._queued
         assert all(lane.queue and tenant.name in self._waiting for tenant, lane in lanes)
         assert all(tenant.lanes for tenant in self._waiting.values())
-        assert all(sequence.state is State.WAITING and not sequence.pages for sequence in queued)
-        assert all(sequence.state is State.RUNNING for sequence in self._running)
-        assert all(sequence.state is State.PREEMPTED and not sequence.pages for sequence in self._preempted)
+        assert all(sequence.state is SequenceState.WAITING and not sequence.pages for sequence in queued)
+        assert all(sequence.state is SequenceState.RUNNING for sequence in self._running)
+        assert all(sequence.state is SequenceState.PREEMPTED and not sequence.pages for sequence in self._preempted)
         assert len(self._running) <= self.config.max_running
         everybody = [*queued, *self._running, *self._preempted]
         assert {sequence.id: sequence for sequence in everybody} == self._sequences
@@ -297,7 +299,7 @@ class Scheduler:
 
     def _computes_prompt(self, parent: Sequence) -> bool:
         """Whether children should wait for it."""
-        return parent.state is not State.DONE and parent.id in self._sequences and parent.output_length == 0
+        return parent.state is not SequenceState.DONE and parent.id in self._sequences and parent.output_length == 0
 
     def _enqueue(self, tenant: _Tenant, sequence: Sequence, *, first: bool = False) -> None:
         if not tenant.lanes:
@@ -330,13 +332,13 @@ class Scheduler:
         for child in reversed(self._children.pop(parent, {}).values()):
             self._enqueue(self._tenants[child.tenant], child, first=True)
 
-    def _end(self, sequence: Sequence, reason: Reason) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """The one way out. The caller has taken it out of its list, or will."""
-        assert sequence.state is not State.DONE, f"{sequence.id} ended twice"
+        assert sequence.state is not SequenceState.DONE, f"{sequence.id} ended twice"
         tenant = self._tenants[sequence.tenant]
-        if sequence.state is State.RUNNING:
+        if sequence.state is SequenceState.RUNNING:
             self._stop_running(sequence)
-        sequence.state, sequence.reason = State.DONE, reason
+        sequence.state, sequence.reason = SequenceState.DONE, reason
         del self._sequences[sequence.id]
         self._release_children(sequence.id)
         tenant.alive -= 1
@@ -351,18 +353,18 @@ class Scheduler:
             if not self._adapters[sequence.adapter]:
                 del self._adapters[sequence.adapter]
 
-    def _append(self, sequence: Sequence, token: int) -> Reason | None:
+    def _append(self, sequence: Sequence, token: int) -> FinishReason | None:
         """The token, and whether it was the last."""
         if token < 0:
-            return Reason.FAILED
+            return FinishReason.FAILED
         sequence.tokens.append(token)
         if token in sequence.end_ids:
-            return Reason.STOP
-        return Reason.LENGTH if len(sequence.tokens) >= sequence.limit else None
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
 
     # Plans
 
-    def _has(self, plan: Plan, adapter: str) -> bool:
+    def _has(self, plan: BatchBuilder, adapter: str) -> bool:
         """Whether the adapter is there; notes that it is missing if not."""
         known = plan.asked.get(adapter)
         if known is None:
@@ -371,13 +373,13 @@ class Scheduler:
             plan.missing[adapter] = None
         return known
 
-    def _add_chunk(self, plan: Plan, sequence: Sequence) -> None:
+    def _add_chunk(self, plan: BatchBuilder, sequence: Sequence) -> None:
         start, pending = sequence.computed, sequence.pending
         count = min(pending, plan.rows, self.config.max_chunk)
         plan.chunks.append(Chunk(sequence, start, count, count == pending))
         plan.rows -= count
 
-    def _decode(self, plan: Plan) -> None:
+    def _decode(self, plan: BatchBuilder) -> None:
         """One row for each sequence that needs just one. Those at the end of the list make room for those before."""
         running, position = self._running, 0
         here, page_size = plan.asked, self.pool.page_size
@@ -400,11 +402,11 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Off it goes, but for the list of those that run."""
         self._stop_running(sequence)
-        sequence.state = State.PREEMPTED
+        sequence.state = SequenceState.PREEMPTED
         sequence.preemptions += 1
         insort(self._preempted, sequence, key=_rank)
 
-    def _resume(self, plan: Plan) -> None:
+    def _resume(self, plan: BatchBuilder) -> None:
         """Those that had to make room come back before anybody new, the oldest first."""
         if plan.preempted:
             plan.closed = True  # pages have just run out
@@ -417,7 +419,7 @@ class Scheduler:
             if self._has_slot(plan, sequence.adapter, urgent=True) and not self._start(plan, sequence, urgent=True):
                 return
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self, plan: BatchBuilder) -> None:
         """New sequences: of lanes that waited too long, then of the tenant with the least counter."""
         if not self._waiting:
             return
@@ -452,21 +454,21 @@ class Scheduler:
                 patient, counter = self._patience(plan, tenant, lanes[0])
                 heapq.heappush(order, (patient, counter + patient * ahead.get(name, 0.0), name, tenant, lanes))
 
-    def _foresee(self, plan: Plan, tenants: list[_Tenant]) -> None:
+    def _foresee(self, plan: BatchBuilder, tenants: list[_Tenant]) -> None:
         """Nobody can be admitted now: note whose adapter will be missing next, so that it comes meanwhile."""
         for tenant in heapq.nsmallest(self.config.look, tenants, key=lambda tenant: tenant.counter):
             self._has(plan, next(iter(tenant.lanes)))
 
-    def _patience(self, plan: Plan, tenant: _Tenant, lane: _Lane) -> tuple[bool, float]:
+    def _patience(self, plan: BatchBuilder, tenant: _Tenant, lane: _Lane) -> tuple[bool, float]:
         """Smaller goes first: (False, since when) for lanes that waited too long, (True, counter) for others."""
         if plan.now - lane.since > self.config.max_wait_s:
             return (False, lane.since)
         return (True, tenant.counter)
 
-    def _has_room(self, plan: Plan) -> bool:
+    def _has_room(self, plan: BatchBuilder) -> bool:
         return plan.rows > 0 and len(self._running) < self.config.max_running
 
-    def _has_slot(self, plan: Plan, adapter: str, *, urgent: bool) -> bool:
+    def _has_slot(self, plan: BatchBuilder, adapter: str, *, urgent: bool) -> bool:
         """Whether the adapter can be in this pass. Who is urgent keeps the slot it will need free."""
         if not adapter:
             return True
@@ -483,10 +485,10 @@ class Scheduler:
             plan.adapters.add(adapter)
         return here
 
-    def _start(self, plan: Plan, sequence: Sequence, *, urgent: bool) -> bool:
+    def _start(self, plan: BatchBuilder, sequence: Sequence, *, urgent: bool) -> bool:
         """Give a sequence pages and its first chunk; False if there are not enough."""
         parent = sequence.parent
-        if parent is not None and (parent.state is not State.RUNNING or parent in plan.copies):
+        if parent is not None and (parent.state is not SequenceState.RUNNING or parent in plan.copies):
             parent = None
         spare = self._spare if self._running else 0
         copies = self.pool.allocate(sequence, len(sequence.tokens) + 1, spare=spare, parent=parent)
@@ -497,7 +499,7 @@ class Scheduler:
         if copies:
             plan.copies[sequence] = copies
         tenant = self._tenants[sequence.tenant]
-        if sequence.state is State.PREEMPTED:  # what is computed again is not charged again
+        if sequence.state is SequenceState.PREEMPTED:  # what is computed again is not charged again
             self._preempted.remove(sequence)
         else:
             tenant.queued -= 1
@@ -507,7 +509,7 @@ class Scheduler:
             lane.since = plan.now
             tenant.lanes.move_to_end(sequence.adapter)
             self._dequeue(tenant, sequence)
-        sequence.state = State.RUNNING
+        sequence.state = SequenceState.RUNNING
         tenant.running += 1
         if sequence.adapter:
             self._adapters[sequence.adapter] += 1

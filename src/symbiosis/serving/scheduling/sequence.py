@@ -107,7 +107,7 @@ class Sampling:
         return self.is_greedy and not (self.is_penalised or self.logit_bias or self.min_tokens)
 
 
-class State(StrEnum):
+class SequenceState(StrEnum):
     """Where a sequence is. It is DONE exactly once and for ever."""
 
     WAITING = "waiting"
@@ -117,7 +117,7 @@ class State(StrEnum):
     DONE = "done"
 
 
-class Reason(StrEnum):
+class FinishReason(StrEnum):
     """Why a sequence ended."""
 
     STOP = "stop"
@@ -157,8 +157,8 @@ class Sequence:
     """Tokens that end this answer."""
     limit: int = field(init=False, default=1 << 40)
     """Number of tokens, prompt and answer, at which it ends."""
-    state: State = field(init=False, default=State.WAITING)
-    reason: Reason | None = field(init=False, default=None)
+    state: SequenceState = field(init=False, default=SequenceState.WAITING)
+    reason: FinishReason | None = field(init=False, default=None)
     preemptions: int = field(init=False, default=0)
     pages: list[int] = field(init=False, default_factory=list)
     """Pages of the cache, in the order of its tokens."""

@@ -14,13 +14,13 @@ from symbiosis.gpu import driver
 from symbiosis.models.client_part import build_skeleton, fill, load_weights, resolve_class
 from symbiosis.models.patches.fused_ops import fuse
 from symbiosis.split.client.blob_download import download
-from symbiosis.split.client.call_grouping import Groups
+from symbiosis.split.client.call_grouping import CallGroups
 from symbiosis.split.client.deferred.norm import watch_norms
 from symbiosis.split.client.deferred.tensor import look_at_results
-from symbiosis.split.client.direct_mode import Mapped, MappedParameter, open_mapping
+from symbiosis.split.client.direct_mode import MappedParameter, MappedWeights, open_mapping
 from symbiosis.split.client.kv_cache import make_room
 from symbiosis.split.client.loss import speed_up_loss
-from symbiosis.split.client.session import Session
+from symbiosis.split.client.session import ClientSession
 from symbiosis.split.client.virtual_block import make_block
 from symbiosis.split.client.virtual_experts import make_experts
 from symbiosis.split.client.virtual_layers import VirtualConv1D, VirtualEmbedding, VirtualLayer, VirtualLinear
@@ -42,7 +42,7 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     except (KeyError, TypeError, ValueError) as error:
         raise BadMessage(f"the executor's description of its model makes no sense: {error!r}") from error
     model_class = link.model_class() or resolve_class(manifest.model_class)
-    session = Session(link, manifest, bounds, model_class)
+    session = ClientSession(link, manifest, bounds, model_class)
     mapped = _map(link, welcome, bounds, device, mode)
     model = build_skeleton(manifest, model_class)
     groups = put_virtual_layers(model, session)
@@ -71,13 +71,13 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     return model
 
 
-def _map(link: Link, welcome: dict[str, Any], bounds: Limits, device: torch.device, mode: str) -> Mapped:
+def _map(link: Link, welcome: dict[str, Any], bounds: Limits, device: torch.device, mode: str) -> MappedWeights:
     """The executor's memory as far as this tenant may and should use it in place."""
     base = link.base_tensors()
     if base is not None:
         on = {weight.device.type for weight in base.values()}
         wanted = mode == "direct" or (mode == "auto" and on == {device.type} == {"cuda"})
-        return Mapped(base=base) if wanted and bounds.direct else _nothing(mode, bounds)
+        return MappedWeights(base=base) if wanted and bounds.direct else _nothing(mode, bounds)
     same_gpu = device.type == "cuda" and driver.gpu_name(device) == welcome.get("gpu")
     if not same_gpu or not bounds.direct:
         return _nothing(mode, bounds)
@@ -87,18 +87,18 @@ def _map(link: Link, welcome: dict[str, Any], bounds: Limits, device: torch.devi
         if mode == "direct":
             raise
         _log.warning("the executor's memory cannot be mapped (%s): its client part is copied, its layers are called", error)
-        return Mapped()
+        return MappedWeights()
 
 
-def _nothing(mode: str, bounds: Limits) -> Mapped:
+def _nothing(mode: str, bounds: Limits) -> MappedWeights:
     if mode != "direct":
-        return Mapped()
+        return MappedWeights()
     if not bounds.direct:
         raise DirectRefused("the provider lets no tenant compute with its weights: use mode='executor'")
     raise DirectRefused("direct mode needs a tenant on the executor's GPU or in its process: pass device=, or mode='executor'")
 
 
-def _client_part(link: Link, manifest: Manifest, mapped: Mapped) -> dict[str, torch.Tensor]:
+def _client_part(link: Link, manifest: Manifest, mapped: MappedWeights) -> dict[str, torch.Tensor]:
     if mapped.client:
         return {name: MappedParameter.over(t) if t.is_floating_point() else t for name, t in mapped.client.items()}
     tensors: dict[str, torch.Tensor] | None = link.client_tensors()
@@ -117,9 +117,9 @@ def _cannot_save(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def put_virtual_layers(model: nn.Module, session: Session) -> Groups:
+def put_virtual_layers(model: nn.Module, session: ClientSession) -> CallGroups:
     """Stand a virtual layer in every place the executor hosts one. Raises `CannotSplit` if the model differs."""
-    groups, dtype = Groups(session), getattr(torch, session.manifest.dtype)
+    groups, dtype = CallGroups(session), getattr(torch, session.manifest.dtype)
     hosted = [spec for spec in session.manifest.layers if spec.kind is not LayerKind.NORM]
     blocks_last = sorted(hosted, key=lambda spec: spec.kind is LayerKind.BLOCK)
     for spec in blocks_last:
@@ -136,7 +136,9 @@ def put_virtual_layers(model: nn.Module, session: Session) -> Groups:
     return groups
 
 
-def _virtual(module: nn.Module, spec: LayerSpec, groups: Groups, session: Session, dtype: torch.dtype) -> VirtualLayer:
+def _virtual(
+    module: nn.Module, spec: LayerSpec, groups: CallGroups, session: ClientSession, dtype: torch.dtype
+) -> VirtualLayer:
     shape = tuple(getattr(module, "weight", torch.empty(0)).shape)
     if shape != dict(spec.weights).get("weight"):
         raise CannotSplit(f"the executor's {spec.paths[0]} is {dict(spec.weights)}, this model's is {shape}: other versions?")

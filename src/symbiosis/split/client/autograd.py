@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from symbiosis.errors import BadCall
 from symbiosis.kernels.first_order import first_order
-from symbiosis.split.client.session import Session, answer_widths
+from symbiosis.split.client.session import ClientSession, answer_widths
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 _OPPOSITE = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Direction.FORWARD}
@@ -35,7 +35,7 @@ def _check_plain(tensor: Tensor) -> None:
 
 
 def _ask(
-    session: Session,
+    session: ClientSession,
     layers: tuple[LayerSpec, ...],
     direction: Direction,
     tensors: tuple[Tensor, ...],
@@ -56,7 +56,12 @@ class _MatrixCall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, session: Session, layers: tuple[LayerSpec, ...], with_bias: tuple[bool, ...], direction: Direction
+        ctx: Any,
+        x: Tensor,
+        session: ClientSession,
+        layers: tuple[LayerSpec, ...],
+        with_bias: tuple[bool, ...],
+        direction: Direction,
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.session, ctx.layers, ctx.direction, ctx.shape = session, layers, direction, x.shape
@@ -76,7 +81,7 @@ class _MatrixCall(torch.autograd.Function):
 
 
 def call_matrices(
-    session: Session, layers: tuple[LayerSpec, ...], x: Tensor, with_bias: tuple[bool, ...] = ()
+    session: ClientSession, layers: tuple[LayerSpec, ...], x: Tensor, with_bias: tuple[bool, ...] = ()
 ) -> tuple[Tensor, ...]:
     """x @ Wᵀ for each layer, plus its bias where asked for, in one call."""
     if not _differentiable(x):
@@ -84,7 +89,7 @@ def call_matrices(
     return _MatrixCall.apply(x, session, layers, with_bias, Direction.FORWARD)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def call_transposed(session: Session, layer: LayerSpec, x: Tensor) -> Tensor:
+def call_transposed(session: ClientSession, layer: LayerSpec, x: Tensor) -> Tensor:
     """x @ W: the backward direction, used as a forward computation."""
     return _MatrixCall.apply(x, session, (layer,), (), Direction.BACKWARD)[0]  # type: ignore[no-untyped-call,no-any-return]
 
@@ -93,7 +98,7 @@ class _BlockCall(torch.autograd.Function):
     """A whole row-wise sub-module; backward sends the rows again and the executor recomputes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, session: Session, layer: LayerSpec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, session: ClientSession, layer: LayerSpec) -> Tensor:
         ctx.session, ctx.layer = session, layer
         ctx.save_for_backward(x)
         return _ask(session, (layer,), Direction.FORWARD, (x,), training=ctx.needs_input_grad[0])[0]
@@ -105,7 +110,7 @@ class _BlockCall(torch.autograd.Function):
         return _ask(ctx.session, (ctx.layer,), Direction.BACKWARD, (x, grad), training=True)[0], None, None
 
 
-def call_block(session: Session, layer: LayerSpec, x: Tensor) -> Tensor:
+def call_block(session: ClientSession, layer: LayerSpec, x: Tensor) -> Tensor:
     if not _differentiable(x):
         return _ask(session, (layer,), Direction.FORWARD, (x,), training=False)[0]
     return _BlockCall.apply(x, session, layer)  # type: ignore[no-untyped-call,no-any-return]
@@ -115,7 +120,7 @@ class _HalfCall(torch.autograd.Function):
     """Half a layer: what a matrix makes of the first rows, the others added to it, and what a norm and a block make of that."""
 
     @staticmethod
-    def forward(ctx: Any, session: Session, program: tuple[int, ...], width: int, *rows: Tensor) -> Tensor:
+    def forward(ctx: Any, session: ClientSession, program: tuple[int, ...], width: int, *rows: Tensor) -> Tensor:
         for tensor in rows:
             _check_plain(tensor)
         ctx.session, ctx.program, ctx.widths = session, program, [rows[0].shape[-1], width]
@@ -134,7 +139,7 @@ class _HalfCall(torch.autograd.Function):
         return None, None, None, *[grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
 
-def call_half(session: Session, program: tuple[int, ...], rows: tuple[Tensor, ...], width: int) -> Tensor:
+def call_half(session: ClientSession, program: tuple[int, ...], rows: tuple[Tensor, ...], width: int) -> Tensor:
     """By handles and `Turn`s, of which one is `SAVE`; `width` is that of the sums."""
     return _HalfCall.apply(session, program, width, *rows)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -143,7 +148,7 @@ class _ExpertsCall(torch.autograd.Function):
     """Experts of an MoE: gradients for the rows and for the router's weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, weight: Tensor, session: Session, layer: LayerSpec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, weight: Tensor, session: ClientSession, layer: LayerSpec) -> Tensor:
         ctx.session, ctx.layer = session, layer
         ctx.save_for_backward(x, index, weight)
         training = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
@@ -157,13 +162,13 @@ class _ExpertsCall(torch.autograd.Function):
         return dx, None, dweight.to(weight.dtype), None, None
 
 
-def call_experts(session: Session, layer: LayerSpec, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+def call_experts(session: ClientSession, layer: LayerSpec, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return torch.zeros_like(x)
     return _ExpertsCall.apply(x, index.long(), weight, session, layer)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def call_embedding(session: Session, layer: LayerSpec, ids: Tensor) -> Tensor:
+def call_embedding(session: ClientSession, layer: LayerSpec, ids: Tensor) -> Tensor:
     """Rows for ids; frozen, so nothing to differentiate."""
     assert layer.kind is LayerKind.EMBEDDING, layer
     if ids.numel() == 0:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from symbiosis.split.client.autograd import call_block, call_matrices
-from symbiosis.split.client.deferred.decode import Member, Promise, Promises
+from symbiosis.split.client.deferred.decode import DecodeDeferral, DeferredTensor, LayerRef
 from symbiosis.split.client.deferred.tensor import plain
-from symbiosis.split.client.deferred.train import Halves, Late
-from symbiosis.split.client.session import Session
+from symbiosis.split.client.deferred.train import DeferredGradTensor, TrainDeferral
+from symbiosis.split.client.session import ClientSession
 from symbiosis.transport.messages import MAX_LAYERS
 from symbiosis.types import WITH_BIAS, LayerKind, LayerSpec
 
@@ -35,14 +35,14 @@ class _Run:
 
     tensor: Callable[[], Tensor | None] = lambda: None
     key: _Key = ()
-    members: list[Member] = field(default_factory=list)
-    waiting: dict[Member, Tensor] = field(default_factory=dict)
+    members: list[LayerRef] = field(default_factory=list)
+    waiting: dict[LayerRef, Tensor] = field(default_factory=dict)
     guessed: bool = False
 
 
 def _key(seen: Tensor, x: Tensor) -> _Key:
     """What has to be the same for two calls to have read the same rows."""
-    if type(seen) is not Promise:
+    if type(seen) is not DeferredTensor:
         return seen._version, seen.data_ptr(), x.dtype, x.requires_grad, seen.is_leaf, torch.is_grad_enabled()
     like = seen.node.like
     if isinstance(like, Tensor):
@@ -50,28 +50,28 @@ def _key(seen: Tensor, x: Tensor) -> _Key:
     return 0, 0, x.dtype, False, True, torch.is_grad_enabled()  # the same as of its numbers when they are there
 
 
-class Groups:
+class CallGroups:
     """What one session has learned; each thread watches its own calls."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ClientSession) -> None:
         self._session = session
-        self.promises = Promises(session)
-        self.halves = Halves(session)
+        self.promises = DecodeDeferral(session)
+        self.halves = TrainDeferral(session)
         self._local = threading.local()
-        self._learned: dict[Member, tuple[Member, ...]] = {}
-        self._members: dict[int, Member] = {}
+        self._learned: dict[LayerRef, tuple[LayerRef, ...]] = {}
+        self._members: dict[int, LayerRef] = {}
 
     def call(self, layer: LayerSpec, x: Tensor, seen: Tensor, *, with_bias: bool) -> Tensor:
         """x @ Wᵀ, plus the bias if asked for; or what a block makes of x. Perhaps a promise of it, or it comes late.
 
         `seen` is what the layer was called with, `x` the same after any cast.
         """
-        if type(seen) is Late:
+        if type(seen) is DeferredGradTensor:
             if layer.kind is LayerKind.BLOCK and self.halves.can_block(seen, layer):
                 return self.halves.block(seen, layer)
             x, seen = plain(x), plain(seen)
         me = self._members.get(layer.handle | (WITH_BIAS * with_bias)) or self._member(layer, with_bias=with_bias)
-        if type(seen) is not Promise and (seen.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(seen)):
+        if type(seen) is not DeferredTensor and (seen.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(seen)):
             # no version counter: a change in place between two calls could not be seen; or no numbers of its own
             return self._ask((me,), x)[0]
         run: _Run = getattr(self._local, "run", None) or _Run()
@@ -93,7 +93,7 @@ class Groups:
         self._local.run = _Run(weakref.ref(seen), key, [me], waiting, len(group) > 1)
         return mine
 
-    def _ask(self, members: tuple[Member, ...], x: Tensor) -> tuple[Tensor, ...]:
+    def _ask(self, members: tuple[LayerRef, ...], x: Tensor) -> tuple[Tensor, ...]:
         if self.promises.made(x) and not torch.is_grad_enabled() and x.node.fits(len(members)) and (way := x.node.way()):
             return x.node.compute(way, members)
         x = plain(x)
@@ -102,8 +102,8 @@ class Groups:
         layers, with_bias = tuple(m.layer for m in members), tuple(m.with_bias for m in members)
         return call_matrices(self._session, layers, x, with_bias)
 
-    def _member(self, layer: LayerSpec, *, with_bias: bool) -> Member:
-        made = Member(layer, with_bias=with_bias)
+    def _member(self, layer: LayerSpec, *, with_bias: bool) -> LayerRef:
+        made = LayerRef(layer, with_bias=with_bias)
         return self._members.setdefault(made.handle, made)
 
     def _learn(self, run: _Run) -> None:
@@ -114,5 +114,5 @@ class Groups:
         group = (first,) if first.layer.kind is LayerKind.BLOCK else tuple(dict.fromkeys(alike))[:MAX_LAYERS]
         self._learned[first] = group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Groups:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallGroups:
         return self

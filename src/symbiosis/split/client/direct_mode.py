@@ -45,14 +45,14 @@ class MappedParameter(nn.Parameter):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mapped:
+class MappedWeights:
     """The executor's memory in this process: base layers by (handle, name), the client part by name."""
 
     base: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     client: dict[str, Tensor] = field(default_factory=dict)
 
 
-def open_mapping(body: dict[str, Any], device: torch.device) -> Mapped:
+def open_mapping(body: dict[str, Any], device: torch.device) -> MappedWeights:
     """What an executor described, as tensors on `device`. Raises `BadMessage` if it makes no sense."""
     try:
         sizes = [(bytes.fromhex(handle), int(size)) for handle, size in body["allocations"]]
@@ -61,7 +61,7 @@ def open_mapping(body: dict[str, Any], device: torch.device) -> Mapped:
         places = [place for _, _, place in base] + [place for _, place in client]
         wanted = {int(place[0]) for place in places}
         opened = {number: driver.open_allocation(*sizes[number], device) for number in wanted}
-        return Mapped(
+        return MappedWeights(
             base={(layer, name): _tensor(opened, *place) for layer, name, place in base},
             client={name: _tensor(opened, *place) for name, place in client},
         )

@@ -38,10 +38,10 @@ def give_room(cache: Cache) -> None:
         return
     for layer in getattr(growing, "layers", ()):
         if type(layer) is DynamicLayer:
-            layer.__class__ = RoomyLayer
+            layer.__class__ = PreallocatedCacheLayer
 
 
-class Room:
+class PreallocatedBuffer:
     """Memory for a tensor [B, H, T, D] that grows in T."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Room:
         return self.filled
 
 
-class RoomyLayer(DynamicLayer):  # type: ignore[misc]
+class PreallocatedCacheLayer(DynamicLayer):  # type: ignore[misc]
     """A `DynamicLayer`, to the bit, whose keys and values fill the begin of larger tensors.
 
     Whoever replaces `keys` and `values` (beams, selected sequences) need not know:
@@ -70,14 +70,14 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
     keys: Any  # Tensor | None, as in `DynamicLayer`
     values: Any
-    _rooms: tuple[Room, Room] | None = None
+    _rooms: tuple[PreallocatedBuffer, PreallocatedBuffer] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() or not (_continues(self.keys, key_states) and _continues(self.values, value_states)):
             self._rooms = None
             updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, *more, **named)
             return updated
-        keys_room, values_room = self._rooms = self._rooms or (Room(), Room())
+        keys_room, values_room = self._rooms = self._rooms or (PreallocatedBuffer(), PreallocatedBuffer())
         self.keys, self.values = keys_room.append(self.keys, key_states), values_room.append(self.values, value_states)
         return self.keys, self.values
 

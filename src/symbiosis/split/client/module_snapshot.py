@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 
-class AsMade:
+class ModuleSnapshot:
     """A module and its parts as they were when they were put in the place of the executor's."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -41,7 +41,7 @@ class _Form:
     """The most that one call takes."""
 
 
-class Session:
+class ClientSession:
     """What stands behind `model.symbiosis`. Copies of a model share it; it cannot be pickled."""
 
     def __init__(self, link: Link, manifest: Manifest, limits: Limits, model_class: type) -> None:
@@ -169,7 +169,7 @@ class Session:
                 self._row_squares[layer.handle] = self._link.request(message).tensors[0][0].clone()
             return self._row_squares[layer.handle]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClientSession:
         return self
 
     def __reduce__(self) -> Any:

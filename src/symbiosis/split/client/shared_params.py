@@ -11,7 +11,7 @@ from symbiosis.split.client.tensor_version import version_of
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedParam:
     """A bias or a norm's weight as the executor has it, or that there is none."""
 
     _parameter: Tensor | None
@@ -21,7 +21,7 @@ class Shared:
     """On a CPU, where looking at them costs next to nothing: a write to `.data` shows in nothing else."""
 
     @classmethod
-    def of(cls, parameter: Tensor | None) -> Shared:
+    def of(cls, parameter: Tensor | None) -> SharedParam:
         if parameter is None:
             return cls(None, 0, None, None)
         numbers = parameter.detach().clone() if parameter.device.type == "cpu" else None

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from symbiosis.models.patches.mixin import mix_in
 from symbiosis.split.client.deferred.tensor import plain
-from symbiosis.split.client.deferred.train import Late
-from symbiosis.split.client.module_snapshot import AsMade, is_watched
+from symbiosis.split.client.deferred.train import DeferredGradTensor
+from symbiosis.split.client.module_snapshot import ModuleSnapshot, is_watched
 from symbiosis.split.client.virtual_layers import VirtualMatrix
 from symbiosis.types import LayerSpec
 
@@ -19,12 +19,12 @@ class VirtualBlock(nn.Module):
     """Mixed into the class of a row-wise sub-module: one call for all of it while no adapter is inside."""
 
     _block: LayerSpec
-    _as_made: AsMade
+    _as_made: ModuleSnapshot
     _matrices: tuple[VirtualMatrix, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and self._runs_whole(args[0]):
-            x = plain(args[0]) if type(args[0]) is Late and is_watched(self) else args[0]
+            x = plain(args[0]) if type(args[0]) is DeferredGradTensor and is_watched(self) else args[0]
             return self._matrices[0].groups.call(self._block, x, x, with_bias=False)
         return super().forward(*args, **kwargs)
 
@@ -45,5 +45,5 @@ def make_block(module: nn.Module, spec: LayerSpec) -> None:
     mix_in(module, VirtualBlock)
     parts = tuple(module.modules())
     object.__setattr__(module, "_block", spec)
-    object.__setattr__(module, "_as_made", AsMade(module))
+    object.__setattr__(module, "_as_made", ModuleSnapshot(module))
     object.__setattr__(module, "_matrices", tuple(part for part in parts if isinstance(part, VirtualMatrix)))

@@ -13,8 +13,8 @@ from symbiosis.errors import CannotSplit
 from symbiosis.models.patches.mixin import mix_in
 from symbiosis.split.client.autograd import call_experts
 from symbiosis.split.client.direct_mode import MappedParameter
-from symbiosis.split.client.module_snapshot import AsMade
-from symbiosis.split.client.session import Session
+from symbiosis.split.client.module_snapshot import ModuleSnapshot
+from symbiosis.split.client.session import ClientSession
 from symbiosis.split.client.virtual_layers import VirtualLayer
 from symbiosis.split.client.virtual_weight import VirtualWeight
 from symbiosis.types import LayerSpec
@@ -23,7 +23,7 @@ from symbiosis.types import LayerSpec
 class VirtualExperts(VirtualLayer):
     """Mixed into the class of an MoE's experts; the router that chooses among them stays with the tenant."""
 
-    _as_made: AsMade
+    _as_made: ModuleSnapshot
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_hosted", ()) and self._parameters.get(name) is None:
@@ -76,7 +76,7 @@ class VirtualExperts(VirtualLayer):
         return x, index, weight
 
 
-def make_experts(module: nn.Module, spec: LayerSpec, session: Session, dtype: torch.dtype) -> None:
+def make_experts(module: nn.Module, spec: LayerSpec, session: ClientSession, dtype: torch.dtype) -> None:
     """Raises `CannotSplit` if the executor's experts are of another shape."""
     own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     if own != dict(spec.weights):
@@ -85,4 +85,4 @@ def make_experts(module: nn.Module, spec: LayerSpec, session: Session, dtype: to
         del module._parameters[name]
     mix_in(module, VirtualExperts)
     VirtualLayer._become(module, spec, session, dtype, torch.device("cpu"))  # type: ignore[arg-type]
-    object.__setattr__(module, "_as_made", AsMade(module))
+    object.__setattr__(module, "_as_made", ModuleSnapshot(module))

@@ -21,9 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.errors import BadCall, WeightsWithheld
 from symbiosis.split.client.autograd import call_embedding, call_matrices, call_transposed
-from symbiosis.split.client.call_grouping import Groups
-from symbiosis.split.client.session import Session
-from symbiosis.split.client.shared_params import Shared
+from symbiosis.split.client.call_grouping import CallGroups
+from symbiosis.split.client.session import ClientSession
+from symbiosis.split.client.shared_params import SharedParam
 from symbiosis.split.client.tensor_version import version_of
 from symbiosis.split.client.virtual_weight import VirtualWeight
 from symbiosis.types import LayerSpec
@@ -35,9 +35,9 @@ class VirtualLayer(nn.Module):
     """What all virtual layers share: hosted weights that are looked at, fetched or made local on demand."""
 
     spec: LayerSpec
-    session: Session
+    session: ClientSession
 
-    def _become(self, spec: LayerSpec, session: Session, dtype: torch.dtype, device: torch.device) -> None:
+    def _become(self, spec: LayerSpec, session: ClientSession, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self.session = spec, session
         self._hosted = {name for name, _ in spec.weights}
         # An empty parameter that follows the model through .to() and carries dtype and device; so code that
@@ -229,13 +229,13 @@ class VirtualLayer(nn.Module):
 class VirtualMatrix(VirtualLayer):
     """A product with a matrix in the executor, and a bias that is with both sides."""
 
-    groups: Groups
+    groups: CallGroups
     bias: Any
     _direct: Tensor | None = None
     """The mapped weight, [O, I]."""
 
     def __init__(
-        self, spec: LayerSpec, groups: Groups, session: Session, bias: nn.Parameter | None, dtype: torch.dtype
+        self, spec: LayerSpec, groups: CallGroups, session: ClientSession, bias: nn.Parameter | None, dtype: torch.dtype
     ) -> None:
         nn.Module.__init__(self)
         self._become(spec, session, dtype, torch.device("cpu"))
@@ -250,7 +250,7 @@ class VirtualMatrix(VirtualLayer):
 
     def note_bias(self) -> None:
         """Remember the bias as it is now: the executor's."""
-        self._shared_bias = Shared.of(self.bias)
+        self._shared_bias = SharedParam.of(self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         unchanged = self._shared_bias.is_still(self.bias)
@@ -310,7 +310,7 @@ class VirtualLinear(VirtualMatrix, nn.Linear):
     """An `nn.Linear` whose weight is in the executor."""
 
     def __init__(
-        self, spec: LayerSpec, groups: Groups, session: Session, bias: nn.Parameter | None, dtype: torch.dtype
+        self, spec: LayerSpec, groups: CallGroups, session: ClientSession, bias: nn.Parameter | None, dtype: torch.dtype
     ) -> None:
         super().__init__(spec, groups, session, bias, dtype)
         self.in_features, self.out_features = spec.in_width, spec.out_width
@@ -320,7 +320,7 @@ class VirtualConv1D(VirtualMatrix, Conv1D):  # type: ignore[misc]
     """A `Conv1D` whose weight is in the executor."""
 
     def __init__(
-        self, spec: LayerSpec, groups: Groups, session: Session, bias: nn.Parameter | None, dtype: torch.dtype
+        self, spec: LayerSpec, groups: CallGroups, session: ClientSession, bias: nn.Parameter | None, dtype: torch.dtype
     ) -> None:
         super().__init__(spec, groups, session, bias, dtype)
         self.nx, self.nf = spec.in_width, spec.out_width
@@ -329,7 +329,7 @@ class VirtualConv1D(VirtualMatrix, Conv1D):  # type: ignore[misc]
 class VirtualEmbedding(VirtualLayer, nn.Embedding):
     """Word embeddings in the executor, where the provider moved them there."""
 
-    def __init__(self, spec: LayerSpec, session: Session, padding_idx: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, spec: LayerSpec, session: ClientSession, padding_idx: int | None, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self._become(spec, session, dtype, torch.device("cpu"))
         self.num_embeddings, self.embedding_dim, self.padding_idx = spec.experts, spec.out_width, padding_idx

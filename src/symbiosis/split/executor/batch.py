@@ -16,14 +16,14 @@ from torch import Tensor
 
 from symbiosis.errors import LayerFailed, SymbiosisError
 from symbiosis.split.executor.layers import BaseLayer, Rows, run
-from symbiosis.split.executor.policies import BatchKey, Pending
+from symbiosis.split.executor.policies import BatchKey, PendingCall
 from symbiosis.split.executor.sessions import Session
 
 _log = logging.getLogger("symbiosis")
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Work:
+class BatchCall:
     """What a call asks for, checked: the same as often as the same words come from the same memory."""
 
     layers: tuple[BaseLayer, ...]
@@ -46,10 +46,10 @@ class Work:
 class Call:
     """A checked layer call, from the queue to the answer."""
 
-    pending: Pending
+    pending: PendingCall
     session: Session
     request: int
-    work: Work
+    work: BatchCall
 
     @property
     def trains(self) -> bool:
@@ -75,7 +75,7 @@ def run_batch(calls: Sequence[Call]) -> list[Rows | SymbiosisError]:
     return results
 
 
-class Cut:
+class SlicedBatch:
     """A batch that is computed piece by piece: no row depends on another. Plain reference: `run_batch`."""
 
     def __init__(self, calls: Sequence[Call], begun: float) -> None:
@@ -118,7 +118,7 @@ class Cut:
             return run_batch(self.calls)
 
 
-def _alone(work: Work) -> Rows:
+def _alone(work: BatchCall) -> Rows:
     if work.places is not None:
         return run(work.layers, work.key.direction, work.rows, work.places)
     rows = tuple(_ready(part, work.layers[0], index) for index, part in enumerate(work.rows))
@@ -126,7 +126,7 @@ def _alone(work: Work) -> Rows:
     return tuple(_give_back(result, work.rows[0]) for result in results)
 
 
-def _joined(works: Sequence[Work]) -> list[Rows]:
+def _joined(works: Sequence[BatchCall]) -> list[Rows]:
     first = works[0]
     results = _split(works, run(first.layers, first.key.direction, _join(works)))
     if all(work.places is not None for work in works):
@@ -136,14 +136,14 @@ def _joined(works: Sequence[Work]) -> list[Rows]:
     return results
 
 
-def _join(works: Sequence[Work]) -> Rows:
+def _join(works: Sequence[BatchCall]) -> Rows:
     """The rows of all calls below each other."""
     layer, parted = works[0].layers[0], zip(*(work.rows for work in works), strict=True)
     columns = [[_ready(part, layer, index) for part in parts] for index, parts in enumerate(parted)]
     return tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns)
 
 
-def _split(works: Sequence[Work], results: Rows) -> list[Rows]:
+def _split(works: Sequence[BatchCall], results: Rows) -> list[Rows]:
     """Each call's own results."""
     sizes = [work.rows[0].shape[0] for work in works]
     split = zip(*(torch.split(result, sizes) for result in results), strict=True)

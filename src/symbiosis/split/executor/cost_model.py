@@ -41,7 +41,7 @@ class _Line:
         return max(0.0, (self.seconds - per_row * self.rows) / self.n), per_row
 
 
-class Costs:
+class CostModel:
     """Estimates for a policy. `observe` is called once a batch, `estimate` a few times a decision."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from symbiosis.common.bounded_dict import drop_oldest
 from symbiosis.gpu.cuda_graph import captured
-from symbiosis.split.executor.batch import Work
+from symbiosis.split.executor.batch import BatchCall
 from symbiosis.split.executor.layers import Rows, run
 from symbiosis.split.executor.policies import BatchKey
 
@@ -35,7 +35,7 @@ _MOST_PARTED = 2048  # companies whose copies are remembered
 _log = logging.getLogger("symbiosis")
 
 
-class Replays:
+class BatchGraphs:
     """For works with places, on one stream: its graphs share the memory between their kernels."""
 
     def __init__(self, device: torch.device, making_share: float = 0.1, soon_s: float = 0.5) -> None:
@@ -51,7 +51,7 @@ class Replays:
         """Graphs made so far: whoever times a batch leaves those out."""
         self._pool: Any = None
         self._keeper: torch.cuda.CUDAGraph | None = None
-        self._works: dict[str, WeakSet[Work]] = {}  # by tenant; they go with their channels
+        self._works: dict[str, WeakSet[BatchCall]] = {}  # by tenant; they go with their channels
         self._parted: dict[tuple[int, ...], list[tuple[list[Tensor], list[Tensor]]]] = {}
         """Copies in and out by company. Those of a channel that is gone are never used again: its numbers do not come back."""
         self._joints: dict[tuple[int, ...], Callable[[], object] | None] = {}
@@ -59,7 +59,7 @@ class Replays:
         self._seen: dict[Any, int] = {}
         self._memory: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
-    def run(self, works: Sequence[tuple[str, Work, Rows]]) -> list[Rows] | None:
+    def run(self, works: Sequence[tuple[str, BatchCall, Rows]]) -> list[Rows] | None:
         """The results of a batch, (tenant, work, its places) each, if it is known well enough; None: run it as it is."""
         if len(works[0][1].layers) > _LAYERS:
             return None
@@ -67,7 +67,7 @@ class Replays:
             return self._alone(*works[0])
         return self._together(works)
 
-    def _alone(self, tenant: str, work: Work, places: Rows) -> list[Rows] | None:
+    def _alone(self, tenant: str, work: BatchCall, places: Rows) -> list[Rows] | None:
         if work.replay is None:
             now = time.monotonic()
             work.runs = work.runs + 1 if now - work.ran < self._soon_s else 1
@@ -86,7 +86,7 @@ class Replays:
         work.replay()
         return [places]
 
-    def _together(self, works: Sequence[tuple[str, Work, Rows]]) -> list[Rows] | None:
+    def _together(self, works: Sequence[tuple[str, BatchCall, Rows]]) -> list[Rows] | None:
         company = tuple(sorted(work.number for _, work, _ in works))
         rows = sum(work.rows[0].shape[0] for _, work, _ in works)
         if rows > _ROWS_TOGETHER:
@@ -103,7 +103,9 @@ class Replays:
         replay()
         return [places for _, _, places in works]
 
-    def _any_company(self, company: tuple[int, ...], works: Sequence[tuple[str, Work, Rows]], count: int) -> list[Rows] | None:
+    def _any_company(
+        self, company: tuple[int, ...], works: Sequence[tuple[str, BatchCall, Rows]], count: int
+    ) -> list[Rows] | None:
         """By the graph of so many rows, whoever they are; the rest of its rows are nobody's."""
         first = works[0][1]
         kind = (first.key, next(size for size in _SIZES if size >= count))
@@ -138,7 +140,7 @@ class Replays:
         self._make_from = ended + (ended - began) * (1.0 / self._making_share - 1.0)
         return made
 
-    def _one_by_one(self, works: Sequence[tuple[str, Work, Rows]]) -> list[Rows] | None:
+    def _one_by_one(self, works: Sequence[tuple[str, BatchCall, Rows]]) -> list[Rows] | None:
         """If each is known for itself: several graphs are still faster than the kernels of a joint."""
         replays = [work.replay for _, work, _ in works]
         if not all(replays):
@@ -155,7 +157,7 @@ class Replays:
         self._seen[what] = count
         return count >= times
 
-    def _record_joint(self, works: Sequence[tuple[str, Work, Rows]], count: int) -> Callable[[], object] | None:
+    def _record_joint(self, works: Sequence[tuple[str, BatchCall, Rows]], count: int) -> Callable[[], object] | None:
         first = works[0][1]
         rows, results = self._room(works[0], count)
         (starts, given), (ends, wanted) = self._copies(works)
@@ -167,13 +169,13 @@ class Replays:
 
         return self._record(first, compute)
 
-    def _room(self, like: tuple[str, Work, Rows], count: int) -> tuple[Rows, Rows]:
+    def _room(self, like: tuple[str, BatchCall, Rows], count: int) -> tuple[Rows, Rows]:
         """Memory for so many rows of such a work, and for their results."""
         _, work, places = like
         rows = tuple(self._take(f"row {i}", t)[:count] for i, t in enumerate(work.rows))
         return rows, tuple(self._take(f"result {i}", t)[:count] for i, t in enumerate(places))
 
-    def _copies(self, works: Sequence[tuple[str, Work, Rows]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    def _copies(self, works: Sequence[tuple[str, BatchCall, Rows]]) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Parts of that memory, and whose they are: of rows, of results."""
         count = sum(work.rows[0].shape[0] for _, work, _ in works)
         sizes = [work.rows[0].shape[0] for _, work, _ in works]
@@ -191,7 +193,7 @@ class Replays:
         return self._memory[key]
 
     @torch.no_grad()
-    def _record(self, work: Work, compute: Callable[[], object]) -> Callable[[], object] | None:
+    def _record(self, work: BatchCall, compute: Callable[[], object]) -> Callable[[], object] | None:
         """What does this again and again; `work` is the one to name if it cannot be done."""
         if self._device.type != "cuda":
             return torch.no_grad()(compute)

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from symbiosis.errors import BadCall
 from symbiosis.split.executor.layers import BaseLayer, Block, Matrix, Norm, Rows
-from symbiosis.types import Direction, LayerKind, LayerSpec, Turn
+from symbiosis.types import Direction, LayerKind, LayerSpec, ProgramOp
 
-_Step = BaseLayer | Turn
+_Step = BaseLayer | ProgramOp
 _HALF = "what is saved for gradients is half a layer: a matrix, sums, SAVE, a norm, a block, BACK"
 
 
 def is_turn(handle: int) -> bool:
-    return handle in Turn._value2member_map_
+    return handle in ProgramOp._value2member_map_
 
 
-class Way(BaseLayer):
+class LayerProgram(BaseLayer):
     """A program of layers and turns. Its answers: the rows at its end; what its last norm read, if it ends with one, or what
     is saved; then what the layers after `READ` make of these rows.
 
@@ -33,12 +33,12 @@ class Way(BaseLayer):
 
     def __init__(self, program: Sequence[int], layer_of: Callable[[int], BaseLayer]) -> None:
         """Raises `BadCall` unless each step can take what the one before gives, `UnknownLayer` for what there is not."""
-        steps: list[_Step] = [Turn(each) if is_turn(each) else layer_of(each) for each in program]
-        if not steps or isinstance(steps[0], Turn):
+        steps: list[_Step] = [ProgramOp(each) if is_turn(each) else layer_of(each) for each in program]
+        if not steps or isinstance(steps[0], ProgramOp):
             raise BadCall("a call onward begins with a layer")
-        end = steps.index(Turn.READ) if Turn.READ in steps else len(steps)
+        end = steps.index(ProgramOp.READ) if ProgramOp.READ in steps else len(steps)
         self._steps, self._readers = steps[:end], steps[end + 1 :]
-        if any(not isinstance(step, Matrix | Block | Norm | Turn) for step in self._steps):
+        if any(not isinstance(step, Matrix | Block | Norm | ProgramOp) for step in self._steps):
             raise BadCall("only matrices, blocks, norms and sums can be on the way of a call onward")
         if any(not isinstance(step, Matrix | Block) for step in self._readers):
             raise BadCall("only matrices and blocks can read what a call onward comes to")
@@ -46,7 +46,7 @@ class Way(BaseLayer):
         self._widths: list[int] = [first.spec.in_width]
         self._floats: list[bool] = [False]
         width = self._check(first.spec.in_width)
-        self.saves = Turn.SAVE in self._steps
+        self.saves = ProgramOp.SAVE in self._steps
         if self.saves:
             self.half()
         spec = LayerSpec(
@@ -68,10 +68,10 @@ class Way(BaseLayer):
             if isinstance(step, BaseLayer):
                 _check_width(step, width)
                 width = step.spec.out_width
-            elif step in (Turn.ADD, Turn.ADD_FLOAT):
+            elif step in (ProgramOp.ADD, ProgramOp.ADD_FLOAT):
                 self._widths.append(width)
-                self._floats.append(step is Turn.ADD_FLOAT)
-            elif step in (Turn.KEEP, Turn.SAVE):
+                self._floats.append(step is ProgramOp.ADD_FLOAT)
+            elif step in (ProgramOp.KEEP, ProgramOp.SAVE):
                 kept = width
             elif kept != width:
                 raise BadCall(f"rows of width {width} cannot be added to kept ones: {'none' if kept is None else kept}")
@@ -81,10 +81,14 @@ class Way(BaseLayer):
 
     def half(self) -> tuple[Matrix, Norm, Block]:
         """The layers of half a layer: x + block(norm(x)), where x is what a matrix gives, and sums. Raises `BadCall`."""
-        first, *sums, save, norm, block, back = self._steps if len(self._steps) >= 5 else [Turn.BACK] * 5
+        first, *sums, save, norm, block, back = self._steps if len(self._steps) >= 5 else [ProgramOp.BACK] * 5
         if not (isinstance(first, Matrix) and isinstance(norm, Norm) and isinstance(block, Block)):
             raise BadCall(_HALF)
-        if (save, back) != (Turn.SAVE, Turn.BACK) or not {*sums} <= {Turn.ADD, Turn.ADD_FLOAT} or self._readers:
+        if (
+            (save, back) != (ProgramOp.SAVE, ProgramOp.BACK)
+            or not {*sums} <= {ProgramOp.ADD, ProgramOp.ADD_FLOAT}
+            or self._readers
+        ):
             raise BadCall(_HALF)
         return first, norm, block
 
@@ -106,11 +110,11 @@ class Way(BaseLayer):
         for step in self._steps:
             if isinstance(step, BaseLayer):
                 before, x = x, step.forward((x,))[0]
-            elif step is Turn.ADD:
+            elif step is ProgramOp.ADD:
                 x = x + others.pop(0)
-            elif step is Turn.ADD_FLOAT:
+            elif step is ProgramOp.ADD_FLOAT:
                 x = (x + others.pop(0)).to(x.dtype)
-            elif step in (Turn.KEEP, Turn.SAVE):
+            elif step in (ProgramOp.KEEP, ProgramOp.SAVE):
                 kept = x
             else:
                 x = x + kept
@@ -120,13 +124,13 @@ class Way(BaseLayer):
         return tuple(results)
 
 
-class WayHome(BaseLayer):
+class LayerProgramBackward(BaseLayer):
     """From the rows that half a layer saved and the gradient of its end to the gradients of its first rows and of the saved.
 
     Plain reference: autograd through the same steps (tests/split/executor/test_layer_program.py).
     """
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: LayerProgram) -> None:
         """Raises `BadCall` for a way of which nothing is saved."""
         self._matrix, self._norm, self._block = way.half()
         super().__init__(way.spec, self._matrix.weights)

@@ -13,7 +13,7 @@ from symbiosis.errors import Closed, SymbiosisError
 from symbiosis.split.executor.service import Service
 from symbiosis.transport.base import Peer, Port
 from symbiosis.transport.messages import Message
-from symbiosis.transport.poller import Waiter, Wakeup
+from symbiosis.transport.poller import Poller, Wakeup
 
 _DRAIN_AT_ONCE = 64
 _TIDY_EVERY_S = 10.0
@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 5e-4  # while that lasts, the other ports are looked at so often
 _log = logging.getLogger("symbiosis")
 
 
-class Loop:
+class ExecutorLoop:
     """Owns the ports. Everything they bring is handled on one thread, so nothing needs a lock.
 
     However the loop ends, its ports are closed: nobody waits for an answer
@@ -34,7 +34,7 @@ class Loop:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._ports: list[Port] = []
-        self._waiter = Waiter()
+        self._waiter = Poller()
         self._wakeup = Wakeup()
         self._waiter.add(self._wakeup.fileno())
         service.turns.on_free = self._wakeup.ring

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from symbiosis.split.executor.cost_model import Costs
+from symbiosis.split.executor.cost_model import CostModel
 from symbiosis.types import WITH_BIAS, Direction
 
 
@@ -38,7 +38,7 @@ class BatchKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingCall:
     """A checked call in the queue, as a policy sees it."""
 
     number: int
@@ -52,7 +52,7 @@ class Pending:
     """Its batch is only launched when it leaves the queue: nobody here waits for the result."""
 
 
-class Heard(Protocol):
+class SessionView(Protocol):
     """What is known of an open session."""
 
     last_seen: float
@@ -91,7 +91,7 @@ class Heard(Protocol):
 class Decision:
     """Either a batch (run now) or a time to ask again (None: when something new arrives)."""
 
-    batch: tuple[Pending, ...] = ()
+    batch: tuple[PendingCall, ...] = ()
     ask_again_at: float | None = None
 
 
@@ -99,13 +99,15 @@ class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
+    def decide(
+        self, pending: Sequence[PendingCall], heard: Mapping[int, SessionView], costs: CostModel, now: float
+    ) -> Decision:
         """`heard` tells what is known of each open session."""
 
 
-def _fill(calls: Iterable[Pending], max_rows: int) -> tuple[Pending, ...]:
+def _fill(calls: Iterable[PendingCall], max_rows: int) -> tuple[PendingCall, ...]:
     """As many calls as fit, at least one, in the order given."""
-    batch: list[Pending] = []
+    batch: list[PendingCall] = []
     rows = 0
     for call in calls:
         if batch and rows + call.rows > max_rows:
@@ -115,28 +117,30 @@ def _fill(calls: Iterable[Pending], max_rows: int) -> tuple[Pending, ...]:
     return tuple(batch)
 
 
-def _turn(call: Pending, heard: Mapping[int, Heard]) -> tuple[float, int]:
+def _turn(call: PendingCall, heard: Mapping[int, SessionView]) -> tuple[float, int]:
     """Smaller goes first: however many channels a tenant has, others come between two of its calls."""
     last = heard.get(call.session)
     return (last.tenant_ran if last is not None else 0.0, call.number)
 
 
-def _by_key(pending: Sequence[Pending]) -> dict[BatchKey, list[Pending]]:
-    groups: dict[BatchKey, list[Pending]] = {}
+def _by_key(pending: Sequence[PendingCall]) -> dict[BatchKey, list[PendingCall]]:
+    groups: dict[BatchKey, list[PendingCall]] = {}
     for call in pending:
         groups.setdefault(call.key, []).append(call)
     return groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alone:
+class NoBatching:
     """Every call by itself, first come first served: the plain reference for the other two."""
 
     name: str = "none"
     max_wait_s: float = 0.0
     """Nobody ever waits here; the setting exists so that all policies take it."""
 
-    def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
+    def decide(
+        self, pending: Sequence[PendingCall], heard: Mapping[int, SessionView], costs: CostModel, now: float
+    ) -> Decision:
         return Decision(batch=(min(pending, key=lambda call: call.number),)) if pending else Decision()
 
 
@@ -154,7 +158,9 @@ class Lockstep:
     max_rows: int = 1024
     """Most rows of calls that share a batch: a product of so many keeps a GPU busy by itself, and company costs it copies."""
 
-    def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
+    def decide(
+        self, pending: Sequence[PendingCall], heard: Mapping[int, SessionView], costs: CostModel, now: float
+    ) -> Decision:
         if not pending:
             return Decision()
         oldest = min(pending, key=lambda call: call.number)
@@ -217,7 +223,9 @@ class Opportunistic:
     patience: float = 1.0
     """Longest wait for others in the middle of a pass, at one place, by the time from one call to the next."""
 
-    def decide(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
+    def decide(
+        self, pending: Sequence[PendingCall], heard: Mapping[int, SessionView], costs: CostModel, now: float
+    ) -> Decision:
         if not pending:
             return Decision()
         meeting = [call for call in pending if call.launched and not call.training and call.rows <= self.decode_rows]
@@ -233,7 +241,9 @@ class Opportunistic:
         times = [each.ask_again_at for each in (first, then) if each.ask_again_at is not None]
         return then if then.batch else Decision(ask_again_at=min(times, default=None))
 
-    def _gathered(self, pending: Sequence[Pending], heard: Mapping[int, Heard], costs: Costs, now: float) -> Decision:
+    def _gathered(
+        self, pending: Sequence[PendingCall], heard: Mapping[int, SessionView], costs: CostModel, now: float
+    ) -> Decision:
         """What is there, or what is worth waiting for."""
         if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:
             return Decision(batch=(pending[0],))  # alone, and small calls never wait: as below, sooner
@@ -257,10 +267,10 @@ class Opportunistic:
         key = min(ready, key=lambda ranked: ranked[0])[1]
         return Decision(batch=self._gather(groups[key], small, heard, now))
 
-    def _is_small(self, call: Pending, costs: Costs) -> bool:
+    def _is_small(self, call: PendingCall, costs: CostModel) -> bool:
         return call.rows <= self.small_rows or costs.is_mostly_fixed(call.key.shape, call.rows)
 
-    def _rest_until(self, heard: Mapping[int, Heard], now: float) -> float:
+    def _rest_until(self, heard: Mapping[int, SessionView], now: float) -> float:
         """When training may go on; in the past if at once."""
         active = [last for last in heard.values() if now - last.answered <= self.company_s and last.key is not None]
         # not every call without a gradient decodes: a trainer's first layer has none either
@@ -268,7 +278,7 @@ class Opportunistic:
             return now
         return max((last.ran + last.span_s / self.training_share for last in active if last.training), default=now)
 
-    def _wait_until(self, key: BatchKey, calls: list[Pending], costs: Costs) -> float:
+    def _wait_until(self, key: BatchKey, calls: list[PendingCall], costs: CostModel) -> float:
         """When the group must run at the latest; in the past if at once."""
         first = min(call.arrived for call in calls)
         rows = sum(call.rows for call in calls)
@@ -279,7 +289,7 @@ class Opportunistic:
             return first
         return first + min(self.max_wait_s, gain, self.wait_share * own_time)
 
-    def _meet(self, pending: Sequence[Pending], heard: Mapping[int, Heard], now: float) -> Decision:
+    def _meet(self, pending: Sequence[PendingCall], heard: Mapping[int, SessionView], now: float) -> Decision:
         """Decoding on a GPU, where every microsecond counts: first come, first served, but for who waits for company."""
         here, load = {call.session for call in pending}, self._load(heard, now)
         ask_again: float | None = None
@@ -290,7 +300,9 @@ class Opportunistic:
             ask_again = until if ask_again is None else min(ask_again, until)
         return Decision(ask_again_at=ask_again)
 
-    def _meet_until(self, calls: list[Pending], here: set[int], heard: Mapping[int, Heard], load: float, now: float) -> float:
+    def _meet_until(
+        self, calls: list[PendingCall], here: set[int], heard: Mapping[int, SessionView], load: float, now: float
+    ) -> float:
         """Until when calls wait for those they can travel with; in the past if for nobody. Who is `here` has called."""
         first = calls[0]
         mine = heard.get(first.session)
@@ -317,7 +329,7 @@ class Opportunistic:
                 until = min(until, call.arrived + self.meeting_share * last.pass_s - last.waited_s)
         return until
 
-    def _load(self, heard: Mapping[int, Heard], now: float) -> float:
+    def _load(self, heard: Mapping[int, SessionView], now: float) -> float:
         """What the calls of those who decode take, each alone, as a share of the time; 1.0 at most."""
         active = [last for last in heard.values() if not last.training and now - last.last_seen <= self.company_s]
         return min(1.0, sum(last.pass_cost_s / last.pass_s for last in active if last.pass_s > 0.0))
@@ -325,10 +337,10 @@ class Opportunistic:
     def _rank(
         self,
         key: BatchKey,
-        calls: list[Pending],
+        calls: list[PendingCall],
         small: set[int],
         coming: list[BatchKey | None],
-        heard: Mapping[int, Heard],
+        heard: Mapping[int, SessionView],
         now: float,
     ) -> _Rank:
         """Smaller goes first: overdue, inference, small, nobody just behind, furthest behind, first come.
@@ -351,7 +363,9 @@ class Opportunistic:
             return False
         return 0 < key.progress[1] - last.progress[1] <= self.reach
 
-    def _gather(self, calls: list[Pending], small: set[int], heard: Mapping[int, Heard], now: float) -> tuple[Pending, ...]:
+    def _gather(
+        self, calls: list[PendingCall], small: set[int], heard: Mapping[int, SessionView], now: float
+    ) -> tuple[PendingCall, ...]:
         """Who travels together: inference before training, first come first; small calls take no big ones along."""
         if any(now - call.arrived > self.max_wait_s for call in calls):
             in_turn = sorted(calls, key=lambda call: (now - call.arrived <= self.max_wait_s, *_turn(call, heard)))
@@ -363,8 +377,8 @@ class Opportunistic:
         return _fill(calls, min(limit, self.max_rows))
 
 
-POLICIES: dict[str, type[Opportunistic] | type[Lockstep] | type[Alone]] = {
+POLICIES: dict[str, type[Opportunistic] | type[Lockstep] | type[NoBatching]] = {
     "opportunistic": Opportunistic,
     "lockstep": Lockstep,
-    "none": Alone,
+    "none": NoBatching,
 }

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from symbiosis.device_sharing.cpu_turns import Turns
+from symbiosis.device_sharing.cpu_turns import CpuTimeShare
 from symbiosis.errors import (
     BadCall,
     DirectRefused,
@@ -27,15 +27,15 @@ from symbiosis.errors import (
 )
 from symbiosis.gpu import driver
 from symbiosis.models import blob_store
-from symbiosis.split.executor.batch import Call, Cut, Work, run_batch
+from symbiosis.split.executor.batch import BatchCall, Call, SlicedBatch, run_batch
 from symbiosis.split.executor.calibration import time_layer
-from symbiosis.split.executor.cost_model import Costs
-from symbiosis.split.executor.layer_program import Way, WayHome, is_turn
+from symbiosis.split.executor.cost_model import CostModel
+from symbiosis.split.executor.layer_program import LayerProgram, LayerProgramBackward, is_turn
 from symbiosis.split.executor.layers import BaseLayer, Rows, answer_widths, check_together
 from symbiosis.split.executor.memory_export import describe
-from symbiosis.split.executor.policies import BatchKey, Decision, Heard, Pending, Policy
+from symbiosis.split.executor.policies import BatchKey, Decision, PendingCall, Policy, SessionView
 from symbiosis.split.executor.sessions import Session, Sessions
-from symbiosis.split.executor.streams import Lanes
+from symbiosis.split.executor.streams import StreamSelector
 from symbiosis.transport.base import Peer
 from symbiosis.transport.messages import PROTOCOL, Kind, Message, tensor_bytes
 from symbiosis.types import WITH_BIAS, BlobRef, Direction, LayerKind, LayerSpec, Limits, Manifest
@@ -64,23 +64,23 @@ class Service:
         policy: Policy,
         limits: Limits,
         client_tensors: Mapping[str, torch.Tensor] | None = None,
-        turns: Turns | None = None,
+        turns: CpuTimeShare | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.name, self.policy, self.limits = model, name, policy, limits
         self._layers = layers
         self._manifest = manifest
         self._client_tensors = client_tensors or {}
-        self.turns = turns or Turns()
+        self.turns = turns or CpuTimeShare()
         self._clock = clock
-        self._costs = Costs()
+        self._costs = CostModel()
         devices = {layer.device for layer in layers}
         on_gpu = len(devices) == 1 and layers[0].device.type == "cuda"
-        self._lanes = Lanes(layers[0].device) if on_gpu else None
+        self._lanes = StreamSelector(layers[0].device) if on_gpu else None
         self._change_s = 0.0 if self._lanes is None else self._lanes.change_s
         self._sessions = Sessions(limits.max_sessions)
         self._queue: dict[int, Call] = {}
-        self._cut: Cut | None = None
+        self._cut: SlicedBatch | None = None
         """The training batch that is computed piece by piece, if one is. Its calls stay in the queue until its end."""
         self._is_cuts_turn = False
         self._queued_bytes = 0
@@ -95,8 +95,8 @@ class Service:
         """When the last batch ended."""
         self._started = clock()
         self._key = lru_cache(maxsize=4096)(self._new_key)
-        self._way = lru_cache(maxsize=4096)(lambda program: Way(program, self._layer))
-        self._way_home = lru_cache(maxsize=4096)(lambda program: WayHome(self._way(program)))
+        self._way = lru_cache(maxsize=4096)(lambda program: LayerProgram(program, self._layer))
+        self._way_home = lru_cache(maxsize=4096)(lambda program: LayerProgramBackward(self._way(program)))
         self._enters = lru_cache(maxsize=4096)(self._is_entry)
         self._entry = {
             0,
@@ -239,18 +239,18 @@ class Service:
             if session.request == message.request:
                 return  # sent again while it waits: it will be answered once
             raise TooManyCalls("this channel's last call has not been answered yet: one at a time")
-        work: Work | None = message.note
+        work: BatchCall | None = message.note
         if work is None:
             work = self._check_work(session.peer, message)
         self._numbers += 1
         launched = work.places is not None and self._lanes is not None
         rows = work.rows[0].shape[0]
-        pending = Pending(self._numbers, session.number, work.key, rows, message.training, session.last_seen, launched)
+        pending = PendingCall(self._numbers, session.number, work.key, rows, message.training, session.last_seen, launched)
         self._queue[pending.number] = Call(pending, session, message.request, work)
         self._queued_bytes += work.bytes
         session.busy, session.request = True, message.request
 
-    def _check_work(self, peer: Peer, message: Message) -> Work:
+    def _check_work(self, peer: Peer, message: Message) -> BatchCall:
         """What a call asks for, if it may; noted on the message if all of it was checked for good."""
         if message.direction is Direction.ONWARD:
             layers: tuple[BaseLayer, ...] = (self._way(message.layers),)
@@ -266,7 +266,7 @@ class Service:
             places = peer.port.places(peer, [(rows[0].shape[0], width) for width in widths], layers[0].dtype)
         # rows of tenants on this host lie in their channel's own memory, whether they wait here or there
         held = 0 if peer.port.same_host else sum(tensor_bytes(t) for t in rows)
-        work = Work(layers, key, rows, places, held)
+        work = BatchCall(layers, key, rows, places, held)
         if all(t.is_floating_point() for t in rows):  # whoever sends integers can change them before the next time
             message.note = work
         return work
@@ -299,7 +299,7 @@ class Service:
         if (chosen := max((t.numel() for t in rows if not t.is_floating_point()), default=0)) > self.limits.max_choices:
             raise TooLarge(f"{count} rows choose {chosen} times: together at most {self.limits.max_choices}, cut the call")
         if message.direction.is_way:
-            if message.training and message.direction is Direction.ONWARD and not cast(Way, layers[0]).saves:
+            if message.training and message.direction is Direction.ONWARD and not cast(LayerProgram, layers[0]).saves:
                 raise BadCall("a call onward that saves nothing is for inference: it has no backward")
             steps, most = len(message.layers), self.limits.max_rows
             if count * steps > most:
@@ -332,14 +332,14 @@ class Service:
         if self._lanes is not None:
             torch.cuda.empty_cache()
 
-    def _heard(self, now: float) -> Mapping[int, Heard]:
+    def _heard(self, now: float) -> Mapping[int, SessionView]:
         busy_until = self.turns.busy_until()
         if self._lanes is None or busy_until is None:  # on cores, training takes turns with it
             return self._sessions.open
         self._guest.answered = busy_until
         return {0: self._guest, **self._sessions.open}
 
-    def _others(self, heard: Mapping[int, Heard]) -> Mapping[int, Heard]:
+    def _others(self, heard: Mapping[int, SessionView]) -> Mapping[int, SessionView]:
         """Without those whose calls are computed piece by piece: nobody needs to wait for them."""
         if self._cut is None:
             return heard
@@ -374,7 +374,7 @@ class Service:
             training = [call for call in calls if call.trains]
             calls = [call for call in calls if not call.trains]
             if training:
-                self._cut = Cut(training, self._clock())
+                self._cut = SlicedBatch(training, self._clock())
         if calls:
             self._run(calls)
             self._is_cuts_turn = True  # one after the other: neither waits for ever
@@ -393,7 +393,7 @@ class Service:
         if self._lanes is not None:
             self._lanes.leave()
 
-    def _advance(self, cut: Cut) -> bool:
+    def _advance(self, cut: SlicedBatch) -> bool:
         """Compute one more piece, if it is training's turn."""
         seconds = self.turns.begin()
         if seconds is None:

@@ -16,8 +16,8 @@ import torch
 from symbiosis.errors import SymbiosisError
 from symbiosis.gpu import driver
 from symbiosis.split.executor.batch import Call, run_batch
-from symbiosis.split.executor.cost_model import Costs
-from symbiosis.split.executor.cuda_graphs import Replays
+from symbiosis.split.executor.cost_model import CostModel
+from symbiosis.split.executor.cuda_graphs import BatchGraphs
 from symbiosis.split.executor.layers import Rows
 from symbiosis.split.executor.policies import BatchKey
 
@@ -27,7 +27,7 @@ _CHANGE_S = 3e-4  # measured: to the other process's context and back (docs/desi
 _log = logging.getLogger("symbiosis")
 
 
-class Lanes:
+class StreamSelector:
     """Chooses the stream for each batch of the executor's one thread, and times some of them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,13 +36,13 @@ class Lanes:
         self._calm = torch.cuda.Stream(device, priority=low)  # type: ignore[no-untyped-call]
         self._urgent = torch.cuda.Stream(device, priority=high)  # type: ignore[no-untyped-call]
         self._now = self._usual
-        self._replays = Replays(device)
+        self._replays = BatchGraphs(device)
         self.change_s = 0.0 if driver.is_shared(device) else _CHANGE_S
         """What a call from another process costs the GPU besides its products."""
         self._batches = 0
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, BatchKey, int]] = []
 
-    def run(self, calls: Sequence[Call], costs: Costs) -> list[Rows | SymbiosisError]:
+    def run(self, calls: Sequence[Call], costs: CostModel) -> list[Rows | SymbiosisError]:
         """Run a batch in its lane; what it costs the GPU is noted later, now and then. Then answer, and `leave`."""
         self._enter(calls)
         self._batches += 1
@@ -94,7 +94,7 @@ class Lanes:
             torch.cuda.set_stream(self._usual)
             self._now = self._usual
 
-    def _look(self, costs: Costs) -> None:
+    def _look(self, costs: CostModel) -> None:
         waiting = []
         for started, ended, key, rows in self._timed:
             if ended.query():  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import symbiosis
 from symbiosis.errors import Closed
-from symbiosis.split.client.deferred.decode import Node, Promise, is_worth_it
+from symbiosis.split.client.deferred.decode import DeferredTensor, Node, is_worth_it
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import connected, twin
 
@@ -70,12 +70,12 @@ def test_from_attention_to_attention_is_one_call_with_adapters_too(targets, dtyp
 def test_with_gradients_or_many_rows_nothing_is_promised(both):
     _, model = both
     attention = model.model.layers[0].self_attn
-    assert isinstance(attention.o_proj(torch.randn(512, 32)), Promise)
+    assert isinstance(attention.o_proj(torch.randn(512, 32)), DeferredTensor)
     assert type(attention.o_proj(torch.randn(513, 32))) is Tensor
     with torch.enable_grad():
-        assert not isinstance(attention.o_proj(torch.randn(2, 32)), Promise)
+        assert not isinstance(attention.o_proj(torch.randn(2, 32)), DeferredTensor)
     with torch.inference_mode():
-        assert not isinstance(attention.o_proj(torch.randn(2, 32)), Promise)
+        assert not isinstance(attention.o_proj(torch.randn(2, 32)), DeferredTensor)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def without_functions(look: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 def test_a_promise_is_a_tensor_to_everything(both, look):
     x = torch.randn(3, 32)
     expected, found = (each.model.layers[0].self_attn.o_proj(x) for each in both)
-    assert isinstance(found, Promise)
+    assert isinstance(found, DeferredTensor)
     assert isinstance(found, Tensor)
     assert (found.shape, found.dtype, found.device, found.dim(), len(found)) == (expected.shape, x.dtype, x.device, 2, 3)
     result = look(found)
@@ -303,7 +303,7 @@ def test_sums_and_norms_are_promised_and_rounded_as_ever(both):
         x.zero_()  # what was read was read
         residual.zero_()
         results.append((end, total, normed))
-    assert all(isinstance(each, Promise) for each in results[1])
+    assert all(isinstance(each, DeferredTensor) for each in results[1])
     for found, expected in zip(results[1], results[0], strict=True):
         assert torch.equal(found, expected)
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import symbiosis
 from symbiosis.errors import BadCall
-from symbiosis.split.client.deferred.train import Late
+from symbiosis.split.client.deferred.train import DeferredGradTensor
 from symbiosis.types import Limits
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import assert_same_gradients, connected, gradients, twin
@@ -433,7 +433,7 @@ def test_threads_may_look_at_one_tensor(both):
     for _ in range(40):
         o.groups.halves._broken.clear()
         late = o(torch.randn(2, 32, requires_grad=True))
-        assert type(late) is Late
+        assert type(late) is DeferredGradTensor
         together = threading.Barrier(3)
 
         def look(late: Tensor = late, together: threading.Barrier = together) -> Tensor:
@@ -509,7 +509,7 @@ def test_nothing_is_left_of_a_step(both):
     gc.disable()
     try:
         gradients(both[1], LLAMA.batch())
-        assert not [each for each in gc.get_objects() if type(each) is Late]
+        assert not [each for each in gc.get_objects() if type(each) is DeferredGradTensor]
     finally:
         gc.enable()
 
@@ -535,7 +535,7 @@ def test_a_norm_of_the_tenants_own_is_used(both):
 def test_under_autocast_nothing_comes_late(both):
     gradients(both[1], LLAMA.batch())
     o, x = layers(both[1])[0].self_attn.o_proj.base_layer, torch.randn(2, 32)
-    assert type(o(x)) is Late
+    assert type(o(x)) is DeferredGradTensor
     with torch.autocast("cpu", torch.bfloat16):
         assert type(o(x)) is Tensor
     expected, found = [], []
@@ -560,7 +560,7 @@ def test_what_comes_late_is_known_without_its_numbers(both):
     gradients(both[1], LLAMA.batch())
     o = layers(both[1])[0].self_attn.o_proj.base_layer
     late = o(torch.randn(2, 3, 32, requires_grad=True))
-    assert type(late) is Late
+    assert type(late) is DeferredGradTensor
     assert late.shape == (2, 3, 32)
     assert (late.dim(), late.size(-1), len(late), late.dtype, late.device.type) == (3, 32, 2, torch.float32, "cpu")
     assert late.node.value is None

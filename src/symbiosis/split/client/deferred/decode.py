@@ -2,7 +2,7 @@
 
 From the attention of one layer to that of the next, every row goes its way
 alone: o, its adapter's change, a sum, a norm, the MLP, a sum, a norm, q, k and
-v. A layer that is called without gradients gives a `Promise`: a tensor that
+v. A layer that is called without gradients gives a `DeferredTensor`: a tensor that
 knows how it comes about. Sums with it and norms of it are promises too. Whatever
 else is done with one needs its numbers: then the executor computes the whole
 way in one call onward.
@@ -22,10 +22,19 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from symbiosis.split.client.deferred.tensor import FACTS, HALVES, SUMS, Unseen, changes_nothing, is_ordinary, ordinary, plain
-from symbiosis.split.client.session import Session
+from symbiosis.split.client.deferred.tensor import (
+    FACTS,
+    HALVES,
+    SUMS,
+    LazyTensor,
+    changes_nothing,
+    is_ordinary,
+    ordinary,
+    plain,
+)
+from symbiosis.split.client.session import ClientSession
 from symbiosis.transport.messages import MAX_LAYERS
-from symbiosis.types import WITH_BIAS, LayerSpec, Turn
+from symbiosis.types import WITH_BIAS, LayerSpec, ProgramOp
 
 _ROWS = 512  # more take longer than their ways
 _FEW = 8  # rows that come again in any shape: a token, or a few drafts of one
@@ -37,7 +46,7 @@ _FACTS = {
 }
 
 
-class Member:
+class LayerRef:
     """A layer as it is called: with the executor's bias or without. `Groups` makes one of each."""
 
     __slots__ = ("handle", "layer", "with_bias")
@@ -47,47 +56,47 @@ class Member:
         self.handle = layer.handle | (WITH_BIAS * with_bias)
 
 
-class Promises:
+class DecodeDeferral:
     """Makes a session's promises, where they are worth it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ClientSession) -> None:
         self.session = session
         self.dtype = getattr(torch, session.manifest.dtype)
-        self._broken: dict[Member, int] = {}
+        self._broken: dict[LayerRef, int] = {}
         self.publishing = threading.Lock()
 
     def can(self, x: Tensor) -> bool:
         """Whether what becomes of these rows may be promised."""
         if not _may_promise():
             return False
-        like = x.node.like if type(x) is Promise else x
+        like = x.node.like if type(x) is DeferredTensor else x
         if like.dtype is not self.dtype:  # in other dtypes than the executor's, its sums are rounded otherwise
             return False
         if isinstance(like, Node):
             return True  # as what led there could, which has the same rows
         return is_worth_it(like.shape, on_gpu=like.device.type == "cuda") and not like.is_inference()
 
-    def can_layer(self, me: Member, x: Tensor) -> bool:
+    def can_layer(self, me: LayerRef, x: Tensor) -> bool:
         return self._broken.get(me, 0) < _TRIES and self.can(x) and (not self.made(x) or x.node.fits(1))
 
-    def made(self, x: Any) -> TypeGuard[Promise]:
+    def made(self, x: Any) -> TypeGuard[DeferredTensor]:
         """Whether this is a promise of this session's, of which more may be made."""
         return is_pending(x) and x.node.promises is self
 
-    def layer(self, me: Member, x: Tensor) -> Promise:
+    def layer(self, me: LayerRef, x: Tensor) -> DeferredTensor:
         """What a layer makes of `x`."""
         source = x.node if self.made(x) else plain(x).clone()
-        return Promise(Node(self, me, source, me.layer.out_width))
+        return DeferredTensor(Node(self, me, source, me.layer.out_width))
 
-    def norm(self, norm: LayerSpec, x: Promise) -> Promise:
+    def norm(self, norm: LayerSpec, x: DeferredTensor) -> DeferredTensor:
         """What the executor's norm makes of a promise that is pending."""
-        return Promise(Node(self, norm, x.node, norm.out_width))
+        return DeferredTensor(Node(self, norm, x.node, norm.out_width))
 
-    def note_broken(self, me: Member) -> None:
+    def note_broken(self, me: LayerRef) -> None:
         """Somebody looked at a layer's own result."""
         self._broken[me] = self._broken.get(me, 0) + 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Promises:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeDeferral:
         return self
 
 
@@ -101,8 +110,8 @@ class Node:
 
     def __init__(
         self,
-        promises: Promises,
-        step: Member | LayerSpec | Turn,
+        promises: DecodeDeferral,
+        step: LayerRef | LayerSpec | ProgramOp,
         source: Node | Tensor,
         width: int,
         addend: Node | Tensor | None = None,
@@ -133,11 +142,11 @@ class Node:
 
     @property
     def is_wide(self) -> bool:
-        return self.step is Turn.ADD_FLOAT and self.dtype is torch.float32
+        return self.step is ProgramOp.ADD_FLOAT and self.dtype is torch.float32
 
     def rounded(self) -> Node:
         """A wide sum in the dtype of its rows."""
-        made = Node(self.promises, Turn.ADD_FLOAT, self._source, self.shape[-1], self._addend)
+        made = Node(self.promises, ProgramOp.ADD_FLOAT, self._source, self.shape[-1], self._addend)
         made.dtype = self._source.dtype
         return made
 
@@ -168,7 +177,7 @@ class Node:
                 self._published, self._public = public._version, public
 
     def _look(self) -> None:
-        if isinstance(self.step, Member):
+        if isinstance(self.step, LayerRef):
             self.promises.note_broken(self.step)
             source = self._source
             if isinstance(source, Node) and source.value is None and (way := source.way()):
@@ -189,7 +198,7 @@ class Node:
         self.is_used = True
         return self.value
 
-    def compute(self, way: Sequence[Node], readers: Sequence[Member]) -> tuple[Tensor, ...]:
+    def compute(self, way: Sequence[Node], readers: Sequence[LayerRef]) -> tuple[Tensor, ...]:
         """Its numbers, by its `way`; the results are those of layers that read them."""
         first = way[0]._source
         start = first.value if isinstance(first, Node) else first
@@ -200,14 +209,14 @@ class Node:
             if addend is None:
                 program.append(node.step.handle)
             elif isinstance(addend, Node) and addend.value is None:
-                program.append(Turn.BACK)
+                program.append(ProgramOp.BACK)
             else:
                 program.append(node.step.handle)
                 tensors.append(addend.value if isinstance(addend, Node) else addend)  # type: ignore[arg-type]
             if id(node) in added:
-                program.append(Turn.KEEP)
+                program.append(ProgramOp.KEEP)
         if readers:
-            program += [Turn.READ, *[reader.handle for reader in readers]]
+            program += [ProgramOp.READ, *[reader.handle for reader in readers]]
         is_norm = isinstance(self.step, LayerSpec)
         widths = [self.shape[-1]] * (2 if is_norm else 1) + [reader.layer.out_width for reader in readers]
         with ordinary(), torch._C._DisableFuncTorch():  # whoever looks, and from where, has no part in the numbers
@@ -270,7 +279,7 @@ class Node:
         return at is self and self is not other
 
 
-class Promise(Unseen):
+class DeferredTensor(LazyTensor):
     """A tensor that is computed when somebody looks at its numbers."""
 
     node: Node
@@ -288,7 +297,7 @@ class Promise(Unseen):
         if args and is_pending(args[0]) and changes_nothing(func, args, kwargs):
             return args[0]
         if func is Tensor.to and _rounds(*args, **kwargs):
-            return Promise(args[0].node.rounded())
+            return DeferredTensor(args[0].node.rounded())
         return func(*plain(args), **plain(kwargs))
 
     @classmethod
@@ -314,42 +323,46 @@ def is_worth_it(shape: torch.Size, *, on_gpu: bool) -> bool:
     return not on_gpu or rows <= _FEW or (len(shape) > 2 and shape[-2] == 1)
 
 
-def is_pending(x: Any) -> TypeGuard[Promise]:
+def is_pending(x: Any) -> TypeGuard[DeferredTensor]:
     """Whether this is a promise that nobody has looked at, and of which more may be made."""
-    return type(x) is Promise and x.node.value is None and not x.node.is_wide
+    return type(x) is DeferredTensor and x.node.value is None and not x.node.is_wide
 
 
-def _sum(one: Any, other: Any) -> Promise | None:
+def _sum(one: Any, other: Any) -> DeferredTensor | None:
     """The sum as a promise, if it can be one. Of two that are pending one has to lead to the other."""
     if not is_pending(one) or (is_pending(other) and one.node.leads_to(other.node)):
         one, other = other, one
-    if not is_pending(one) or type(other) not in (Tensor, Promise):
+    if not is_pending(one) or type(other) not in (Tensor, DeferredTensor):
         return None
     promises = one.node.promises
-    if type(other) is Promise and other.node.value is None and not (promises.made(other) and other.node.leads_to(one.node)):
+    if (
+        type(other) is DeferredTensor
+        and other.node.value is None
+        and not (promises.made(other) and other.node.leads_to(one.node))
+    ):
         other = plain(other)
     if not is_pending(one) or not promises.can(one) or not one.node.fits(2):
         return None
     if one.shape != other.shape or one.device != other.device or (type(other) is Tensor and other.layout is not torch.strided):
         return None
     if other.dtype is not one.dtype:  # adapters in float32 beside a model in half of it
-        if other.dtype is not torch.float32 or one.dtype not in HALVES or type(other) is Promise or other.is_inference():
+        if other.dtype is not torch.float32 or one.dtype not in HALVES or type(other) is DeferredTensor or other.is_inference():
             return None
-        return Promise(Node(promises, Turn.ADD_FLOAT, one.node, one.shape[-1], other.clone()))
+        return DeferredTensor(Node(promises, ProgramOp.ADD_FLOAT, one.node, one.shape[-1], other.clone()))
     if not is_pending(other) and not promises.can(other):
         return None
-    return Promise(Node(promises, Turn.ADD, one.node, one.shape[-1], _addend(other)))
+    return DeferredTensor(Node(promises, ProgramOp.ADD, one.node, one.shape[-1], _addend(other)))
 
 
 def _addend(x: Tensor) -> Node | Tensor:
     """What a sum may count on, whatever becomes of `x`."""
-    if type(x) is not Promise:
+    if type(x) is not DeferredTensor:
         return x.clone()
     return x.node if x.node.value is None else x.node.as_it_is()
 
 
 def _rounds(x: Any, dtype: Any = None, *more: Any, **named: Any) -> bool:
     """Whether this rounds a wide sum, that nobody has looked at, to the dtype of its rows."""
-    if type(x) is not Promise or more or named or not x.node.is_wide or x.node.value is not None:
+    if type(x) is not DeferredTensor or more or named or not x.node.is_wide or x.node.value is not None:
         return False
     return dtype is x.node.promises.dtype and not torch.is_grad_enabled()

@@ -40,7 +40,7 @@ class Like(Protocol):
     def device(self) -> torch.device: ...
 
 
-class Source(Protocol):
+class LazySource(Protocol):
     """How such a tensor comes about."""
 
     @property
@@ -49,7 +49,7 @@ class Source(Protocol):
         """Its numbers, for whatever somebody does with them."""
 
 
-class Unseen(Tensor):
+class LazyTensor(Tensor):
     """A tensor that is computed when somebody looks at its numbers. Subclasses say what may be done with it before."""
 
     node: Any
@@ -87,9 +87,9 @@ class Unseen(Tensor):
         return self._straight(Tensor.to, self, *args, **kwargs)
 
     @staticmethod
-    def __new__(cls: Any, node: Source, *, requires_grad: bool = False) -> Unseen:
+    def __new__(cls: Any, node: LazySource, *, requires_grad: bool = False) -> LazyTensor:
         like = node.like
-        made: Unseen = Tensor._make_wrapper_subclass(
+        made: LazyTensor = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
         )
         made.node = node
@@ -118,7 +118,7 @@ def ordinary() -> AbstractContextManager[Any]:
 
 def plain(value: Any) -> Any:
     """The same with numbers in the place of what nobody has seen."""
-    if isinstance(value, Unseen):
+    if isinstance(value, LazyTensor):
         return value.node.public()
     if type(value) in _SINGLE:
         return value
@@ -133,7 +133,7 @@ def plain(value: Any) -> Any:
 def changes_nothing(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this gives its first argument itself."""
     x = args[0] if args else None
-    if not isinstance(x, Unseen):
+    if not isinstance(x, LazyTensor):
         return False
     if func is F.dropout:
         return not kwargs.get("training", args[2] if len(args) > 2 else True)

@@ -1,7 +1,7 @@
 """Fewer calls in training: half a layer, from its attention to its end, is one call forward and one backward.
 
 Between the two every row goes its way alone: o, its adapter's change, a sum, a
-norm, the MLP, a sum. Under autograd o gives a tensor that comes `Late`; sums
+norm, the MLP, a sum. Under autograd o gives a tensor that comes `DeferredGradTensor`; sums
 with it, its norm and what the MLP makes of that come late too. The last sum is
 what the layer gives: there the executor computes all of it in one call, and
 all of its gradient in another. Whatever else is done with one of them before
@@ -30,22 +30,31 @@ from torch.nn import functional as F
 
 from symbiosis.errors import BadCall
 from symbiosis.split.client.autograd import call_block, call_half, call_matrices
-from symbiosis.split.client.deferred.decode import Member
-from symbiosis.split.client.deferred.tensor import FACTS, HALVES, SUMS, Unseen, changes_nothing, is_ordinary, ordinary, plain
-from symbiosis.split.client.session import Session
+from symbiosis.split.client.deferred.decode import LayerRef
+from symbiosis.split.client.deferred.tensor import (
+    FACTS,
+    HALVES,
+    SUMS,
+    LazyTensor,
+    changes_nothing,
+    is_ordinary,
+    ordinary,
+    plain,
+)
+from symbiosis.split.client.session import ClientSession
 from symbiosis.transport.messages import MAX_LAYERS
-from symbiosis.types import LayerKind, LayerSpec, Turn
+from symbiosis.types import LayerKind, LayerSpec, ProgramOp
 
 _TRIES = 4  # a layer after which something else came so often is computed at once
 
 
-class Halves:
+class TrainDeferral:
     """Makes what comes late in one session, where it is worth it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ClientSession) -> None:
         self.session = session
         self.dtype = getattr(torch, session.manifest.dtype)
-        self._broken: dict[Member, int] = {}
+        self._broken: dict[LayerRef, int] = {}
         self._first: set[int] = set()
         """The layers with which a half may begin."""
         self.astray: OrderedDict[int, Callable[[Tensor], Tensor | None]] = OrderedDict({0: self._refuse_gradient})
@@ -62,7 +71,7 @@ class Halves:
             if any(_has(at, norms) and _has(at, blocks) for at in _around(spec.paths[0])):
                 self._first.add(spec.handle)
 
-    def can_begin(self, me: Member, x: Tensor) -> bool:
+    def can_begin(self, me: LayerRef, x: Tensor) -> bool:
         """Whether half a layer may begin with what `me` makes of these rows."""
         if not self.session.computes_late or type(x) is not Tensor:
             return False
@@ -74,23 +83,23 @@ class Halves:
             return False
         return x.dtype is self.dtype and x.numel() > 0
 
-    def begin(self, me: Member, x: Tensor) -> Late:
-        return Late(_Start(_Half(self, me), x.clone()))
+    def begin(self, me: LayerRef, x: Tensor) -> DeferredGradTensor:
+        return DeferredGradTensor(_Start(_Half(self, me), x.clone()))
 
-    def can_norm(self, x: Any, norm: LayerSpec) -> TypeGuard[Late]:
-        return type(x) is Late and _is_open(x.node) and x.shape[-1] == norm.in_width
+    def can_norm(self, x: Any, norm: LayerSpec) -> TypeGuard[DeferredGradTensor]:
+        return type(x) is DeferredGradTensor and _is_open(x.node) and x.shape[-1] == norm.in_width
 
-    def norm(self, x: Late, norm: LayerSpec, compute: Callable[[Tensor], Tensor]) -> Late:
+    def norm(self, x: DeferredGradTensor, norm: LayerSpec, compute: Callable[[Tensor], Tensor]) -> DeferredGradTensor:
         """What the executor's norm makes of a sum; `compute` is the tenant's own."""
-        return Late(_Normed(cast(_Sum, x.node), norm, compute))
+        return DeferredGradTensor(_Normed(cast(_Sum, x.node), norm, compute))
 
-    def can_block(self, x: Late, block: LayerSpec) -> bool:
+    def can_block(self, x: DeferredGradTensor, block: LayerSpec) -> bool:
         return type(x.node) is _Normed and not x.node.half.is_seen and x.shape[-1] == block.in_width and _is_usual()
 
-    def block(self, x: Late, block: LayerSpec) -> Late:
-        return Late(_Made(cast(_Normed, x.node), block))
+    def block(self, x: DeferredGradTensor, block: LayerSpec) -> DeferredGradTensor:
+        return DeferredGradTensor(_Made(cast(_Normed, x.node), block))
 
-    def note_broken(self, me: Member) -> None:
+    def note_broken(self, me: LayerRef) -> None:
         """Somebody looked at what came late."""
         self._broken[me] = self._broken.get(me, 0) + 1
 
@@ -105,7 +114,7 @@ class Halves:
     def _refuse_gradient(self, _: Tensor) -> None:
         self.refuse("given to a function of autograd's that did not look at it, and has given it a gradient")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Halves:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainDeferral:
         return self
 
 
@@ -131,7 +140,7 @@ def _around(path: str) -> Iterator[str]:
 class _Half:
     """What has come late of half a layer so far. Once somebody looks at any of it, all of it is computed: before a write."""
 
-    def __init__(self, halves: Halves, me: Member) -> None:
+    def __init__(self, halves: TrainDeferral, me: LayerRef) -> None:
         self.halves, self.me = halves, me
         self._nodes: list[weakref.ref[_Node]] = []
         self.is_seen = False
@@ -240,8 +249,8 @@ class _Added(_Sum):
         self.requires_grad = source.requires_grad or addend.requires_grad
 
     @property
-    def turn(self) -> Turn:
-        return Turn.ADD if self.addend.dtype is self.half.halves.dtype else Turn.ADD_FLOAT
+    def turn(self) -> ProgramOp:
+        return ProgramOp.ADD if self.addend.dtype is self.half.halves.dtype else ProgramOp.ADD_FLOAT
 
     def rounded(self) -> _Added:
         return _Added(self.source, self.addend, self.half.halves.dtype)
@@ -272,14 +281,14 @@ class _Made(_Node):
         return call_block(self.half.halves.session, self.block, self.source.public())
 
 
-class Late(Unseen):
+class DeferredGradTensor(LazyTensor):
     """A tensor inside of a layer that is computed when somebody looks at it, with the history it would have had."""
 
     node: _Node
 
     @staticmethod
-    def __new__(cls: Any, node: _Node) -> Late:
-        made = cast(Late, Unseen.__new__(cls, node, requires_grad=node.requires_grad))
+    def __new__(cls: Any, node: _Node) -> DeferredGradTensor:
+        made = cast(DeferredGradTensor, LazyTensor.__new__(cls, node, requires_grad=node.requires_grad))
         node.holder = weakref.ref(made)
         if node.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
@@ -293,19 +302,19 @@ class Late(Unseen):
             total = _sum(*args)
             if total is not None:
                 return total
-        if type(x) is Late and x.node.value is None:
+        if type(x) is DeferredGradTensor and x.node.value is None:
             if func in FACTS:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func is not F.dropout and changes_nothing(func, args, kwargs):
                 return x  # of a dropout that does nothing others would have the very same
             if func is Tensor.to and len(args) == 2 and not kwargs and _is_rounded_by(x.node, args[1]):
-                return Late(cast(_Added, x.node).rounded())
+                return DeferredGradTensor(cast(_Added, x.node).rounded())
         return func(*plain(args), **plain(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        late = next(each for each in (*args, *(kwargs or {}).values()) if type(each) is Late)
+        late = next(each for each in (*args, *(kwargs or {}).values()) if type(each) is DeferredGradTensor)
         late.node.half.halves.refuse("given to a function of autograd's, or to an extension, before its numbers were there")
 
 
@@ -337,16 +346,16 @@ def _is_rounded_by(node: _Node, dtype: Any) -> bool:
 
 def _sum(one: Any, other: Any) -> Tensor | None:
     """The sum as a tensor that comes late, or the end of half a layer; None if it is any other."""
-    if type(one) is Late and type(other) is Late:
+    if type(one) is DeferredGradTensor and type(other) is DeferredGradTensor:
         return _end(one.node, other.node) if type(other.node) is _Made else _end(other.node, one.node)
-    late, addend = (one, other) if type(one) is Late else (other, one)
+    late, addend = (one, other) if type(one) is DeferredGradTensor else (other, one)
     node: _Node = late.node
     if type(addend) is not Tensor or not _is_open(node):
         return None
     if addend.shape != node.shape or addend.device != node.device or addend.layout is not torch.strided:
         return None
     if addend.dtype is node.dtype or (addend.dtype is torch.float32 and node.dtype in HALVES):
-        return Late(_Added(cast(_Sum, node), addend.clone(), addend.dtype))
+        return DeferredGradTensor(_Added(cast(_Sum, node), addend.clone(), addend.dtype))
     return None
 
 
@@ -357,12 +366,12 @@ def _end(total: _Node, made: _Node) -> Tensor | None:
     half = total.half
     if any(node.holder() is not None for node in half.alive() if node is not total and node is not made):
         return None
-    turns, addends, at = list[Turn](), list[Tensor](), made.source.source
+    turns, addends, at = list[ProgramOp](), list[Tensor](), made.source.source
     while type(at) is _Added:
         turns.append(at.turn)
         addends.append(at.addend)
         at = at.source
-    program = (half.me.handle, *turns[::-1], Turn.SAVE, made.source.norm.handle, made.block.handle, Turn.BACK)
+    program = (half.me.handle, *turns[::-1], ProgramOp.SAVE, made.source.norm.handle, made.block.handle, ProgramOp.BACK)
     if len(program) > MAX_LAYERS:
         return None
     rows = cast(_Start, at).x, *addends[::-1]
