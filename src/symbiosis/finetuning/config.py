@@ -36,7 +36,7 @@ class TrainerConfig:
     short_pass_s: float | None = None
     """How long a pass should take while answers are served beside; a single example may take longer.
 
-    None: 0.1 where both compute on the same cores; a GPU computes them at the same time (`device_sharing/gpu_partition.py`), so there
+    None: 0.1 where both compute on the same cores; a GPU computes them at the same time (`device_sharing/gpu_partition`), so there
     it does not matter how long a pass is.
     """
 

@@ -1,6 +1,6 @@
 """Attention of single rows over pages against gathered keys and values.
 
-Models with windows, caps and groups of heads: `tests/serving/model/test_paged_attention.py` has them with and without the kernel.
+Models with windows, caps and groups of heads: `tests/serving/model/test_paged_attention` has them with and without the kernel.
 """
 
 from __future__ import annotations
