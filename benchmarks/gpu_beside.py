@@ -255,12 +255,12 @@ def run(
     rounds: int = ROUNDS,
     load: str = "full",
 ) -> None:
-    from symbiosis.models.fuse_projections import join
+    from symbiosis.models.fuse_projections import fuse_projections
     from symbiosis.models.loading import shared_copy
 
     console, plan = Console(width=160), PLANS[shape]
     model = random_model(shape, device)
-    join(model)
+    fuse_projections(model)
     ways = {name: way_of(name, device) for name in names}
     turns = Chosen(next(iter(ways.values())))
     size = (SHAPES[shape].batch, SHAPES[shape].tokens)

@@ -168,12 +168,12 @@ class Serving:
     """An engine, asked step by step."""
 
     def __init__(self, model: Any, plan: Plan, device: str, folder: Path) -> None:
-        from symbiosis.models.fuse_projections import join
+        from symbiosis.models.fuse_projections import fuse_projections
         from symbiosis.serving.engine import EngineCore
         from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
         from symbiosis.serving.scheduling.sequence import Sampling
 
-        join(model)
+        fuse_projections(model)
         longest = max(plan.prompt + 2 * plan.new, plan.long_prompt + 1)
         self.plan, self.device, self.vocabulary = plan, device, model.config.vocab_size
         self.core = EngineCore(

@@ -75,7 +75,7 @@ def host(count: int, names: Sequence[str], running: int) -> float:
 def run(*, tiny: bool, repetitions: int, folder: Path = FOLDER) -> dict[str, Any]:
     import torch
 
-    from symbiosis.models.fuse_projections import join
+    from symbiosis.models.fuse_projections import fuse_projections
     from symbiosis.serving.engine import EngineCore
 
     console = Console(width=120)
@@ -83,7 +83,7 @@ def run(*, tiny: bool, repetitions: int, folder: Path = FOLDER) -> dict[str, Any
     model, generator = tiny_model() if tiny else default_model(), torch.Generator().manual_seed(2)
     with tempfile.TemporaryDirectory() as place:
         with_adapters(copy.deepcopy(model), adapters, rank, Path(place))
-        join(model)
+        fuse_projections(model)
         core = EngineCore(model, pages=4 * running, page_size=16, max_running=running)
         names = [f"a{number}" for number in range(adapters)]
         for name in names:

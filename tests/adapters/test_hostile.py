@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from symbiosis.adapters.files import FileLimits
 from symbiosis.adapters.model_facts import ModelFacts
-from symbiosis.adapters.reader import read
+from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter, from_code
 from tests.adapters.wild import base, config_of, drop_config, save, set_config, split_file, write_file
 
@@ -31,7 +31,7 @@ Change = Callable[[Path], Any]
 
 @pytest.fixture(scope="module")
 def facts() -> ModelFacts:
-    return ModelFacts.of(base("llama"))
+    return ModelFacts.from_model(base("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ UNSUPPORTED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
 
 def refuse(kind: type[SymbiosisError], folder: Path, facts: ModelFacts, words: tuple[str, ...]) -> None:
     with pytest.raises(kind) as caught:
-        read(folder, facts)
+        read_adapter(folder, facts)
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert message.isascii()
@@ -307,44 +307,44 @@ def test_a_folder_that_is_not_there_is_refused(facts, tmp_path):
 
 def test_stacked_experts_are_refused(tmp_path):
     save("mixtral", LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"]), tmp_path / "a")
-    refuse(UnsupportedAdapter, tmp_path / "a", ModelFacts.of(base("mixtral")), (CONFIG, "target_parameters"))
+    refuse(UnsupportedAdapter, tmp_path / "a", ModelFacts.from_model(base("mixtral")), (CONFIG, "target_parameters"))
     save("mixtral", LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["experts"]), tmp_path / "b")
-    refuse(UnsupportedAdapter, tmp_path / "b", ModelFacts.of(base("mixtral")), ())
+    refuse(UnsupportedAdapter, tmp_path / "b", ModelFacts.from_model(base("mixtral")), ())
 
 
 def test_bias_of_all_layers_needs_their_tensors(saved, tmp_path):
-    model = ModelFacts.of(base("qwen2"))  # the same shapes, and biases
+    model = ModelFacts.from_model(base("qwen2"))  # the same shapes, and biases
     folder = copied(saved["lora"], tmp_path / "adapter")
-    assert read(folder, model).parts
+    assert read_adapter(folder, model).parts
     set_config(folder, bias="all")
     refuse(BadAdapter, folder, model, (TENSORS, "bias='all'"))
 
 
 def test_a_prompt_is_refused_where_nothing_is_generated(saved):
-    refuse(UnsupportedAdapter, saved["prompt"], ModelFacts.of(base("bart")), (CONFIG, "PROMPT_TUNING"))
-    refuse(UnsupportedAdapter, saved["prefix"], ModelFacts.of(base("deepseek_v3")), (CONFIG, "PREFIX_TUNING"))
+    refuse(UnsupportedAdapter, saved["prompt"], ModelFacts.from_model(base("bart")), (CONFIG, "PROMPT_TUNING"))
+    refuse(UnsupportedAdapter, saved["prefix"], ModelFacts.from_model(base("deepseek_v3")), (CONFIG, "PREFIX_TUNING"))
 
 
 def test_an_adapter_of_another_model_is_refused(saved):
-    refuse(UnsupportedAdapter, saved["lora"], ModelFacts.of(base("gpt2")), (TENSORS, "another model"))
+    refuse(UnsupportedAdapter, saved["lora"], ModelFacts.from_model(base("gpt2")), (TENSORS, "another model"))
 
 
 def test_caps_are_the_owners(saved, facts):
     with pytest.raises(BadAdapter, match="from 1 to 2"):
-        read(saved["lora"], facts, FileLimits(max_rank=2))
+        read_adapter(saved["lora"], facts, FileLimits(max_rank=2))
     with pytest.raises(BadAdapter, match="more than the 1000 allowed"):
-        read(saved["lora"], facts, FileLimits(max_bytes=1000))
+        read_adapter(saved["lora"], facts, FileLimits(max_bytes=1000))
 
 
 def test_settings_that_are_off_or_only_matter_in_training_change_nothing(saved, facts, tmp_path):
     folder = copied(saved["lora"], tmp_path / "adapter")
-    plain = read(folder, facts)
+    plain = read_adapter(folder, facts)
     set_config(
         folder, lora_dropout=0.3, fan_in_fan_out=True, megatron_core="evil.module", eva_config={"rho": 2.0}, inference_mode=False,
         auto_mapping={"parent_library": "os", "base_model_class": "system"}, use_dora=False, layer_replication=None, newer=None,
         task_type="SEQ_CLS", init_lora_weights="eva",
     )  # fmt: skip
-    assert read(folder, facts).hash == plain.hash
+    assert read_adapter(folder, facts).hash == plain.hash
 
 
 @pytest.mark.parametrize("kind", ["lora", "ia3", "prefix", "prompt"])
@@ -353,7 +353,7 @@ def test_every_field_of_peft_is_served_harmless_or_refused(kind, saved, facts, t
         folder = copied(saved[kind], tmp_path / field)
         set_config(folder, **{field: [{"surprise": 1}]})
         try:
-            read(folder, facts)
+            read_adapter(folder, facts)
         except (BadAdapter, UnsupportedAdapter) as error:
             assert field in str(error)  # noqa: PT017 - harmless fields raise nothing
             assert "not a setting known here" not in str(error)  # noqa: PT017
@@ -380,7 +380,7 @@ def quiet(folder: Path, facts: ModelFacts) -> None:
     began = time.monotonic()
     message = CONFIG
     try:
-        read(folder, facts)
+        read_adapter(folder, facts)
     except (BadAdapter, UnsupportedAdapter) as error:
         message = str(error)
     assert CONFIG in message or TENSORS in message

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter, Ia3Part, LoraPart, ReplacedPart, TrainableTokensPart
-from symbiosis.adapters.reader import read
+from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter
 from tests.adapters.formulas import logits
 from tests.adapters.wild import NAMES, base, config_of, drop_config, save, served_by_peft, set_config
@@ -48,7 +48,7 @@ def prompt(**settings: object) -> PromptTuningConfig:
 def same_as_peft(name: str, folder: Path) -> Adapter:
     """Read the folder, compare the logits with PEFT's."""
     # in double precision, where the order of sums does not matter
-    adapter = read(folder, ModelFacts.of(base(name)))
+    adapter = read_adapter(folder, ModelFacts.from_model(base(name)))
     batch = NAMES[name if name in NAMES else "llama"].batch()
     with torch.no_grad():
         expected = served_by_peft(name, folder).double()(**batch).logits[:, -batch["input_ids"].shape[1] :]
@@ -158,7 +158,7 @@ LITTLE: dict[str, tuple[str, PeftConfig, tuple[str, ...]]] = {
 def test_keys_that_are_absent_have_the_defaults_of_peft(case, tmp_path):
     name, config, dropped = SPARSE[case]
     save(name, config, tmp_path)
-    whole = read(tmp_path, ModelFacts.of(base(name)))
+    whole = read_adapter(tmp_path, ModelFacts.from_model(base(name)))
     drop_config(tmp_path, *dropped)
     assert same_as_peft(name, tmp_path).hash == whole.hash
 
@@ -167,7 +167,7 @@ def test_keys_that_are_absent_have_the_defaults_of_peft(case, tmp_path):
 def test_a_config_of_little_more_than_its_method_is_read_as_peft_does(case, tmp_path):
     name, config, kept = LITTLE[case]
     save(name, config, tmp_path)
-    whole = read(tmp_path, ModelFacts.of(base(name)))
+    whole = read_adapter(tmp_path, ModelFacts.from_model(base(name)))
     drop_config(tmp_path, *(config_of(tmp_path).keys() - {"peft_type", "task_type", *kept}))
     assert same_as_peft(name, tmp_path).hash == whole.hash
 
@@ -176,12 +176,12 @@ def test_an_absent_rank_is_still_compared_with_the_tensors(tmp_path):
     save("llama", lora(r=4), tmp_path)
     drop_config(tmp_path, "r")
     with pytest.raises(BadAdapter, match=r"\[4, 32\].*\[8, 32\]"):
-        read(tmp_path, ModelFacts.of(base("llama")))
+        read_adapter(tmp_path, ModelFacts.from_model(base("llama")))
 
 
 def test_parts_say_what_the_method_does(tmp_path):
     save("llama", lora(("q_proj",), use_rslora=True, lora_alpha=6, modules_to_save=["lm_head"]), tmp_path / "lora")
-    adapter = read(tmp_path / "lora", ModelFacts.of(base("llama")))
+    adapter = read_adapter(tmp_path / "lora", ModelFacts.from_model(base("llama")))
     (part,) = adapter.parts["model.layers.0.self_attn.q_proj"]
     assert isinstance(part, LoraPart)
     assert (part.a_RI.shape, part.b_OR.shape, part.scale) == ((4, 32), (32, 4), 3.0)
@@ -189,7 +189,7 @@ def test_parts_say_what_the_method_does(tmp_path):
     assert isinstance(head, ReplacedPart)
     assert head.bias is None
     save("llama", ia3(("k_proj", "down_proj"), ["down_proj"]), tmp_path / "ia3")
-    parts = read(tmp_path / "ia3", ModelFacts.of(base("llama"))).parts
+    parts = read_adapter(tmp_path / "ia3", ModelFacts.from_model(base("llama"))).parts
     (keys,), (down,) = parts["model.layers.0.self_attn.k_proj"], parts["model.layers.0.mlp.down_proj"]
     assert isinstance(keys, Ia3Part)
     assert isinstance(down, Ia3Part)
@@ -198,7 +198,7 @@ def test_parts_say_what_the_method_does(tmp_path):
 
 def test_the_embedding_peft_stores_beside_its_adapter_is_not_kept_again(tmp_path):
     save("llama", lora(("embed_tokens",)), tmp_path)
-    adapter = read(tmp_path, ModelFacts.of(base("llama")))
+    adapter = read_adapter(tmp_path, ModelFacts.from_model(base("llama")))
     (part,) = adapter.parts["model.embed_tokens"]
     assert isinstance(part, LoraPart)
     assert adapter.bytes == 4 * (4 * 96 + 32 * 4)
@@ -210,7 +210,7 @@ def test_an_embedding_that_is_not_the_models_own_is_served(tmp_path):
     model = base("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight += 1
-    parts = read(tmp_path, ModelFacts.of(model)).parts["model.embed_tokens"]
+    parts = read_adapter(tmp_path, ModelFacts.from_model(model)).parts["model.embed_tokens"]
     assert [type(part) for part in parts] == [ReplacedPart, LoraPart]
 
 
@@ -219,7 +219,7 @@ def test_the_embedding_stored_beside_tokens_is_served(tmp_path):
 
     model = get_peft_model(base("llama"), lora(trainable_token_indices=[3, 5]))
     model.save_pretrained(str(tmp_path), save_embedding_layers=True)
-    adapter = read(tmp_path, ModelFacts.of(base("llama")))
+    adapter = read_adapter(tmp_path, ModelFacts.from_model(base("llama")))
     assert [type(part) for part in adapter.parts["model.embed_tokens"]] == [TrainableTokensPart]
     assert any("model's own" in note for note in adapter.notes)
 
@@ -237,13 +237,13 @@ def test_an_embedding_that_is_not_the_models_own_is_what_peft_computes(name, tmp
 
     with torch.no_grad():
         expected = PeftModel.from_pretrained(other(), str(tmp_path)).double()(**batch).logits
-    adapter = read(tmp_path, ModelFacts.of(other()))
+    adapter = read_adapter(tmp_path, ModelFacts.from_model(other()))
     torch.testing.assert_close(logits(adapter, other(), batch), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_tied_tokens_are_one_tensor(tmp_path):
     save("tied_llama", lora(trainable_token_indices=[3, 50]), tmp_path)
-    parts = read(tmp_path, ModelFacts.of(base("tied_llama"))).parts
+    parts = read_adapter(tmp_path, ModelFacts.from_model(base("tied_llama"))).parts
     assert isinstance(parts["lm_head"][0], TrainableTokensPart)
     assert parts["lm_head"][0] is parts["model.embed_tokens"][0]
 
@@ -255,18 +255,18 @@ def test_dtypes_are_kept(dtype, tmp_path):
     save("llama", lora(), tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
-    (part,) = read(tmp_path, ModelFacts.of(base("llama"))).parts["model.layers.0.self_attn.q_proj"]
+    (part,) = read_adapter(tmp_path, ModelFacts.from_model(base("llama"))).parts["model.layers.0.self_attn.q_proj"]
     assert isinstance(part, LoraPart)
     assert part.a_RI.dtype == dtype
 
 
 def test_equal_content_has_one_hash_whatever_the_folder(tmp_path):
-    facts = ModelFacts.of(base("llama"))
+    facts = ModelFacts.from_model(base("llama"))
     for folder in ("one", "two", "other"):
         save("llama", lora(), tmp_path / folder)
     set_config(tmp_path / "two", base_model_name_or_path="somebody/else", lora_dropout=0.5, peft_version="0.7")
     set_config(tmp_path / "other", lora_alpha=9)
-    one, two, other = (read(tmp_path / folder, facts) for folder in ("one", "two", "other"))
+    one, two, other = (read_adapter(tmp_path / folder, facts) for folder in ("one", "two", "other"))
     assert one.hash == two.hash
     assert one.hash != other.hash
     assert not one.notes
@@ -275,5 +275,5 @@ def test_equal_content_has_one_hash_whatever_the_folder(tmp_path):
 
 def test_a_classifier_named_both_ways_is_noted_not_refused(tmp_path):
     save("llama", lora(modules_to_save=["lm_head", "score"]), tmp_path)
-    adapter = read(tmp_path, ModelFacts.of(base("llama")))
+    adapter = read_adapter(tmp_path, ModelFacts.from_model(base("llama")))
     assert any("'score'" in note for note in adapter.notes)

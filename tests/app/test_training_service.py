@@ -20,7 +20,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from symbiosis.adapters.model_facts import ModelFacts
-from symbiosis.adapters.reader import read
+from symbiosis.adapters.reader import read_adapter
 from symbiosis.app.training_service import NoTrainingService
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning import checkpoint
@@ -62,8 +62,8 @@ def test_eight_jobs_of_all_methods_and_a_wild_one_beside_serving(tmp_path):
             assert expected == peer.tokens("q1")
         (lost,) = peer.said("wild", "failed")
         assert lost["code"] == "diverged"
-        assert lost["checkpoint"] is None or read(Path(lost["checkpoint"]), ModelFacts.of(base()))
-        facts = ModelFacts.of(base())
+        assert lost["checkpoint"] is None or read_adapter(Path(lost["checkpoint"]), ModelFacts.from_model(base()))
+        facts = ModelFacts.from_model(base())
         for name, task in TASKS.items():
             assert ends(peer, name) == ["trained"]
             (end,) = peer.said(name, "trained")
@@ -71,7 +71,7 @@ def test_eight_jobs_of_all_methods_and_a_wild_one_beside_serving(tmp_path):
             assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
             assert [step["learning_rate"] for step in steps] == trained_alone(name).rates
             assert [step["loss"] for step in steps] == pytest.approx(trained_alone(name).losses, rel=1e-4)
-            assert read(Path(end["folder"]), facts).hash == end["hash"] == here.core.adapters[f"{task.name}:mine"]
+            assert read_adapter(Path(end["folder"]), facts).hash == end["hash"] == here.core.adapters[f"{task.name}:mine"]
             assert peer.ask(f"after {name}", PROMPT, "mine", task.name) == greedy(end["folder"])
             assert [each["step"] for each in peer.said(name, "checkpoint")] == [20, 40]
         assert here.core.figures().reads == 0, "what is served was never read"
@@ -263,7 +263,7 @@ def test_closing_stops_jobs_where_they_are(tmp_path):
         here.peer.wait("job")
         (stopped,) = here.peer.said("job", "stopped")
         assert Path(stopped["folder"]).name == f"step-{stopped['step']}"
-        assert read(Path(stopped["folder"]), ModelFacts.of(base()))
+        assert read_adapter(Path(stopped["folder"]), ModelFacts.from_model(base()))
 
 
 def data_of(**tensors) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ def test_steps_that_are_told_of_in_bunches_give_one_rate():
     rate = Throughput(100.0)
     found = []
     for step in range(1, 401):
-        rate.note(50, 100.0 + -(-step // 4) * 0.4)  # four each 0.4 s: 500 by the second
+        rate.record(50, 100.0 + -(-step // 4) * 0.4)  # four each 0.4 s: 500 by the second
         found.append(rate.recent)
     assert all(450 < each < 550 for each in found[40:])
     assert rate.mean == pytest.approx(500)
@@ -19,9 +19,9 @@ def test_a_rate_follows_a_change_and_long_steps_are_averaged_too():
     rate = Throughput(0.0)
     assert rate.recent == rate.mean == 0
     for second in range(1, 101):
-        rate.note(10, second)
+        rate.record(10, second)
     for second in range(101, 121):
-        rate.note(30, second)
+        rate.record(30, second)
     assert rate.recent == pytest.approx(30)
     assert rate.mean == pytest.approx(1600 / 120)
     slow = Throughput(0.0)

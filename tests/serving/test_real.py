@@ -10,8 +10,8 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 
-from symbiosis.models.fuse_projections import join
-from symbiosis.models.loading import load_both, shared_copy
+from symbiosis.models.fuse_projections import fuse_projections
+from symbiosis.models.loading import load_model_and_tokenizer, shared_copy
 from symbiosis.serving.engine import EngineCore
 from symbiosis.serving.scheduling.sequence import Sampling
 
@@ -83,7 +83,7 @@ def run(core):
 
 @pytest.mark.real
 def test_chats_with_every_kind_of_adapter_say_what_they_say_alone(real_cache, tmp_path):
-    base, tokenizer = load_both(None, device=torch.device("cpu"), dtype=torch.float32)
+    base, tokenizer = load_model_and_tokenizer(None, device=torch.device("cpu"), dtype=torch.float32)
     base.eval().requires_grad_(False)
     prompts = [
         tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False)
@@ -100,7 +100,7 @@ def test_chats_with_every_kind_of_adapter_say_what_they_say_alone(real_cache, tm
         expected.append(tokens)
         del model
 
-    join(base)
+    fuse_projections(base)
     core = EngineCore(base, pages=26, page_size=16)
     for name in KINDS:
         core.add_adapter(name, tmp_path / name)

@@ -115,7 +115,7 @@ class Multiplier:
             self.errors.append(Message(Kind.ERROR, body={"code": BadMessage.code, "message": "by nothing"}))
             channel.answer(Message(Kind.ERROR, message.request))
             return
-        (place,) = channel.places([(rows.shape[0], 3 * rows.shape[1])], rows.dtype)
+        (place,) = channel.reply_buffers([(rows.shape[0], 3 * rows.shape[1])], rows.dtype)
         place.copy_(torch.cat([factor * each for each in message.tensors] + [rows] * (3 - len(message.tensors)), dim=1))
         channel.answer(Message(Kind.REPLY, message.request, tensors=(place,)))
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from symbiosis.adapters.config_fields import Fields
-from symbiosis.adapters.files import CONFIG, FileLimits, shown
+from symbiosis.adapters.files import CONFIG, FileLimits, quote
 from symbiosis.adapters.safe_regex import MatchBudget, SafePattern
 from symbiosis.adapters.targets import TargetChoice, Targets
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
@@ -121,7 +121,7 @@ def parse(raw: Mapping[str, Any], limits: FileLimits) -> Settings:
     if name is None:
         raise BadAdapter(f"{CONFIG} has no peft_type; is it the config of an adapter that PEFT saved?")
     if name not in PeftMethod.__members__:
-        raise UnsupportedAdapter(f"{CONFIG}: peft_type {shown(name)} is not served; served are {', '.join(PeftMethod)}")
+        raise UnsupportedAdapter(f"{CONFIG}: peft_type {quote(name)} is not served; served are {', '.join(PeftMethod)}")
     method = PeftMethod(name)
     if method is PeftMethod.LORA:
         return _lora(fields, limits)
@@ -171,11 +171,11 @@ def _check_init(value: Any) -> None:
         return
     if isinstance(value, str) and value.lower().startswith(_CHANGING_INITS):
         raise UnsupportedAdapter(
-            f"{CONFIG} sets init_lora_weights to {shown(value)}, which changed the base weights before training, so the "
+            f"{CONFIG} sets init_lora_weights to {quote(value)}, which changed the base weights before training, so the "
             "adapter does not fit the plain base model. Save it as plain LoRA: "
             "save_pretrained(folder, path_initial_model_for_weight_conversion=folder_of_the_untrained_adapter)"
         )
-    raise UnsupportedAdapter(f"{CONFIG} sets init_lora_weights to {shown(value)}, which is not known here")
+    raise UnsupportedAdapter(f"{CONFIG} sets init_lora_weights to {quote(value)}, which is not known here")
 
 
 def _targets(fields: Fields, effort: MatchBudget) -> Targets:
@@ -241,7 +241,7 @@ def _prompt(fields: Fields, method: PeftMethod, limits: FileLimits) -> PromptSet
     submodules = fields.take("num_transformer_submodules")
     if submodules not in (None, 1) or isinstance(submodules, bool):
         raise UnsupportedAdapter(
-            f"{CONFIG}: num_transformer_submodules is {shown(submodules)}; prompts for encoder-decoder models are not served"
+            f"{CONFIG}: num_transformer_submodules is {quote(submodules)}; prompts for encoder-decoder models are not served"
         )
     width, heads, layers = fields.take("token_dim"), fields.take("num_attention_heads"), fields.take("num_layers")
     found = PromptSettings(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from symbiosis.adapters.files import CONFIG, shown
+from symbiosis.adapters.files import CONFIG, quote
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
 _MAX_NAMES = 20_000
@@ -70,7 +70,7 @@ class Fields:
             if key in harmless or is_off(value):
                 continue
             raise UnsupportedAdapter(
-                f"{CONFIG} sets {shown(key)} to {shown(value)}: "
+                f"{CONFIG} sets {quote(key)} to {quote(value)}: "
                 f"{refused.get(key, 'not a setting known here, so what it would change cannot be told')}"
             )
 
@@ -98,7 +98,7 @@ class Fields:
 
     @staticmethod
     def wrong(key: str, value: Any, expected: str) -> BadAdapter:
-        return BadAdapter(f"{CONFIG}: {shown(key)} is {shown(value)}, expected {expected}")
+        return BadAdapter(f"{CONFIG}: {quote(key)} is {quote(value)}, expected {expected}")
 
 
 def is_off(value: Any) -> bool:

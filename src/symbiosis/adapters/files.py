@@ -99,7 +99,7 @@ class HeldTensors:
         return tensor
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Something from outside, for a message: short, and no characters that could fool a terminal."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -116,10 +116,10 @@ def opened(folder: Path, limits: FileLimits) -> Iterator[tuple[dict[str, Any], T
     try:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise BadAdapter(f"the adapter's folder {shown(folder.name)} cannot be opened: {error.strerror}") from None
+        raise BadAdapter(f"the adapter's folder {quote(folder.name)} cannot be opened: {error.strerror}") from None
     try:
         with _file(place, CONFIG, limits.max_config_bytes) as file:
-            config = strict_json(file.read(limits.max_config_bytes + 1), CONFIG)
+            config = parse_strict_json(file.read(limits.max_config_bytes + 1), CONFIG)
         names = os.listdir(place)
         if TENSORS not in names and PICKLE in names:
             raise UnsupportedAdapter(
@@ -154,14 +154,14 @@ def _file(place: int, name: str, max_bytes: int) -> Iterator[BufferedReader]:
         yield file
 
 
-def strict_json(raw: bytes, name: str) -> dict[str, Any]:
+def parse_strict_json(raw: bytes, name: str) -> dict[str, Any]:
     """The JSON object in `raw`. Raises `BadAdapter`."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
         if len(found) != len(items):
             twice = Counter(key for key, _ in items).most_common(1)[0][0]
-            raise BadAdapter(f"{name} has the key {shown(twice)} twice")
+            raise BadAdapter(f"{name} has the key {quote(twice)} twice")
         return found
 
     def constant(text: str) -> None:
@@ -174,7 +174,7 @@ def strict_json(raw: bytes, name: str) -> dict[str, Any]:
     except RecursionError:
         raise BadAdapter(f"{name} is nested too deeply") from None
     except ValueError as error:
-        raise BadAdapter(f"{name} is not JSON: {shown(str(error))}") from None
+        raise BadAdapter(f"{name} is not JSON: {quote(str(error))}") from None
     if not isinstance(found, dict):
         raise BadAdapter(f"{name} must hold one JSON object, not {type(found).__name__}")
     return found
@@ -188,7 +188,7 @@ def _entries(file: BufferedReader, limits: FileLimits) -> dict[str, Entry]:
         raise BadAdapter(f"{TENSORS} is not a safetensors file, or cut off: {total} bytes with a header said to have {size}")
     if size > limits.max_header_bytes:
         raise BadAdapter(f"{TENSORS} has a header of {size} bytes, more than the {limits.max_header_bytes} allowed")
-    header = strict_json(file.read(size), f"the header of {TENSORS}")
+    header = parse_strict_json(file.read(size), f"the header of {TENSORS}")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise BadAdapter(f"the header of {TENSORS} has metadata that are not texts by name")
@@ -196,7 +196,7 @@ def _entries(file: BufferedReader, limits: FileLimits) -> dict[str, Entry]:
     spans = []
     for name, value in header.items():
         if not name or len(name) > _MAX_NAME or not name.isascii() or not name.isprintable():
-            raise BadAdapter(f"{TENSORS} has a tensor named {shown(name)}: expected plain characters, {_MAX_NAME} at most")
+            raise BadAdapter(f"{TENSORS} has a tensor named {quote(name)}: expected plain characters, {_MAX_NAME} at most")
         dtype, shape, begin, end = _announced(name, value)
         entry = Entry(name, dtype, shape, 8 + size + begin)
         if entry.size != end - begin:
@@ -222,16 +222,16 @@ def _announced(name: str, value: Any) -> tuple[torch.dtype, tuple[int, ...], int
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         known = isinstance(dtype, str) and dtype in _OTHER_DTYPES
         raise (UnsupportedAdapter if known else BadAdapter)(
-            f"{TENSORS}: {name} has dtype {shown(dtype)}; served are {', '.join(_DTYPES)}: save the adapter in one of these"
+            f"{TENSORS}: {name} has dtype {quote(dtype)}; served are {', '.join(_DTYPES)}: save the adapter in one of these"
         )
     if not _counts(shape) or len(shape) > _MAX_DIMS or any(dimension > 1 << 31 for dimension in shape):
-        raise BadAdapter(f"{TENSORS}: {name} has the shape {shown(shape)}: expected up to {_MAX_DIMS} sizes")
+        raise BadAdapter(f"{TENSORS}: {name} has the shape {quote(shape)}: expected up to {_MAX_DIMS} sizes")
     if 0 in shape:
         raise BadAdapter(
             f"{TENSORS}: {name} is empty (shape {shape}); under DeepSpeed ZeRO-3 or FSDP gather the weights before saving"
         )
     if not _counts(offsets) or len(offsets) != 2:
-        raise BadAdapter(f"{TENSORS}: {name} has the data_offsets {shown(offsets)}: expected two numbers")
+        raise BadAdapter(f"{TENSORS}: {name} has the data_offsets {quote(offsets)}: expected two numbers")
     return _DTYPES[dtype], tuple(shape), offsets[0], offsets[1]
 
 

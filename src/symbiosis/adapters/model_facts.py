@@ -51,7 +51,7 @@ class ModelFacts:
     and what the model has already need not be kept twice."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelFacts:
+    def from_model(cls, model: PreTrainedModel) -> ModelFacts:
         """The facts of a plain transformers model, which must not carry adapters."""
         modules = {path: _module(module) for path, module in model.named_modules() if path and _shapes(module)}
         users: dict[int, list[str]] = {}

@@ -9,23 +9,23 @@ from symbiosis.errors import UnknownAdapter
 _MARK = ":"  # no adapter's own name has it
 
 
-def owned(owner: str | None, name: str) -> str:
+def qualify_name(owner: str | None, name: str) -> str:
     """The engine's name. No owner: for everybody."""
     return name if owner is None else f"{owner}{_MARK}{name}"
 
 
-def owner_and_name(full: str) -> tuple[str | None, str]:
+def split_qualified_name(full: str) -> tuple[str | None, str]:
     owner, mark, name = full.rpartition(_MARK)
     return (owner if mark else None), name
 
 
-def found(name: str, tenant: str, served: Container[str]) -> str:
+def resolve_adapter_name(name: str, tenant: str, served: Container[str]) -> str:
     """What a tenant means by a name: its own adapter goes before one for everybody, another's is not there.
 
     Raises `UnknownAdapter`, which names nobody else's.
     """
     if _MARK not in name:
-        for full in (owned(tenant, name), name):
+        for full in (qualify_name(tenant, name), name):
             if full in served:
                 return full
     raise UnknownAdapter(f"there is no adapter {name!r} here")

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, PeftMethod, PromptSettings, parse
-from symbiosis.adapters.files import CONFIG, TENSORS, FileLimits, HeldTensors, TensorFile, listed, opened, shown, strict_json
+from symbiosis.adapters.files import (
+    CONFIG,
+    TENSORS,
+    FileLimits,
+    HeldTensors,
+    TensorFile,
+    listed,
+    opened,
+    parse_strict_json,
+    quote,
+)
 from symbiosis.adapters.model_facts import ModelFacts, ModuleFacts
 from symbiosis.adapters.parts import (
     Adapter,
@@ -49,7 +59,7 @@ _LEFT_OVER = {
 Parts = dict[str, list[Part]]
 
 
-def read(folder: Path, model: ModelFacts, limits: FileLimits = FileLimits()) -> Adapter:  # noqa: B008 - frozen
+def read_adapter(folder: Path, model: ModelFacts, limits: FileLimits = FileLimits()) -> Adapter:  # noqa: B008 - frozen
     """The adapter in a folder.
 
     Reads `adapter_config.json` and `adapter_model.safetensors` and nothing else; imports, downloads and follows nothing.
@@ -61,14 +71,14 @@ def read(folder: Path, model: ModelFacts, limits: FileLimits = FileLimits()) -> 
         return _read(raw, file, model, limits)
 
 
-def from_memory(
+def read_adapter_from_memory(
     config: str,
     tensors: Mapping[str, Tensor],
     model: ModelFacts,
     limits: FileLimits = FileLimits(),  # noqa: B008 - frozen
 ) -> Adapter:
     """The adapter that `read` would give, hash and all, if this lay in a folder's two files. The tensors are not copied."""
-    return _read(strict_json(config.encode(), CONFIG), HeldTensors(tensors), model, limits)
+    return _read(parse_strict_json(config.encode(), CONFIG), HeldTensors(tensors), model, limits)
 
 
 def _read(raw: dict[str, Any], file: TensorFile | HeldTensors, model: ModelFacts, limits: FileLimits) -> Adapter:
@@ -83,7 +93,7 @@ def _read(raw: dict[str, Any], file: TensorFile | HeldTensors, model: ModelFacts
 
 def _base_notes(said: str | None, model: ModelFacts) -> list[str]:
     if said and said.rstrip("/").rpartition("/")[2].lower() != model.name.rstrip("/").rpartition("/")[2].lower():
-        return [f"it was made for {shown(said)} and is served on {shown(model.name)}; every tensor fits"]
+        return [f"it was made for {quote(said)} and is served on {quote(model.name)}; every tensor fits"]
     return []
 
 
@@ -136,7 +146,7 @@ def _take_saved(
 ) -> None:
     """modules_to_save: a module's own parameters, all of them."""
     covered = saved_paths(names, model)
-    idle = [shown(name) for name, paths in covered.items() if not paths]
+    idle = [quote(name) for name, paths in covered.items() if not paths]
     if idle:  # PEFT lists both usual names of a classifier, whichever the model has
         notes.append(f"modules_to_save names {listed(idle)}, which the model does not have and the file has no tensors of")
     paths = list(dict.fromkeys(path for group in covered.values() for path in group))
@@ -212,7 +222,7 @@ def _take_tokens(settings: LoraSettings, stored: AdapterTensors, model: ModelFac
         wanted = {model.embedding: settings.tokens}
     else:
         wanted = {path: ids for name, ids in settings.tokens.items() for path in model.modules if path.endswith(name)}
-        lost = [shown(name) for name in settings.tokens if not any(path.endswith(name) for path in model.modules)]
+        lost = [quote(name) for name in settings.tokens if not any(path.endswith(name) for path in model.modules)]
         if lost:
             raise UnsupportedAdapter(f"{CONFIG}: trainable_token_indices names {listed(lost)}, which the model does not have")
     made: dict[str, TrainableTokensPart] = {}

@@ -8,7 +8,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from symbiosis.adapters.config import PeftMethod
-from symbiosis.adapters.files import CONFIG, TENSORS, HeldTensors, TensorFile, listed, shown
+from symbiosis.adapters.files import CONFIG, TENSORS, HeldTensors, TensorFile, listed, quote
 from symbiosis.adapters.model_facts import ModelFacts, ModuleFacts
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
@@ -66,13 +66,13 @@ class AdapterTensors:
                 )
             if role is None or not name.startswith(prefix) or _OWN & set(name.removesuffix(role).split(".")):
                 raise BadAdapter(
-                    f"{TENSORS} has {shown(name)}, which is no tensor of {method.value}: expected names such as "
+                    f"{TENSORS} has {quote(name)}, which is no tensor of {method.value}: expected names such as "
                     f"{prefix}PATH.{roles[0]}"
                 )
             path = name[len(prefix) : -len(role) - 1]
             if path not in model.modules:
                 raise UnsupportedAdapter(
-                    f"{TENSORS} has {shown(name)}, but {model.name} has no module {shown(path)} that could be adapted; was the "
+                    f"{TENSORS} has {quote(name)}, but {model.name} has no module {quote(path)} that could be adapted; was the "
                     "adapter made for another model, task or version of transformers?"
                 )
             self._names[path, role] = name

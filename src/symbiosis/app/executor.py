@@ -15,8 +15,8 @@ from symbiosis.app.http_host import HttpHost
 from symbiosis.device_sharing.gpu_partition import turns_on
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
 from symbiosis.models.client_part import load_weights, store_bytes, store_weights, unpack_tokenizer
-from symbiosis.models.device_dtype import device_of, dtype_of
-from symbiosis.models.fuse_projections import join
+from symbiosis.models.device_dtype import resolve_device, resolve_dtype
+from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.models.loading import ModelSource, load, shared_copy
 from symbiosis.models.split import Progress, Split, split
 from symbiosis.split.client.assemble import MODES, assemble
@@ -66,15 +66,15 @@ class Executor:
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.tokens = _check_tokens(tokens or {})
-        place = device_of(device)
+        place = resolve_device(device)
         self._policy_settings = (max_wait_ms, training_share)
         chosen = _policy(policy, max_wait_ms, training_share)
         if training_slowdown is not None and not hosting:
             raise SymbiosisError("training_slowdown is for answers beside hosted training: expected hosting (--http) too")
         turns = turns_on(place, training_share, training_slowdown)
-        source = load(model_or_path, device=place, dtype=dtype_of(dtype), tokenizer=tokenizer)
+        source = load(model_or_path, device=place, dtype=resolve_dtype(dtype), tokenizer=tokenizer)
         if hosting:
-            join(source.model)
+            fuse_projections(source.model)
         self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
         self.model_class = type(source.model)
         self.limits = Limits(weights=weights, direct=direct and weights)
@@ -228,7 +228,7 @@ def connect(
         raise SymbiosisError(f"privacy={privacy!r}: this version has no privacy modes; activations travel as they are")
     if mode not in MODES:
         raise SymbiosisError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
-    hello, place = {"name": name or ""}, device_of(device or "cpu")
+    hello, place = {"name": name or ""}, resolve_device(device or "cpu")
     link: Link
     if isinstance(address, Executor):
         link = address.link(hello)

@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from symbiosis.adapters.names import owned
+from symbiosis.adapters.names import qualify_name
 from symbiosis.app.training_service import NoTrainingService, TrainingService
 from symbiosis.device_sharing.cpu_turns import CpuTimeShare
 from symbiosis.device_sharing.gpu_partition import turns_on
@@ -220,7 +220,7 @@ class _Uploads(_Kept):
         """What is kept from another time; what does not fit this model stays where it is."""
         for each in adapter_store.kept(self.folder):
             try:
-                core.add_adapter(owned(each.owner, each.name), each.folder)
+                core.add_adapter(qualify_name(each.owner, each.name), each.folder)
             except SymbiosisError as error:
                 _log.warning("the adapter %s in %s is not served: %s", each.name, each.folder, error)
 

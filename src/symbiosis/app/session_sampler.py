@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from symbiosis.adapters.reader import from_memory
+from symbiosis.adapters.reader import read_adapter_from_memory
 from symbiosis.errors import OutOfRange
 from symbiosis.finetuning.sampler_protocol import SampledAnswer as AnyAnswer
 from symbiosis.finetuning.trained_adapter import AdapterSnapshot
@@ -111,7 +111,7 @@ class SessionSampler:
 
     def _begin(self, asked: SamplerRequest, made: AdapterSnapshot) -> None:
         try:
-            prepared = self._core.prepare_held(from_memory(made.config, made.tensors, self._core.facts))
+            prepared = self._core.prepare_held(read_adapter_from_memory(made.config, made.tensors, self._core.facts))
         except Exception as error:  # noqa: BLE001 - somebody waits for an answer
             asked.done.set_exception(error)
             return

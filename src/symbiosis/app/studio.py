@@ -16,9 +16,9 @@ from symbiosis.errors import OutOfRange
 from symbiosis.finetuning.config import TrainerConfig, TrainerStats
 from symbiosis.finetuning.session import TrainingSession
 from symbiosis.finetuning.trainer import Trainer
-from symbiosis.models.device_dtype import device_of, dtype_of
-from symbiosis.models.fuse_projections import join
-from symbiosis.models.loading import ModelSource, check_plain, load_both, shared_copy
+from symbiosis.models.device_dtype import resolve_device, resolve_dtype
+from symbiosis.models.fuse_projections import fuse_projections
+from symbiosis.models.loading import ModelSource, check_no_adapters, load_model_and_tokenizer, shared_copy
 from symbiosis.serving.engine import EngineCore
 
 _SHARE = 0.5
@@ -56,11 +56,11 @@ class Studio:
         if not isinstance(training, TrainerConfig):
             raise OutOfRange(f"training is {training!r:.80}", field="training", expected="a HostConfig")
         if not isinstance(model, PreTrainedModel):
-            model, found = load_both(model, device=device_of(device), dtype=dtype_of(dtype))
+            model, found = load_model_and_tokenizer(model, device=resolve_device(device), dtype=resolve_dtype(dtype))
             tokenizer = tokenizer or found
         shared: PreTrainedModel = model
-        check_plain(shared)
-        join(shared)
+        check_no_adapters(shared)
+        fuse_projections(shared)
         self.tokenizer = tokenizer
         """The model's own if it was loaded here; None if there is none."""
         if training_share is None and shared.device.type == "cpu":

@@ -13,7 +13,7 @@ from peft import PeftModel, PeftType
 from safetensors import SafetensorError
 from transformers import TextStreamer
 
-from symbiosis.adapters.files import CONFIG, TENSORS, strict_json
+from symbiosis.adapters.files import CONFIG, TENSORS, parse_strict_json
 from symbiosis.app.executor import connect
 from symbiosis.cli.chat import BadPrompt, ChatSampling
 from symbiosis.errors import BadAdapter, SymbiosisError
@@ -96,7 +96,7 @@ def check_adapter(folder: Path) -> None:
     for file in (CONFIG, TENSORS):
         if not (folder / file).is_file():
             raise BadAdapter(f"{folder} has no {file}: expected a folder as `symbiosis finetune --out` or PEFT writes it")
-    kind = strict_json((folder / CONFIG).read_bytes(), str(folder / CONFIG)).get("peft_type")
+    kind = parse_strict_json((folder / CONFIG).read_bytes(), str(folder / CONFIG)).get("peft_type")
     if not isinstance(kind, str) or kind not in set(PeftType):
         raise BadAdapter(f"{folder / CONFIG} sets peft_type to {kind!r:.60}: expected one of {', '.join(PeftType)}")
 

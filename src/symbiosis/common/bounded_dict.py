@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def drop_oldest(kept: dict[Any, Any], most: int) -> None:
+def evict_oldest(kept: dict[Any, Any], most: int) -> None:
     """Room for one more, so that there are at most so many. What is put in again is young."""
     while len(kept) >= most:
         del kept[next(iter(kept))]

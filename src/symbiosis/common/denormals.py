@@ -7,6 +7,6 @@ from __future__ import annotations
 import torch
 
 
-def count_as_zero() -> None:
+def flush_to_zero() -> None:
     """On this thread, and on those that it will start for its products. First thing a thread does that computes for several."""
     torch.set_flush_denormal(True)

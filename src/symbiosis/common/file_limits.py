@@ -7,7 +7,7 @@ import resource
 _MOST = 65536
 
 
-def allow_many() -> int:
+def raise_open_file_limit() -> int:
     """As many as the host allows, up to a bound, and never fewer than now: connections take them, and then nobody gets in."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)

@@ -15,7 +15,7 @@ class Throughput:
         self._told = deque([(now, 0)])
         self._began, self._all = now, 0
 
-    def note(self, amount: int, now: float) -> None:
+    def record(self, amount: int, now: float) -> None:
         self._all += amount
         self._told.append((now, self._all))
         while len(self._told) > _TOLD + 1 and self._told[1][0] <= now - _SECONDS:

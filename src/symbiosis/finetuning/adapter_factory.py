@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis import kernels
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, PeftMethod, PromptSettings, Settings, parse
-from symbiosis.adapters.files import CONFIG, FileLimits, shown
+from symbiosis.adapters.files import CONFIG, FileLimits, quote
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.errors import BadAdapter, SymbiosisError, TooLarge, UnsupportedAdapter
 from symbiosis.finetuning.packed.flat_lora import FlatParameters, fits
@@ -66,7 +66,7 @@ class AdapterFactory:
         max_parameters: int = 1 << 28,
     ) -> None:
         self._model, self._limits, self._max_parameters = model, limits, max_parameters
-        self.facts = ModelFacts.of(model)
+        self.facts = ModelFacts.from_model(model)
 
     def make(
         self, asked: PeftConfig | Mapping[str, Any], *, seed: int, admit: Callable[[int], None] | None = None
@@ -87,7 +87,7 @@ class AdapterFactory:
         parts = dict(_parts(made))
         if set(parts) != set(settings.targets.paths(self.facts)):
             raise UnsupportedAdapter(
-                f"{CONFIG}: PEFT adapts other modules than target_modules names: {shown(sorted(parts)[:3])}"
+                f"{CONFIG}: PEFT adapts other modules than target_modules names: {quote(sorted(parts)[:3])}"
             )
         by_memory = {p.data_ptr(): name for name, p in parameters.items()}
         stored = get_peft_model_state_dict(made, save_embedding_layers=False)
@@ -205,13 +205,13 @@ def _as_written(config: PeftConfig | Mapping[str, Any]) -> dict[str, Any]:
     """A config as it would stand in a file. Raises `BadAdapter` if it could not."""
     if not isinstance(config, PeftConfig | Mapping):
         raise BadAdapter(
-            f"adapter is {shown(config)}, expected a config of PEFT, such as LoraConfig(r=8), or the same as a dict"
+            f"adapter is {quote(config)}, expected a config of PEFT, such as LoraConfig(r=8), or the same as a dict"
         )
     found = config.to_dict() if isinstance(config, PeftConfig) else dict(config)
     try:
         written = json.dumps({k: sorted(v) if isinstance(v, set) else v for k, v in found.items()}, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise BadAdapter(f"{CONFIG} cannot be written as JSON: {shown(str(error))}") from None
+        raise BadAdapter(f"{CONFIG} cannot be written as JSON: {quote(str(error))}") from None
     read: dict[str, Any] = json.loads(written)
     return read
 
@@ -223,21 +223,21 @@ def _refuse(raw: Mapping[str, Any], settings: Settings) -> None:
         start = raw.get("init_lora_weights")
         if start not in _STARTS:
             raise UnsupportedAdapter(
-                f"{CONFIG}: init_lora_weights {shown(start)} is not trained here; take one of {_STARTS[1:]}"
+                f"{CONFIG}: init_lora_weights {quote(start)} is not trained here; take one of {_STARTS[1:]}"
             )
         rate = raw.get("lora_dropout") or 0.0
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
-            raise BadAdapter(f"{CONFIG}: lora_dropout is {shown(rate)}, expected a number from 0 to below 1")
+            raise BadAdapter(f"{CONFIG}: lora_dropout is {quote(rate)}, expected a number from 0 to below 1")
         wanted |= {"trainable_token_indices": settings.tokens, "bias": None if settings.bias == "none" else settings.bias}
     elif isinstance(settings, PromptSettings):
         width, lstm = raw.get("encoder_hidden_size"), raw.get("encoder_reparameterization_type") == "LSTM"
         if width is not None and (type(width) is not int or not 1 <= width <= _MAX_ENCODER):
-            raise BadAdapter(f"{CONFIG}: encoder_hidden_size is {shown(width)}, expected 1 to {_MAX_ENCODER}")
+            raise BadAdapter(f"{CONFIG}: encoder_hidden_size is {quote(width)}, expected 1 to {_MAX_ENCODER}")
         wanted["prompt_tuning_init"] = "TEXT" if raw.get("prompt_tuning_init") == "TEXT" else None
         wanted["encoder_reparameterization_type"] = "LSTM" if lstm else None
     for key, value in wanted.items():
         if value:
-            raise UnsupportedAdapter(f"{CONFIG} sets {key} to {shown(value)}, which is served but not trained here")
+            raise UnsupportedAdapter(f"{CONFIG} sets {key} to {quote(value)}, which is served but not trained here")
 
 
 def _built(method: str, raw: Mapping[str, Any]) -> PeftConfig:
@@ -292,7 +292,7 @@ def _typed() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise TooLarge("there is no memory for this adapter") from error
     except Exception as error:
-        raise UnsupportedAdapter(f"PEFT cannot make this adapter: {type(error).__name__}: {shown(str(error))}") from error
+        raise UnsupportedAdapter(f"PEFT cannot make this adapter: {type(error).__name__}: {quote(str(error))}") from error
 
 
 @contextmanager

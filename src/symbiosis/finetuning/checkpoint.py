@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from symbiosis.adapters.files import CONFIG, TENSORS, shown
+from symbiosis.adapters.files import CONFIG, TENSORS, quote
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter, Ia3Part
 from symbiosis.adapters.parts import LoraPart as StoredLowRank
-from symbiosis.adapters.reader import read
+from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter, Diverged, NotStored, OutOfRange
 from symbiosis.finetuning.optimizer import KEPT
 from symbiosis.finetuning.packed.lora_math import TrainableIa3, TrainableLora
@@ -96,10 +96,10 @@ def _check_place(folder: Path, *, replace: bool) -> None:
         if not folder.is_symlink() and not folder.exists():
             return
         if folder.is_symlink() or not folder.is_dir():
-            raise OutOfRange(f"{shown(folder.name)} is a file or a link", field="folder", expected="a new or an empty folder")
+            raise OutOfRange(f"{quote(folder.name)} is a file or a link", field="folder", expected="a new or an empty folder")
         if not replace and any(folder.iterdir()):
             expected = "a new or an empty one, or replace=True"
-            raise OutOfRange(f"the folder {shown(folder.name)} is not empty", field="folder", expected=expected)
+            raise OutOfRange(f"the folder {quote(folder.name)} is not empty", field="folder", expected=expected)
     except OSError as error:
         raise _not_stored(error) from error
 
@@ -111,7 +111,7 @@ def _not_stored(error: Exception) -> NotStored:
 
 def load(folder: Path, adapter: TrainedAdapter, model: ModelFacts) -> Resumed:
     """Give the adapter the numbers in a folder: all of them, or none and `BadAdapter` or `UnsupportedAdapter`."""
-    found = read(folder, model)
+    found = read_adapter(folder, model)
     if found.method != adapter.method:
         raise BadAdapter(f"{CONFIG} is of {found.method}, and the session trains {adapter.method}")
     state, progress = _state(folder, adapter)
@@ -212,7 +212,7 @@ def _check_names(names: list[str], adapter: TrainedAdapter) -> None:
     found = set(names)
     strange = found - wanted.union(*sets)
     if strange:
-        raise BadAdapter(f"{STATE} has {shown(min(strange))}, which is nothing of this session")
+        raise BadAdapter(f"{STATE} has {quote(min(strange))}, which is nothing of this session")
     for each in [wanted, *sets]:
         if each & found and each - found:
             raise BadAdapter(f"{STATE} has {min(each & found)} without {min(each - found)}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from symbiosis.adapters.files import shown
+from symbiosis.adapters.files import quote
 from symbiosis.errors import CannotServe, OutOfRange
 from symbiosis.finetuning.call_queue import CallQueue
 from symbiosis.finetuning.calls import (
@@ -110,7 +110,7 @@ class TrainingSession:
 
     def _batch(self, batch: Sequence[Example], items: float | None, *, learns: bool) -> ForwardBackward:
         if not isinstance(batch, Iterable):
-            raise OutOfRange(f"batch is {shown(batch)}", field="batch", expected="a list of Example(ids, labels)")
+            raise OutOfRange(f"batch is {quote(batch)}", field="batch", expected="a list of Example(ids, labels)")
         examples, adapter = tuple(batch), self.adapter
         if not 1 <= len(examples) <= self._bounds.examples:
             raise OutOfRange(f"{len(examples)} examples in a batch", field="batch", expected=f"1 to {self._bounds.examples}")
@@ -124,7 +124,7 @@ class TrainingSession:
                 raise OutOfRange("there is nothing to learn in this batch", field="batch", expected="a label that is not -100")
             items = tokens
         if isinstance(items, bool) or not isinstance(items, int | float) or not 0 < items < 1e12:
-            raise OutOfRange(f"items is {shown(items)}", field="items", expected="an int or float above 0, below 1e12")
+            raise OutOfRange(f"items is {quote(items)}", field="items", expected="an int or float above 0, below 1e12")
         costs = tuple(min(max(adapter.cost_of(len(example.ids)), _LEAST), self._bounds.rows) for example in examples)
         return ForwardBackward(examples, costs, items, tokens, digest(examples, items), learns)
 
@@ -169,7 +169,7 @@ class TrainingSession:
         """Change the adapter by the gradients that have gathered, and forget them."""
         if not isinstance(settings, StepSettings):
             expected = "StepSettings, such as StepSettings(learning_rate=1e-4)"
-            raise OutOfRange(f"settings is {shown(settings)}", field="settings", expected=expected)
+            raise OutOfRange(f"settings is {quote(settings)}", field="settings", expected=expected)
         return self._submit(self, OptimStep(settings), number)
 
     def sample(
@@ -187,7 +187,7 @@ class TrainingSession:
         most = self._bounds.examples
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
             expected = "a list of prompts, each a text or a list of token ids"
-            raise OutOfRange(f"prompts is {shown(prompts)}", field="prompts", expected=expected)
+            raise OutOfRange(f"prompts is {quote(prompts)}", field="prompts", expected=expected)
         if type(n) is not int or n < 1 or not 1 <= len(prompts) * n <= most:
             raise OutOfRange(f"{len(prompts)} prompts, {n!r} answers to each", field="prompts", expected=f"1 to {most} answers")
         asked = self._sampler.ask(self.tenant, prompts, n, self.adapter.cost_of(0), settings)
@@ -215,9 +215,9 @@ class TrainingSession:
         """
         for name, value in (("optimizer", optimizer), ("replace", replace)):
             if not isinstance(value, bool):
-                raise OutOfRange(f"{name} is {shown(value)}", field=name, expected="True or False")
+                raise OutOfRange(f"{name} is {quote(value)}", field=name, expected="True or False")
         if keep is not None and not callable(keep):
-            raise OutOfRange(f"keep is {shown(keep)}", field="keep", expected="a function, or None")
+            raise OutOfRange(f"keep is {quote(keep)}", field="keep", expected="a function, or None")
         return self._submit(self, SaveCheckpoint(_path(folder), optimizer, replace, keep), number)
 
     def load(self, folder: str | Path, *, number: int | None = None) -> Future[None]:
@@ -290,5 +290,5 @@ def _path(folder: str | Path) -> Path:
     """The same place even if the process changes its folder before the call's turn comes."""
     place = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
     if not isinstance(place, str) or not place or "\0" in place or not Path(place).absolute().name:
-        raise OutOfRange(f"folder is {shown(folder)}", field="folder", expected="the path of a folder")
+        raise OutOfRange(f"folder is {quote(folder)}", field="folder", expected="the path of a folder")
     return Path(place).absolute()

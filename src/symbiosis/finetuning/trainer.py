@@ -26,7 +26,7 @@ from peft import PeftConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from symbiosis.adapters.files import shown
+from symbiosis.adapters.files import quote
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.common import denormals
 from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
@@ -57,7 +57,7 @@ from symbiosis.finetuning.scheduling.fairness import Candidate
 from symbiosis.finetuning.scheduling.step_time_fairness import FEW_ROWS
 from symbiosis.finetuning.session import SessionLimits, TrainingSession
 from symbiosis.finetuning.trained_adapter import TrainedAdapter
-from symbiosis.models.max_length import most_tokens
+from symbiosis.models.max_length import max_sequence_length
 
 _STEP = 2000
 """How many rows a step of as many parameters as the model has would cost.
@@ -110,7 +110,7 @@ class Trainer:
         self._bounds = SessionLimits(
             vocabulary=int(text.vocab_size),
             rows=config.max_rows,
-            positions=most_tokens(text),
+            positions=max_sequence_length(text),
             examples=config.max_examples,
             tokens=min(config.max_waiting_tokens, config.tenant_waiting_tokens) // 2,
         )
@@ -136,11 +136,11 @@ class Trainer:
         Raises `BadAdapter`, `UnsupportedAdapter`, `TooLarge`, `OutOfRange`, `TooManyRequests` or `Closed`.
         """
         if not isinstance(tenant, str) or not 0 < len(tenant) <= _MAX_NAME:
-            raise OutOfRange(f"tenant is {shown(tenant)}", field="tenant", expected=f"a name of 1 to {_MAX_NAME} characters")
+            raise OutOfRange(f"tenant is {quote(tenant)}", field="tenant", expected=f"a name of 1 to {_MAX_NAME} characters")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.001 <= weight <= 1000:
-            raise OutOfRange(f"weight is {shown(weight)}", field="weight", expected="an int or float from 0.001 to 1000")
+            raise OutOfRange(f"weight is {quote(weight)}", field="weight", expected="an int or float from 0.001 to 1000")
         if type(seed) is not int or not 0 <= seed < 1 << 63:
-            raise OutOfRange(f"seed is {shown(seed)}", field="seed", expected="an int from 0 to 2**63 - 1")
+            raise OutOfRange(f"seed is {quote(seed)}", field="seed", expected="an int from 0 to 2**63 - 1")
         limits = self.config
         with self._opening:
             self._admit(tenant)
@@ -292,7 +292,7 @@ class Trainer:
 
     def _run(self) -> None:
         why: SymbiosisError = Closed("hosted training has stopped")
-        denormals.count_as_zero()
+        denormals.flush_to_zero()
         try:
             while self._round():
                 pass

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from symbiosis.adapters.names import owner_and_name
+from symbiosis.adapters.names import split_qualified_name
 from symbiosis.common.throughput import Throughput
 from symbiosis.errors import SymbiosisError
 from symbiosis.jobs.database import Database, JobRecord
@@ -144,8 +144,8 @@ class EventRecorder:
         now = self._clock()
         finish = None
         if trial.steps is not None and trial.tokens is not None:
-            trial.steps.note(1, now)
-            trial.tokens.note(body["tokens"], now)
+            trial.steps.record(1, now)
+            trial.tokens.record(body["tokens"], now)
             finish = int(now + (body["total"] - body["step"]) / trial.steps.recent)
         figures = {
             "train_loss": body["loss"],
@@ -167,7 +167,7 @@ class EventRecorder:
     def _checkpoint(self, job: JobRecord, trial: JobRun, step: int, folder: str, hash: str | None, serves: str | None) -> None:
         metrics: Said = {"step": step}
         metrics |= {key: job.figures[key] for key in ("train_loss", "valid_loss") if key in job.figures}
-        name = None if serves is None else owner_and_name(serves)[1]
+        name = None if serves is None else split_qualified_name(serves)[1]
         if self._records.add_checkpoint(job, step, folder, hash, name, metrics):
             self._records.add_event(job.id, "message", f"Checkpoint created at step {step}", step=step, data={"step": step})
         if name is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from symbiosis.adapters.files import CONFIG, TENSORS
-from symbiosis.adapters.names import owned
+from symbiosis.adapters.names import qualify_name
 from symbiosis.errors import EngineLost, QuotaExceeded, SymbiosisError, UnknownAdapter
 from symbiosis.jobs.atomic_files import to_disk, told
 from symbiosis.jobs.data_preparation import DataPreparer
@@ -340,7 +340,7 @@ class Supervisor:
             "resume": None if last is None else last.folder,
             "after": 0 if last is None else last.step,
             "final": str(final),
-            "serve_as": owned(job.owner, job.name),
+            "serve_as": qualify_name(job.owner, job.name),
             "serve_checkpoints": job.plan["serve_checkpoints"],
         }
         key, _ = await self._engine.open(body, self._inbox)
@@ -421,7 +421,7 @@ class Supervisor:
             return
         if job.state is not JobState.SUCCEEDED:
             try:
-                await self._engine.ask("unload", name=owned(job.owner, job.name))
+                await self._engine.ask("unload", name=qualify_name(job.owner, job.name))
             except UnknownAdapter:
                 pass  # unless a checkpoint, or the end that came too late, is served
             except SymbiosisError:
@@ -440,7 +440,7 @@ class Supervisor:
             last = LastEvent(step_of(checkpoint), f"{job.name}-step-{step_of(checkpoint)}")
             folder = self._shelf.place(f"{job.id}-step-{last.step}")
             await self._surely(lambda: asyncio.to_thread(_copy, Path(checkpoint), folder))
-            await self._engine.ask("load", name=owned(job.owner, last.name), folder=str(folder), replace=True)
+            await self._engine.ask("load", name=qualify_name(job.owner, last.name), folder=str(folder), replace=True)
             await asyncio.to_thread(self._shelf.keep, job.owner, last.name, folder)
         except (SymbiosisError, OSError):
             _log.exception("the last good checkpoint of %s cannot be served", job.id)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 _STRANGE = ("s_aux", "sinks", "position_bias", "head_mask")  # other settings than these do not change what attention computes
 
 
-def refused(module: nn.Module, query: Tensor, mask: Tensor | None, window: int | None, more: Mapping[str, Any]) -> str | None:
+def unsupported_reason(
+    module: nn.Module, query: Tensor, mask: Tensor | None, window: int | None, more: Mapping[str, Any]
+) -> str | None:
     """What this module asks for that plain causal attention over rows does not have; None if nothing."""
     strange = [name for name in _STRANGE if more.get(name) is not None]
     if strange or mask is not None or query.shape[0] != 1:

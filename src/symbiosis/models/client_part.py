@@ -109,7 +109,7 @@ def build_skeleton(manifest: Manifest, model_class: type[PreTrainedModel]) -> Pr
     return model
 
 
-def fill(model: nn.Module, tensors: dict[str, Tensor], ties: dict[str, str]) -> None:
+def fill_skeleton(model: nn.Module, tensors: dict[str, Tensor], ties: dict[str, str]) -> None:
     """Put the client part's tensors into the skeleton. Raises `CannotSplit` if one is missing."""
     placed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

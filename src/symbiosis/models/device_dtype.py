@@ -7,7 +7,7 @@ import torch
 from symbiosis.errors import SymbiosisError
 
 
-def device_of(device: str | torch.device) -> torch.device:
+def resolve_device(device: str | torch.device) -> torch.device:
     """A device that is there. Raises `SymbiosisError`."""
     try:
         place = torch.device(device)
@@ -19,7 +19,7 @@ def device_of(device: str | torch.device) -> torch.device:
     return place
 
 
-def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """None: as the model is stored. Raises `SymbiosisError`."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if dtype is not None and (not isinstance(found, torch.dtype) or not found.is_floating_point):

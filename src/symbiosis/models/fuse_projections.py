@@ -19,7 +19,7 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @torch.no_grad()
-def join(model: PreTrainedModel) -> None:
+def fuse_projections(model: PreTrainedModel) -> None:
     """Move the weights of such layers; each layer's becomes a view. No memory is needed but for one of them at a time."""
     head = model.get_output_embeddings()
     for parent in model.modules():
@@ -38,7 +38,7 @@ def _columns_first(layer: Any) -> bool:
     return _ARM and type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype is torch.float32
 
 
-def neighbours(parent: nn.Module) -> list[tuple[str, ...]]:
+def find_fused_projections(parent: nn.Module) -> list[tuple[str, ...]]:
     """Names of its layers that lie next to each other."""
     found: list[tuple[str, ...]] = []
     before: nn.Module | None = None

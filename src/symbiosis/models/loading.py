@@ -37,23 +37,23 @@ class LoadedModel:
 def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None, tokenizer: Any = None) -> LoadedModel:
     """Load whatever `source` stands for. Raises `UnknownModel`, saying what was tried."""
     if isinstance(source, PreTrainedModel):
-        check_plain(source)
+        check_no_adapters(source)
         model: Any = source
         if any(p.device != device or (dtype and p.is_floating_point() and p.dtype != dtype) for p in model.parameters()):
             model = model.to(device=device, dtype=dtype)
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         return LoadedModel(model, name, _pack(tokenizer), borrowed=True)
-    model, found = load_both(source, device=device, dtype=dtype)
+    model, found = load_model_and_tokenizer(source, device=device, dtype=dtype)
     return LoadedModel(model, DEFAULT_NAME if source is None else str(source), _pack(tokenizer or found), borrowed=False)
 
 
-def check_plain(model: PreTrainedModel) -> None:
+def check_no_adapters(model: PreTrainedModel) -> None:
     """Raises `UnknownModel` if somebody has put adapters on this model."""
     if hasattr(model, "peft_config"):
         raise UnknownModel("this model already carries adapters; serve the plain base model")
 
 
-def load_both(
+def load_model_and_tokenizer(
     source: str | PathLike[str] | None, *, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, Any]:
     """A model and its tokenizer (None if it has none), neither packed nor split. Raises `UnknownModel`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def most_tokens(config: Any) -> int:
+def max_sequence_length(config: Any) -> int:
     """Most tokens of a sequence.
 
     Some rotary positions change for all rows of a pass as soon as one of them is beyond the length the model was

@@ -14,7 +14,7 @@ from symbiosis.kernels.rms_norm_reference import plain_norm
 TRITON = find_spec("triton") is not None
 
 
-def normalised(x: Tensor, weight: Tensor, epsilon: float, *, twice: bool) -> Tensor:
+def apply_rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, twice: bool) -> Tensor:
     """`twice`: rounded before the product with the weight, and again after it."""
     if TRITON and x.is_cuda and not (torch.is_grad_enabled() and weight.requires_grad):
         from symbiosis.kernels.rms_norm import fits, rms_norm

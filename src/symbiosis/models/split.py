@@ -51,13 +51,13 @@ class Split:
     client_tensors: dict[str, Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     """Names in the client part that are another name's tensor."""
-    kept: dict[str, str] = field(default_factory=dict)
+    not_hosted: dict[str, str] = field(default_factory=dict)
     """Layers that look hostable but stay with the tenant, with the reason."""
     parameters: int = 0
     hosted_parameters: int = 0
 
     @property
-    def share(self) -> float:
+    def hosted_fraction(self) -> float:
         return self.hosted_parameters / max(1, self.parameters)
 
     def summary(self) -> str:
@@ -66,9 +66,9 @@ class Split:
         for layer in (layer for layer in self.layers if layer.spec.kind is not LayerKind.NORM):  # tenants have these too
             kinds[layer.spec.kind.value] = kinds.get(layer.spec.kind.value, 0) + 1
         hosted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        lines = [f"hosts {hosted}: {self.share:.1%} of {self.parameters / 1e6:,.1f} M parameters"]
+        lines = [f"hosts {hosted}: {self.hosted_fraction:.1%} of {self.parameters / 1e6:,.1f} M parameters"]
         reasons: dict[str, list[str]] = {}
-        for path, reason in self.kept.items():
+        for path, reason in self.not_hosted.items():
             reasons.setdefault(reason, []).append(path)
         for reason, paths in reasons.items():
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -86,10 +86,10 @@ def split(
     """Cut `model`. Raises `CannotSplit` if nothing in it can be hosted."""
     result = Split(parameters=sum(p.numel() for p in model.parameters()))
     modules = _paths_by_module(model)
-    chosen = _choose(model, modules, host_head=host_head, host_embeddings=host_embeddings, kept=result.kept)
+    chosen = _choose(model, modules, host_head=host_head, host_embeddings=host_embeddings, not_hosted=result.not_hosted)
     if not chosen:
         raise CannotSplit(
-            f"{type(model).__name__} has no linear, Conv1D or expert layer that could be hosted: {result.kept or 'none found'}"
+            f"{type(model).__name__} has no linear, Conv1D or expert layer that could be hosted: {result.not_hosted or 'none found'}"
         )
     identities: dict[nn.Module, str] = {}
     counted: set[int] = set()
@@ -129,7 +129,7 @@ def _choose(
     *,
     host_head: bool,
     host_embeddings: bool,
-    kept: dict[str, str],
+    not_hosted: dict[str, str],
 ) -> dict[nn.Module, LayerKind]:
     """The modules to host, in the order of the model."""
     head, embeddings = model.get_output_embeddings(), _embeddings(model)
@@ -146,7 +146,7 @@ def _choose(
         if reason is None:
             chosen[module] = kind
         else:
-            kept[paths[0]] = reason
+            not_hosted[paths[0]] = reason
     # A weight that also serves something that stays behind must stay too.
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:
@@ -158,7 +158,7 @@ def _choose(
         for module in list(chosen):
             shared = [o for name in _weight_names(module) for o in owners[id(getattr(module, name))] if o not in chosen]
             if shared:
-                kept[modules[module][0]] = f"shares its weight with {modules[shared[0]][0]}"
+                not_hosted[modules[module][0]] = f"shares its weight with {modules[shared[0]][0]}"
                 del chosen[module]
                 stays = True
     return chosen

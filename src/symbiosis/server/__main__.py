@@ -33,7 +33,7 @@ _FINISH_S = 30
 
 def _protocol(patience_s: float) -> type[asyncio.Protocol]:
     """As many connections as this process may have, less what it needs itself."""
-    most = file_limits.allow_many()
+    most = file_limits.raise_open_file_limit()
 
     class Protocol(TimeoutProtocol):
         def __init__(self, *args: Any, **options: Any) -> None:

@@ -18,10 +18,10 @@ from symbiosis import kernels
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
 from symbiosis.errors import BadAdapter, CannotServe, OutOfRange, PassFailed, SymbiosisError
-from symbiosis.models.device_dtype import device_of, dtype_of
-from symbiosis.models.fuse_projections import join
-from symbiosis.models.loading import ModelSource, check_plain, load_both
-from symbiosis.models.max_length import most_tokens
+from symbiosis.models.device_dtype import resolve_device, resolve_dtype
+from symbiosis.models.fuse_projections import fuse_projections
+from symbiosis.models.loading import ModelSource, check_no_adapters, load_model_and_tokenizer
+from symbiosis.models.max_length import max_sequence_length
 from symbiosis.serving.deferred_sigint import DeferredSigint
 from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats, PreparedAdapter
 from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterVersion
@@ -79,7 +79,7 @@ class EngineCore:
         Raises `CannotServe` with the reason if this model cannot be served, `OutOfRange` if a setting is wrong.
         """
         _check(pages, page_size, cache_bytes, residency, limits)
-        self.facts = ModelFacts.of(model)
+        self.facts = ModelFacts.from_model(model)
         if not self.facts.decoder_only or not self.facts.kv_heads or not model.can_generate():
             raise CannotServe(
                 f"{type(model).__name__} is no decoder whose layers all keep keys and values by head: it cannot be served"
@@ -96,7 +96,7 @@ class EngineCore:
             device=model.device,
         )
         self._runner = ModelRunner(model.eval(), memory)
-        longest = most_tokens(model.config.get_text_config())
+        longest = max_sequence_length(model.config.get_text_config())
         config = SchedulerConfig(
             vocabulary=self.facts.vocab, max_length=longest, max_adapters=min(_MAX_ADAPTERS, residency.slots), **limits
         )
@@ -386,11 +386,11 @@ class Engine:
     ) -> None:
         """`device` and `dtype` are for a model that is loaded here; `settings` are `EngineCore`'s."""
         if not isinstance(model, PreTrainedModel):
-            model, found = load_both(model, device=device_of(device), dtype=dtype_of(dtype))
+            model, found = load_model_and_tokenizer(model, device=resolve_device(device), dtype=resolve_dtype(dtype))
             tokenizer = tokenizer or found
         served: PreTrainedModel = model
-        check_plain(served)
-        join(served)
+        check_no_adapters(served)
+        fuse_projections(served)
         self._core = EngineCore(served, **settings)
         self._tokenizer = tokenizer
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from symbiosis.adapters.names import found
+from symbiosis.adapters.names import resolve_adapter_name
 from symbiosis.common import denormals
 from symbiosis.errors import AdapterExists, AnswerFailed, Closed, PassFailed, SymbiosisError, TooManyRequests
 from symbiosis.serving.engine import EngineCore
@@ -175,7 +175,7 @@ class EngineLoop:
     # On the stepping thread
 
     def _run(self) -> None:
-        denormals.count_as_zero()
+        denormals.flush_to_zero()
         try:
             while self._take():
                 self._step()
@@ -254,7 +254,7 @@ class EngineLoop:
     def _queued(self, order: GenerateRequest, unnamed: PreparedAdapter | None) -> list[Answer]:
         if unnamed is not None:
             return self._core.add_unnamed(order.n, order.prompt, order.sampling, unnamed, tenant=order.tenant)
-        adapter = None if order.adapter is None else found(order.adapter, order.tenant, self._core.adapters)
+        adapter = None if order.adapter is None else resolve_adapter_name(order.adapter, order.tenant, self._core.adapters)
         return self._core.add_several(order.n, order.prompt, order.sampling, adapter=adapter, tenant=order.tenant)
 
     def _cancel(self, id: str, number: int | None) -> None:

@@ -27,9 +27,9 @@ class Peer:
     key: bytes
     tenant: str | None
     """Who this is, as proved by its token; None where no token is asked for."""
-    state: Any = None
+    session: Any = None
     """The executor's own note about this peer."""
-    link_state: Any = field(default=None, repr=False)
+    port_state: Any = field(default=None, repr=False)
     """The port's own note about this peer, such as its shared memory."""
 
 
@@ -55,11 +55,11 @@ class Port(ABC):
         Its rows may be views of a batch that others share: the peer gets a copy.
         """
 
-    def keeps(self, peer: Peer) -> bool:
+    def has_channel(self, peer: Peer) -> bool:
         """Whether a peer cannot simply say HELLO again, so that it is not forgotten for being silent."""
         return False
 
-    def is_polled(self) -> bool:
+    def needs_polling(self) -> bool:
         """Whether calls may arrive that the waitable does not tell of: `poll` for them."""
         return False
 
@@ -67,7 +67,7 @@ class Port(ABC):
         """Calls that have arrived and that the waitable does not tell of."""
         return ()
 
-    def places(self, peer: Peer, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+    def reply_buffers(self, peer: Peer, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...] | None:
         """Where the tensors of an answer to this peer may be computed in place; None if nowhere."""
         return None
 
@@ -87,12 +87,12 @@ class Port(ABC):
     def close(self) -> None: ...
 
 
-def as_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def flatten_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """2-D, whatever shape their rows are in."""
     return tuple([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors])
 
 
-def shaped(rows: tuple[Tensor, ...], ahead: torch.Size) -> tuple[Tensor, ...]:
+def unflatten_rows(rows: tuple[Tensor, ...], ahead: torch.Size) -> tuple[Tensor, ...]:
     """Rows in a shape. Not views to autograd: adapters add to results in place."""
     return tuple([torch.ops.aten._unsafe_view(each, (*ahead, each.shape[-1])) for each in rows])
 
@@ -110,8 +110,8 @@ class Link(ABC):
         Its tensors have a row wherever their first has one, in whatever shape; so have the answers. The message is used up.
         """
         ahead = message.tensors[0].shape[:-1]
-        message.tensors = as_rows(message.tensors)
-        return shaped(self.request(message).tensors, ahead)
+        message.tensors = flatten_rows(message.tensors)
+        return unflatten_rows(self.request(message).tensors, ahead)
 
     def use_gpu(self, device: torch.device, theirs: torch.device) -> None:
         """The tenant is on a GPU and sees the executor's, perhaps the same: keep calls there, if this link can."""

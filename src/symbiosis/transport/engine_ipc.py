@@ -75,7 +75,7 @@ class IpcPort:
 
     def ring(self) -> None:
         """Let `wait` return."""
-        self._wakeup.ring()
+        self._wakeup.notify()
 
     def wait(self, timeout_s: float) -> list[tuple[bytes, Body | BadMessage]]:
         """What has arrived, by peer; waits until something has, somebody rings, or the time is up."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from symbiosis import errors
 from symbiosis.errors import BadMessage, ExecutorLost, SymbiosisError, TooLarge
 from symbiosis.gpu import driver
-from symbiosis.transport.base import as_rows
+from symbiosis.transport.base import flatten_rows
 from symbiosis.transport.messages import Kind, Message, decode, encode, lay_out
 from symbiosis.transport.poller import Wakeup
 from symbiosis.transport.shared_memory import SharedMemory, open_shared
@@ -144,7 +144,7 @@ class GpuChannel:
             raise BadMessage("the rows of a call lie one after the other from the start of its channel, and these do not")
         return self._memory.bytes[end:]
 
-    def places(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def reply_buffers(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Where an answer of these shapes lies."""
         return tuple(_views(self._room, [(torch.Size(shape), dtype) for shape in shapes]))
 
@@ -275,7 +275,7 @@ class GpuCaller:
 
     def _plan(self, message: Message, widths: list[int]) -> _Plan:
         tensors, ahead = message.tensors, message.tensors[0].shape[:-1]
-        message.request, message.tensors = REQUEST, as_rows(tensors)
+        message.request, message.tensors = REQUEST, flatten_rows(tensors)
         sent = [(t.shape, t.dtype) for t in message.tensors]
         back = [(torch.Size((sent[0][0][0], width)), tensors[0].dtype) for width in widths]
         _, end = _laid_out(message.tensors)
@@ -378,4 +378,4 @@ class ProcessWatcher(threading.Thread):
         os.close(self._pidfd)
 
     def stop(self) -> None:
-        self._stop.ring()
+        self._stop.notify()

@@ -14,7 +14,7 @@ from torch import Tensor
 from symbiosis import errors
 from symbiosis.errors import Closed, HelloFirst, SymbiosisError
 from symbiosis.transport.base import Link, Peer, Port
-from symbiosis.transport.messages import Kind, Message, tensor_bytes
+from symbiosis.transport.messages import Kind, Message
 from symbiosis.transport.poller import Wakeup
 
 
@@ -35,7 +35,7 @@ class InprocPort(Port):
         message.request = next(self._numbers)
         self._waiting[message.request] = peer, answer
         self._arrived.append((peer, message))
-        self._wakeup.ring()
+        self._wakeup.notify()
         if self._closed:  # closed between the two checks: nobody will answer
             raise Closed("the executor was closed")
 
@@ -48,7 +48,7 @@ class InprocPort(Port):
             if not self._arrived:
                 return
             yield self._arrived.popleft()
-        self._wakeup.ring()  # there may be more
+        self._wakeup.notify()  # there may be more
 
     def reply(self, peer: Peer, message: Message) -> bool:
         message.tensors = tuple(_own(tensor) for tensor in message.tensors)  # before: whoever waits can be told if that fails
@@ -73,7 +73,7 @@ class InprocPort(Port):
 
 def _own(tensor: Tensor) -> Tensor:
     """The tensor in memory that it shares with nobody."""
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor_bytes(tensor):
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -153,7 +153,7 @@ class InprocLink(Link):
         if not self._closed:
             self._closed = True
             for peer in self._peers:
-                if peer.state is None:
+                if peer.session is None:
                     continue
                 try:
                     self._ask(peer, Message(Kind.BYE))

@@ -74,12 +74,8 @@ class Message:
     training: bool = False
     tensors: tuple[Tensor, ...] = ()
     body: dict[str, Any] = field(default_factory=dict)
-    note: Any = field(default=None, compare=False, repr=False)
+    receiver_state: Any = field(default=None, compare=False, repr=False)
     """The receiver's own; it is there again where a link gives the same message again."""
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _aligned(offset: int) -> int:
@@ -102,7 +98,7 @@ def put(tensors: Sequence[Tensor], target: Tensor, start: int = 0) -> list[int]:
         raise TooLarge(f"{end} bytes do not fit the shared arena of {len(target)} bytes")
     for tensor, offset in zip(tensors, offsets, strict=True):
         if tensor.numel():
-            target[offset : offset + tensor_bytes(tensor)].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            target[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return offsets
 
 
@@ -178,7 +174,7 @@ def decode(frame: memoryview, *, max_bytes: int, max_body: int = MAX_BODY, arena
     for i in range(tensors):
         # what is left of the budget: many tensors over the same bytes must not add up to more than was sent
         found.append(_read_tensor(frame, at + i * _TENSOR.size, arena, max_bytes))
-        max_bytes -= tensor_bytes(found[-1])
+        max_bytes -= found[-1].nbytes
     at += tensors * _TENSOR.size
     body = _read_body(frame[at : at + body_size])
     return Message(

@@ -19,7 +19,7 @@ class Wakeup:
     def fileno(self) -> int:
         return self._fd
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:

@@ -93,21 +93,21 @@ class ShmPort(ZmqPort):
         self.address = f"shm://{name}"
 
     def _welcome(self, peer: Peer, message: Message) -> None:
-        if peer.link_state.arena is None:
+        if peer.port_state.arena is None:
             try:
-                peer.link_state.arena = ShmArena(self._max_bytes)
+                peer.port_state.arena = ShmArena(self._max_bytes)
             except OSError as error:
                 raise TooManyCalls(f"the executor has no shared memory left for one more channel: {error}") from None
-        message.body["arena"] = peer.link_state.arena.shared.reference()
+        message.body["arena"] = peer.port_state.arena.shared.reference()
         super()._welcome(peer, message)
 
     def _read(self, peer: Peer, frame: memoryview) -> Message | SymbiosisError:
-        if peer.link_state.arena is None and is_call(frame):
+        if peer.port_state.arena is None and is_call(frame):
             # its rows lie in an arena that went when the channel was forgotten: it cannot even be read
             return HelloFirst("the executor does not know this channel: say HELLO first")
         return super()._read(peer, frame)
 
-    def is_polled(self) -> bool:
+    def needs_polling(self) -> bool:
         return bool(self._channels)
 
     def poll(self) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
@@ -121,11 +121,11 @@ class ShmPort(ZmqPort):
                 continue
             yield peer, message
 
-    def places(self, peer: Peer, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+    def reply_buffers(self, peer: Peer, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...] | None:
         channel = self._channels.get(peer)
-        return None if channel is None or not channel.busy else channel.places(shapes, dtype)
+        return None if channel is None or not channel.busy else channel.reply_buffers(shapes, dtype)
 
-    def keeps(self, peer: Peer) -> bool:
+    def has_channel(self, peer: Peer) -> bool:
         return peer in self._channels
 
     def open_channel(self, peer: Peer, size: int, device: torch.device) -> dict[str, Any]:
@@ -153,19 +153,19 @@ class ShmPort(ZmqPort):
         return told
 
     def _arena_in(self, peer: Peer) -> Tensor | None:
-        arena = peer.link_state.arena
+        arena = peer.port_state.arena
         return arena.calls if arena else None
 
     def _arena_out(self, peer: Peer) -> Tensor | None:
-        arena = peer.link_state.arena
+        arena = peer.port_state.arena
         return arena.answers if arena else None
 
     def forget(self, peer: Peer) -> None:
         super().forget(peer)
         self._close_channel(peer)
-        if peer.link_state.arena is not None:
-            peer.link_state.arena.close()
-            peer.link_state.arena = None
+        if peer.port_state.arena is not None:
+            peer.port_state.arena.close()
+            peer.port_state.arena = None
 
     def close(self) -> None:
         super().close()

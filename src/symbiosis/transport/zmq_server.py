@@ -138,18 +138,18 @@ class ZmqPort(Port):
         peer = self._peers.get(key)
         # A peer chooses its routing id freely, so it may be one that somebody else had: only the key tells who it is.
         if peer is None or peer.tenant != tenant:
-            return Peer(self, key, tenant, link_state=ZmqPeerState())
+            return Peer(self, key, tenant, port_state=ZmqPeerState())
         return peer
 
     def _note(self, peer: Peer, descriptor: int) -> None:
         """It was heard by this connection."""
         assert self._connections is not None
         self._connections.heard(descriptor)
-        if peer.link_state.descriptor != descriptor:  # new, or it had to connect again
+        if peer.port_state.descriptor != descriptor:  # new, or it had to connect again
             if self._peers.get(peer.key) is peer:
-                self._connections.left(peer.link_state.descriptor, peer)
+                self._connections.left(peer.port_state.descriptor, peer)
                 self._connections.belongs(descriptor, peer)
-            peer.link_state.descriptor = descriptor
+            peer.port_state.descriptor = descriptor
 
     def _read(self, peer: Peer, frame: memoryview) -> Message | SymbiosisError:
         try:
@@ -163,7 +163,7 @@ class ZmqPort(Port):
             if len(peer.key) < _LEAST_ID:  # answers go to whoever has it: another could take one that is easily guessed
                 return BadMessage(f"a routing id of {len(peer.key)} bytes: set one of {_LEAST_ID} random bytes or more")
             nonce = message.body.get("nonce")
-            peer.link_state.nonce = nonce if isinstance(nonce, str) and _NONCE.fullmatch(nonce) else ""
+            peer.port_state.nonce = nonce if isinstance(nonce, str) and _NONCE.fullmatch(nonce) else ""
         return message
 
     def reply(self, peer: Peer, message: Message) -> bool:
@@ -185,7 +185,7 @@ class ZmqPort(Port):
             except zmq.ZMQError:  # gone
                 return False
         if self._connections is not None:  # what it was answered stays in memory otherwise
-            self._connections.cut(peer.link_state.descriptor, peer)
+            self._connections.cut(peer.port_state.descriptor, peer)
         return False
 
     def is_gone(self, peer: Peer) -> bool:
@@ -201,11 +201,11 @@ class ZmqPort(Port):
     def _welcome(self, peer: Peer, message: Message) -> None:
         assert self._connections is not None
         before = self._peers.get(peer.key, peer)
-        self._connections.left(before.link_state.descriptor, before)
-        self._connections.belongs(peer.link_state.descriptor, peer)
+        self._connections.left(before.port_state.descriptor, before)
+        self._connections.belongs(peer.port_state.descriptor, peer)
         self._peers[peer.key] = peer
-        if peer.tenant is not None and peer.link_state.nonce:
-            message.body["proof"] = curve_keys.prove(self._proofs[peer.tenant], peer.link_state.nonce)
+        if peer.tenant is not None and peer.port_state.nonce:
+            message.body["proof"] = curve_keys.prove(self._proofs[peer.tenant], peer.port_state.nonce)
 
     def _arena_in(self, peer: Peer) -> Tensor | None:
         return None
@@ -217,7 +217,7 @@ class ZmqPort(Port):
         if self._peers.get(peer.key) is peer:
             del self._peers[peer.key]
             assert self._connections is not None
-            self._connections.left(peer.link_state.descriptor, peer)
+            self._connections.left(peer.port_state.descriptor, peer)
 
     def close(self) -> None:
         for peer in list(self._peers.values()):

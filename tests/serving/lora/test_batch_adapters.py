@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
-from symbiosis.models.fuse_projections import join
+from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_layers import adapt, adapt_together
 from symbiosis.serving.lora.lora_ops import FusedProjection
@@ -72,7 +72,7 @@ def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes, joined, pro
     adapters = {kind: made(base, kind) for kind in KINDS}
     served, bank = copy.deepcopy(base), ActiveAdapters()
     if joined:
-        join(served)
+        fuse_projections(served)
     adapt(served, bank)
     adapt_together(served)
     ids = torch.randint(0, base.config.vocab_size, (sum(sizes) + 2, 1))  # two rows of nobody's at the end

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
-from symbiosis.models.fuse_projections import join, neighbours
+from symbiosis.models.fuse_projections import find_fused_projections, fuse_projections
 from symbiosis.serving.engine import Engine, EngineCore
 from symbiosis.serving.scheduling.sequence import Sampling
 from tests.parity.architectures import ARCHITECTURES
@@ -27,11 +27,11 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 def test_joined_layers_are_views_of_one_matrix_and_compute_the_same():
     model, ids = LLAMA.model().eval(), torch.arange(9)[None]
     plain = copy.deepcopy(model)
-    join(model)
+    fuse_projections(model)
     attention = model.get_submodule("model.layers.0.self_attn")
-    assert neighbours(attention) == [("q_proj", "k_proj", "v_proj")]
-    assert neighbours(model.get_submodule("model.layers.0.mlp")) == [("gate_proj", "up_proj")]
-    assert neighbours(plain.get_submodule("model.layers.0.mlp")) == []
+    assert find_fused_projections(attention) == [("q_proj", "k_proj", "v_proj")]
+    assert find_fused_projections(model.get_submodule("model.layers.0.mlp")) == [("gate_proj", "up_proj")]
+    assert find_fused_projections(plain.get_submodule("model.layers.0.mlp")) == []
     with torch.no_grad():
         assert torch.equal(model(ids).logits, plain(ids).logits)
 
@@ -39,7 +39,7 @@ def test_joined_layers_are_views_of_one_matrix_and_compute_the_same():
 def test_an_engine_over_joined_layers_gives_the_same_tokens(tmp_path):
     base = LLAMA.model().eval()
     joined = copy.deepcopy(base)
-    join(joined)
+    fuse_projections(joined)
     configs = {
         "lora": LoraConfig(r=3, target_modules=ALL, init_lora_weights=False, task_type="CAUSAL_LM"),
         "dora": LoraConfig(r=2, target_modules=["k_proj", "up_proj"], use_dora=True, init_lora_weights=False),
@@ -69,7 +69,7 @@ def test_an_engine_over_joined_layers_gives_the_same_tokens(tmp_path):
 @pytest.mark.parametrize("times", [1, 5], ids=["few", "many"])
 def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(times, architecture, tmp_path):
     base = architecture.model().eval().to(DEVICE)
-    join(base)
+    fuse_projections(base)
     for number, rank in enumerate((2, 16, 40)):
         torch.manual_seed(number)
         targets = ALL if number else ["q_proj", "down_proj"]
@@ -110,7 +110,7 @@ def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(times,
 @pytest.mark.gpu
 def test_graphs_of_larger_ranks_take_the_place_of_others(tmp_path):
     base = LLAMA.model().eval().to(DEVICE)
-    join(base)
+    fuse_projections(base)
     core, wish = (
         EngineCore(copy.deepcopy(base), pages=16, page_size=16),
         Sampling(temperature=0.0, max_tokens=4, ignore_eos=True),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from symbiosis.models.fuse_projections import join
+from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_layers import adapt, adapt_together
 from symbiosis.serving.model.decoder_layer import FusedDecoderLayer, restore
@@ -37,7 +37,7 @@ def served(architecture, device="cpu", dtype=torch.float32):
         device=torch.device(device),
     )
     memory._memory.normal_()
-    join(model)
+    fuse_projections(model)
     use_pages(model, memory)
     bank = ActiveAdapters()
     adapt(model, bank)

@@ -353,7 +353,7 @@ def test_a_tenant_with_a_token_has_so_many_channels_and_one_more_pushes_out_its_
         desk.clock.now += 1
     desk.call(mine[0], torch.ones(1, WIDTH))
     desk.say(mine[3], Kind.HELLO)
-    assert [peer.state is not None for peer in mine] == [True, False, True, True]
+    assert [peer.session is not None for peer in mine] == [True, False, True, True]
     for peer in mine[2:]:
         desk.call(peer, torch.ones(1, WIDTH))
     desk.say(mine[1], Kind.HELLO)
@@ -403,7 +403,7 @@ def test_overdue_calls_of_many_channels_leave_turns_to_others(renames):
         desk.clock.now += 1
         assert desk.service.step() == 0.0
         for place, peer in enumerate(flood):
-            if not peer.state.busy:
+            if not peer.session.busy:
                 if renames:
                     desk.say(peer, Kind.BYE)
                     flood[place] = desk.tenant(next(names))

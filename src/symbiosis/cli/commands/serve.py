@@ -197,7 +197,7 @@ def serve(
             check_http(http, keys)
         for address in listen or [DEFAULT_ADDRESS]:
             check_address(address, tokens)  # before a big model is loaded for nothing
-    file_limits.allow_many()  # every channel takes two
+    file_limits.raise_open_file_limit()  # every channel takes two
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
         task = progress.add_task("Splitting", total=None, visible=False)
         executor = Executor(

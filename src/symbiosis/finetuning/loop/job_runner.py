@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from symbiosis.adapters.parts import Adapter
-from symbiosis.adapters.reader import from_memory
+from symbiosis.adapters.reader import read_adapter_from_memory
 from symbiosis.common.throughput import Throughput
 from symbiosis.errors import BadAdapter, BadCall, BadData, Closed, SymbiosisError, TooManyRequests
 from symbiosis.finetuning import dataset
@@ -275,7 +275,7 @@ class _Job:
 
     def _on_step(self, done: LoopResult, rate: Throughput) -> None:
         self._step = done.step
-        rate.note(done.tokens, time.monotonic())
+        rate.record(done.tokens, time.monotonic())
         self._say(
             events.StepDone(done.step, done.total, done.loss, done.learning_rate, done.gradient_norm, done.tokens, rate.recent)
         )
@@ -296,7 +296,7 @@ class _Job:
 
     def _adapter(self, made: AdapterSnapshot) -> Adapter:
         """What `adapters.folder.read` gives of its folder."""
-        return from_memory(made.config, made.tensors, self._host.facts)
+        return read_adapter_from_memory(made.config, made.tensors, self._host.facts)
 
     def _failed(self, error: SymbiosisError) -> events.JobFailed:
         if self._abandoned is not None:

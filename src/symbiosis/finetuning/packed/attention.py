@@ -21,7 +21,7 @@ from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.packed import varlen_flash
 from symbiosis.finetuning.packed.batch import PackedBatch
 from symbiosis.finetuning.packed.context import PassContext
-from symbiosis.models.attention_checks import no_mask, refused
+from symbiosis.models.attention_checks import no_mask, unsupported_reason
 
 NAME = "symbiosis_packed"
 
@@ -120,7 +120,7 @@ def _attention(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    reason = refused(module, query, attention_mask, sliding_window, more)
+    reason = unsupported_reason(module, query, attention_mask, sliding_window, more)
     if reason is not None:
         raise CannotTrain(f"{reason}, which packed passes do not have")
     stage: PassContext = module.symbiosis_stage  # type: ignore[assignment]

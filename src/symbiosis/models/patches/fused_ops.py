@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.models.patches.mixin import mix_in
-from symbiosis.models.rms_norms import TRITON, epsilon_of, normalised, rounds_twice
+from symbiosis.models.rms_norms import TRITON, apply_rms_norm, epsilon_of, rounds_twice
 
 _ROTARY = "apply_rotary_pos_emb"
 
@@ -48,7 +48,7 @@ class FusedNorm(nn.Module):
         weight = self.weight
         if not x.is_cuda or x.dtype is not weight.dtype or torch.is_autocast_enabled("cuda"):
             return super().forward(x)
-        return normalised(x, weight, epsilon_of(self), twice=self.symbiosis_twice)
+        return apply_rms_norm(x, weight, epsilon_of(self), twice=self.symbiosis_twice)
 
 
 class FusedNormForward(FusedNorm):

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
 from symbiosis.adapters.files import CONFIG
-from symbiosis.adapters.names import owned, owner_and_name
+from symbiosis.adapters.names import qualify_name, split_qualified_name
 from symbiosis.errors import BadAdapter, Forbidden, UnknownAdapter
 from symbiosis.server.adapter_store import FIELDS, AdapterStore, AdapterUpload
 from symbiosis.server.auth import Caller
@@ -49,7 +49,7 @@ class AdapterRoutes:
 
     def visible(self, caller: Caller, served: dict[str, Any]) -> dict[str, tuple[str | None, Any]]:
         """Owner and content hash of the adapters a caller may name, its own before those for everybody."""
-        found = [(*owner_and_name(full), hash) for full, hash in served.items()]
+        found = [(*split_qualified_name(full), hash) for full, hash in served.items()]
         shared = {name: (owner, hash) for owner, name, hash in found if owner is None}
         return shared | {name: (owner, hash) for owner, name, hash in found if owner == caller.tenant}
 
@@ -59,7 +59,7 @@ class AdapterRoutes:
         stats = await self._remote.ask("stats")
         served = stats["adapters"]
         if caller.is_admin:
-            found = [(*owner_and_name(full), hash) for full, hash in served.items()]
+            found = [(*split_qualified_name(full), hash) for full, hash in served.items()]
         else:
             found = [(owner, name, hash) for name, (owner, hash) in self.visible(caller, served).items()]
         found.sort(key=lambda each: (each[1], each[0] or ""))
@@ -69,7 +69,7 @@ class AdapterRoutes:
         kept = None if self._store is None else self._store.get(owner, name)
         size = None if kept is None else kept.bytes
         about = {"id": name, "object": "adapter", "owner": owner, "parent": self._settings.base, "root": hash, "bytes": size}
-        return {**about, "pinned": owned(owner, name) in pinned}
+        return {**about, "pinned": qualify_name(owner, name) in pinned}
 
     async def upload(self, request: Request) -> Response:
         """Take the two files of an adapter, and serve it if it can be; one of that name is replaced."""
@@ -110,7 +110,7 @@ class AdapterRoutes:
         await asyncio.to_thread(upload.complete)
 
     async def _serve(self, upload: AdapterUpload) -> str:
-        name = owned(upload.owner, upload.name)
+        name = qualify_name(upload.owner, upload.name)
         try:
             async with self._changing.of((upload.owner, upload.name)):
                 found = await self._remote.ask("load", name=name, folder=str(upload.folder), replace=True)
@@ -157,14 +157,14 @@ class AdapterRoutes:
 
     async def pin(self, request: Request) -> Response:
         wish = await read_json(request, PinAdapterRequest)
-        await self._remote.ask("pin", name=owned(wish.owner, wish.lora_name), pinned=wish.pinned)
+        await self._remote.ask("pin", name=qualify_name(wish.owner, wish.lora_name), pinned=wish.pinned)
         return JSONResponse({"id": wish.lora_name, "object": "adapter", "owner": wish.owner, "pinned": wish.pinned})
 
     async def _forget(self, owner: str | None, name: str) -> None:
         async with self._changing.of((owner, name)):
             was_kept = self._store is not None and self._store.remove(owner, name)
             try:
-                await self._remote.ask("unload", name=owned(owner, name))
+                await self._remote.ask("unload", name=qualify_name(owner, name))
             except UnknownAdapter:
                 if not was_kept:
                     raise UnknownAdapter(f"there is no adapter {name!r} of yours") from None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
-from symbiosis.adapters.reader import read
+from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter, SymbiosisError
 from symbiosis.serving.lora.converter import Converter
 from symbiosis.serving.lora.device_pool import CpuPool
@@ -74,7 +74,7 @@ class AdapterLoader:
 
     def read(self, folder: Path) -> PackedAdapter:
         """Read and check an adapter, in the thread of whoever calls. Raises what is wrong with it."""
-        return self.convert(read(folder, self._facts))
+        return self.convert(read_adapter(folder, self._facts))
 
     def convert(self, adapter: Adapter) -> PackedAdapter:
         """A checked adapter as it is computed with. Raises `UnsupportedAdapter`."""

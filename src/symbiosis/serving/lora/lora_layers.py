@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.models.fuse_projections import neighbours
+from symbiosis.models.fuse_projections import find_fused_projections
 from symbiosis.models.patches.mixin import mix_in
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_ops import AdapterOps, FusedProjection
@@ -108,7 +108,7 @@ def adapt(model: PreTrainedModel, bank: ActiveAdapters) -> None:
 def adapt_together(model: PreTrainedModel) -> None:
     """Let adapted layers that lie next to each other (`models.joining`) be computed as one."""
     for path, parent in list(model.named_modules()):
-        for names in neighbours(parent):
+        for names in find_fused_projections(parent):
             members = [parent.get_submodule(name) for name in names]
             widths = [member.weight.shape[0] for member in members]
             weight, bias = (_as_one(member._parameters[name] for member in members) for name in ("weight", "bias"))

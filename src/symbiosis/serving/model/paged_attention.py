@@ -23,7 +23,7 @@ from symbiosis import kernels
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.cpu.attention import DecodeAttention, fits
 from symbiosis.kernels.tiles import Span
-from symbiosis.models.attention_checks import no_mask, refused
+from symbiosis.models.attention_checks import no_mask, unsupported_reason
 
 NAME = "symbiosis_pages"
 _KEYS_AT_ONCE = 16384  # gathered for prompts that are computed together
@@ -329,7 +329,7 @@ def _attention(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    reason = refused(module, query, attention_mask, sliding_window, more)
+    reason = unsupported_reason(module, query, attention_mask, sliding_window, more)
     if reason is not None:
         raise CannotServe(f"{reason}, which pages do not have")
     memory: PagedKVCache = module.symbiosis_memory  # type: ignore[assignment]

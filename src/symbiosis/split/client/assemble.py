@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
 from symbiosis.gpu import driver
-from symbiosis.models.client_part import build_skeleton, fill, load_weights, resolve_class
+from symbiosis.models.client_part import build_skeleton, fill_skeleton, load_weights, resolve_class
 from symbiosis.models.patches.fused_ops import fuse
 from symbiosis.split.client.blob_download import download
 from symbiosis.split.client.call_grouping import CallGroups
@@ -46,7 +46,7 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     mapped = _map(link, welcome, bounds, device, mode)
     model = build_skeleton(manifest, model_class)
     groups = put_virtual_layers(model, session)
-    fill(model, _client_part(link, manifest, mapped), manifest.ties)
+    fill_skeleton(model, _client_part(link, manifest, mapped), manifest.ties)
     for module in model.modules():
         if isinstance(module, VirtualLinear | VirtualConv1D):
             module.note_bias()

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from symbiosis.errors import BadCall, NoTokenizer
 from symbiosis.models.client_part import unpack_tokenizer
 from symbiosis.split.client.blob_download import download
-from symbiosis.transport.base import Link, as_rows, shaped
+from symbiosis.transport.base import Link, flatten_rows, unflatten_rows
 from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec, Limits, Manifest
 
@@ -122,9 +122,9 @@ class ClientSession:
             results = self._one(form, direction, rows, training=training)
         else:
             most = -(-count // -(-count // form.rows))  # in as many parts, of about the same length
-            flat = zip(*[torch.split(t, most) for t in as_rows(rows)], strict=True)
+            flat = zip(*[torch.split(t, most) for t in flatten_rows(rows)], strict=True)
             parts = [self._one(form, direction, part, training=training) for part in flat]
-            results = shaped(tuple([torch.cat(column) for column in zip(*parts, strict=True)]), ahead)
+            results = unflatten_rows(tuple([torch.cat(column) for column in zip(*parts, strict=True)]), ahead)
         return results if results[0].device == device else tuple([result.to(device) for result in results])
 
     def _one(self, form: _Form, direction: Direction, rows: tuple[Tensor, ...], *, training: bool) -> tuple[Tensor, ...]:

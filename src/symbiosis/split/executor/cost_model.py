@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from symbiosis.common.bounded_dict import drop_oldest
+from symbiosis.common.bounded_dict import evict_oldest
 
 _MOST_SHAPES = 4096
 _ENOUGH = 8.0  # batches of its own, where its parts are known
@@ -50,13 +50,13 @@ class CostModel:
 
     def observe(self, shape: Hashable, rows: int, seconds: float) -> None:
         line = self._lines.pop(shape, None) or _Line()
-        drop_oldest(self._lines, _MOST_SHAPES)
+        evict_oldest(self._lines, _MOST_SHAPES)
         self._lines[shape] = line  # at the end: what is seen stays
         line.add(rows, seconds)
 
     def consists(self, shape: Hashable, parts: list[Hashable]) -> None:
         """A shape that costs what its parts cost, until it was seen itself."""
-        drop_oldest(self._parts, _MOST_SHAPES)
+        evict_oldest(self._parts, _MOST_SHAPES)
         self._parts[shape] = parts
 
     def _fit(self, shape: Hashable) -> tuple[float, float]:

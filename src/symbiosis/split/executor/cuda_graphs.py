@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from symbiosis.common.bounded_dict import drop_oldest
+from symbiosis.common.bounded_dict import evict_oldest
 from symbiosis.gpu.cuda_graph import captured
 from symbiosis.split.executor.batch import BatchCall
 from symbiosis.split.executor.layers import Rows, run
@@ -75,7 +75,7 @@ class BatchGraphs:
             if work.runs != _KNOWN or work.rows[0].shape[0] > _ROWS:
                 return None
             kept = self._works.pop(tenant, None) or WeakSet()
-            drop_oldest(self._works, _MOST_OF_ONE)  # tenants without a token can have as many names as they like
+            evict_oldest(self._works, _MOST_OF_ONE)  # tenants without a token can have as many names as they like
             self._works[tenant] = kept
             if len(kept) >= _MOST_OF_ONE:
                 return None
@@ -94,7 +94,7 @@ class BatchGraphs:
         if company not in self._joints:
             if not (self._is_known(company, _KNOWN_TOGETHER) and self._has_time()):
                 return self._any_company(company, works, rows)
-            drop_oldest(self._joints, _MOST)
+            evict_oldest(self._joints, _MOST)
             self._parted.pop(company, None)
             self._joints[company] = self._made(partial(self._record_joint, works, rows))
         replay = self._joints[company] = self._joints.pop(company)  # again at the end: who is used stays
@@ -112,7 +112,7 @@ class BatchGraphs:
         if kind not in self._by_size:
             if not (self._is_known(kind, _KNOWN) and self._has_time()):
                 return self._one_by_one(works)
-            drop_oldest(self._by_size, _MOST)
+            evict_oldest(self._by_size, _MOST)
             rows, results = self._room(works[0], kind[1])
             compute = partial(run, first.layers, first.key.direction, rows, results)
             self._by_size[kind] = self._made(partial(self._record, first, compute))
@@ -121,7 +121,7 @@ class BatchGraphs:
             return self._one_by_one(works)
         parted = self._parted.pop(company, None)
         if parted is None:
-            drop_oldest(self._parted, _MOST_PARTED)
+            evict_oldest(self._parted, _MOST_PARTED)
             parted = self._copies(works)
         self._parted[company] = parted
         (starts, given), (ends, wanted) = parted
@@ -153,7 +153,7 @@ class BatchGraphs:
     def _is_known(self, what: Any, times: int) -> bool:
         """Whether this company, or this size, has come so often that it will be kept."""
         count = self._seen.pop(what, 0) + 1
-        drop_oldest(self._seen, _MOST)
+        evict_oldest(self._seen, _MOST)
         self._seen[what] = count
         return count >= times
 

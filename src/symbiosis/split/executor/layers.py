@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from symbiosis.errors import BadCall
 from symbiosis.models.patches.linear import product, speed_up
-from symbiosis.models.rms_norms import epsilon_of, normalised, rounds_twice
+from symbiosis.models.rms_norms import apply_rms_norm, epsilon_of, rounds_twice
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 Rows = tuple[Tensor, ...]
@@ -237,7 +237,7 @@ class Norm(BaseLayer):
         if self._twice is None:
             return (self.module(rows[0]),)
         weight = cast(Tensor, self.module.weight).detach()  # nobody asks for its gradient
-        return (normalised(rows[0], weight, epsilon_of(self.module), twice=self._twice),)
+        return (apply_rms_norm(rows[0], weight, epsilon_of(self.module), twice=self._twice),)
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
         """That of the rows."""

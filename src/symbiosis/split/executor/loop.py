@@ -49,7 +49,7 @@ class ExecutorLoop:
         """Serve one more port; returns when the loop has it. Raises `Closed` (and closes the port) if it has ended."""
         taken: Future[None] = Future()
         self._new.append((port, taken))
-        self._wakeup.ring()
+        self._wakeup.notify()
         if self._ended:  # perhaps after it looked for the last time
             self._turn_away()
         taken.result()
@@ -59,11 +59,11 @@ class ExecutorLoop:
 
     def stop(self) -> None:
         self._stopping = True
-        self._wakeup.ring()
+        self._wakeup.notify()
         self._thread.join(timeout=60)
 
     def _run(self) -> None:
-        denormals.count_as_zero()
+        denormals.flush_to_zero()
         try:
             self._serve()
         except BaseException:
@@ -85,7 +85,7 @@ class ExecutorLoop:
             if not polled or now - looked > _LOOK_EVERY_S or now - self._service.last_batch > _SPIN_S:
                 self._look(self._patience(timeout, now) if polled else _TIDY_EVERY_S if timeout is None else timeout)
                 looked = now = time.monotonic()
-            polled = [port for port in self._ports if port.is_polled()]
+            polled = [port for port in self._ports if port.needs_polling()]
             for port in polled:
                 self._take(port, port.poll())
             timeout = self._service.step()

@@ -37,7 +37,7 @@ from symbiosis.split.executor.policies import BatchKey, Decision, PendingCall, P
 from symbiosis.split.executor.sessions import Session, Sessions
 from symbiosis.split.executor.streams import StreamSelector
 from symbiosis.transport.base import Peer
-from symbiosis.transport.messages import PROTOCOL, Kind, Message, tensor_bytes
+from symbiosis.transport.messages import PROTOCOL, Kind, Message
 from symbiosis.types import WITH_BIAS, BlobRef, Direction, LayerKind, LayerSpec, Limits, Manifest
 
 PROVIDER = "provider"
@@ -124,9 +124,9 @@ class Service:
             self._refuse(peer, message.request, SymbiosisError(f"the executor failed: {type(error).__name__}"))
 
     def _session(self, peer: Peer) -> Session:
-        if peer.state is None:
+        if peer.session is None:
             raise HelloFirst("the executor does not know this channel (was it restarted?): say HELLO first")
-        session: Session = peer.state
+        session: Session = peer.session
         session.last_seen = self._clock()
         return session
 
@@ -153,12 +153,12 @@ class Service:
         raise BadCall(f"a tenant does not send {message.kind.name}")
 
     def _welcome(self, peer: Peer, message: Message) -> Message:
-        if peer.state is None:
+        if peer.session is None:
             given = str(message.body.get("name") or "")
             tenant = peer.tenant or (given if _NAME.fullmatch(given) else "tenant")
             self._make_room(tenant, is_known=peer.tenant is not None)
             self._sessions.add(peer, tenant, self._clock())
-        session: Session = peer.state
+        session: Session = peer.session
         body = {"model": self.model, "tenant": session.tenant, "protocol": PROTOCOL, "limits": self.limits.to_json()}
         return Message(
             Kind.WELCOME, body={**body, "policy": self.policy.name, "gpu": self._gpu() if peer.port.same_host else None}
@@ -239,7 +239,7 @@ class Service:
             if session.request == message.request:
                 return  # sent again while it waits: it will be answered once
             raise TooManyCalls("this channel's last call has not been answered yet: one at a time")
-        work: BatchCall | None = message.note
+        work: BatchCall | None = message.receiver_state
         if work is None:
             work = self._check_work(session.peer, message)
         self._numbers += 1
@@ -263,12 +263,12 @@ class Service:
         places = None
         if all(t.dtype is layers[0].takes(i) and t.device == layers[0].device for i, t in enumerate(rows)):
             widths = answer_widths(layers, message.direction)
-            places = peer.port.places(peer, [(rows[0].shape[0], width) for width in widths], layers[0].dtype)
+            places = peer.port.reply_buffers(peer, [(rows[0].shape[0], width) for width in widths], layers[0].dtype)
         # rows of tenants on this host lie in their channel's own memory, whether they wait here or there
-        held = 0 if peer.port.same_host else sum(tensor_bytes(t) for t in rows)
+        held = 0 if peer.port.same_host else sum(t.nbytes for t in rows)
         work = BatchCall(layers, key, rows, places, held)
         if all(t.is_floating_point() for t in rows):  # whoever sends integers can change them before the next time
-            message.note = work
+            message.receiver_state = work
         return work
 
     def _new_key(self, handles: tuple[int, ...], direction: Direction, widths: tuple[int, ...]) -> BatchKey:
@@ -488,12 +488,12 @@ class Service:
     def _answer(self, peer: Peer, asked: Message, reply: Message) -> None:
         reply.request = asked.request
         sent = peer.port.reply(peer, reply)
-        if (not sent or asked.kind is Kind.BYE) and peer.state is not None:
-            self._forget(peer.state)
+        if (not sent or asked.kind is Kind.BYE) and peer.session is not None:
+            self._forget(peer.session)
 
     def _refuse(self, peer: Peer, request: int, error: SymbiosisError) -> None:
-        if peer.state is not None:
-            peer.state.counts.errors += 1
+        if peer.session is not None:
+            peer.session.counts.errors += 1
         body = {"code": error.code, "message": str(error)[:_MAX_ERROR]}
         try:
             peer.port.reply(peer, Message(Kind.ERROR, request, body=body))
@@ -510,7 +510,7 @@ class Service:
         now = self._clock()
         for session in self._sessions.idle(now - _LOOK_AFTER_S):
             port, old = session.peer.port, session.last_seen < now - _FORGET_AFTER_S
-            if port.is_gone(session.peer) or (old and not port.keeps(session.peer)):
+            if port.is_gone(session.peer) or (old and not port.has_channel(session.peer)):
                 self._forget(session)
 
     # -- figures ----------------------------------------------------------------------------

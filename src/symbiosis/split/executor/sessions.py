@@ -114,12 +114,12 @@ class Sessions:
                 del self.counts[gone]
         # who has just come was served just now, or new names would always be next
         session.counts = self.counts.setdefault(tenant, Counts(ran=now))
-        peer.state = session
+        peer.session = session
         return session
 
     def remove(self, session: Session) -> None:
-        if session.peer.state is session:
-            session.peer.state = None
+        if session.peer.session is session:
+            session.peer.session = None
             session.peer.port.forget(session.peer)
         self.open.pop(session.number, None)  # last: where it is not counted any more, its memory has gone too
 
