@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -14,27 +15,19 @@ if TYPE_CHECKING:
     from symbiosis.serving.engine import Engine
     from symbiosis.serving.scheduling.sequence import Sampling
 
+# Imported on first use: torch and transformers take seconds to import.
+_HOMES = {
+    "Engine": "symbiosis.serving.engine",
+    "Executor": "symbiosis.app.executor",
+    "Sampling": "symbiosis.serving.scheduling.sequence",
+    "Studio": "symbiosis.app.studio",
+    "connect": "symbiosis.app.executor",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # torch and transformers take seconds to import: only when somebody needs them
-    if name in ("Executor", "connect"):
-        from symbiosis.app import executor
-
-        return getattr(executor, name)
-    if name == "Engine":
-        from symbiosis.serving.engine import Engine
-
-        return Engine
-    if name == "Sampling":
-        from symbiosis.serving.scheduling.sequence import Sampling
-
-        return Sampling
-    if name == "Studio":
-        from symbiosis.app.studio import Studio
-
-        return Studio
     if name == "errors":
-        import importlib
-
-        return importlib.import_module("symbiosis.errors")
+        return import_module("symbiosis.errors")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'symbiosis' has no attribute {name!r}")

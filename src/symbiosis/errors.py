@@ -1,223 +1,169 @@
-"""The error tree. Every error has a code that crosses links unchanged.
+"""The error tree. Every error class has a code, which crosses links unchanged.
 
-A message says what was wrong, what was expected and what to do about it. An
-error raised in the executor is raised again at the tenant as the same class.
+A message states what was wrong, what was expected and what to do. A tenant's link raises an error of the executor again as
+the same class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+_BY_CODE: dict[str, type[SymbiosisError]] = {}
 
 
 class SymbiosisError(RuntimeError):
-    """Root of everything this package raises on purpose."""
+    """Root of all errors that this package raises on purpose."""
 
-    code = "error"
+    code: ClassVar[str] = "error"
 
-
-class UnknownModel(SymbiosisError):
-    """The model named is neither a folder, nor a hub id that could be loaded."""
-
-    code = "unknown_model"
-
-
-class CannotSplit(SymbiosisError):
-    """The model has no layer the executor could host, or cannot be rebuilt at a tenant."""
-
-    code = "cannot_split"
+    def __init_subclass__(cls, *, code: str | None = None) -> None:
+        """The code is the class argument `code` or the class attribute of that name; without either it is inherited."""
+        if code is not None:
+            cls.code = code
+        if "code" in vars(cls):
+            _BY_CODE[cls.code] = cls
 
 
-class CannotServe(SymbiosisError):
-    """The model's code asks for something the serving engine does not have."""
-
-    code = "cannot_serve"
-
-
-class CannotTrain(SymbiosisError):
-    """The model's code asks for something that packed fine-tuning does not have."""
-
-    code = "cannot_train"
+def from_code(code: str, message: str) -> SymbiosisError:
+    """The error for a code received from the other end; a plain `SymbiosisError` for an unknown code."""
+    return _BY_CODE.get(code, SymbiosisError)(message)
 
 
-class Diverged(SymbiosisError):
-    """The loss or a gradient of a training session is no number any more; only this session is affected."""
-
-    code = "diverged"
+class UnknownModel(SymbiosisError, code="unknown_model"):
+    """The model name is neither a folder nor a hub id that can be loaded."""
 
 
-class BadData(SymbiosisError):
-    """Training data that cannot be learnt from; the message says which line, or what of it."""
-
-    code = "bad_data"
+class CannotSplit(SymbiosisError, code="cannot_split"):
+    """The model has no layer that the executor can host, or a tenant cannot rebuild it."""
 
 
-class NotStored(SymbiosisError):
-    """The provider's disk did not take what was to be written, or does not give what was."""
-
-    code = "not_stored"
+class CannotServe(SymbiosisError, code="cannot_serve"):
+    """The model's code needs a feature that the serving engine does not have."""
 
 
-class OutOfOrder(SymbiosisError):
-    """A call of a training session whose number was used for another call, or is no longer known."""
-
-    code = "out_of_order"
+class CannotTrain(SymbiosisError, code="cannot_train"):
+    """The model's code needs a feature that packed fine-tuning does not have."""
 
 
-class Withdrawn(SymbiosisError):
-    """A call of a training session that had not begun when the session was told to stop."""
-
-    code = "withdrawn"
+class Diverged(SymbiosisError, code="diverged"):
+    """The loss or a gradient of a training session is not finite; only this session is affected."""
 
 
-class BadAddress(SymbiosisError):
-    """An address that is not of the form a link takes."""
-
-    code = "bad_address"
+class BadData(SymbiosisError, code="bad_data"):
+    """Training data that cannot be used; the message names the line or the field."""
 
 
-class AddressInUse(SymbiosisError):
-    """Somebody else listens there already."""
-
-    code = "address_in_use"
+class NotStored(SymbiosisError, code="not_stored"):
+    """The provider's disk failed to write or to read."""
 
 
-class InsecureListen(SymbiosisError):
-    """Listening beyond this machine without tokens."""
-
-    code = "insecure_listen"
+class OutOfOrder(SymbiosisError, code="out_of_order"):
+    """A call of a training session whose number belongs to another call, or to one that was dropped."""
 
 
-class Unreachable(SymbiosisError):
-    """Nobody answers at the address."""
-
-    code = "unreachable"
+class Withdrawn(SymbiosisError, code="withdrawn"):
+    """A call of a training session that had not begun when the session was stopped."""
 
 
-class ExecutorLost(SymbiosisError):
-    """The executor went away and did not come back within the grace period."""
-
-    code = "executor_lost"
+class BadAddress(SymbiosisError, code="bad_address"):
+    """An address in a form that no link accepts."""
 
 
-class ModelChanged(SymbiosisError):
-    """The executor came back with another model."""
-
-    code = "model_changed"
+class AddressInUse(SymbiosisError, code="address_in_use"):
+    """Another process listens at the address."""
 
 
-class VersionMismatch(SymbiosisError):
-    """The two ends speak different versions of the protocol."""
-
-    code = "version_mismatch"
+class InsecureListen(SymbiosisError, code="insecure_listen"):
+    """Listening beyond this machine without auth tokens."""
 
 
-class Unauthorized(SymbiosisError):
-    """No token, or one the executor does not know."""
-
-    code = "unauthorized"
+class Unreachable(SymbiosisError, code="unreachable"):
+    """No executor replies at the address."""
 
 
-class HelloFirst(SymbiosisError):
-    """A call from a peer the executor does not know: it was restarted, or the peer skipped HELLO."""
-
-    code = "hello_first"
+class ExecutorLost(SymbiosisError, code="executor_lost"):
+    """The executor is gone and did not return within the grace period."""
 
 
-class BadMessage(SymbiosisError):
+class ModelChanged(SymbiosisError, code="model_changed"):
+    """The executor was restarted with another model."""
+
+
+class VersionMismatch(SymbiosisError, code="version_mismatch"):
+    """The two ends use different versions of the protocol."""
+
+
+class Unauthorized(SymbiosisError, code="unauthorized"):
+    """No auth token, or one that the executor does not accept."""
+
+
+class HelloFirst(SymbiosisError, code="hello_first"):
+    """A call from a peer without a session: the executor was restarted, or the peer sent no HELLO."""
+
+
+class BadMessage(SymbiosisError, code="bad_message"):
     """Bytes that are not a message of this protocol."""
 
-    code = "bad_message"
 
-
-class BadCall(SymbiosisError):
+class BadCall(SymbiosisError, code="bad_call"):
     """A call whose rows do not fit the layer: width, dtype, number of tensors, range of indices."""
 
-    code = "bad_call"
+
+class UnknownLayer(SymbiosisError, code="unknown_layer"):
+    """A layer that the executor does not host."""
 
 
-class UnknownLayer(SymbiosisError):
-    """A layer the executor does not host."""
-
-    code = "unknown_layer"
-
-
-class TooLarge(SymbiosisError):
+class TooLarge(SymbiosisError, code="too_large"):
     """More rows or bytes than the provider allows."""
 
-    code = "too_large"
+
+class TooManyCalls(SymbiosisError, code="too_many_calls"):
+    """A second call on a channel with a call in flight, or too many sessions."""
 
 
-class TooManyCalls(SymbiosisError):
-    """A second call on a channel whose first one has not been answered, or too many sessions."""
-
-    code = "too_many_calls"
+class WeightsWithheld(SymbiosisError, code="weights_withheld"):
+    """A method reads a base weight, and the provider does not export weights."""
 
 
-class WeightsWithheld(SymbiosisError):
-    """A method needs a base weight itself, and the provider does not hand weights out."""
-
-    code = "weights_withheld"
+class DirectRefused(SymbiosisError, code="direct_refused"):
+    """Direct mode is not allowed or not possible for this tenant."""
 
 
-class DirectRefused(SymbiosisError):
-    """A tenant asked to compute with the executor's weights itself, and may not or cannot."""
-
-    code = "direct_refused"
+class CannotMerge(SymbiosisError, code="cannot_merge"):
+    """An adapter cannot be merged into a weight that the executor holds."""
 
 
-class CannotMerge(SymbiosisError):
-    """An adapter cannot be merged into a weight that lives in the executor."""
-
-    code = "cannot_merge"
-
-
-class CannotSave(SymbiosisError):
+class CannotSave(SymbiosisError, code="cannot_save"):
     """A connected model holds no base weights, so it cannot be saved whole."""
 
-    code = "cannot_save"
 
-
-class NoTokenizer(SymbiosisError):
+class NoTokenizer(SymbiosisError, code="no_tokenizer"):
     """The executor was started from a model without a tokenizer."""
 
-    code = "no_tokenizer"
 
-
-class Closed(SymbiosisError):
+class Closed(SymbiosisError, code="closed"):
     """The session or executor was closed."""
 
-    code = "closed"
+
+class LayerFailed(SymbiosisError, code="layer_failed"):
+    """The layer failed in the executor; only this call is affected."""
 
 
-class LayerFailed(SymbiosisError):
-    """The layer itself failed in the executor; only this call was affected."""
-
-    code = "layer_failed"
-
-
-class UnknownAdapter(SymbiosisError):
+class UnknownAdapter(SymbiosisError, code="unknown_adapter"):
     """A name that no served adapter has."""
 
-    code = "unknown_adapter"
+
+class BadAdapter(SymbiosisError, code="bad_adapter"):
+    """An adapter that is malformed, hostile, inconsistent, or does not fit the model."""
 
 
-class BadAdapter(SymbiosisError):
-    """An adapter that is malformed, hostile, disagrees with itself, or does not fit the model it is put on."""
-
-    code = "bad_adapter"
+class UnsupportedAdapter(SymbiosisError, code="unsupported_adapter"):
+    """A sound adapter that cannot be served: by its method, by a setting, or because it was made for another model."""
 
 
-class UnsupportedAdapter(SymbiosisError):
-    """A sound adapter that cannot be served: its method or a setting of it, or it was made for another model."""
-
-    code = "unsupported_adapter"
-
-
-class OutOfRange(SymbiosisError):
-    """A value of a request that is not one of those allowed; `field` and `expected` say which and what."""
-
-    code = "out_of_range"
+class OutOfRange(SymbiosisError, code="out_of_range"):
+    """A request's value that is not allowed; `field` names it and `expected` states what is."""
 
     def __init__(self, message: str, *, field: str = "", expected: str = "") -> None:
         super().__init__(f"{message}, expected {expected}" if expected else message)
@@ -225,69 +171,41 @@ class OutOfRange(SymbiosisError):
         self.expected = expected
 
 
-class ContextTooLong(SymbiosisError):
-    """A prompt, or a prompt and the answer asked for, longer than the model or the cache takes."""
-
-    code = "context_too_long"
+class ContextTooLong(SymbiosisError, code="context_too_long"):
+    """A prompt, or a prompt with its completion, that is longer than the model or the KV cache allows."""
 
 
-class TooManyRequests(SymbiosisError):
-    """More requests than the provider takes, of one tenant or of all; after `retry_s` there may be room."""
-
-    code = "too_many_requests"
+class TooManyRequests(SymbiosisError, code="too_many_requests"):
+    """The request limit of one tenant or of the provider is reached; retry after `retry_s`."""
 
     def __init__(self, message: str, *, retry_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_s = retry_s
 
 
-class PassFailed(SymbiosisError):
-    """A pass of the engine failed, and with it the answers that were computed in it: `requests`."""
-
-    code = "pass_failed"
+class PassFailed(SymbiosisError, code="pass_failed"):
+    """A forward pass of the engine failed, and with it all of its requests: `requests`."""
 
     def __init__(self, message: str, requests: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.requests = requests
 
 
-class AnswerFailed(SymbiosisError):
-    """The model gave no number to choose a token by (NaN or infinity); only this answer is affected."""
-
-    code = "answer_failed"
+class AnswerFailed(SymbiosisError, code="answer_failed"):
+    """The model's logits are NaN or infinite, so no token can be sampled; only this request is affected."""
 
 
-class AdapterExists(SymbiosisError):
-    """Another adapter is served under that name already."""
-
-    code = "adapter_exists"
+class AdapterExists(SymbiosisError, code="adapter_exists"):
+    """Another adapter is served under that name."""
 
 
-class QuotaExceeded(SymbiosisError):
-    """More adapters, or bytes of them, than the provider keeps for one tenant."""
-
-    code = "quota_exceeded"
+class QuotaExceeded(SymbiosisError, code="quota_exceeded"):
+    """More adapters, or bytes of adapters, than the provider stores for one tenant."""
 
 
-class EngineLost(SymbiosisError):
-    """The process with the serving engine is gone, or does not answer."""
-
-    code = "engine_lost"
+class EngineLost(SymbiosisError, code="engine_lost"):
+    """The process of the serving engine is gone or does not reply."""
 
 
-class Forbidden(SymbiosisError):
-    """A key that is known, but not for this."""
-
-    code = "forbidden"
-
-
-def _tree(root: type[SymbiosisError]) -> dict[str, type[SymbiosisError]]:
-    found = {root.code: root}
-    for child in root.__subclasses__():
-        found.update(_tree(child))
-    return found
-
-
-def from_code(code: str, message: str) -> SymbiosisError:
-    """The error an answer from the other end stands for."""
-    return _tree(SymbiosisError).get(code, SymbiosisError)(message)
+class Forbidden(SymbiosisError, code="forbidden"):
+    """A valid key without the right to this operation."""

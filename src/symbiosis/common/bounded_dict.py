@@ -1,11 +1,11 @@
-"""What is remembered of tenants' words has a bound: they can say as many things as they like."""
+"""Dicts with tenant-controlled keys stay bounded, so that no tenant can grow memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def evict_oldest(kept: dict[Any, Any], most: int) -> None:
-    """Room for one more, so that there are at most so many. What is put in again is young."""
-    while len(kept) >= most:
-        del kept[next(iter(kept))]
+def evict_oldest(entries: dict[Any, Any], max_entries: int) -> None:
+    """Evict in insertion order until one more entry fits. Reinserting an entry makes it the newest."""
+    while len(entries) >= max_entries:
+        del entries[next(iter(entries))]

@@ -1,6 +1,4 @@
-"""Numbers too small for their format's usual form: a CPU takes up to a hundred times as long for them, so whoever sent them
-would keep everybody else waiting.
-"""
+"""Denormal numbers count as zero: a CPU computes up to a hundred times slower with them, at the cost of every tenant."""
 
 from __future__ import annotations
 
@@ -8,5 +6,5 @@ import torch
 
 
 def flush_to_zero() -> None:
-    """On this thread, and on those that it will start for its products. First thing a thread does that computes for several."""
+    """For this thread and the worker threads it starts. Call it first in a thread that computes for several tenants."""
     torch.set_flush_denormal(True)

@@ -1,16 +1,16 @@
-"""How many files and connections this process may have open at once."""
+"""The limit on open files and connections of this process."""
 
 from __future__ import annotations
 
 import resource
 
-_MOST = 65536
+_MAX_FILES = 65536
 
 
 def raise_open_file_limit() -> int:
-    """As many as the host allows, up to a bound, and never fewer than now: connections take them, and then nobody gets in."""
+    """Raise the soft limit to what the host allows, at most `_MAX_FILES`; it is never lowered. Returns the target."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+    target = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return target
