@@ -245,7 +245,7 @@ def test_nobody_at_the_address_is_told(name):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
         prompt = ["hi"] if name == "generate" else []
-        assert "nobody answers at" in fails(name, *prompt, "--connect", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        assert "no reply from" in fails(name, *prompt, "--connect", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
 
 
 @pytest.mark.parametrize("address", ["localhost:7777", "http://x:1", "tcp://nowhere", "shm://a/b"])
@@ -255,7 +255,7 @@ def test_what_is_no_address_is_told(address):
 
 def test_a_wrong_or_missing_token_is_told(guarded):
     assert "does not know this token" in fails("generate", "hi", "--connect", guarded, "--token", "wrong")
-    assert "asks for a token" in fails("generate", "hi", "--connect", guarded)
+    assert "requires a token" in fails("generate", "hi", "--connect", guarded)
 
 
 def test_serve_takes_no_arguments_too():

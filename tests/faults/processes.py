@@ -1,6 +1,6 @@
-"""Real processes to be killed: an executor at a fixed address, and a tenant that trains without end.
+"""Real processes to kill: an executor at a fixed address, and a tenant that trains without end.
 
-They are forked from a server that has imported everything, so that one is there within moments.
+A fork server has imported everything, so that a process starts within moments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FORKS.set_forkserver_preload(["symbiosis.app.executor", "peft", "transformers.m
 
 
 class Process:
-    """A child process that says when it is ready; killed at the end, whatever happens."""
+    """A child process that reports when it is ready; killed at the end in any case."""
 
     def __init__(self, role: str, *arguments: str) -> None:
         self._ready, theirs = _FORKS.Pipe(duplex=False)
@@ -34,7 +34,7 @@ class Process:
         os.kill(self._child.pid, number)
 
     def kill(self) -> None:
-        """Like the kernel when memory is short: without a word."""
+        """Send SIGKILL, as the kernel does when memory is short."""
         self._child.kill()
         self._child.join()
 
@@ -70,12 +70,13 @@ def seeded_model(seed: int = 0):
 
 
 def train(model, steps: int, between=lambda step: None, snapshots: dict | None = None) -> dict:
-    """A whole little fine-tune, the same every time: the adapter it ends with, and in `snapshots` after each step."""
+    """A small deterministic fine-tune. Returns its adapter; `snapshots` gets the adapter after each step."""
     import torch
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from peft import get_peft_model_state_dict
 
-    torch.manual_seed(7)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"]))
+    from tests.lora import with_lora
+
+    model = with_lora(model, ("q_proj", "v_proj", "up_proj"), seed=7, init_lora_weights=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     data = torch.Generator().manual_seed(11)
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Processes that die, freeze, come back or stay away: others go on, and runs end as if nothing had been."""
+"""Processes that die, freeze, restart or stay away: others proceed, and runs end with the same result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_training_run_survives_a_killed_executor_and_ends_in_the_same_adapter(
         torch.testing.assert_close(adapter[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_an_executor_that_comes_back_with_another_model_is_not_used():
+def test_an_executor_restarted_with_another_model_is_not_used():
     address = free_address()
     with process("executor", address, "0") as first:
         model = symbiosis.connect(address, grace_s=60)
@@ -62,7 +62,7 @@ def test_an_executor_that_comes_back_with_another_model_is_not_used():
     model.symbiosis.close()
 
 
-def test_an_executor_that_stays_away_is_reported_after_the_grace_period():
+def test_an_absent_executor_is_reported_after_the_grace_period():
     address = free_address()
     with process("executor", address, "0") as executor:
         model = symbiosis.connect(address, grace_s=2)
@@ -73,7 +73,7 @@ def test_an_executor_that_stays_away_is_reported_after_the_grace_period():
     model.symbiosis.close()
 
 
-def test_an_executor_that_freezes_for_a_while_is_waited_for():
+def test_a_link_waits_for_an_executor_that_freezes_for_a_while():
     address = free_address()
     ids = torch.randint(0, 128, (1, 7))
     with process("executor", address, "0") as executor:
@@ -98,7 +98,7 @@ def test_a_frozen_executor_is_lost_after_the_grace_period_too():
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_tenants_killed_in_mid_call_are_noticed_by_nobody_else(serve: Serve, kind: str, tiny, ids, monkeypatch):
+def test_tenants_killed_in_mid_call_do_not_affect_others(serve: Serve, kind: str, tiny, ids, monkeypatch):
     monkeypatch.setattr(loop, "_TIDY_EVERY_S", 0.05)
     monkeypatch.setattr(service, "_LOOK_AFTER_S", 0.1)
     served = serve(kind)
@@ -111,13 +111,13 @@ def test_tenants_killed_in_mid_call_are_noticed_by_nobody_else(serve: Serve, kin
             victim.kill()
             torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
     while served.executor.stats()["sessions"] > 1:
-        model(ids)  # the dead are found when they have been silent for a while
+        model(ids)  # the executor finds dead peers after a while of silence
     figures = served.executor.stats()["tenants"]
     assert figures["victim"]["sessions"] == 0
     assert figures["ann"]["errors"] == 0
 
 
-def test_a_new_thread_waits_for_an_executor_that_is_away_as_long_as_any_other():
+def test_a_new_thread_waits_as_long_as_any_other_for_an_absent_executor():
     address = free_address()
     with process("executor", address, "0") as first:
         model = symbiosis.connect(address, grace_s=60)

@@ -1,4 +1,4 @@
-"""Hundreds of random faults: nothing lost, nothing hung, nothing wrong."""
+"""Hundreds of random faults: nothing is lost, nothing hangs, nothing is wrong."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import zmq
 import symbiosis
 from symbiosis.transport.messages import Kind, Message, encode
 from tests.faults.processes import Process, free_address, seeded_model, train
-from tests.faults.test_garbage import mutate
-from tests.transport.test_messages import VALID
+from tests.transport.raw_peers import VALID_FRAMES, mutate_frame
 
 FAULTS = 300
 
 
-class Disaster:
-    """An executor and two tenants to be hit, and the ways to hit them."""
+class FaultInjector:
+    """An executor, two tenants, and the faults to inject into them."""
 
     def __init__(self, address: str, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -36,7 +35,7 @@ class Disaster:
 
     def kill_tenant(self) -> None:
         victim = self.rng.randrange(2)
-        self.tenants[victim].close()  # perhaps before it has said its first word
+        self.tenants[victim].close()  # perhaps before it has connected
         self.tenants[victim] = Process("tenant", self.address)
 
     def freeze_executor(self) -> None:
@@ -45,7 +44,7 @@ class Disaster:
         self.executor.signal(signal.SIGCONT)
 
     def garbage(self) -> None:
-        self._send([[mutate(self.rng, self.rng.choice(VALID))] for _ in range(50)])
+        self._send([[mutate_frame(self.rng, self.rng.choice(VALID_FRAMES))] for _ in range(50)])
 
     def many_parts(self) -> None:
         self._send([[b"x"] * 1000, [b""] * 3])
@@ -73,13 +72,13 @@ class Disaster:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_tenant_trains_through_hundreds_of_faults_and_ends_in_the_right_adapter():
-    disaster = Disaster(free_address(), seed=1)
+    injector = FaultInjector(free_address(), seed=1)
     over, result = threading.Event(), {}
 
-    def survive() -> None:
+    def train_on() -> None:
         try:
-            # as many steps as the faults take, and the same steps again undisturbed afterwards
-            model = symbiosis.connect(disaster.address, grace_s=120)
+            # as many steps as the faults take; the same steps run undisturbed afterwards
+            model = symbiosis.connect(injector.address, grace_s=120)
             steps = 0
 
             def count(step: int) -> None:
@@ -96,23 +95,23 @@ def test_a_tenant_trains_through_hundreds_of_faults_and_ends_in_the_right_adapte
         except BaseException as error:
             result["error"] = error
 
-    survivor = threading.Thread(target=survive)
-    survivor.start()
-    faults = [disaster.garbage] * 8 + [disaster.kill_tenant] * 5 + [disaster.abandoned_call] * 5
-    faults += [disaster.kill_executor] * 2 + [disaster.many_parts] * 2 + [disaster.freeze_executor] * 2
+    trainer = threading.Thread(target=train_on)
+    trainer.start()
+    faults = [injector.garbage] * 8 + [injector.kill_tenant] * 5 + [injector.abandoned_call] * 5
+    faults += [injector.kill_executor] * 2 + [injector.many_parts] * 2 + [injector.freeze_executor] * 2
     done: dict[str, int] = {}
     try:
         for _ in range(FAULTS):
-            fault = disaster.rng.choice(faults)
+            fault = injector.rng.choice(faults)
             fault()
             done[fault.__name__] = done.get(fault.__name__, 0) + 1
-            time.sleep(0.05 * disaster.rng.random())
+            time.sleep(0.05 * injector.rng.random())
         over.set()
-        survivor.join(180)
-        assert not survivor.is_alive(), "hung"
+        trainer.join(180)
+        assert not trainer.is_alive(), "hung"
     finally:
         over.set()
-        disaster.close()
+        injector.close()
     assert "error" not in result, result["error"]
     assert result["steps"] > 20
     print(f"{result['steps']} steps through {done}")

@@ -1,4 +1,4 @@
-"""Where executors listen and tenants look: clear errors, within seconds."""
+"""Addresses of executors: wrong ones give clear errors, within seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from symbiosis.transport.shm import ShmPort, runtime_folder
 from symbiosis.transport.tcp import TcpPort, is_loopback
 from tests.conftest import Serve
 
-BAD = [
+INVALID = [
     "", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://127.0.0.1:x", "tcp://127.0.0.1:70000", "tcp://:7777",
     "tcp://127.0.0.1:1/path", "tcp://a:b@host:1", "tcp://::1:7", "tcp://127.0.0.1:1;tcp://x:2", "udp://127.0.0.1:1",
     "ipc:///tmp/x", "inproc://x", "http://127.0.0.1:1", "127.0.0.1:7777", "shm:///etc", "shm://a/b", "shm://../x", "shm://..",
@@ -24,8 +24,8 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("address", BAD)
-def test_what_is_no_address_is_refused_at_both_ends(serve: Serve, address: str):
+@pytest.mark.parametrize("address", INVALID)
+def test_both_ends_reject_an_invalid_address(serve: Serve, address: str):
     with pytest.raises(BadAddress):
         symbiosis.connect(address)
     if address.startswith(("tcp", "shm")):
@@ -34,13 +34,13 @@ def test_what_is_no_address_is_refused_at_both_ends(serve: Serve, address: str):
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "shm://", "tcp://a b:1"])
-def test_an_address_nobody_can_connect_to_is_refused(address: str):
+def test_an_address_without_a_target_is_rejected(address: str):
     with pytest.raises(BadAddress):
         symbiosis.connect(address)
 
 
 @pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://no.such.host.invalid:0"])
-def test_an_address_nobody_can_listen_at_is_refused(address: str):
+def test_an_address_that_cannot_be_bound_is_rejected(address: str):
     with pytest.raises(BadAddress, match="cannot listen"):
         TcpPort(address, tokens={"ann": "secret"}, max_bytes=1 << 20)
 
@@ -56,13 +56,13 @@ def test_loopback_is_more_than_one_address():
     assert not any(is_loopback(host) for host in ("0.0.0.0", "[::]", "*", "127.0.0.1.example.com"))
 
 
-def test_with_tokens_an_executor_may_listen_everywhere():
+def test_with_tokens_an_executor_can_listen_on_all_interfaces():
     port = TcpPort("tcp://0.0.0.0:0", tokens={"ann": "secret"}, max_bytes=1 << 20)
     assert port.address.startswith("tcp://0.0.0.0:")
     port.close()
 
 
-def test_a_taken_port_is_named(serve: Serve):
+def test_a_port_in_use_is_an_error(serve: Serve):
     served = serve("tcp")
     with pytest.raises(AddressInUse, match=r"choose another \(port 0: any\)"):
         served.executor.listen(served.address)
@@ -74,7 +74,7 @@ def test_a_taken_port_is_named(serve: Serve):
     assert served.connect().symbiosis.stats()["sessions"] == 1
 
 
-def test_a_taken_name_is_named_and_can_be_had_afterwards(serve: Serve):
+def test_a_name_in_use_is_an_error_until_its_executor_closes(serve: Serve):
     served = serve("shm")
     with pytest.raises(AddressInUse, match="choose another name"):
         served.executor.listen(served.address)
@@ -84,20 +84,20 @@ def test_a_taken_name_is_named_and_can_be_had_afterwards(serve: Serve):
     port.close()
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "shm://nobody-here"])
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "shm://absent"])
 def test_a_wrong_address_fails_within_seconds(address: str, monkeypatch):
-    monkeypatch.setattr(zmq_client, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(zmq_client, "_CONNECT_TIMEOUT_S", 0.3)
     with pytest.raises(Unreachable, match="is the executor running there"):
         symbiosis.connect(address)
 
 
-def test_a_host_that_does_not_exist_is_named():
+def test_an_unknown_host_is_an_error():
     with pytest.raises(Unreachable, match="there is no host"):
         symbiosis.connect("tcp://no-such-host.invalid:7777")
 
 
-def test_somebody_else_at_the_address_fails_within_seconds(monkeypatch):
-    monkeypatch.setattr(zmq_client, "_CONNECT_S", 0.5)
+def test_another_service_at_the_address_fails_within_seconds(monkeypatch):
+    monkeypatch.setattr(zmq_client, "_CONNECT_TIMEOUT_S", 0.5)
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
@@ -105,7 +105,7 @@ def test_somebody_else_at_the_address_fails_within_seconds(monkeypatch):
             symbiosis.connect(f"tcp://127.0.0.1:{mute.getsockname()[1]}")
 
 
-def test_ipv6_works_like_any_other(serve: Serve, tiny, ids):
+def test_ipv6_works(serve: Serve, tiny, ids):
     served = serve("tcp")
     try:
         address = served.executor.listen("tcp://[::1]:0")
@@ -116,7 +116,7 @@ def test_ipv6_works_like_any_other(serve: Serve, tiny, ids):
     model.symbiosis.close()
 
 
-def test_the_runtime_folder_is_nobody_elses(tmp_path, monkeypatch):
+def test_the_runtime_folder_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = runtime_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -130,10 +130,10 @@ def test_the_runtime_folder_is_nobody_elses(tmp_path, monkeypatch):
         runtime_folder()
 
 
-def test_a_link_that_nobody_closed_is_collected_without_waiting(serve):
+def test_a_link_that_was_never_closed_is_collected_without_waiting(serve):
     served = serve("tcp")
     model = symbiosis.connect(served.address)
-    model.loop = model  # in a cycle, so that the collector chooses the order
+    model.loop = model  # a cycle: the collector chooses the order
     collected = weakref.ref(model)
     del model
     gc.collect()

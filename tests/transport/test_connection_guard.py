@@ -1,10 +1,8 @@
-"""Who sends without an end, does not read, or comes in crowds is cut off; who is heard is not."""
+"""The guard cuts off endless messages, peers that do not read, and crowds; complete messages keep a connection open."""
 
 from __future__ import annotations
 
 import ctypes
-import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,48 +12,9 @@ import zmq
 from symbiosis.transport import connection_guard
 from symbiosis.transport.connection_guard import ConnectionGuard
 from symbiosis.transport.tcp import TcpPort
+from tests.transport.raw_peers import RawPeer, send_without_end
 
-MOST = 1 << 20
-
-
-class Caller:
-    """Speaks ZeroMQ's protocol by hand, as nobody's library would."""
-
-    def __init__(self, endpoint: str, identity: bytes = b"") -> None:
-        host, port = endpoint.removeprefix("tcp://").split(":")
-        self.raw = socket.create_connection((host, int(port)), timeout=60)
-        self.raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
-        ready = b"\x05READY" + self._property(b"Socket-Type", b"DEALER") + self._property(b"Identity", identity)
-        self.raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
-        greeting = self._receive(64)
-        assert greeting[0] == 0xFF
-        kind, size = self._receive(2)
-        assert kind == 4
-        assert self._receive(size).startswith(b"\x05READY")
-
-    def _receive(self, count: int) -> bytes:
-        made = b""
-        while len(made) < count:
-            made += self.raw.recv(count - len(made))
-        return made
-
-    def _property(self, name: bytes, value: bytes) -> bytes:
-        return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
-
-    def send(self, content: bytes, *, more: bool = False) -> None:
-        self.raw.sendall(struct.pack(">BQ", 2 | more, len(content)) + content)
-
-    def is_cut(self, seconds: float) -> bool:
-        """Whether the other end closes within this time."""
-        self.raw.settimeout(seconds)
-        try:
-            while self.raw.recv(1 << 16):
-                pass
-        except TimeoutError:
-            return False
-        except ConnectionError:
-            pass
-        return True
+MAX_AHEAD_BYTES = 1 << 20
 
 
 @pytest.fixture
@@ -73,132 +32,120 @@ def endpoint(router) -> str:
 
 
 @pytest.fixture
-def watch(router) -> Iterator[ConnectionGuard]:
-    made = ConnectionGuard(router, MOST)
+def guard(router) -> Iterator[ConnectionGuard]:
+    made = ConnectionGuard(router, MAX_AHEAD_BYTES)
     yield made
     made.close()
 
 
 @pytest.fixture
-def call(watch, endpoint) -> Iterator[Callable[[], Caller]]:
-    """A caller, once it is watched."""
-    callers: list[Caller] = []
+def connect(guard, endpoint) -> Iterator[Callable[[], RawPeer]]:
+    """Connects peers; each is returned once the guard knows it."""
+    peers: list[RawPeer] = []
 
-    def come() -> Caller:
-        callers.append(Caller(endpoint))
-        until(lambda: len(watch._open) >= sum(not caller.raw._closed for caller in callers))
-        return callers[-1]
+    def connect() -> RawPeer:
+        peers.append(RawPeer(endpoint))
+        wait_until(lambda: guard.open_connections() >= sum(not peer.raw._closed for peer in peers))
+        return peers[-1]
 
-    yield come
-    for caller in callers:
-        caller.raw.close()
+    yield connect
+    for peer in peers:
+        peer.raw.close()
 
 
-def until(over: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 30
-    while not over():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def hear(router: zmq.Socket[bytes], watch: ConnectionGuard) -> int:
-    """One message; its connection's descriptor."""
+def receive(router: zmq.Socket[bytes], guard: ConnectionGuard) -> int:
+    """Receive one message. Returns its connection's descriptor."""
     assert router.poll(30_000)
     *_, last = router.recv_multipart(copy=False)
     descriptor = int(last.get(zmq.SRCFD))
-    watch.heard(descriptor)
+    guard.record_message(descriptor)
     return descriptor
 
 
-def send_without_end(caller: Caller, part: bytes = bytes(1 << 16)) -> int:
-    """Until it is cut off: how much was sent."""
-    sent = 0
-    try:
-        while sent < 4 << 30:
-            caller.send(part, more=True)
-            sent += len(part)
-    except ConnectionError:
-        return sent
-    raise AssertionError("it was not cut off")
-
-
-def test_a_message_without_an_end_is_cut_off_and_one_that_is_heard_is_not(router, watch, call):
-    good, bad = call(), call()
+def test_an_endless_message_is_cut_off_and_complete_messages_are_not(router, guard, connect):
+    good, bad = connect(), connect()
     for _ in range(40):
         good.send(bytes(1 << 17))
-        hear(router, watch)
-    assert send_without_end(bad) > MOST
+        receive(router, guard)
+    assert send_without_end(bad) > MAX_AHEAD_BYTES
     good.send(b"still here")
-    hear(router, watch)
-    until(lambda: len(watch._open) == 1)
+    receive(router, guard)
+    wait_until(lambda: guard.open_connections() == 1)
     assert not good.is_cut(0.5)
 
 
-def test_what_the_wire_adds_to_messages_does_not_add_up(router, watch, call, monkeypatch):
-    monkeypatch.setattr(watch, "_most_ahead", 1000)
-    caller = call()
+def test_framing_overhead_does_not_accumulate(router, guard, connect, monkeypatch):
+    monkeypatch.setattr(guard, "_max_bytes_ahead", 1000)
+    peer = connect()
     for number in range(1000):
-        caller.send(b"x")
-        hear(router, watch)
+        peer.send(b"x")
+        receive(router, guard)
         if number % 250 == 249:
-            time.sleep(3 * connection_guard._LOOK_EVERY_S)
-    assert not caller.is_cut(0.3)
+            time.sleep(3 * connection_guard._CHECK_INTERVAL_S)
+    assert not peer.is_cut(0.3)
 
 
-def test_who_is_cut_is_let_go_and_its_descriptor_may_be_anothers(router, watch, call):
-    deaf = call()
-    deaf.send(b"hello")
-    descriptor = hear(router, watch)
-    watch.belongs(descriptor, "deaf")
-    watch.cut(descriptor, "another")
-    assert not deaf.is_cut(0.3)
-    watch.cut(descriptor, "deaf")
-    assert deaf.is_cut(30)
-    until(lambda: not watch._open)
-    watch.cut(descriptor, "deaf")  # there is none
-    deaf.raw.close()
-    watch.belongs(descriptor, "another")
-    watch.left(descriptor, "deaf")  # late: it is another's
-    assert watch._owners == {descriptor: "another"}
-    watch.left(descriptor, "another")
-    another = call()
-    for _ in range(4):  # what came by the descriptor before counts for nobody else
-        another.send(bytes(MOST // 2))
-        hear(router, watch)
+def test_a_cut_connection_is_freed_and_its_descriptor_can_be_reused(router, guard, connect):
+    silent = connect()
+    silent.send(b"hello")
+    descriptor = receive(router, guard)
+    guard.assign(descriptor, "silent")
+    guard.cut_off(descriptor, "another")
+    assert not silent.is_cut(0.3)
+    guard.cut_off(descriptor, "silent")
+    assert silent.is_cut(30)
+    wait_until(lambda: not guard.open_connections())
+    guard.cut_off(descriptor, "silent")  # no connection left
+    silent.raw.close()
+    guard.assign(descriptor, "another")
+    guard.unassign(descriptor, "silent")  # late: the descriptor has another owner
+    assert guard._owners == {descriptor: "another"}
+    guard.unassign(descriptor, "another")
+    another = connect()
+    for _ in range(4):  # earlier traffic of the descriptor does not count
+        another.send(bytes(MAX_AHEAD_BYTES // 2))
+        receive(router, guard)
     assert not another.is_cut(0.5)
-    assert send_without_end(another) > MOST
+    assert send_without_end(another) > MAX_AHEAD_BYTES
 
 
-def test_of_many_without_a_channel_the_oldest_go(router, watch, call, monkeypatch):
-    monkeypatch.setattr(connection_guard, "_STRANGERS", 3)
-    first = call()
+def test_the_oldest_connections_without_a_channel_are_cut_off(router, guard, connect, monkeypatch):
+    monkeypatch.setattr(connection_guard, "_MAX_UNOWNED", 3)
+    first = connect()
     first.send(b"hello")
-    watch.belongs(hear(router, watch), "first")
-    strangers = [call() for _ in range(3)]
-    newest = [Caller(router.getsockopt_string(zmq.LAST_ENDPOINT)) for _ in range(2)]
-    assert all(each.is_cut(30) for each in strangers[:2])
-    assert not any(each.is_cut(0.3) for each in (strangers[2], *newest, first))
+    guard.assign(receive(router, guard), "first")
+    unowned = [connect() for _ in range(3)]
+    newest = [RawPeer(router.getsockopt_string(zmq.LAST_ENDPOINT)) for _ in range(2)]
+    assert all(each.is_cut(30) for each in unowned[:2])
+    assert not any(each.is_cut(0.3) for each in (unowned[2], *newest, first))
     for each in newest:
         each.raw.close()
 
 
-def test_a_descriptor_that_is_no_connection_is_no_fault(tmp_path):
+def test_a_descriptor_without_a_connection_is_ignored(tmp_path):
     with (tmp_path / "file").open("w") as file:
-        assert connection_guard._state(file.fileno()) is None
-    assert connection_guard._state(1 << 20) is None
+        assert connection_guard._inspect(file.fileno()) is None
+    assert connection_guard._inspect(1 << 20) is None
 
 
-def test_nobody_knows_the_number_of_who_brings_no_id():
-    """libzmq aborts when it comes to a number that somebody has taken for an id."""
+def test_routing_ids_that_libzmq_assigns_are_random():
+    """libzmq aborts at a number that a peer has taken as its routing id."""
     numbers = set()
     for _ in range(3):
-        ctypes.CDLL(None).srand(1)  # as every process begins
+        ctypes.CDLL(None).srand(1)  # the state of every new process
         port = TcpPort("tcp://127.0.0.1:0", tokens={}, max_bytes=1 << 20)
-        caller = Caller(port.endpoint)
-        caller.send(b"?")
+        client = RawPeer(port.endpoint)
+        client.send(b"?")
         assert port.waitable().poll(30_000)
         ((peer, _),) = port.drain(1)
-        numbers.add(peer.key)
-        caller.raw.close()
+        numbers.add(peer.routing_id)
+        client.raw.close()
         port.close()
     assert len(numbers) == 3

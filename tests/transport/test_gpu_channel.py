@@ -1,6 +1,6 @@
-"""Both ends of a channel, over a GPU that is plain memory and does at once what is put into its one stream.
+"""Both ends of a channel, over a fake GPU: plain memory, and one stream that runs everything at once.
 
-With a real one: tests/gpu.
+Tests with a real GPU are in tests/gpu.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from symbiosis.transport.shm import ShmLink
 from tests.conftest import Serve
 
 CPU = torch.device("cpu")
-MOST = 8 << 20
+MAX_CALL_BYTES = 8 << 20
 
 
 class Memory:
@@ -76,19 +76,19 @@ def gpu(monkeypatch):
 
 
 class Multiplier:
-    """An executor whose layer n multiplies by n, and refuses to by 0; and the connection to it."""
+    """An executor whose layer n multiplies by n and fails for 0, and the connection to it."""
 
     def __init__(self) -> None:
         self.channel: GpuChannel | None = None
         self.errors: list[Message] = []
         self.pause_s = 0.0
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def ask(self, message: Message) -> Message:
+    def send_and_wait(self, message: Message) -> Message:
         with self._lock:
-            old, self.channel = self.channel, GpuChannel(message.body["bytes"], MOST, CPU)
+            old, self.channel = self.channel, GpuChannel(message.body["bytes"], MAX_CALL_BYTES, CPU)
             if old is not None:
                 old.close()
             return Message(Kind.REPLY, message.request, body=self.channel.reference())
@@ -102,76 +102,76 @@ class Multiplier:
     def leave(self) -> None: ...
 
     def _run(self) -> None:
-        while not self._over.wait(1e-4):
+        while not self._stop.wait(1e-4):
             with self._lock:
                 if self.channel is not None and self.channel.has_call():
-                    self._answer(self.channel)
+                    self._reply(self.channel)
 
-    def _answer(self, channel: GpuChannel) -> None:
+    def _reply(self, channel: GpuChannel) -> None:
         message = channel.take()
         time.sleep(self.pause_s)
         rows, factor = message.tensors[0], message.layers[0]
         if factor == 0:
-            self.errors.append(Message(Kind.ERROR, body={"code": BadMessage.code, "message": "by nothing"}))
-            channel.answer(Message(Kind.ERROR, message.request))
+            self.errors.append(Message(Kind.ERROR, body={"code": BadMessage.code, "message": "factor 0"}))
+            channel.reply(Message(Kind.ERROR, message.request))
             return
-        (place,) = channel.reply_buffers([(rows.shape[0], 3 * rows.shape[1])], rows.dtype)
-        place.copy_(torch.cat([factor * each for each in message.tensors] + [rows] * (3 - len(message.tensors)), dim=1))
-        channel.answer(Message(Kind.REPLY, message.request, tensors=(place,)))
+        (buffer,) = channel.reply_buffers([(rows.shape[0], 3 * rows.shape[1])], rows.dtype)
+        buffer.copy_(torch.cat([factor * each for each in message.tensors] + [rows] * (3 - len(message.tensors)), dim=1))
+        channel.reply(Message(Kind.REPLY, message.request, tensors=(buffer,)))
 
     def stop(self) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
 
 
 @pytest.fixture
-def there():
+def multiplier():
     made = Multiplier()
     yield made
     made.stop()
 
 
-def times(caller: GpuCaller, factor: int, *rows: torch.Tensor) -> torch.Tensor:
+def multiply(caller: GpuCaller, factor: int, *rows: torch.Tensor) -> torch.Tensor:
     width = rows[0].shape[-1]
     (found,) = caller.call(Message(Kind.CALL, layers=(factor,), tensors=rows), [3 * width])
     return found[..., : len(rows) * width]
 
 
-def test_answers_lie_behind_their_rows_and_channels_grow(there):
-    caller = GpuCaller(there, CPU, CPU)
+def test_replies_follow_their_rows_and_channels_grow(multiplier):
+    caller = GpuCaller(multiplier, CPU, CPU)
     for count in (1, 5, 1500, 2, 4000, 1):
         one, other = torch.randn(2, count, 64), torch.randn(2, count, 64)
-        assert torch.equal(times(caller, 3, one), 3 * one)
-        assert torch.equal(times(caller, 2, one, other), 2 * torch.cat([one, other], dim=-1))
+        assert torch.equal(multiply(caller, 3, one), 3 * one)
+        assert torch.equal(multiply(caller, 2, one, other), 2 * torch.cat([one, other], dim=-1))
     caller.close()
 
 
-def test_threads_take_turns(there):
-    caller = GpuCaller(there, CPU, CPU)
+def test_threads_share_a_channel(multiplier):
+    caller = GpuCaller(multiplier, CPU, CPU)
 
     def work(number: int) -> bool:
         given = [torch.full((size, 32), float(number)) for size in (1, 7, 4000, 3)]
-        return all(torch.equal(times(caller, number, rows), number * rows) for rows in given * 10)
+        return all(torch.equal(multiply(caller, number, rows), number * rows) for rows in given * 10)
 
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(work, range(1, 7)))
     caller.close()
 
 
-def test_a_call_that_fails_is_an_error_of_the_next_and_then_it_goes_on(there):
-    caller, rows = GpuCaller(there, CPU, CPU), torch.ones(2, 8)
-    assert times(caller, 0, rows).isnan().all()
-    with pytest.raises(BadMessage, match="by nothing"):
-        times(caller, 2, rows)
-    assert torch.equal(times(caller, 2, rows), 2 * rows)
+def test_the_next_call_raises_the_error_of_a_failed_one_and_then_calls_work(multiplier):
+    caller, rows = GpuCaller(multiplier, CPU, CPU), torch.ones(2, 8)
+    assert multiply(caller, 0, rows).isnan().all()
+    with pytest.raises(BadMessage, match="factor 0"):
+        multiply(caller, 2, rows)
+    assert torch.equal(multiply(caller, 2, rows), 2 * rows)
     caller.close()
 
 
 @pytest.mark.parametrize("at", ["write", "wait", "waited"])
-def test_whoever_interrupts_a_call_gets_right_answers_afterwards(there, monkeypatch, at):
-    caller, rows = GpuCaller(there, CPU, CPU), torch.ones(2, 8)
-    times(caller, 2, rows)
-    there.pause_s = 0.01
+def test_calls_after_an_interrupt_get_the_right_replies(multiplier, monkeypatch, at):
+    caller, rows = GpuCaller(multiplier, CPU, CPU), torch.ones(2, 8)
+    multiply(caller, 2, rows)
+    multiplier.pause_s = 0.01
     wait = Counters.wait
 
     def interrupted(self: Counters, stream: int, place: int, value: int) -> None:
@@ -182,16 +182,16 @@ def test_whoever_interrupts_a_call_gets_right_answers_afterwards(there, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Counters, "write" if at == "write" else "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            times(caller, 3, rows)
-    assert torch.equal(times(caller, 5, 10 * rows), 50 * rows)
-    assert torch.equal(times(caller, 7, 10 * rows), 70 * rows)
+            multiply(caller, 3, rows)
+    assert torch.equal(multiply(caller, 5, 10 * rows), 50 * rows)
+    assert torch.equal(multiply(caller, 7, 10 * rows), 70 * rows)
     caller.close()
 
 
-def test_after_an_interrupt_a_dead_executor_is_an_error_and_no_hang(there, monkeypatch):
-    caller, rows = GpuCaller(there, CPU, CPU), torch.ones(2, 8)
-    times(caller, 2, rows)
-    there.stop()
+def test_after_an_interrupt_a_dead_executor_raises_and_does_not_hang(multiplier, monkeypatch):
+    caller, rows = GpuCaller(multiplier, CPU, CPU), torch.ones(2, 8)
+    multiply(caller, 2, rows)
+    multiplier.stop()
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -199,35 +199,35 @@ def test_after_an_interrupt_a_dead_executor_is_an_error_and_no_hang(there, monke
     with monkeypatch.context() as patch:
         patch.setattr(Counters, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            times(caller, 3, rows)
-    caller.give_up()
+            multiply(caller, 3, rows)
+    caller.unblock()
     with pytest.raises(ExecutorLost):
-        times(caller, 5, rows)
+        multiply(caller, 5, rows)
 
 
-def said(channel: GpuChannel, frame: bytes) -> Message:
-    at = gpu_channel._slot(channel._next)
+def take_frame(channel: GpuChannel, frame: bytes) -> Message:
+    at = gpu_channel._slot_offset(channel._next)
     channel._host[at : at + 4 + len(frame)] = len(frame).to_bytes(4, "little") + frame
     return channel.take()
 
 
-def test_rows_that_lie_elsewhere_are_refused():
-    channel = GpuChannel(1, MOST, CPU)
+def test_rows_at_other_offsets_are_rejected():
+    channel = GpuChannel(1, MAX_CALL_BYTES, CPU)
     rows = torch.ones(4, 64), torch.ones(4, 64)
     frame = bytes(encode(Message(Kind.CALL, REQUEST, layers=(1,), tensors=rows), channel._memory.bytes))
-    assert all(torch.equal(*both) for both in zip(said(channel, frame).tensors, rows, strict=True))
+    assert all(torch.equal(*both) for both in zip(take_frame(channel, frame).tensors, rows, strict=True))
     second = frame.rindex((1024).to_bytes(8, "little"))
     for offset in (0, 64, 960, 1088, 2048):
         moved = frame[:second] + offset.to_bytes(8, "little") + frame[second + 8 :]
-        with pytest.raises(BadMessage, match="one after the other"):
-            said(channel, moved)
+        with pytest.raises(BadMessage, match="must follow one another"):
+            take_frame(channel, moved)
     inside = bytes(encode(Message(Kind.CALL, REQUEST, layers=(1,), tensors=rows)))
     with pytest.raises(BadMessage):
-        said(channel, inside)
+        take_frame(channel, inside)
 
 
-class Ending:
-    """A caller, as far as its link closes it."""
+class FakeCaller:
+    """A caller and its watcher, as a closing link uses them."""
 
     def __init__(self, link: ShmLink, error: SymbiosisError | None = None, pause_s: float = 0.0) -> None:
         self._connection, self._error, self._pause_s = link.connect(), error, pause_s
@@ -244,9 +244,9 @@ class Ending:
         self.is_watched = False
 
 
-def test_closing_closes_every_stream_whatever_one_of_them_raises(serve: Serve):
+def test_closing_closes_every_stream_even_if_one_raises(serve: Serve):
     link: Any = serve("shm").raw("ann")
-    callers = [Ending(link, ExecutorLost("gone")), Ending(link), Ending(link, BadMessage("no"))]
+    callers = [FakeCaller(link, ExecutorLost("gone")), FakeCaller(link), FakeCaller(link, BadMessage("no"))]
     link._callers = {number: (caller, caller) for number, caller in enumerate(callers)}
     with pytest.raises(SymbiosisError):
         link.close()
@@ -256,14 +256,14 @@ def test_closing_closes_every_stream_whatever_one_of_them_raises(serve: Serve):
 
 def test_closing_while_a_stream_opens_its_channel(serve: Serve, monkeypatch):
     link: Any = serve("shm").raw("ann")
-    slow = Ending(link, pause_s=0.1)
+    slow = FakeCaller(link, pause_s=0.1)
     link._callers[7] = slow, slow
-    begun, made = threading.Event(), list[Ending]()
+    begun, made = threading.Event(), list[FakeCaller]()
 
-    def new(gpu: torch.device) -> tuple[Ending, Ending]:
+    def new(gpu: torch.device) -> tuple[FakeCaller, FakeCaller]:
         begun.set()
         time.sleep(0.1)
-        made.append(Ending(link))
+        made.append(FakeCaller(link))
         return made[0], made[0]
 
     monkeypatch.setattr(link, "_new_caller", new)

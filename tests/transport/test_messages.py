@@ -1,4 +1,4 @@
-"""Frames: what is encoded is decoded, and nothing else is let in."""
+"""Frames: an encoded message decodes to itself, and all other bytes are rejected."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from symbiosis.transport.messages import (
     encode,
 )
 from symbiosis.types import Direction
+from tests.transport.raw_peers import VALID_FRAMES
 
 MAX_BYTES = 1 << 20
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 
 
-def read(frame, **options):
+def decode_frame(frame, **options):
     return decode(memoryview(frame), **{"max_bytes": MAX_BYTES, **options})
 
 
@@ -48,26 +49,26 @@ def tensor_frame(rows=1, width=1, offset=128, dtype=0, place=0, zero=0, size=256
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_arena", [False, True])
-def test_a_message_comes_out_as_it_went_in(dtype: torch.dtype, with_arena: bool):
+def test_decoding_inverts_encoding(dtype: torch.dtype, with_arena: bool):
     arena = torch.zeros(1 << 16, dtype=torch.uint8) if with_arena else None
     tensors = (torch.randn(3, 5).to(dtype), torch.randn(1, 7).to(dtype), torch.empty(0, 4, dtype=dtype))
     message = Message(Kind.CALL, 2**64 - 1, (0, 2**32 - 1), Direction.BACKWARD, True, tensors, {"a": [1, "é", None]})
-    back = read(encode(message, arena), arena=arena)
+    back = decode_frame(encode(message, arena), arena=arena)
     assert (back.kind, back.request, back.layers, back.direction) == (Kind.CALL, 2**64 - 1, (0, 2**32 - 1), Direction.BACKWARD)
     assert back.training
     assert back.body == message.body
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(back.tensors, tensors, strict=True))
 
 
-def test_not_a_number_and_infinity_travel_bit_for_bit():
+def test_nan_and_infinity_are_preserved_bit_for_bit():
     rows = torch.tensor([[float("nan"), float("inf"), -float("inf"), 3e38, -0.0]])
-    back = read(encode(Message(Kind.CALL, tensors=(rows,)))).tensors[0]
+    back = decode_frame(encode(Message(Kind.CALL, tensors=(rows,)))).tensors[0]
     assert back.view(torch.int32).equal(rows.view(torch.int32))
 
 
-def test_tensors_from_a_frame_are_copies_and_survive_it():
+def test_tensors_from_a_frame_are_copies():
     frame = encode(Message(Kind.CALL, tensors=(torch.ones(2, 2),)))
-    back = read(frame).tensors[0]
+    back = decode_frame(frame).tensors[0]
     frame[:] = bytes(len(frame))
     assert torch.equal(back, torch.ones(2, 2))
 
@@ -116,49 +117,41 @@ def test_tensors_from_a_frame_are_copies_and_survive_it():
         (tensor_frame(rows=33), BadMessage),
     ],
 )
-def test_what_is_no_message_is_refused(frame: bytes, error: type[SymbiosisError]):
+def test_invalid_frames_are_rejected(frame: bytes, error: type[SymbiosisError]):
     with pytest.raises(error):
-        read(frame)
+        decode_frame(frame)
 
 
-def test_a_body_beyond_the_readers_bound_is_not_even_parsed():
+def test_a_body_beyond_the_limit_is_not_parsed():
     body = json.dumps({"a": "x" * 5000}).encode()
     with pytest.raises(BadMessage, match="beyond the bounds"):
-        read(header(body=len(body)) + body, max_body=4096)
+        decode_frame(header(body=len(body)) + body, max_body=4096)
 
 
-def test_many_tensors_over_the_same_bytes_do_not_add_up_beyond_the_bound():
+def test_many_tensors_over_the_same_bytes_do_not_exceed_the_limit():
     frame = bytearray(tensor_frame(rows=100_000, width=1, offset=2048, size=2048 + 400_000, count=32))
     with pytest.raises(TooLarge):
-        read(frame)
+        decode_frame(frame)
 
 
 def test_rows_without_width_take_no_memory():
-    assert read(tensor_frame(rows=2**31, width=0)).tensors[0].shape == (2**31, 0)
+    assert decode_frame(tensor_frame(rows=2**31, width=0)).tensors[0].shape == (2**31, 0)
 
 
 @pytest.mark.parametrize("offset", [64, 1 << 16, 2**63, 2**64 - 64])
-def test_a_tensor_beyond_the_arena_is_refused(offset: int):
+def test_a_tensor_beyond_the_arena_is_rejected(offset: int):
     with pytest.raises(BadMessage):
-        read(tensor_frame(rows=16, place=1, offset=offset), arena=torch.zeros(64, dtype=torch.uint8))
+        decode_frame(tensor_frame(rows=16, place=1, offset=offset), arena=torch.zeros(64, dtype=torch.uint8))
 
 
-def test_what_does_not_fit_the_arena_is_not_written():
+def test_tensors_that_do_not_fit_the_arena_are_not_written():
     with pytest.raises(TooLarge):
         encode(Message(Kind.CALL, tensors=(torch.ones(100, 100),)), torch.zeros(ALIGN, dtype=torch.uint8))
 
 
-VALID = [
-    bytes(encode(Message(Kind.HELLO, 1, body={"name": "ann", "nonce": "ab" * 16}))),
-    bytes(encode(Message(Kind.CALL, 2, (0, 1), tensors=(torch.randn(3, 8), torch.ones(3, 2, dtype=torch.int64))))),
-    bytes(encode(Message(Kind.FETCH, 3, (1,), body={"name": "weight", "start": 0}))),
-    bytes(encode(Message(Kind.BLOB, 4, body={"sha256": "0" * 64, "offset": 7}))),
-]
-
-
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    frame = bytearray(draw(st.sampled_from(VALID)))
+    frame = bytearray(draw(st.sampled_from(VALID_FRAMES)))
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, len(frame) - 1)) if frame else 0
         match draw(st.integers(0, 4)):
@@ -177,9 +170,9 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(frame=mutated(), arena=st.booleans())
-def test_mutated_frames_give_a_message_or_an_error_of_ours(frame: bytes, arena: bool):
+def test_mutated_frames_give_a_message_or_a_symbiosis_error(frame: bytes, arena: bool):
     try:
-        message = read(frame, max_body=4096, arena=torch.zeros(4096, dtype=torch.uint8) if arena else None)
+        message = decode_frame(frame, max_body=4096, arena=torch.zeros(4096, dtype=torch.uint8) if arena else None)
     except SymbiosisError:
         return
     assert isinstance(message, Message)
@@ -188,10 +181,10 @@ def test_mutated_frames_give_a_message_or_an_error_of_ours(frame: bytes, arena: 
 
 @settings(max_examples=500, deadline=None)
 @given(frame=st.binary(max_size=400))
-def test_random_bytes_give_an_error_of_ours(frame: bytes):
+def test_random_bytes_give_a_symbiosis_error(frame: bytes):
     for start in (b"", MAGIC, MAGIC + bytes([PROTOCOL])):
         with contextlib.suppress(SymbiosisError):
-            read(start + frame)
+            decode_frame(start + frame)
 
 
 def test_no_two_errors_share_a_code():
@@ -203,7 +196,7 @@ def test_no_two_errors_share_a_code():
     from symbiosis.errors import SymbiosisError
 
     for module in pkgutil.walk_packages(symbiosis.__path__, "symbiosis."):
-        if not re.search(r"\.kernels\.|\.training\.grouped$|__main__$", module.name):  # what needs Triton, what runs at once
+        if not re.search(r"\.kernels\.|\.training\.grouped$|__main__$", module.name):  # needs Triton, or runs on import
             importlib.import_module(module.name)
     kinds, codes = [SymbiosisError], {}
     while kinds:

@@ -1,4 +1,4 @@
-"""Shared memory: neither end can pull the ground from under the other's feet."""
+"""Shared memory: neither end can make the other crash or read wrong memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from symbiosis.errors import BadMessage
 from symbiosis.transport.messages import Kind, Message
-from symbiosis.transport.shared_memory import SharedMemory
-from symbiosis.transport.shm import ShmLink, runtime_folder
+from symbiosis.transport.shared_memory import SharedMemory, open_shared
+from symbiosis.transport.shm import runtime_folder
 from symbiosis.transport.zmq_client import ConnectionCut
 from tests.conftest import Serve
 
@@ -32,27 +32,27 @@ def test_a_tenant_cannot_shrink_or_grow_the_arena(serve: Serve, tiny, ids):
     assert (model(ids).logits - tiny(ids).logits).abs().max() < 1e-6
 
 
-def opened(path: object, size: object = 4096) -> object:
-    link = ShmLink.__new__(ShmLink)
-    return link.open_arena(Message(Kind.WELCOME, body={"arena": {"path": path, "bytes": size}}))
+def open_arena(path: object, size: object = 4096) -> int:
+    """The bytes of the arena that a tenant opens for this reference."""
+    return len(open_shared({"path": path, "bytes": size})[0])
 
 
 def test_only_a_sealed_anonymous_file_of_the_right_size_is_an_arena():
     arena = SharedMemory(4096)
     path = arena.reference()["path"]
-    assert len(opened(path)) == 4096
+    assert open_arena(path) == 4096
     for size in (0, -1, 4095, 8192, "x", None):
         with pytest.raises(BadMessage):
-            opened(path, size)
+            open_arena(path, size)
     arena.close()
 
 
 @pytest.mark.parametrize(
     "path", ["/etc/passwd", "/dev/shm/x", "/proc/self/mem", "/proc/1/fd/../mem", "", None, "/proc/1/fd/1\n"]
 )
-def test_a_path_that_is_no_open_file_of_a_process_is_refused(path):
+def test_a_path_that_is_no_open_file_of_a_process_is_rejected(path):
     with pytest.raises(BadMessage):
-        opened(path)
+        open_arena(path)
 
 
 def test_a_plain_file_is_never_written_to():
@@ -60,17 +60,17 @@ def test_a_plain_file_is_never_written_to():
         file.write(bytes(4096))
         file.flush()
         with pytest.raises(BadMessage):
-            opened(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+            open_arena(f"/proc/{os.getpid()}/fd/{file.fileno()}")
     unsealed = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, 4096)
     with pytest.raises(BadMessage):
-        opened(f"/proc/{os.getpid()}/fd/{unsealed}")
+        open_arena(f"/proc/{os.getpid()}/fd/{unsealed}")
     os.close(unsealed)
 
 
-def test_an_arena_of_an_executor_that_was_just_killed_is_looked_for_again():
+def test_the_arena_of_a_killed_executor_cuts_the_connection():
     with pytest.raises(ConnectionCut):
-        opened("/proc/4194304/fd/3")
+        open_arena("/proc/4194304/fd/3")
 
 
 def test_nothing_is_left_in_the_runtime_folder_after_close(serve: Serve, ids):
@@ -82,54 +82,54 @@ def test_nothing_is_left_in_the_runtime_folder_after_close(serve: Serve, ids):
     assert set(runtime_folder().iterdir()) == before
 
 
-def open_arenas() -> int:
+def count_open_arenas() -> int:
     fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return sum("symbiosis-arena" in os.readlink(fd) for fd in fds if os.path.islink(fd))
 
 
-def test_closed_sessions_give_their_arenas_back(serve: Serve, ids):
-    at_first = open_arenas()
+def test_closed_sessions_free_their_arenas(serve: Serve, ids):
+    at_first = count_open_arenas()
     served = serve("shm")
     watcher = served.connect("bob")
-    before = open_arenas()
+    before = count_open_arenas()
     models = [served.connect() for _ in range(5)]
-    assert open_arenas() > before
+    assert count_open_arenas() > before
     for model in models:
         model(ids)
         model.symbiosis.close()
     while served.executor.stats()["sessions"] > 1:
         watcher(ids)
-    assert open_arenas() == before
+    assert count_open_arenas() == before
     served.close()
-    assert open_arenas() == at_first
+    assert count_open_arenas() == at_first
 
 
-def test_what_a_tenant_writes_while_its_call_runs_changes_only_its_own_answer(serve: Serve):
-    """The arena is the tenant's to scribble in at any time: here between check and run."""
+def test_writes_during_a_call_change_only_the_writers_own_reply(serve: Serve):
+    """A tenant can write to its arena at any time: here between check and run."""
     served = serve("shm")
     ann, eve = served.raw("ann"), served.raw("bob")
     arena = eve.welcome["arena"]
     fd = os.open(arena["path"], os.O_RDWR)
-    scribble = mmap.mmap(fd, arena["bytes"])
+    arena_bytes = mmap.mmap(fd, arena["bytes"])
     os.close(fd)
     service = served.executor._service
     real = service.policy
 
-    class Scribbling:
-        name = "scribbling"
+    class OverwritingPolicy:
+        name = "overwriting"
 
         def decide(self, pending, heard, costs, now):
-            scribble[: 1 << 16] = os.urandom(1 << 16)
+            arena_bytes[: 1 << 16] = os.urandom(1 << 16)
             return real.decide(pending, heard, costs, now)
 
     rows = torch.randn(6, 64)
     expected = ann.request(Message(Kind.CALL, layers=(0,), tensors=(rows,))).tensors[0]
-    service.policy = Scribbling()
+    service.policy = OverwritingPolicy()
     eve.request(Message(Kind.CALL, layers=(0,), tensors=(torch.ones(6, 64),)))
     assert torch.equal(ann.request(Message(Kind.CALL, layers=(0,), tensors=(rows,))).tensors[0], expected)
 
 
-def test_without_memory_for_one_more_channel_that_one_is_refused(serve: Serve, tiny, ids, monkeypatch):
+def test_without_memory_for_one_more_channel_only_that_one_is_rejected(serve: Serve, tiny, ids, monkeypatch):
     from symbiosis.errors import TooManyCalls
 
     served = serve("shm")

@@ -1,4 +1,4 @@
-"""Who is who: a token proves a tenant to the executor and the executor to the tenant."""
+"""Auth tokens: one proves a tenant to the executor and the executor to the tenant."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from symbiosis.transport.messages import Kind, Message, decode, encode
 from symbiosis.transport.tcp import TcpLink
 from symbiosis.transport.zmq_client import Connection
 from tests.conftest import TOKENS, Serve
+from tests.transport.raw_peers import exchange, receive_message
 
 
 @pytest.mark.parametrize("token", [None, "wrong", "", TOKENS["ann"] + " "])
-def test_without_the_right_token_nobody_gets_in(serve: Serve, token: str | None):
+def test_a_wrong_token_is_rejected(serve: Serve, token: str | None):
     served = serve("tcp-token")
     with pytest.raises(Unauthorized, match="token"):
         symbiosis.connect(served.address, token=token)
     assert served.executor.stats()["sessions"] == 0
 
 
-def test_shared_memory_asks_for_tokens_too(serve: Serve, tiny, ids):
+def test_shared_memory_requires_tokens_too(serve: Serve, tiny, ids):
     address = serve("tcp-token").executor.listen("shm://")
     with pytest.raises(Unauthorized):
         symbiosis.connect(address, token="wrong")
@@ -36,28 +37,28 @@ def test_shared_memory_asks_for_tokens_too(serve: Serve, tiny, ids):
     model.symbiosis.close()
 
 
-def test_a_token_where_none_is_taken_is_told_so(serve: Serve):
-    """The tenant wanted a proof of who answers; an executor without tokens has none to give."""
+def test_a_token_for_an_executor_without_tokens_is_an_error(serve: Serve):
+    """A token demands a proof of the executor's identity, which an executor without tokens cannot give."""
     with pytest.raises(Unauthorized, match="takes none"):
         symbiosis.connect(serve("tcp").address, token="mine")
 
 
 @pytest.mark.parametrize("kind", ["tcp", "tcp-token"])
-def test_who_is_refused_before_it_has_said_anything_is_told_so_too(serve: Serve, kind, monkeypatch):
-    greet = Connection._greet
+def test_a_peer_rejected_before_hello_gets_the_same_error(serve: Serve, kind, monkeypatch):
+    shake_hands = Connection._shake_hands
 
     def late(self: Connection, deadline: float) -> None:
         time.sleep(0.1)
-        greet(self, deadline)
+        shake_hands(self, deadline)
 
-    monkeypatch.setattr(Connection, "_greet", late)
+    monkeypatch.setattr(Connection, "_shake_hands", late)
     address = serve(kind).address
     for _ in range(3):
         with pytest.raises(Unauthorized, match="takes none"):
             symbiosis.connect(address, token="mine")
 
 
-def test_the_name_comes_from_the_token_and_not_from_what_a_tenant_says(serve: Serve):
+def test_the_token_decides_the_tenants_name(serve: Serve):
     served = serve("tcp-token")
     link = TcpLink(served.address, token=TOKENS["bob"], hello={"name": "ann", "tenant": "ann"}, grace_s=5)
     assert link.welcome["tenant"] == "bob"
@@ -76,35 +77,28 @@ def raw_socket(context: zmq.Context, address: str, token: str, routing_id: bytes
     return dealer
 
 
-def say(dealer: zmq.Socket, message: Message) -> Message:
-    dealer.send(encode(message))
-    assert dealer.poll(10_000)
-    return decode(memoryview(dealer.recv()), max_bytes=1 << 24)
-
-
-def test_a_routing_id_that_somebody_else_had_is_no_identity(serve: Serve):
+def test_a_routing_id_of_another_tenant_is_no_identity(serve: Serve):
     served = serve("tcp-token")
     context = zmq.Context()
     try:
         ann = raw_socket(context, served.address, TOKENS["ann"], b"ann's own, of no use to bob")
-        assert say(ann, Message(Kind.HELLO, 1)).body["tenant"] == "ann"
+        assert exchange(ann, Message(Kind.HELLO, 1)).body["tenant"] == "ann"
         ann.close()
-        while True:  # until the executor has seen ann's connection end, the id is refused
+        while True:  # the id is rejected until the executor sees the end of ann's connection
             bob = raw_socket(context, served.address, TOKENS["bob"], b"ann's own, of no use to bob")
             bob.send(encode(Message(Kind.STATS, 2)))
             if bob.poll(300):
                 break
             bob.close()
-        answer = decode(memoryview(bob.recv()), max_bytes=1 << 24)
-        assert answer.body["code"] == "hello_first"
-        assert say(bob, Message(Kind.HELLO, 3)).body["tenant"] == "bob"
+        assert receive_message(bob).body["code"] == "hello_first"
+        assert exchange(bob, Message(Kind.HELLO, 3)).body["tenant"] == "bob"
         bob.close()
     finally:
         context.destroy(linger=0)
 
 
 class Impostor:
-    """Answers at an address with the executors' public keys, and lets everybody in, but knows no token."""
+    """Replies with the executors' public keys and accepts every tenant, but has no token."""
 
     def __init__(self, address: str = "tcp://127.0.0.1:*", *, proof: str | None = None) -> None:
         self.seen: list[Message] = []
@@ -143,7 +137,7 @@ class Impostor:
 
 
 @pytest.mark.parametrize("proof", [None, "", "0" * 64, "é"])
-def test_an_executor_that_does_not_know_the_token_is_not_trusted(proof: str | None):
+def test_an_executor_without_the_token_is_not_trusted(proof: str | None):
     impostor = Impostor(proof=proof)
     try:
         with pytest.raises(Unauthorized, match="does not know your token"):
@@ -153,7 +147,7 @@ def test_an_executor_that_does_not_know_the_token_is_not_trusted(proof: str | No
     assert {message.kind for message in impostor.seen} == {Kind.HELLO}
 
 
-def test_whoever_takes_the_executors_place_later_sees_no_rows(serve: Serve, ids):
+def test_an_impostor_that_replaces_the_executor_receives_no_rows(serve: Serve, ids):
     served = serve("tcp-token")
     model = served.connect()
     model(ids)
@@ -167,7 +161,7 @@ def test_whoever_takes_the_executors_place_later_sees_no_rows(serve: Serve, ids)
     assert {message.kind for message in impostor.seen} == {Kind.HELLO}
 
 
-def test_a_tenant_sees_only_its_own_figures_and_the_provider_all(tiny):
+def test_a_tenant_sees_only_its_own_stats_and_the_provider_all(tiny):
     secrets = {"ann": "a secret of ann's", "bob": "a secret of bob's", "provider": "a secret of ours"}
     with symbiosis.Executor(tiny, tokens=secrets) as executor:
         address = executor.listen()

@@ -1,4 +1,4 @@
-"""Reading the keys of a config one by one: each has a type, a range and a default, and none is passed over."""
+"""Reading a config key by key: each key has a type, a range and a default, and none is skipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_NAME = 512
 
 
 class Fields:
-    """A config's keys. What is taken must have the right type; `finish` says what to make of the rest."""
+    """The keys of a config. The methods take a key, checked; `finish` checks the keys that are left."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self._raw = dict(raw)
@@ -41,12 +41,16 @@ class Fields:
             raise BadAdapter(f"{CONFIG} has no {key}: expected a whole number from {low} to {high}")
         return self.checked_integer(key, self._raw.pop(key, default), low, high)
 
+    def optional_integer(self, key: str, low: int, high: int) -> int | None:
+        value = self.take(key)
+        return None if value is None else self.checked_integer(key, value, low, high)
+
     def number(self, key: str, default: float) -> float:
-        """As above."""
+        """An absent key has the default; null is not absent."""
         return self.checked_number(key, self._raw.pop(key, default))
 
     def names(self, key: str, most: int = _MAX_NAMES) -> tuple[str, ...]:
-        """A list of names; none if it is not there."""
+        """A list of names, empty if the key is absent."""
         value = self.take(key)
         return () if value is None else self.checked_names(key, value, most)
 
@@ -65,14 +69,12 @@ class Fields:
         return value
 
     def finish(self, *, harmless: frozenset[str], refused: Mapping[str, str]) -> None:
-        """Every key left is harmless, off, or the reason to refuse the adapter."""
+        """Each key that is left must be harmless or off. Raises `UnsupportedAdapter`."""
         for key, value in self._raw.items():
             if key in harmless or is_off(value):
                 continue
-            raise UnsupportedAdapter(
-                f"{CONFIG} sets {quote(key)} to {quote(value)}: "
-                f"{refused.get(key, 'not a setting known here, so what it would change cannot be told')}"
-            )
+            reason = refused.get(key, "not a setting known here, so its effect is unknown")
+            raise UnsupportedAdapter(f"{CONFIG} sets {quote(key)} to {quote(value)}: {reason}")
 
     @staticmethod
     def checked_integer(key: str, value: Any, low: int, high: int) -> int:
@@ -102,5 +104,5 @@ class Fields:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a setting is as good as not there."""
+    """Whether a setting has no effect: null, false or empty."""
     return value is None or value is False or (isinstance(value, str | list | dict) and not value)

@@ -1,4 +1,4 @@
-"""Whose an adapter is, in the name the engine has it under: `pirate` is for everybody, `ann:pirate` is ann's own."""
+"""Qualified names of served adapters: `pirate` is shared by all tenants, `ann:pirate` belongs to tenant ann."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections.abc import Container
 
 from symbiosis.errors import UnknownAdapter
 
-_MARK = ":"  # no adapter's own name has it
+_SEPARATOR = ":"  # not allowed in an adapter's own name
 
 
 def qualify_name(owner: str | None, name: str) -> str:
-    """The engine's name. No owner: for everybody."""
-    return name if owner is None else f"{owner}{_MARK}{name}"
+    """The engine's name of an adapter. Owner None: shared by all tenants."""
+    return name if owner is None else f"{owner}{_SEPARATOR}{name}"
 
 
 def split_qualified_name(full: str) -> tuple[str | None, str]:
-    owner, mark, name = full.rpartition(_MARK)
-    return (owner if mark else None), name
+    """Owner and name."""
+    owner, separator, name = full.rpartition(_SEPARATOR)
+    return (owner if separator else None), name
 
 
 def resolve_adapter_name(name: str, tenant: str, served: Container[str]) -> str:
-    """What a tenant means by a name: its own adapter goes before one for everybody, another's is not there.
+    """The qualified name for a tenant's name: its own adapter before a shared one, never another tenant's.
 
-    Raises `UnknownAdapter`, which names nobody else's.
+    Raises `UnknownAdapter`, without the names of other tenants' adapters.
     """
-    if _MARK not in name:
+    if _SEPARATOR not in name:
         for full in (qualify_name(tenant, name), name):
             if full in served:
                 return full

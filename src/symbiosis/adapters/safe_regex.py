@@ -1,8 +1,8 @@
-"""Regular expressions from outside, matched in bounded time.
+"""Untrusted regular expressions, matched in bounded time.
 
-An adapter's config may choose modules by regular expressions, and Python's own matcher takes exponential time
-on some (`(a+)+$`). This one walks sets of positions instead of trying ways one by one, which is polynomial, and
-counts its steps. Whether a whole text matches is all it answers, so greedy and lazy are the same.
+An adapter's config may select modules by regular expressions. Python's own matcher backtracks, which takes exponential time
+on some patterns (`(a+)+$`). This matcher tracks sets of positions instead, which is polynomial, and counts its steps. It
+only decides whether a whole text matches, so greedy and lazy repetitions are the same.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
 MAX_PATTERN = 16_384
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-_OF_SEQUENCE = 6
-"""Steps that looking into a group, a choice or a repetition takes, whatever is found there."""
+_SEQUENCE_STEPS = 6
+"""Steps charged for entering a group, a branch or a repetition, whatever it matches."""
 
 Item: TypeAlias = tuple[Any, ...]
-"""(kind, what it holds): text, one (character), any (run of any characters), at, look, branch, repeat, group."""
+"""(kind, operands): text, one (character), any (run of any characters), at, look, branch, repeat, group."""
 
 
 class MatchBudget:
-    """How many steps all patterns of one adapter may take together."""
+    """The steps that all patterns of one adapter may take together."""
 
     def __init__(self, steps: int = 3_000_000) -> None:
         self._left = steps
 
     def spend(self, steps: int) -> None:
-        """Raises `UnsupportedAdapter` when nothing is left."""
+        """Raises `UnsupportedAdapter` when the budget is exhausted."""
         self._left -= steps
         if self._left < 0:
             raise UnsupportedAdapter(
@@ -39,11 +39,11 @@ class MatchBudget:
 
 
 class SafePattern:
-    """A regular expression of field `where`. Raises `BadAdapter` or `UnsupportedAdapter` if it cannot be used."""
+    """A regular expression in the config's field `where`. Raises `BadAdapter` or `UnsupportedAdapter` if it is not usable."""
 
-    def __init__(self, text: str, where: str, effort: MatchBudget) -> None:
+    def __init__(self, text: str, where: str, budget: MatchBudget) -> None:
         self.text = text
-        self._effort = effort
+        self._budget = budget
         self._plain = bool(_PLAIN.fullmatch(text))
         self._items: tuple[Item, ...] = ()
         if self._plain:
@@ -57,31 +57,31 @@ class SafePattern:
         if tree.state.flags & ~re.UNICODE:
             raise UnsupportedAdapter(f"adapter_config.json: {where} sets flags in its regular expression; leave them out")
         try:
-            self._items = _compiled(tree, where)
+            self._items = _compile(tree, where)
         except RecursionError:
             raise BadAdapter(f"adapter_config.json: {where} is nested too deeply") from None
 
     def matches(self, text: str) -> bool:
-        """Whether the whole text matches, as `re.fullmatch` would say."""
+        """Whether the whole text matches, as with `re.fullmatch`."""
         if self._plain:
-            return len(text) == len(self.text) and _like(self.text, text)
-        return len(text) in _Run(text, self._effort).sequence(self._items, 0)
+            return len(text) == len(self.text) and _matches_plain(self.text, text)
+        return len(text) in _Matcher(text, self._budget).match_sequence(self._items, 0)
 
-    def ends(self, path: str) -> bool:
-        """Whether the whole path, or what follows one of its dots, matches."""
+    def matches_suffix(self, path: str) -> bool:
+        """Whether the whole path, or the rest after one of its dots, matches."""
         if self._plain:
             rest = len(path) - len(self.text)
-            return rest >= 0 and (rest == 0 or path[rest - 1] == ".") and _like(self.text, path[rest:])
+            return rest >= 0 and (rest == 0 or path[rest - 1] == ".") and _matches_plain(self.text, path[rest:])
         starts = [0, *(at + 1 for at, letter in enumerate(path) if letter == ".")]
-        run = _Run(path, self._effort)
-        return any(len(path) in run.sequence(self._items, start) for start in starts)
+        matcher = _Matcher(path, self._budget)
+        return any(len(path) in matcher.match_sequence(self._items, start) for start in starts)
 
 
-def _like(plain: str, text: str) -> bool:
+def _matches_plain(plain: str, text: str) -> bool:
     return plain == text or all(expected in (".", letter) for expected, letter in zip(plain, text, strict=True))
 
 
-def _compiled(tree: Iterable[Any], where: str) -> tuple[Item, ...]:
+def _compile(tree: Iterable[Any], where: str) -> tuple[Item, ...]:
     items: list[Item] = []
     for op, argument in tree:
         name = str(op)
@@ -91,25 +91,25 @@ def _compiled(tree: Iterable[Any], where: str) -> tuple[Item, ...]:
             else:
                 items.append(("text", chr(argument)))
         elif name in ("ANY", "NOT_LITERAL", "IN"):
-            items.append(("one", _one(name, argument)))
+            items.append(("one", _character_test(name, argument)))
         elif name == "FAILURE":  # (?!)
             items.append(("branch", ()))
         elif name == "AT":
             items.append(("at", str(argument)))
         elif name == "BRANCH":
-            items.append(("branch", tuple(_compiled(choice, where) for choice in argument[1])))
+            items.append(("branch", tuple(_compile(choice, where) for choice in argument[1])))
         elif name == "SUBPATTERN" and not argument[1] and not argument[2]:
-            items.append(("group", _compiled(argument[3], where)))
+            items.append(("group", _compile(argument[3], where)))
         elif name in ("ASSERT", "ASSERT_NOT") and argument[0] == 1:
-            items.append(("look", name == "ASSERT", _compiled(argument[1], where)))
+            items.append(("look", name == "ASSERT", _compile(argument[1], where)))
         elif name in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, body = argument
-            inner = _compiled(body, where)
-            everything = (least, str(most)) == (0, "MAXREPEAT") and [str(part) for part, _ in body] == ["ANY"]
-            items.append(("any",) if everything else ("repeat", int(least), int(most), inner))
+            inner = _compile(body, where)
+            is_any_run = (least, str(most)) == (0, "MAXREPEAT") and [str(part) for part, _ in body] == ["ANY"]
+            items.append(("any",) if is_any_run else ("repeat", int(least), int(most), inner))
         else:
             raise UnsupportedAdapter(
-                f"adapter_config.json: {where} uses {name.lower()} in a regular expression, which is not matched here; "
+                f"adapter_config.json: {where} uses {name.lower()} in a regular expression, which is not supported; "
                 "list the modules' names instead"
             )
     return tuple(items)
@@ -122,16 +122,16 @@ _CATEGORIES: dict[str, Callable[[str], bool]] = {
 }
 
 
-def _one(name: str, argument: Any) -> Callable[[str], bool]:
-    """Whether a single character is one of those meant."""
+def _character_test(name: str, argument: Any) -> Callable[[str], bool]:
+    """A predicate for one character."""
     if name == "ANY":
         return lambda letter: letter != "\n"
     if name == "NOT_LITERAL":
         return lambda letter: ord(letter) != argument
-    wanted, codes, ranges, categories = True, set(), [], []
+    expected, codes, ranges, categories = True, set(), [], []
     for op, value in argument:
         if str(op) == "NEGATE":
-            wanted = False
+            expected = False
         elif str(op) == "LITERAL":
             codes.add(value)
         elif str(op) == "RANGE":
@@ -142,39 +142,39 @@ def _one(name: str, argument: Any) -> Callable[[str], bool]:
     def test(letter: str) -> bool:
         code = ord(letter)
         found = code in codes or any(low <= code <= high for low, high in ranges)
-        return (found or any(category(letter) == yes for category, yes in categories)) == wanted
+        return (found or any(category(letter) == yes for category, yes in categories)) == expected
 
     return test
 
 
-class _Run:
-    """One text being matched: for each item and position, the positions it can end at."""
+class _Matcher:
+    """Matches one text: for each item and position, the positions at which the item can end."""
 
-    def __init__(self, text: str, effort: MatchBudget) -> None:
+    def __init__(self, text: str, budget: MatchBudget) -> None:
         self._text = text
-        self._effort = effort
-        self._known: dict[tuple[int, int], frozenset[int]] = {}
+        self._budget = budget
+        self._ends: dict[tuple[int, int], frozenset[int]] = {}
 
-    def sequence(self, items: tuple[Item, ...], at: int) -> frozenset[int]:
-        known = self._known.get((id(items), at))
+    def match_sequence(self, items: tuple[Item, ...], at: int) -> frozenset[int]:
+        known = self._ends.get((id(items), at))
         if known is None:
-            self._effort.spend(_OF_SEQUENCE)
-            places = {at}
+            self._budget.spend(_SEQUENCE_STEPS)
+            positions = {at}
             for item in items:
-                places = self._joined(self._step(item, place) for place in places)
-                if not places:
+                positions = self._union(self._match_item(item, position) for position in positions)
+                if not positions:
                     break
-            known = self._known[id(items), at] = frozenset(places)
+            known = self._ends[id(items), at] = frozenset(positions)
         return known
 
-    def _joined(self, found: Iterable[Collection[int]]) -> set[int]:
-        joined: set[int] = set()
-        for places in found:
-            self._effort.spend(1 + len(places))
-            joined.update(places)
-        return joined
+    def _union(self, found: Iterable[Collection[int]]) -> set[int]:
+        union: set[int] = set()
+        for positions in found:
+            self._budget.spend(1 + len(positions))
+            union.update(positions)
+        return union
 
-    def _step(self, item: Item, at: int) -> Collection[int]:
+    def _match_item(self, item: Item, at: int) -> Collection[int]:
         text, kind = self._text, item[0]
         if kind == "text":
             return (at + len(item[1]),) if text.startswith(item[1], at) else ()
@@ -187,27 +187,27 @@ class _Run:
         if kind == "at":
             return (at,) if self._is_at(item[1], at) else ()
         if kind == "look":
-            return (at,) if bool(self.sequence(item[2], at)) == item[1] else ()
+            return (at,) if bool(self.match_sequence(item[2], at)) == item[1] else ()
         if kind == "branch":
-            return self._joined(self.sequence(choice, at) for choice in item[1])
+            return self._union(self.match_sequence(choice, at) for choice in item[1])
         if kind == "group":
-            return self.sequence(item[1], at)
-        return self._repeat(item[1], item[2], item[3], at)
+            return self.match_sequence(item[1], at)
+        return self._match_repeat(item[1], item[2], item[3], at)
 
-    def _repeat(self, least: int, most: int, items: tuple[Item, ...], at: int) -> set[int]:
-        # Positions never go back, so more rounds than characters only repeat rounds that matched nothing.
+    def _match_repeat(self, least: int, most: int, items: tuple[Item, ...], at: int) -> set[int]:
+        # Positions never decrease, so more rounds than characters only repeat rounds that matched nothing.
         rounds = len(self._text) + 1
-        places = {at}
+        positions = {at}
         for _ in range(min(least, rounds)):
-            if not places:  # else the rounds that are left cost time and no steps
+            if not positions:  # the remaining rounds would take time and no steps
                 break
-            places = self._joined(self.sequence(items, place) for place in places)
-        reached, places = set(places), set(places)
+            positions = self._union(self.match_sequence(items, position) for position in positions)
+        reached, positions = set(positions), set(positions)
         for _ in range(min(most - least, rounds)):
-            places = self._joined(self.sequence(items, place) for place in places) - reached
-            if not places:
+            positions = self._union(self.match_sequence(items, position) for position in positions) - reached
+            if not positions:
                 break
-            reached |= places
+            reached |= positions
         return reached
 
     def _is_at(self, where: str, at: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which modules of a model a config means, by the rules PEFT chooses them with."""
+"""The modules of a model that a config selects, by PEFT's rules."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class TargetChoice:
     all_linear: bool = False
 
     @classmethod
-    def of(cls, said: tuple[str, ...] | str, where: str, effort: MatchBudget) -> TargetChoice:
-        if isinstance(said, str):
-            return cls(all_linear=True) if said.lower() == ALL_LINEAR else cls(pattern=SafePattern(said, where, effort))
-        return cls(names=frozenset(said))
+    def from_config(cls, value: tuple[str, ...] | str, where: str, budget: MatchBudget) -> TargetChoice:
+        if isinstance(value, str):
+            return cls(all_linear=True) if value.lower() == ALL_LINEAR else cls(pattern=SafePattern(value, where, budget))
+        return cls(names=frozenset(value))
 
-    def has(self, path: str) -> bool:
-        """Whether the path, or what follows one of its dots, is one of the names."""
+    def selects(self, path: str) -> bool:
+        """Whether the path, or the rest after one of its dots, is one of the names."""
         if self.pattern is not None:
             return self.pattern.matches(path)
         parts = path.split(".")
         return any(".".join(parts[at:]) in self.names for at in range(len(parts)))
 
-    def ends(self, path: str) -> bool:
-        """As `has`, but a name counts wherever the path ends with it: PEFT's rule for feedforward_modules."""
+    def selects_ending(self, path: str) -> bool:
+        """Like `selects`, but by any ending of the path: PEFT's rule for feedforward_modules."""
         return self.pattern.matches(path) if self.pattern is not None else any(path.endswith(name) for name in self.names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """target_modules and everything that narrows them down."""
+    """target_modules and the settings that narrow them down."""
 
     chosen: TargetChoice
     excluded: TargetChoice | None = None
@@ -51,22 +51,23 @@ class Targets:
     """modules_to_save: these are replaced, never adapted."""
 
     def paths(self, model: ModelFacts) -> Iterator[str]:
-        """The modules that must have an adapter, in the order of the model."""
+        """The modules that must have an adapter, in model order."""
         for path, module in model.modules.items():
             linear = module.kind in (LayerKind.LINEAR, LayerKind.CONV1D) and path != model.head
-            if (linear if self.chosen.all_linear else self.chosen.has(path)) and self._allowed(path):
+            if (linear if self.chosen.all_linear else self.chosen.selects(path)) and self._is_allowed(path):
                 yield path
 
-    def _allowed(self, path: str) -> bool:
-        if (self.excluded is not None and self.excluded.has(path)) or any(f".{name}." in f".{path}." for name in self.saved):
+    def _is_allowed(self, path: str) -> bool:
+        is_saved = any(f".{name}." in f".{path}." for name in self.saved)
+        if is_saved or (self.excluded is not None and self.excluded.selects(path)):
             return False
-        # PEFT asks for the layer's number only where a name was not a whole path
+        # PEFT checks the layer number only where a name is not a whole path.
         if not self.layers or self.chosen.pattern is not None or path in self.chosen.names:
             return True
-        return self._layer(path) in self.layers
+        return self._layer_number(path) in self.layers
 
-    def _layer(self, path: str) -> int | None:
-        """The number of the layer a module is in: the first number that follows a list of layers."""
+    def _layer_number(self, path: str) -> int | None:
+        """The number of the layer that contains a module: the first number after a list of layers."""
         parts = path.split(".")
         for at, part in enumerate(parts[:-1]):
             if not (part.isascii() and part.isdecimal()):
@@ -74,19 +75,19 @@ class Targets:
             if not self.layers_patterns:
                 if at >= 2:
                     return int(part)
-            elif at and any(pattern.ends(".".join(parts[:at])) for pattern in self.layers_patterns):
+            elif at and any(pattern.matches_suffix(".".join(parts[:at])) for pattern in self.layers_patterns):
                 return int(part)
         return None
 
 
 def saved_paths(names: tuple[str, ...], model: ModelFacts) -> dict[str, tuple[str, ...]]:
-    """For each name of modules_to_save, the modules with parameters it covers: themselves or within what it names."""
+    """For each name of modules_to_save, the modules with parameters that it covers, directly or by a parent."""
     found: dict[str, tuple[str, ...]] = {}
     for name in names:
         covered = []
         for path in model.modules:
             parts = path.split(".")
-            # PEFT takes whatever ends with the name, so "norm" is every norm
+            # PEFT takes every path that ends with the name, so "norm" covers every norm.
             if any(".".join(parts[: at + 1]).endswith(name) for at in range(len(parts))):
                 covered.append(path)
         found[name] = tuple(covered)

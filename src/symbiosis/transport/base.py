@@ -1,8 +1,7 @@
-"""The contract of links: how layer calls get from a tenant to the executor and back.
+"""The contract of links: how layer calls reach the executor and how replies return.
 
-A `Port` is the executor's end: it is drained by the executor's one loop, and
-answers each message exactly once. A `Link` is a tenant's end: `request` gives
-the answer or raises. The same tests run over every link (tests/contract).
+A `Port` is the executor's end. The executor's one loop drains it and sends exactly one reply to each message. A `Link` is a
+tenant's end: `request` returns the reply or raises. The same tests run over every link (tests/transport/contract).
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ class Peer:
     """The other end of one channel, as the executor sees it."""
 
     port: Port
-    key: bytes
+    routing_id: bytes
     tenant: str | None
-    """Who this is, as proved by its token; None where no token is asked for."""
+    """Authenticated by the auth token; None where the port requires none."""
     session: Any = None
-    """The executor's own note about this peer."""
+    """Owned by the executor: the session of this peer, None before HELLO."""
     port_state: Any = field(default=None, repr=False)
-    """The port's own note about this peer, such as its shared memory."""
+    """Owned by the port, such as the peer's shared memory."""
 
 
 class Port(ABC):
-    """The executor's end of a kind of link."""
+    """The executor's end of one kind of link."""
 
     address: str
     same_host: bool = False
-    """Whether its peers are on this host for certain, and of this user."""
+    """True if all peers are processes of this user on this host."""
 
     @abstractmethod
     def waitable(self) -> Any:
@@ -46,33 +45,33 @@ class Port(ABC):
 
     @abstractmethod
     def drain(self, limit: int) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
-        """Messages that have arrived, at most `limit`; broken ones come as the error to answer with."""
+        """At most `limit` received messages. A broken message yields the error to reply with."""
 
     @abstractmethod
     def reply(self, peer: Peer, message: Message) -> bool:
-        """Send an answer. False if the peer is gone or does not read: forget it.
+        """Send a reply. False if the peer is gone or does not read: forget it.
 
-        Its rows may be views of a batch that others share: the peer gets a copy.
+        The tensors may be views of a batch that several peers share, so the peer gets copies.
         """
 
     def has_channel(self, peer: Peer) -> bool:
-        """Whether a peer cannot simply say HELLO again, so that it is not forgotten for being silent."""
+        """Whether the peer holds a GPU channel. A second HELLO cannot restore it, so silence does not end the session."""
         return False
 
     def needs_polling(self) -> bool:
-        """Whether calls may arrive that the waitable does not tell of: `poll` for them."""
+        """Whether calls may arrive that the waitable does not signal: `poll` for them."""
         return False
 
     def poll(self) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
-        """Calls that have arrived and that the waitable does not tell of."""
+        """Received calls that the waitable does not signal."""
         return ()
 
     def reply_buffers(self, peer: Peer, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, ...] | None:
-        """Where the tensors of an answer to this peer may be computed in place; None if nowhere."""
+        """Buffers in which a reply to this peer can be computed in place, or None."""
         return None
 
     def open_channel(self, peer: Peer, size: int, device: torch.device) -> dict[str, Any]:
-        """A way for calls that stays on the GPU, each with its answer of up to so many bytes."""
+        """Open a GPU channel of at least `size` bytes for a call and its reply. Returns how the tenant opens it."""
         raise DirectRefused("only tenants on the executor's host can have a channel on its GPU: connect at its shm:// address")
 
     @abstractmethod
@@ -80,7 +79,7 @@ class Port(ABC):
         """Free what this port holds for a peer."""
 
     def is_gone(self, peer: Peer) -> bool:
-        """Whether a peer that has been silent for a while is known to be gone."""
+        """Whether a silent peer is known to be gone."""
         return False
 
     @abstractmethod
@@ -88,46 +87,46 @@ class Port(ABC):
 
 
 def flatten_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """2-D, whatever shape their rows are in."""
+    """Each tensor as a matrix of rows."""
     return tuple([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors])
 
 
-def unflatten_rows(rows: tuple[Tensor, ...], ahead: torch.Size) -> tuple[Tensor, ...]:
-    """Rows in a shape. Not views to autograd: adapters add to results in place."""
-    return tuple([torch.ops.aten._unsafe_view(each, (*ahead, each.shape[-1])) for each in rows])
+def unflatten_rows(rows: tuple[Tensor, ...], leading: torch.Size) -> tuple[Tensor, ...]:
+    """Matrices of rows with the leading dimensions restored. Not views to autograd: adapters add to results in place."""
+    return tuple([torch.ops.aten._unsafe_view(each, (*leading, each.shape[-1])) for each in rows])
 
 
 class Link(ABC):
-    """A tenant's end. Safe to use from several threads; each request is answered or raises."""
+    """A tenant's end. Thread-safe; each request returns its reply or raises."""
 
     @abstractmethod
     def request(self, message: Message) -> Message:
-        """Send and wait. Raises the error the executor answered with, or `ExecutorLost`."""
+        """Send and wait. Raises the executor's error reply, or `ExecutorLost`."""
 
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
-        """The tensors that answer a CALL, as many and as wide as `widths` says.
+        """The reply tensors of a CALL, one of each width in `widths`. The message is consumed.
 
-        Its tensors have a row wherever their first has one, in whatever shape; so have the answers. The message is used up.
+        All tensors of the message share the leading dimensions of the first; the replies get them too.
         """
-        ahead = message.tensors[0].shape[:-1]
+        leading = message.tensors[0].shape[:-1]
         message.tensors = flatten_rows(message.tensors)
-        return unflatten_rows(self.request(message).tensors, ahead)
+        return unflatten_rows(self.request(message).tensors, leading)
 
-    def use_gpu(self, device: torch.device, theirs: torch.device) -> None:
-        """The tenant is on a GPU and sees the executor's, perhaps the same: keep calls there, if this link can."""
+    def use_gpu(self, device: torch.device, executor_device: torch.device) -> None:
+        """Keep calls from `device` on the GPU, if this link can. `executor_device` is the executor's GPU, perhaps the same."""
         return
 
     @abstractmethod
     def close(self) -> None: ...
 
     def model_class(self) -> Any:
-        """The model's class itself where both ends are one process, else None."""
+        """The model's class if both ends share a process, else None."""
         return None
 
     def client_tensors(self) -> Any:
-        """The client part's tensors where both ends are one process, else None."""
+        """The client part's tensors if both ends share a process, else None."""
         return None
 
     def base_tensors(self) -> Any:
-        """The base layers' weights by (handle, name) where both ends are one process, else None."""
+        """The base layers' weights by (handle, name) if both ends share a process, else None."""
         return None

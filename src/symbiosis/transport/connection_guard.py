@@ -1,8 +1,9 @@
-"""Who is connected to a socket of libzmq's. It bounds what waits there by whole messages, and by neither the parts of one that
-never ends, nor by answers nobody reads, nor by how many connections there are; so this is done here.
+"""The connections of a ZeroMQ socket, and when one is cut off.
 
-All that libzmq tells is descriptors. A connection is cut off by shutting its descriptor down: libzmq finds it closed, and lets
-go of everything it kept for it.
+libzmq bounds what waits at a socket only by whole messages. It bounds neither the parts of a message that never ends, nor
+replies that are never read, nor the number of connections. The guard bounds these. libzmq exposes a connection only as its
+file descriptor. The guard cuts a connection off by shutting that descriptor down: libzmq then finds it closed and frees
+everything it holds for it.
 """
 
 from __future__ import annotations
@@ -18,118 +19,121 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-_LOOK_EVERY_S = 0.2
-_STRANGERS = 256  # connections without a channel: newcomers, and those whose channels were forgotten
-_RECEIVED_AT = 128  # where the kernel's `struct tcp_info` says how many bytes have come
-_AT_ONCE = struct.pack("ii", 1, 0)  # once libzmq closes it, the other end is told so even if it waits to send
+_CHECK_INTERVAL_S = 0.2
+_MAX_UNOWNED = 256  # connections without a channel: new ones, and those whose channels were forgotten
+_BYTES_RECEIVED_AT = 128  # offset of the number of received bytes in the kernel's `struct tcp_info`
+_LINGER_ZERO = struct.pack("ii", 1, 0)  # when libzmq closes it, the other end gets a reset even if it waits to send
 _log = logging.getLogger("symbiosis")
 
 
 @dataclass(slots=True)
 class _Connection:
     peer: object
-    """What the other end is called, as far as it is called anything: descriptors are used again."""
-    received: int
-    """Bytes, by the kernel's count, when something was last heard of it, and"""
-    heard: int
-    """how many messages had been, by whoever had that descriptor."""
-    began: float = field(default_factory=time.monotonic)
+    """Address of the other end, None if unknown: the kernel reuses descriptors."""
+    received_bytes: int
+    """By the kernel's count, at the last change of `messages`."""
+    messages: int
+    """Whole messages by this descriptor, earlier connections included."""
+    opened_at: float = field(default_factory=time.monotonic)
 
 
 class ConnectionGuard:
-    """`heard`, `belongs`, `left` and `cut` are for the socket's thread; a thread of ours does the rest."""
+    """The socket's thread calls `record_message`, `assign`, `unassign` and `cut_off`; a thread of the guard does the rest."""
 
-    def __init__(self, watched: zmq.Socket[bytes], most_ahead: int) -> None:
-        """`most_ahead`: bytes that may come by one connection while nothing is heard of it."""
-        self._watched, self._most_ahead = watched, most_ahead
-        self._heard: dict[int, int] = {}
-        """Messages by descriptor, over all connections that had it."""
+    def __init__(self, guarded: zmq.Socket[bytes], max_bytes_ahead: int) -> None:
+        """`max_bytes_ahead`: bytes that one connection may send without completing a message."""
+        self._guarded, self._max_bytes_ahead = guarded, max_bytes_ahead
+        self._messages: dict[int, int] = {}
+        """By descriptor, over all connections that had it."""
         self._open: dict[int, _Connection] = {}
         self._owners: dict[int, object] = {}
-        """By descriptor, who has a channel there."""
+        """By descriptor, the owner of the channel on it."""
         self._closing = threading.Event()
-        self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
-        self._thread = threading.Thread(target=self._watch, name="symbiosis-connections", daemon=True)
+        self._monitor = guarded.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
+        self._thread = threading.Thread(target=self._run, name="symbiosis-connections", daemon=True)
         self._thread.start()
 
-    def heard(self, descriptor: int) -> None:
-        """A whole message came by it."""
-        self._heard[descriptor] = self._heard.get(descriptor, 0) + 1
+    def record_message(self, descriptor: int) -> None:
+        """A whole message was received by this descriptor."""
+        self._messages[descriptor] = self._messages.get(descriptor, 0) + 1
 
-    def belongs(self, descriptor: int, owner: object) -> None:
-        """Somebody's channel has it."""
+    def assign(self, descriptor: int, owner: object) -> None:
+        """The owner's channel uses this descriptor."""
         self._owners[descriptor] = owner
 
-    def left(self, descriptor: int, owner: object) -> None:
-        """That channel has it no more. It may be another's by now."""
+    def unassign(self, descriptor: int, owner: object) -> None:
+        """The owner's channel no longer uses it. No effect if the descriptor has another owner by now."""
         if self._owners.get(descriptor) is owner:
             del self._owners[descriptor]
 
-    def cut(self, descriptor: int, owner: object) -> None:
-        """Who does not read is let go, with all that waits for it; unless that connection is another's by now."""
+    def cut_off(self, descriptor: int, owner: object) -> None:
+        """Cut the owner's connection off. No effect if the descriptor has another owner by now."""
         if self._owners.get(descriptor, owner) is owner:
-            self._cut(descriptor)
+            self._shut_down(descriptor)
 
-    def _cut(self, descriptor: int) -> None:
-        found = self._open.get(descriptor)
-        if found is None:
+    def open_connections(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        """Call before the socket is closed."""
+        self._closing.set()
+        self._guarded.disable_monitor()  # which wakes the guard's thread
+        self._thread.join(30)
+        self._monitor.close(0)
+
+    def _shut_down(self, descriptor: int) -> None:
+        known = self._open.get(descriptor)
+        if known is None:
             return
         try:
-            with _opened(descriptor) as raw:
-                if raw.getpeername() == found.peer:
-                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            with _duplicate(descriptor) as raw:
+                if raw.getpeername() == known.peer:
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
                     raw.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # it is gone
 
-    def close(self) -> None:
-        """Before the socket is closed."""
-        self._closing.set()
-        self._watched.disable_monitor()  # which wakes our thread
-        self._thread.join(30)
-        self._monitor.close(0)
-
-    def _watch(self) -> None:
+    def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                self._note(time.monotonic() + _LOOK_EVERY_S)
-                self._look()
-            except Exception:  # noqa: BLE001 - others are to be watched all the same
-                _log.exception("a connection could not be watched")
-                self._closing.wait(_LOOK_EVERY_S)
+                self._track_events(time.monotonic() + _CHECK_INTERVAL_S)
+                self._check_connections()
+            except Exception:  # noqa: BLE001 - the other connections stay guarded
+                _log.exception("a connection could not be checked")
+                self._closing.wait(_CHECK_INTERVAL_S)
 
-    def _note(self, until: float) -> None:
-        """Who comes and who goes."""
-        while (left := until - time.monotonic()) > 0 and self._monitor.poll(int(1000 * left) + 1):
+    def _track_events(self, deadline: float) -> None:
+        """Update `_open` by the socket's events until the deadline."""
+        while (left := deadline - time.monotonic()) > 0 and self._monitor.poll(int(1000 * left) + 1):
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_MONITOR_STOPPED:
                 return
             descriptor = int(event["value"])
             self._open.pop(descriptor, None)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._open[descriptor] = _Connection(*(_state(descriptor) or (None, 0)), self._heard.get(descriptor, 0))
+                self._open[descriptor] = _Connection(*(_inspect(descriptor) or (None, 0)), self._messages.get(descriptor, 0))
 
-    def _look(self) -> None:
+    def _check_connections(self) -> None:
         for descriptor, known in list(self._open.items()):
-            state = _state(descriptor)
-            if state is not None and known.peer is None:  # there was no descriptor left to look at it
-                known.peer, known.received = state
+            state = _inspect(descriptor)
+            if state is not None and known.peer is None:  # no descriptor was left to inspect it when it was accepted
+                known.peer, known.received_bytes = state
             if state is None or state[0] != known.peer:
-                continue  # gone, which will be told
-            heard = self._heard.get(descriptor, 0)
-            if heard != known.heard:
-                known.received, known.heard = state[1], heard
-            ahead = state[1] - known.received
-            if ahead > self._most_ahead:
+                continue  # gone; the event follows
+            messages = self._messages.get(descriptor, 0)
+            if messages != known.messages:
+                known.received_bytes, known.messages = state[1], messages
+            ahead = state[1] - known.received_bytes
+            if ahead > self._max_bytes_ahead:
                 _log.warning("a connection was cut off: it has sent %d bytes of a message that does not end", ahead)
-                self._cut(descriptor)
-        strangers = [each for each in self._open.items() if each[0] not in self._owners]
-        strangers.sort(key=lambda each: each[1].began)
-        for descriptor, _ in strangers[: max(0, len(strangers) - _STRANGERS)]:
-            self._cut(descriptor)
+                self._shut_down(descriptor)
+        unowned = [each for each in self._open.items() if each[0] not in self._owners]
+        unowned.sort(key=lambda each: each[1].opened_at)
+        for descriptor, _ in unowned[: max(0, len(unowned) - _MAX_UNOWNED)]:
+            self._shut_down(descriptor)
 
 
-def _opened(descriptor: int) -> socket.socket:
+def _duplicate(descriptor: int) -> socket.socket:
     """Another descriptor of the same connection. Raises `OSError`."""
     another = os.dup(descriptor)
     try:
@@ -139,13 +143,14 @@ def _opened(descriptor: int) -> socket.socket:
         raise
 
 
-def _state(descriptor: int) -> tuple[object, int] | None:
-    """Its other end, and how many bytes have come from there; None if there is no connection."""
+def _inspect(descriptor: int) -> tuple[object, int] | None:
+    """Address of the other end and number of bytes received from it; None if there is no connection."""
     try:
-        with _opened(descriptor) as raw:
+        with _duplicate(descriptor) as raw:
             if raw.family == socket.AF_UNIX:  # a process of the same user
                 return raw.getpeername(), 0
-            told = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
-            return raw.getpeername(), struct.unpack_from("=Q", told, _RECEIVED_AT)[0] if len(told) == _RECEIVED_AT + 8 else 0
+            info = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
+            is_whole = len(info) == _BYTES_RECEIVED_AT + 8
+            return raw.getpeername(), struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0] if is_whole else 0
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""The link within one process: messages are handed over by reference, nothing is copied or encoded."""
+"""The link within one process: messages are passed by reference, without copies or encoding."""
 
 from __future__ import annotations
 
@@ -11,75 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symbiosis import errors
 from symbiosis.errors import Closed, HelloFirst, SymbiosisError
 from symbiosis.transport.base import Link, Peer, Port
 from symbiosis.transport.messages import Kind, Message
 from symbiosis.transport.poller import Wakeup
 
 
-class InprocPort(Port):
-    address = "inproc"
-    same_host = True
-
-    def __init__(self) -> None:
-        self._arrived: deque[tuple[Peer, Message]] = deque()
-        self._waiting: dict[int, tuple[Peer, _Answer]] = {}
-        self._numbers = itertools.count(1)
-        self._wakeup = Wakeup()
-        self._closed = False
-
-    def submit(self, peer: Peer, message: Message, answer: _Answer) -> None:
-        if self._closed:
-            raise Closed("the executor was closed")
-        message.request = next(self._numbers)
-        self._waiting[message.request] = peer, answer
-        self._arrived.append((peer, message))
-        self._wakeup.notify()
-        if self._closed:  # closed between the two checks: nobody will answer
-            raise Closed("the executor was closed")
-
-    def waitable(self) -> Any:
-        return self._wakeup.fileno()
-
-    def drain(self, limit: int) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
-        self._wakeup.clear()
-        for _ in range(limit):
-            if not self._arrived:
-                return
-            yield self._arrived.popleft()
-        self._wakeup.notify()  # there may be more
-
-    def reply(self, peer: Peer, message: Message) -> bool:
-        message.tensors = tuple(_own(tensor) for tensor in message.tensors)  # before: whoever waits can be told if that fails
-        waiting = self._waiting.pop(message.request, None)
-        if waiting is not None:
-            waiting[1].give(message)
-        return waiting is not None
-
-    def forget(self, peer: Peer) -> None:
-        self._end("this session was closed", peer)
-
-    def close(self) -> None:
-        self._closed = True
-        self._end("the executor was closed")
-
-    def _end(self, why: str, only: Peer | None = None) -> None:
-        """Nobody waits for an answer that will not come."""
-        for number, (peer, answer) in list(self._waiting.items()):
-            if (only is None or peer is only) and self._waiting.pop(number, None) is not None:
-                answer.give(Message(Kind.ERROR, number, body={"code": Closed.code, "message": why}))
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor in memory that it shares with nobody."""
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-class _Answer:
-    """A place one thread waits at for one message."""
+class PendingReply:
+    """The reply to one request, for which one thread waits."""
 
     __slots__ = ("_lock", "_message")
 
@@ -88,18 +27,79 @@ class _Answer:
         self._lock.acquire()
         self._message: Message | None = None
 
-    def give(self, message: Message) -> None:
+    def set(self, message: Message) -> None:
         self._message = message
         self._lock.release()
 
     def wait(self) -> Message:
         self._lock.acquire()
-        assert self._message is not None, "given before released"
+        assert self._message is not None, "set before released"
         return self._message
 
 
+class InprocPort(Port):
+    address = "inproc"
+    same_host = True
+
+    def __init__(self) -> None:
+        self._received: deque[tuple[Peer, Message]] = deque()
+        self._pending: dict[int, tuple[Peer, PendingReply]] = {}
+        self._numbers = itertools.count(1)
+        self._wakeup = Wakeup()
+        self._closed = False
+
+    def submit(self, peer: Peer, message: Message, pending: PendingReply) -> None:
+        if self._closed:
+            raise Closed("the executor was closed")
+        message.request = next(self._numbers)
+        self._pending[message.request] = peer, pending
+        self._received.append((peer, message))
+        self._wakeup.notify()
+        if self._closed:  # closed between the two checks: no reply would follow
+            raise Closed("the executor was closed")
+
+    def waitable(self) -> Any:
+        return self._wakeup.fileno()
+
+    def drain(self, limit: int) -> Iterable[tuple[Peer, Message | SymbiosisError]]:
+        self._wakeup.clear()
+        for _ in range(limit):
+            if not self._received:
+                return
+            yield self._received.popleft()
+        self._wakeup.notify()  # there may be more
+
+    def reply(self, peer: Peer, message: Message) -> bool:
+        # Copied before the request is removed: if a copy fails, an error reply can still be sent.
+        message.tensors = tuple(_copy_if_shared(tensor) for tensor in message.tensors)
+        pending = self._pending.pop(message.request, None)
+        if pending is not None:
+            pending[1].set(message)
+        return pending is not None
+
+    def forget(self, peer: Peer) -> None:
+        self._fail_pending("this session was closed", peer)
+
+    def close(self) -> None:
+        self._closed = True
+        self._fail_pending("the executor was closed")
+
+    def _fail_pending(self, reason: str, only: Peer | None = None) -> None:
+        """Set `Closed` as the reply of all pending requests, or of one peer's."""
+        for number, (peer, pending) in list(self._pending.items()):
+            if (only is None or peer is only) and self._pending.pop(number, None) is not None:
+                pending.set(Message.from_error(Closed(reason), number))
+
+
+def _copy_if_shared(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and alone in its memory."""
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 class InprocLink(Link):
-    """One session in the executor's own process; each thread has a channel of its own."""
+    """One session in the executor's own process. Each thread has its own channel."""
 
     def __init__(
         self,
@@ -122,43 +122,42 @@ class InprocLink(Link):
     def request(self, message: Message) -> Message:
         if self._closed:
             raise Closed("this session was closed; connect again")
-        peer = getattr(self._local, "peer", None)
-        if peer is None:
-            peer = self._hello_as_new_peer()
+        peer = getattr(self._local, "peer", None) or self._connect_thread()
         try:
-            return self._ask(peer, message)
-        except HelloFirst:  # silent for so long that it was forgotten
-            return self._ask(self._hello_as_new_peer(), message)
+            return self._send_and_wait(peer, message)
+        except HelloFirst:  # the executor has forgotten a silent channel
+            return self._send_and_wait(self._connect_thread(), message)
 
-    def _hello_as_new_peer(self) -> Peer:
+    def _connect_thread(self) -> Peer:
+        """A new channel for this thread."""
         peer = self._local.peer = Peer(self._port, b"", None)
-        self._ask(peer, Message(Kind.HELLO, body=self._hello))
+        self._send_and_wait(peer, Message(Kind.HELLO, body=self._hello))
         self._peers.append(peer)
         return peer
 
-    def _ask(self, peer: Peer, message: Message) -> Message:
-        answer = _Answer()
+    def _send_and_wait(self, peer: Peer, message: Message) -> Message:
+        pending = PendingReply()
         try:
-            self._port.submit(peer, message, answer)
-            reply = answer.wait()
-        except BaseException:  # interrupted while waiting: a late answer must not meet the next request
+            self._port.submit(peer, message, pending)
+            reply = pending.wait()
+        except BaseException:  # interrupted while waiting: a late reply must not meet the next request
             self._local.peer = None
             raise
         if reply.kind is Kind.ERROR:
-            raise errors.from_code(reply.body["code"], reply.body["message"])
+            raise reply.to_error()
         return reply
 
     def close(self) -> None:
-        """Threads that wait for an answer get `Closed`."""
+        """Waiting threads get `Closed`."""
         if not self._closed:
             self._closed = True
             for peer in self._peers:
                 if peer.session is None:
                     continue
                 try:
-                    self._ask(peer, Message(Kind.BYE))
+                    self._send_and_wait(peer, Message(Kind.BYE))
                 except Closed:
-                    break  # the executor is gone: there is nobody to take leave of
+                    break  # the executor is gone
                 except HelloFirst:
                     pass  # forgotten already
 

@@ -1,12 +1,10 @@
-"""What crosses a link: a fixed header, a bounded JSON body, dense 2-D buffers. No pickle.
+"""The messages of a link: a fixed header, a bounded JSON body, dense 2-D buffers. No pickle.
 
     header | layer handles | tensor descriptors | JSON body | padding | tensor bytes
 
-A reader trusts nothing: every count, dimension and offset is checked against
-its bound and against the size of the frame before any byte is used. Tensors
-are matrices of rows; with an arena (shared memory) their bytes lie there and
-the descriptor's offset points into it instead of into the frame. An arena is
-a tensor of bytes, on whichever device the two ends share.
+`decode` trusts nothing: it checks every count, dimension and offset against its bound and the frame's size before it uses
+a byte. Tensors are matrices of rows. With an arena (shared memory) the tensor bytes are in the arena, and the descriptor's
+offset points into it instead of into the frame. An arena is a tensor of bytes on the device that both ends share.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis.errors import BadMessage, TooLarge, VersionMismatch
+from symbiosis.errors import BadMessage, SymbiosisError, TooLarge, VersionMismatch, from_code
 from symbiosis.types import Direction
 
 PROTOCOL = 4
 MAGIC = b"SYMB"
 MAX_LAYERS = 16
 MAX_TENSORS = 32
-MAX_BODY = 16 << 20
-"""Most bytes of JSON an executor sends (its model's description)."""
+MAX_BODY_BYTES = 16 << 20
+"""Of the JSON that an executor sends (the model's manifest)."""
 MAX_DIM = 1 << 31
 ALIGN = 64
 
@@ -65,7 +63,7 @@ class Flag(IntEnum):
 
 @dataclass(slots=True)
 class Message:
-    """One message, either way. Only `kind` and `request` are always meaningful."""
+    """One message in either direction. Only `kind` and `request` always apply."""
 
     kind: Kind
     request: int = 0
@@ -75,7 +73,15 @@ class Message:
     tensors: tuple[Tensor, ...] = ()
     body: dict[str, Any] = field(default_factory=dict)
     receiver_state: Any = field(default=None, compare=False, repr=False)
-    """The receiver's own; it is there again where a link gives the same message again."""
+    """Owned by the receiver; preserved where a link delivers the same message object again."""
+
+    @classmethod
+    def from_error(cls, error: SymbiosisError, request: int = 0) -> Message:
+        return cls(Kind.ERROR, request, body={"code": error.code, "message": str(error)})
+
+    def to_error(self) -> SymbiosisError:
+        """The error that an ERROR message carries."""
+        return from_code(str(self.body.get("code")), str(self.body.get("message")))
 
 
 def _aligned(offset: int) -> int:
@@ -83,7 +89,7 @@ def _aligned(offset: int) -> int:
 
 
 def lay_out(shapes: Iterable[tuple[int, int, torch.dtype]], start: int = 0) -> tuple[list[int], int]:
-    """Where tensors of these rows, widths and dtypes lie one after the other, and where they end."""
+    """Aligned offsets of consecutive tensors with these rows, widths and dtypes, and the end offset."""
     offsets = []
     for rows, width, dtype in shapes:
         offsets.append(start)
@@ -91,9 +97,14 @@ def lay_out(shapes: Iterable[tuple[int, int, torch.dtype]], start: int = 0) -> t
     return offsets, start
 
 
-def put(tensors: Sequence[Tensor], target: Tensor, start: int = 0) -> list[int]:
-    """Copy tensors into bytes, laid out from `start` on; where each one lies."""
-    offsets, end = lay_out(((t.shape[0], t.shape[1], t.dtype) for t in tensors), start)
+def lay_out_tensors(tensors: Iterable[Tensor], start: int = 0) -> tuple[list[int], int]:
+    """`lay_out` for the shapes of these matrices."""
+    return lay_out(((tensor.shape[0], tensor.shape[1], tensor.dtype) for tensor in tensors), start)
+
+
+def _write_tensors(tensors: Sequence[Tensor], target: Tensor, start: int = 0) -> list[int]:
+    """Copy tensors into `target` from `start` on. Returns their offsets."""
+    offsets, end = lay_out_tensors(tensors, start)
     if end > len(target):
         raise TooLarge(f"{end} bytes do not fit the shared arena of {len(target)} bytes")
     for tensor, offset in zip(tensors, offsets, strict=True):
@@ -103,34 +114,21 @@ def put(tensors: Sequence[Tensor], target: Tensor, start: int = 0) -> list[int]:
 
 
 def encode(message: Message, arena: Tensor | None = None) -> bytearray:
-    """The frame for a message. With an arena, tensor bytes are written there."""
+    """The frame of a message. With an arena, the tensor bytes are written there."""
     body = json.dumps(message.body, separators=(",", ":")).encode() if message.body else b""
     fixed = _HEADER.size + _LAYER.size * len(message.layers) + _TENSOR.size * len(message.tensors)
     payload = end = _aligned(fixed + len(body))
     if arena is None and message.tensors:
-        end = lay_out(((t.shape[0], t.shape[1], t.dtype) for t in message.tensors), payload)[1]
+        end = lay_out_tensors(message.tensors, payload)[1]
     frame = bytearray(end)
     offsets: list[int] = []
     if message.tensors:
-        offsets = (
-            put(message.tensors, torch.frombuffer(frame, dtype=torch.uint8), payload)
-            if arena is None
-            else put(message.tensors, arena)
-        )
+        target = torch.frombuffer(frame, dtype=torch.uint8) if arena is None else arena
+        offsets = _write_tensors(message.tensors, target, payload if arena is None else 0)
     place = _IN_FRAME if arena is None else _IN_ARENA
+    flags, counts = Flag.TRAINING if message.training else 0, (len(message.tensors), len(message.layers))
     _HEADER.pack_into(
-        frame,
-        0,
-        MAGIC,
-        PROTOCOL,
-        message.kind,
-        Flag.TRAINING if message.training else 0,
-        len(message.tensors),
-        message.request,
-        len(message.layers),
-        message.direction,
-        0,
-        len(body),
+        frame, 0, MAGIC, PROTOCOL, message.kind, flags, counts[0], message.request, counts[1], message.direction, 0, len(body)
     )
     at = _HEADER.size
     for handle in message.layers:
@@ -144,18 +142,17 @@ def encode(message: Message, arena: Tensor | None = None) -> bytearray:
     return frame
 
 
-def decode(frame: memoryview, *, max_bytes: int, max_body: int = MAX_BODY, arena: Tensor | None = None) -> Message:
-    """The message in a frame from outside. Raises `BadMessage`, `TooLarge` or `VersionMismatch`.
+def decode(frame: memoryview, *, max_bytes: int, max_body: int = MAX_BODY_BYTES, arena: Tensor | None = None) -> Message:
+    """The message in an untrusted frame. Raises `BadMessage`, `TooLarge` or `VersionMismatch`.
 
-    Tensors from a frame are copies; tensors from an arena are views into it,
-    which its other owner can change at any time. All tensors of a message
-    together have at most `max_bytes`.
+    Tensors in the frame are copied. Tensors in the arena are views, which the other end can change at any time. All tensors
+    of a message together have at most `max_bytes`.
     """
     if len(frame) < _HEADER.size:
         raise BadMessage(f"a frame of {len(frame)} bytes is shorter than the header of {_HEADER.size}")
     magic, version, kind, flags, tensors, request, layers, direction, zero, body_size = _HEADER.unpack_from(frame)
     if magic != MAGIC:
-        raise BadMessage("the frame does not start with this protocol's mark; is the other end Symbiosis?")
+        raise BadMessage("the frame does not start with this protocol's magic bytes; is the other end Symbiosis?")
     if version != PROTOCOL:
         raise VersionMismatch(
             f"the other end speaks protocol {version}, this end {PROTOCOL}: install the same version of symbiosis"
@@ -172,24 +169,16 @@ def decode(frame: memoryview, *, max_bytes: int, max_body: int = MAX_BODY, arena
     at += layers * _LAYER.size
     found: list[Tensor] = []
     for i in range(tensors):
-        # what is left of the budget: many tensors over the same bytes must not add up to more than was sent
+        # the remaining budget: many tensors over the same bytes must not add up to more than was sent
         found.append(_read_tensor(frame, at + i * _TENSOR.size, arena, max_bytes))
         max_bytes -= found[-1].nbytes
     at += tensors * _TENSOR.size
-    body = _read_body(frame[at : at + body_size])
-    return Message(
-        kind=Kind(kind),
-        request=request,
-        layers=handles,
-        direction=Direction(direction),
-        training=bool(flags & Flag.TRAINING),
-        tensors=tuple(found),
-        body=body,
-    )
+    body, training = _read_body(frame[at : at + body_size]), bool(flags & Flag.TRAINING)
+    return Message(Kind(kind), request, handles, Direction(direction), training, tuple(found), body)
 
 
 def is_call(frame: memoryview) -> bool:
-    """Whether a frame from outside claims to be a CALL; nothing else of it is looked at."""
+    """Whether an untrusted frame claims to be a CALL; nothing else of it is read."""
     return len(frame) >= _HEADER.size and frame[5] == Kind.CALL
 
 
@@ -198,14 +187,14 @@ def _read_tensor(frame: memoryview, at: int, arena: Tensor | None, max_bytes: in
     if code >= len(_DTYPES) or place not in (_IN_FRAME, _IN_ARENA) or zero or zero2:
         raise BadMessage(f"unknown dtype {code} or place {place} of a tensor")
     if rows > MAX_DIM or width > MAX_DIM:
-        raise TooLarge(f"a tensor of {rows} x {width} is beyond what any message carries")
+        raise TooLarge(f"a tensor of {rows} x {width} exceeds the largest dimension of {MAX_DIM}")
     dtype = _DTYPES[code]
     size = rows * width * dtype.itemsize  # Python integers: no overflow
     if size > max_bytes:
-        raise TooLarge(f"a tensor of {rows} x {width} {dtype} is beyond the {max_bytes} bytes a message may carry")
+        raise TooLarge(f"a tensor of {rows} x {width} {dtype} exceeds the {max_bytes} bytes left for this message")
     source = arena if place == _IN_ARENA else frame
     if source is None:
-        raise BadMessage("a tensor in shared memory, on a link that shares none")
+        raise BadMessage("a tensor in shared memory, on a link without shared memory")
     if offset + size > len(source) or offset % ALIGN:
         raise BadMessage(f"a tensor of {size} bytes at {offset} lies outside its buffer of {len(source)}")
     if size == 0:

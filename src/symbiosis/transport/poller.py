@@ -1,4 +1,4 @@
-"""Waiting for any of several ports, or for a wake-up from another thread."""
+"""Waiting for several ports at once, or for a wake-up from another thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zmq
 
 
 class Wakeup:
-    """Something any thread can ring and the loop can wait for."""
+    """An event with a file descriptor: any thread notifies, the loop waits."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -27,7 +27,7 @@ class Wakeup:
             os.eventfd_read(self._fd)
 
     def __del__(self) -> None:
-        os.close(self._fd)  # not earlier: another thread may be about to ring
+        os.close(self._fd)  # not earlier: another thread may be about to notify
 
 
 class Poller:
@@ -43,7 +43,7 @@ class Poller:
         self._poller.unregister(waitable)
 
     def wait(self, timeout_s: float) -> set[Any]:
-        """What is there to drain; waits until something is, or the time is up."""
+        """The waitables that are ready. Returns at the first one, or empty at the timeout."""
         whole_ms = int(timeout_s * 1000)
         found = self._poller.poll(whole_ms)
         if not found and timeout_s > whole_ms / 1000:

@@ -1,8 +1,7 @@
-"""The link between processes of one user on one host: rows lie in shared memory, only headers travel.
+"""The link between processes of one user on one host: tensors are in shared memory, and only headers are sent.
 
-The executor makes each channel's arena as a sealed anonymous file: a tenant
-cannot shrink it under the executor's feet, and nothing is left behind when
-either side is killed. The first half carries calls, the second answers.
+The executor creates each channel's arena as a sealed anonymous file. A tenant cannot shrink it while the executor reads,
+and nothing is left behind when either side is killed. The first half holds calls, the second half replies.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from symbiosis.gpu import driver
 from symbiosis.transport.base import Peer
 from symbiosis.transport.gpu_channel import REQUEST, GpuCaller, GpuChannel, ProcessWatcher
 from symbiosis.transport.messages import Kind, Message, is_call
-from symbiosis.transport.shared_memory import SharedMemory, open_shared, owner
+from symbiosis.transport.shared_memory import SharedMemory, open_shared
 from symbiosis.transport.zmq_client import ZmqLink
 from symbiosis.transport.zmq_server import ZmqPort
 
@@ -35,8 +34,8 @@ _log = logging.getLogger("symbiosis")
 _NAME = re.compile(r"(?!.*\.lock$)[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 
 
-def parse(address: str) -> str:
-    """The name in `shm://NAME`; empty for "choose one". Raises `BadAddress`."""
+def parse_address(address: str) -> str:
+    """The name in `shm://NAME`; empty if the executor is to choose one. Raises `BadAddress`."""
     name = address.removeprefix("shm://").removesuffix("/")
     if not address.startswith("shm://") or (name and not _NAME.fullmatch(name)):
         raise BadAddress(f"{address!r} is no address: expected shm://NAME, with letters, digits, '.', '_' and '-'")
@@ -44,29 +43,23 @@ def parse(address: str) -> str:
 
 
 def runtime_folder() -> Path:
-    """A folder of this user for sockets; nobody else can look in."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 - a folder of our own in it, checked below
+    """This user's folder for sockets, closed to all other users. Raises `BadAddress`."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 - a folder of this user in it, checked below
     folder = Path(base) / f"symbiosis-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise BadAddress(f"{folder} belongs to somebody else or is open to others: remove it and try again")
+        raise BadAddress(f"{folder} belongs to another user or is open to others: remove it and try again")
     return folder
 
 
-class ShmArena:
-    """The executor's view of a channel's shared memory: calls in the first half, answers in the second."""
-
-    def __init__(self, size: int) -> None:
-        self.shared = SharedMemory(2 * size)
-        both = torch.frombuffer(self.shared.memory, dtype=torch.uint8)
-        self.calls, self.answers = both[:size], both[size:]
-
-    def close(self) -> None:
-        self.shared.close()
+def _halves(memory: Any) -> tuple[Tensor, Tensor]:
+    """The arenas of calls and of replies in a channel's shared memory."""
+    both = torch.frombuffer(memory, dtype=torch.uint8)
+    return both[: len(both) // 2], both[len(both) // 2 :]
 
 
-def _lock(path: Path, address: str) -> TextIO:
+def _lock_name(path: Path, address: str) -> TextIO:
     """Hold `path` locked, so that one executor has a name. Raises `AddressInUse`."""
     while True:
         file = path.open("w")
@@ -77,34 +70,36 @@ def _lock(path: Path, address: str) -> TextIO:
         except BlockingIOError:
             file.close()
             raise AddressInUse(f"{address} is taken by another executor: choose another name") from None
-        file.close()  # its last owner removed it between our two steps
+        file.close()  # its last owner removed it between the two steps
 
 
 class ShmPort(ZmqPort):
     same_host = True
 
     def __init__(self, address: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
-        name = parse(address) or f"executor-{os.getpid()}-{secrets.token_hex(4)}"
+        name = parse_address(address) or f"executor-{os.getpid()}-{secrets.token_hex(4)}"
         folder = runtime_folder()
         self._channels: dict[Peer, GpuChannel] = {}
-        self._lock = _lock(folder / f"{name}.lock", f"shm://{name}")
+        self._lock = _lock_name(folder / f"{name}.lock", f"shm://{name}")
         self._files = [folder / name, folder / f"{name}.lock"]
         super().__init__(f"ipc://{folder / name}", tokens=tokens, max_bytes=max_bytes)
         self.address = f"shm://{name}"
 
     def _welcome(self, peer: Peer, message: Message) -> None:
-        if peer.port_state.arena is None:
+        state = peer.port_state
+        if state.arena is None:
             try:
-                peer.port_state.arena = ShmArena(self._max_bytes)
+                state.arena = SharedMemory(2 * self._max_bytes)
             except OSError as error:
                 raise TooManyCalls(f"the executor has no shared memory left for one more channel: {error}") from None
-        message.body["arena"] = peer.port_state.arena.shared.reference()
+            state.call_arena, state.reply_arena = _halves(state.arena.memory)
+        message.body["arena"] = state.arena.reference()
         super()._welcome(peer, message)
 
     def _read(self, peer: Peer, frame: memoryview) -> Message | SymbiosisError:
         if peer.port_state.arena is None and is_call(frame):
-            # its rows lie in an arena that went when the channel was forgotten: it cannot even be read
-            return HelloFirst("the executor does not know this channel: say HELLO first")
+            # Its rows are in an arena that was freed with the forgotten channel: the frame cannot be decoded.
+            return HelloFirst("the executor does not know this channel: send HELLO first")
         return super()._read(peer, frame)
 
     def needs_polling(self) -> bool:
@@ -117,7 +112,7 @@ class ShmPort(ZmqPort):
             try:
                 message = channel.take()
             except SymbiosisError as error:
-                self.reply(peer, Message(Kind.ERROR, REQUEST, body={"code": error.code, "message": str(error)}))
+                self.reply(peer, Message.from_error(error, REQUEST))
                 continue
             yield peer, message
 
@@ -130,10 +125,10 @@ class ShmPort(ZmqPort):
 
     def open_channel(self, peer: Peer, size: int, device: torch.device) -> dict[str, Any]:
         if not 0 < size <= 2 * self._max_bytes:
-            raise TooLarge(f"a channel of {size} bytes: expected 1 to {2 * self._max_bytes}, for a call and its answer")
+            raise TooLarge(f"a channel of {size} bytes: expected 1 to {2 * self._max_bytes}, for a call and its reply")
         known = self._channels.get(peer)
         if known is not None and known.busy:
-            raise TooManyCalls("a call of this channel has not been answered yet: its memory cannot go now")
+            raise TooManyCalls("a call of this channel is in flight: its memory cannot be replaced now")
         channel = GpuChannel(size, self._max_bytes, device)
         self._close_channel(peer)
         self._channels[peer] = channel
@@ -148,24 +143,17 @@ class ShmPort(ZmqPort):
         channel = self._channels.get(peer)
         if channel is None or not channel.busy or message.request != REQUEST:
             return super().reply(peer, message)
-        told = message.kind is Kind.REPLY or super().reply(peer, message)
-        channel.answer(message)
-        return told
-
-    def _arena_in(self, peer: Peer) -> Tensor | None:
-        arena = peer.port_state.arena
-        return arena.calls if arena else None
-
-    def _arena_out(self, peer: Peer) -> Tensor | None:
-        arena = peer.port_state.arena
-        return arena.answers if arena else None
+        sent = message.kind is Kind.REPLY or super().reply(peer, message)
+        channel.reply(message)
+        return sent
 
     def forget(self, peer: Peer) -> None:
         super().forget(peer)
         self._close_channel(peer)
-        if peer.port_state.arena is not None:
-            peer.port_state.arena.close()
-            peer.port_state.arena = None
+        state = peer.port_state
+        if state.arena is not None:
+            state.arena.close()
+            state.arena = state.call_arena = state.reply_arena = None
 
     def close(self) -> None:
         super().close()
@@ -176,9 +164,9 @@ class ShmPort(ZmqPort):
 
 class ShmLink(ZmqLink):
     def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
-        name = parse(address)
+        name = parse_address(address)
         self._gpu: torch.device | None = None
-        self._their_gpu = torch.device("cuda")
+        self._executor_gpu = torch.device("cuda")
         self._callers: dict[int, tuple[GpuCaller, ProcessWatcher]] = {}  # by stream
         self._opening = threading.Lock()
         self._is_closing = False
@@ -186,17 +174,15 @@ class ShmLink(ZmqLink):
             raise BadAddress("shm:// needs the name that the executor's listen() returned")
         super().__init__(address, f"ipc://{runtime_folder() / name}", token=token, hello=hello, grace_s=grace_s)
 
-    def open_arena(self, welcome: Message) -> Tensor:
-        reference = welcome.body.get("arena")
-        memory = open_shared(reference)
-        self._executor = owner(reference)
-        if self._executor == os.getpid():
-            welcome.body["gpu"] = None  # the driver opens no memory of the same process
-        return torch.frombuffer(memory, dtype=torch.uint8)
+    def open_arenas(self, welcome: Message) -> tuple[Tensor, Tensor]:
+        memory, self._executor_pid = open_shared(welcome.body.get("arena"))
+        if self._executor_pid == os.getpid():
+            welcome.body["gpu"] = None  # the driver cannot open memory of the same process
+        return _halves(memory)
 
-    def use_gpu(self, device: torch.device, theirs: torch.device) -> None:
-        """Make calls whose rows are on `device` without the host (transport/gpu_channel.py); `theirs` is the executor's GPU."""
-        self._gpu, self._their_gpu = device, theirs
+    def use_gpu(self, device: torch.device, executor_device: torch.device) -> None:
+        """Calls whose rows are on `device` run without host waits (transport/gpu_channel.py)."""
+        self._gpu, self._executor_gpu = device, executor_device
 
     def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
         rows, gpu = message.tensors[0], self._gpu
@@ -207,13 +193,13 @@ class ShmLink(ZmqLink):
             try:
                 known = self._open_caller(gpu)
             except driver.DriverError as error:
-                _log.warning("no channel on the executor's GPU (%s): calls go through shared memory", error)
+                _log.warning("no channel on the executor's GPU (%s): calls use shared host memory", error)
                 self._gpu = None
                 return super().call(message, widths)
         return known[0].call(message, widths)
 
     def _open_caller(self, gpu: torch.device) -> tuple[GpuCaller, ProcessWatcher]:
-        """That of the current stream."""
+        """The caller of the current stream."""
         stream = driver.current_stream(gpu)
         with self._opening:
             if self._is_closing:
@@ -225,23 +211,23 @@ class ShmLink(ZmqLink):
     def _new_caller(self, gpu: torch.device) -> tuple[GpuCaller, ProcessWatcher]:
         connection = self.connect()
         try:
-            caller = GpuCaller(connection, gpu, self._their_gpu)
+            caller = GpuCaller(connection, gpu, self._executor_gpu)
         except BaseException:
             connection.close()
             raise
         try:
-            return caller, ProcessWatcher(self._executor, caller)
+            return caller, ProcessWatcher(self._executor_pid, caller)
         except BaseException:
             caller.close()
             raise
 
     def close(self) -> None:
-        """Raises the error of the last call on the GPU, if nobody has heard of it yet."""
+        """Raises the error of the last GPU call, if no later call has raised it."""
         with self._opening:
             self._is_closing = True
             callers, self._callers = list(self._callers.values()), {}
-        with ExitStack() as closing:  # each of them, whatever the others raise
+        with ExitStack() as closing:  # closes all, whatever some raise
             closing.callback(super().close)
-            for caller, watch in callers:
-                closing.callback(watch.stop)  # after it: if the executor dies now, somebody must let the stream go on
+            for caller, watcher in callers:
+                closing.callback(watcher.stop)  # runs after `caller.close`, whose stream it unblocks if the executor dies
                 closing.callback(caller.close)

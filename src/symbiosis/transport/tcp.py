@@ -1,4 +1,4 @@
-"""The link between hosts (or processes) over TCP. Loopback may be open; beyond it tokens are a must."""
+"""The link between hosts (or processes) over TCP. Auth tokens are required beyond loopback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from symbiosis.transport.zmq_server import ZmqPort
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})/?")
 
 
-def parse(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
     """Host and port of `tcp://HOST:PORT`. Raises `BadAddress`."""
     match = _ADDRESS.fullmatch(address)
     if not match or int(match["port"]) > 65535:
@@ -33,11 +33,11 @@ def is_loopback(host: str) -> bool:
 
 class TcpPort(ZmqPort):
     def __init__(self, address: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
-        host, port = parse(address)
+        host, port = parse_address(address)
         if not tokens and not is_loopback(host):
             raise InsecureListen(
                 f"{address} can be reached from other machines, and no tenant has a token: "
-                "give tokens (--token NAME=SECRET), or listen at 127.0.0.1"
+                "pass tokens (--token NAME=SECRET), or listen at 127.0.0.1"
             )
         super().__init__(f"tcp://{host}:{port or '*'}", tokens=tokens, max_bytes=max_bytes)
         self.address = self.endpoint
@@ -45,11 +45,11 @@ class TcpPort(ZmqPort):
 
 class TcpLink(ZmqLink):
     def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
-        host, port = parse(address)
+        host, port = parse_address(address)
         if port == 0:
-            raise BadAddress(f"{address!r} has port 0: use the address the executor's listen() returned")
+            raise BadAddress(f"{address!r} has port 0: use the address that the executor's listen() returned")
         try:
             socket.getaddrinfo(host.strip("[]"), port)
         except socket.gaierror as error:
-            raise Unreachable(f"there is no host {host!r} to be found ({error.strerror}): is {address} right?") from None
+            raise Unreachable(f"there is no host {host!r} ({error.strerror}): is {address} right?") from None
         super().__init__(address, f"tcp://{host}:{port}", token=token, hello=hello, grace_s=grace_s)

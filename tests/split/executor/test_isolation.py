@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from symbiosis.transport.base import Peer
-from symbiosis.transport.inproc import InprocPort, _Answer
+from symbiosis.transport.inproc import InprocPort, PendingReply
 from symbiosis.transport.messages import Kind, Message
 from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, OTHER, WIDE, WIDTH, Desk
 
@@ -145,7 +145,7 @@ def test_a_link_within_the_process_gives_each_tenant_memory_of_its_own():
     port, batch = InprocPort(), torch.arange(12.0).view(6, 2)
     answers = []
     for rows in (batch[:3], batch[3:], batch.t()):
-        port.submit(Peer(port, b"", None), asked := Message(Kind.CALL), answer := _Answer())
+        port.submit(Peer(port, b"", None), asked := Message(Kind.CALL), answer := PendingReply())
         assert port.reply(Peer(port, b"", None), Message(Kind.REPLY, asked.request, tensors=(rows,)))
         (got,) = answer.wait().tensors
         assert got.is_contiguous()

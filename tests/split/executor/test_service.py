@@ -319,7 +319,7 @@ def test_a_flood_of_channels_pushes_out_the_floods_own():
     desk.call(bob, torch.ones(1, WIDTH))
     desk.run()
     assert desk.answer(ann).kind is desk.answer(bob).kind is Kind.REPLY
-    assert desk.tenant("carol").state is not None
+    assert desk.tenant("carol").session is not None
 
 
 def test_where_every_channel_is_busy_one_more_is_refused():
@@ -339,9 +339,9 @@ def test_who_has_most_channels_all_busy_pushes_out_nobody_elses():
     more = desk.stranger()
     desk.say(more, Kind.HELLO, body={"name": "eve"})
     assert desk.answer(more).body["code"] == "too_many_calls"
-    assert bob.state is not None
-    assert desk.tenant("carol").state is not None  # she takes bob's place: eve's are busy
-    assert bob.state is None
+    assert bob.session is not None
+    assert desk.tenant("carol").session is not None  # she takes bob's place: eve's are busy
+    assert bob.session is None
 
 
 def test_a_tenant_with_a_token_has_so_many_channels_and_one_more_pushes_out_its_own():
@@ -360,7 +360,7 @@ def test_a_tenant_with_a_token_has_so_many_channels_and_one_more_pushes_out_its_
     refused = desk.answers(mine[1])[-1].body
     assert refused["code"] == "too_many_calls"
     assert "of yours" in refused["message"]
-    assert bob.state is not None
+    assert bob.session is not None
 
 
 def test_rows_choose_so_many_experts_together():
@@ -408,7 +408,7 @@ def test_overdue_calls_of_many_channels_leave_turns_to_others(renames):
                     desk.say(peer, Kind.BYE)
                     flood[place] = desk.tenant(next(names))
                 ask(flood[place])
-        if not bob.state.busy:
+        if not bob.session.busy:
             answered += 1
             ask(bob)
     assert answered >= (2 if renames else 20)

@@ -88,7 +88,7 @@ def test_those_who_decode_without_a_pause_do_not_starve_training():
         if not turn % 20:
             desk.host()
         for decoder in decoders:  # one of them has always called
-            if desk.answers(decoder) or not decoder.state.busy:
+            if desk.answers(decoder) or not decoder.session.busy:
                 desk.call(decoder, torch.ones(1, WIDTH))
         desk.service.step()
         if desk.port.replies.get(ann):

@@ -1,4 +1,4 @@
-"""Over every link: what one tenant does wrong is that tenant's error, and nobody else's."""
+"""Over every link: a tenant's mistake is an error of that tenant alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_bad_call_fails_only_its_own_tenant(link: Served, tiny, ids):
     stop, wrong = threading.Event(), []
     expected = tiny(ids).logits
 
-    def go_on() -> None:
+    def work() -> None:
         while not stop.is_set():
             try:
                 torch.testing.assert_close(good(ids).logits, expected, rtol=0, atol=1e-5)
@@ -53,7 +53,7 @@ def test_a_bad_call_fails_only_its_own_tenant(link: Served, tiny, ids):
                 wrong.append(error)
                 return
 
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=work)
     thread.start()
     try:
         for kind, message in BAD:
@@ -71,7 +71,7 @@ def test_a_bad_call_fails_only_its_own_tenant(link: Served, tiny, ids):
 
 
 @pytest.mark.parametrize("kind", ["inproc", "shm", "tcp"])
-def test_expert_indices_out_of_range_are_refused_over_every_link(serve: Serve, kind: str):
+def test_expert_indices_out_of_range_are_rejected_over_every_link(serve: Serve, kind: str):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -88,7 +88,7 @@ def test_expert_indices_out_of_range_are_refused_over_every_link(serve: Serve, k
     assert good.tensors[0].shape == (3, 32)
 
 
-def test_calls_whose_rows_choose_many_experts_are_cut_by_the_client(serve: Serve):
+def test_the_client_splits_calls_whose_rows_choose_many_experts(serve: Serve):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -106,15 +106,15 @@ def test_calls_whose_rows_choose_many_experts_are_cut_by_the_client(serve: Serve
 
 
 @pytest.mark.parametrize("direction", [Direction.FORWARD, BACK])
-def test_numbers_so_tiny_that_they_take_a_hundred_times_as_long_count_as_zero(link: Served, direction: Direction):
+def test_denormal_numbers_count_as_zero(link: Served, direction: Direction):
     reply = link.raw().request(Message(Kind.CALL, layers=(0,), direction=direction, tensors=(torch.full((3, 64), 1e-40),)))
     assert not reply.tensors[0].any()
 
 
-class Company:
-    """A policy for tests: waits until two calls are there, then runs them as one batch."""
+class PairPolicy:
+    """Waits for two calls, then runs them as one batch."""
 
-    name = "company"
+    name = "pair"
 
     def decide(self, pending, heard, costs, now):
         from symbiosis.split.executor.policies import Decision
@@ -123,33 +123,33 @@ class Company:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
-def test_poisoned_rows_in_the_same_batch_leave_the_others_bit_for_bit(link: Served, poison: float):
-    link.executor._service.policy = Company()
+def test_poisoned_rows_do_not_change_other_rows_of_the_batch(link: Served, poison: float):
+    link.executor._service.policy = PairPolicy()
     ann, eve = link.raw("ann"), link.raw("bob")
     rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(5))
 
-    def together(guest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_together(guest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         replies: dict[str, torch.Tensor] = {}
 
-        def ask(name: str, who, what: torch.Tensor) -> None:
-            replies[name] = who.request(Message(Kind.CALL, layers=(0,), tensors=(what,))).tensors[0]
+        def call(name: str, link, rows: torch.Tensor) -> None:
+            replies[name] = link.request(Message(Kind.CALL, layers=(0,), tensors=(rows,))).tensors[0]
 
-        # eve first: her rows lie above ann's
-        first = threading.Thread(target=ask, args=("eve", eve, guest))
+        # eve first: her rows precede ann's
+        first = threading.Thread(target=call, args=("eve", eve, guest))
         first.start()
         while not link.executor.stats()["queued"]:
             pass
-        ask("ann", ann, rows)
+        call("ann", ann, rows)
         first.join()
         return replies["ann"], replies["eve"]
 
-    harmless, _ = together(torch.ones(3, 64))
-    beside_poison, poisoned = together(torch.full((3, 64), poison))
-    assert torch.equal(harmless, beside_poison)
+    harmless, _ = run_together(torch.ones(3, 64))
+    with_poison, poisoned = run_together(torch.full((3, 64), poison))
+    assert torch.equal(harmless, with_poison)
     assert not (poisoned.abs() < 1e30).all()
 
 
-def test_an_error_says_what_was_wrong_and_what_to_do(link: Served):
+def test_an_error_states_what_was_wrong_and_what_to_do(link: Served):
     raw = link.raw()
     with pytest.raises(TooLarge, match="1 to 8192 rows, got 9000: cut it"):
         raw.request(Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(9000, 64),)))

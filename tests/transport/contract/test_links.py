@@ -1,4 +1,4 @@
-"""One contract for every link: same numbers as the plain model, one answer to every call, order at the end."""
+"""One contract for every link: the plain model's numbers, one reply to every call, a clean end."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from symbiosis.errors import Closed, SymbiosisError
 from symbiosis.split.executor import loop, service
+from symbiosis.transport.inproc import PendingReply
 from symbiosis.transport.messages import Kind, Message
+from symbiosis.transport.zmq_client import Connection
 from symbiosis.types import Direction
 from tests.conftest import Serve, Served, tiny_config
+from tests.lora import with_lora
 
 KINDS = ["inproc", "shm", "tcp", "tcp-token"]
 
 
 def lora(model):
-    torch.manual_seed(3)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False))
+    return with_lora(model, ("q_proj", "v_proj", "down_proj"), seed=3)
 
 
 def gradients(model, ids) -> dict[str, torch.Tensor]:
@@ -83,7 +84,7 @@ def test_many_sessions_at_once(link: Served, tiny):
     assert stats["tenants"]["ann"]["calls"] + stats["tenants"]["bob"]["calls"] == stats["calls"]
 
 
-def test_several_forwards_may_come_before_the_backwards_in_any_order(link: Served, tiny, ids):
+def test_several_forwards_can_precede_the_backwards_in_any_order(link: Served, tiny, ids):
     model, plain = lora(link.connect()), lora(plain_copy(tiny))
     for each in (model, plain):
         losses = [each(ids[i : i + 1], labels=ids[i : i + 1]).loss for i in (0, 1)]
@@ -97,7 +98,7 @@ def test_several_forwards_may_come_before_the_backwards_in_any_order(link: Serve
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("limits", [{"max_rows": 5}, {"max_bytes": 1 << 16}])
-def test_calls_longer_than_the_executor_takes_are_cut(serve: Serve, kind: str, limits: dict[str, int], tiny):
+def test_calls_beyond_the_executors_limits_are_split(serve: Serve, kind: str, limits: dict[str, int], tiny):
     served = serve(kind, limits=limits)
     ids = torch.randint(0, 128, (3, 70))
     expected, actual = gradients(lora(plain_copy(tiny)), ids), gradients(lora(served.connect()), ids)
@@ -118,18 +119,18 @@ def test_stats_are_the_same_from_both_ends(link: Served, ids):
     assert here["tenants"]["ann"]["errors"] == 0
 
 
-def test_a_closed_session_says_so_and_is_forgotten_by_the_executor(link: Served, ids):
+def test_a_closed_session_raises_closed_and_the_executor_forgets_it(link: Served, ids):
     model, other = link.connect("ann"), link.connect("bob")
     model.symbiosis.close()
     model.symbiosis.close()
     with pytest.raises(Closed, match="connect again"):
         model(ids)
     while link.executor.stats()["tenants"]["ann"]["sessions"]:
-        other(ids)  # the executor takes leave in its own time
+        other(ids)  # the executor handles BYE in its own loop
     assert link.executor.stats()["sessions"] == 1
 
 
-def test_a_closed_executor_takes_nobody(link: Served):
+def test_a_closed_executor_accepts_no_session(link: Served):
     link.executor.close()
     with pytest.raises(Closed):
         link.executor.listen("tcp://127.0.0.1:0")
@@ -138,7 +139,7 @@ def test_a_closed_executor_takes_nobody(link: Served):
             link.connect()
 
 
-def test_a_tenant_that_is_interrupted_gets_the_right_answer_to_its_next_call(link: Served, tiny, ids, monkeypatch):
+def test_the_call_after_an_interrupt_gets_the_right_reply(link: Served, tiny, ids, monkeypatch):
     """Like Ctrl-C in a notebook, at every point of a request."""
     model = link.connect()
     raw = model.symbiosis._link
@@ -147,7 +148,7 @@ def test_a_tenant_that_is_interrupted_gets_the_right_answer_to_its_next_call(lin
         pass
 
     for name in ("_send", "_receive") if link.kind != "inproc" else ("wait",):
-        target = _connection_class() if link.kind != "inproc" else _answer_class()
+        target = Connection if link.kind != "inproc" else PendingReply
         real = getattr(target, name)
         hits = iter(range(10))
 
@@ -164,25 +165,13 @@ def test_a_tenant_that_is_interrupted_gets_the_right_answer_to_its_next_call(lin
     assert raw.request(Message(Kind.STATS)).body["queued"] == 0
 
 
-def _connection_class():
-    from symbiosis.transport.zmq_client import Connection
-
-    return Connection
-
-
-def _answer_class():
-    from symbiosis.transport.inproc import _Answer
-
-    return _Answer
-
-
-def test_closing_a_session_ends_the_waiting_of_its_other_threads(link: Served):
-    """With the lockstep policy a call waits for the other sessions, which never come."""
+def test_closing_a_session_unblocks_its_other_threads(link: Served):
+    """With this policy a call waits for ever."""
     link.executor._service.policy = _Never()
     raw = link.raw()
     failed: list[SymbiosisError] = []
     arrived = threading.Event()
-    link.executor._service.policy.asked = arrived
+    link.executor._service.policy.called = arrived
 
     def wait() -> None:
         try:
@@ -203,19 +192,19 @@ class _Never:
     """A policy that runs nothing."""
 
     name = "never"
-    asked: threading.Event | None = None
+    called: threading.Event | None = None
 
     def decide(self, pending, heard, costs, now):
         from symbiosis.split.executor.policies import Decision
 
-        if pending and self.asked:
-            self.asked.set()
+        if pending and self.called:
+            self.called.set()
         return Decision()
 
 
-def test_closing_the_executor_ends_the_waiting_of_its_tenants(link: Served):
+def test_closing_the_executor_unblocks_its_tenants(link: Served):
     link.executor._service.policy = policy = _Never()
-    policy.asked = threading.Event()
+    policy.called = threading.Event()
     raw = link.raw(grace_s=0.5)
     failed: list[SymbiosisError] = []
 
@@ -227,14 +216,14 @@ def test_closing_the_executor_ends_the_waiting_of_its_tenants(link: Served):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert policy.asked.wait(20)
+    assert policy.called.wait(20)
     link.executor.close()
     thread.join(20)
     assert not thread.is_alive()
     assert failed[0].code in ("closed", "executor_lost")
 
 
-def test_a_loop_that_dies_leaves_nobody_waiting(link: Served, monkeypatch):
+def test_a_dead_loop_leaves_no_tenant_waiting(link: Served, monkeypatch):
     raw = link.raw(grace_s=0.5)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
@@ -253,7 +242,7 @@ def test_a_loop_that_dies_leaves_nobody_waiting(link: Served, monkeypatch):
         link.executor.listen("tcp://127.0.0.1:0")
 
 
-def test_an_executor_that_stumbles_over_one_message_goes_on_with_the_next(link: Served, tiny, ids, monkeypatch):
+def test_a_message_that_fails_does_not_affect_the_next(link: Served, tiny, ids, monkeypatch):
     model = link.connect()
     service = link.executor._service
     with monkeypatch.context() as patch:
@@ -267,7 +256,7 @@ def test_an_executor_that_stumbles_over_one_message_goes_on_with_the_next(link: 
     torch.testing.assert_close(model(ids).logits, tiny(ids).logits, rtol=0, atol=1e-6)
 
 
-def test_a_call_keeps_nothing_alive_in_the_executor(link: Served, ids):
+def test_a_call_leaves_nothing_in_the_executor(link: Served, ids):
     model = lora(link.connect())
     before = link.executor.stats()["bytes_held"]
     model(ids, labels=ids).loss.backward()
@@ -277,8 +266,8 @@ def test_a_call_keeps_nothing_alive_in_the_executor(link: Served, ids):
     assert link.executor._service._queued_bytes == 0
 
 
-def test_backward_is_the_gradient_of_forward_without_memory_of_it(link: Served, tiny):
-    """The executor gets a backward call for rows it has never seen forward."""
+def test_backward_needs_no_state_of_forward(link: Served, tiny):
+    """The executor gets a backward call without a forward call before."""
     raw = link.raw()
     handle = next(s.handle for s in link.executor.manifest().layers if s.paths[0].endswith("layers.0.mlp.down_proj"))
     grad = torch.randn(4, 64)
@@ -287,14 +276,14 @@ def test_backward_is_the_gradient_of_forward_without_memory_of_it(link: Served, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_session_that_was_silent_for_so_long_that_it_was_forgotten_just_goes_on(serve: Serve, kind, tiny, ids, monkeypatch):
+def test_a_session_forgotten_for_silence_works_again(serve: Serve, kind, tiny, ids, monkeypatch):
     monkeypatch.setattr(loop, "_TIDY_EVERY_S", 0.02)
     served = serve(kind)
     model = served.connect()
     for _ in range(2):
         torch.testing.assert_close(model(ids).logits, tiny(ids).logits, rtol=0, atol=1e-6)
-        with monkeypatch.context() as impatient:  # not while the model speaks, or a slow machine's calls would be silence
+        with monkeypatch.context() as impatient:  # not during calls, which on a slow machine would count as silence
             impatient.setattr(service, "_LOOK_AFTER_S", 0.0)
             impatient.setattr(service, "_FORGET_AFTER_S", 0.0)
             while served.executor.stats()["sessions"]:
-                time.sleep(0.01)  # until the executor's own thread has tidied up
+                time.sleep(0.01)  # until the executor's loop has forgotten the session
