@@ -7,7 +7,7 @@ the same class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 _BY_CODE: dict[str, type[SymbiosisError]] = {}
 
@@ -15,7 +15,7 @@ _BY_CODE: dict[str, type[SymbiosisError]] = {}
 class SymbiosisError(RuntimeError):
     """Root of all errors that this package raises on purpose."""
 
-    code: ClassVar[str] = "error"
+    code = "error"
 
     def __init_subclass__(cls, *, code: str | None = None) -> None:
         """The code is the class argument `code` or the class attribute of that name; without either it is inherited."""

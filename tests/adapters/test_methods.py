@@ -18,7 +18,16 @@ from peft import (
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.model_facts import ModelFacts
-from symbiosis.adapters.parts import Adapter, Ia3Part, LoraPart, ReplacedPart, TrainableTokensPart
+from symbiosis.adapters.parts import (
+    Adapter,
+    Ia3Part,
+    LoraPart,
+    PrefixPart,
+    PromptPart,
+    ReplacedPart,
+    TrainableTokensPart,
+    build_adapter,
+)
 from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter
 from tests.adapters.formulas import logits
@@ -202,7 +211,7 @@ def test_the_embedding_peft_stores_beside_its_adapter_is_not_kept_again(tmp_path
     (part,) = adapter.parts["model.embed_tokens"]
     assert isinstance(part, LoraPart)
     assert adapter.bytes == 4 * (4 * 96 + 32 * 4)
-    assert any("model's own" in note for note in adapter.notes)
+    assert any("model's own" in warning for warning in adapter.warnings)
 
 
 def test_an_embedding_that_is_not_the_models_own_is_served(tmp_path):
@@ -221,7 +230,7 @@ def test_the_embedding_stored_beside_tokens_is_served(tmp_path):
     model.save_pretrained(str(tmp_path), save_embedding_layers=True)
     adapter = read_adapter(tmp_path, ModelFacts.from_model(base("llama")))
     assert [type(part) for part in adapter.parts["model.embed_tokens"]] == [TrainableTokensPart]
-    assert any("model's own" in note for note in adapter.notes)
+    assert any("model's own" in warning for warning in adapter.warnings)
 
 
 @pytest.mark.parametrize("name", ["llama", "tied_llama"])
@@ -269,11 +278,23 @@ def test_equal_content_has_one_hash_whatever_the_folder(tmp_path):
     one, two, other = (read_adapter(tmp_path / folder, facts) for folder in ("one", "two", "other"))
     assert one.hash == two.hash
     assert one.hash != other.hash
-    assert not one.notes
-    assert "somebody/else" in two.notes[0]
+    assert not one.warnings
+    assert "somebody/else" in two.warnings[0]
 
 
 def test_a_classifier_named_both_ways_is_noted_not_refused(tmp_path):
     save("llama", lora(modules_to_save=["lm_head", "score"]), tmp_path)
     adapter = read_adapter(tmp_path, ModelFacts.from_model(base("llama")))
-    assert any("'score'" in note for note in adapter.notes)
+    assert any("'score'" in warning for warning in adapter.warnings)
+
+
+def test_the_hash_of_given_content_never_changes():
+    """Databases and clients store hashes of adapters."""
+    vector, matrix = torch.arange(4.0), torch.arange(8.0).view(2, 4)
+    parts = {
+        "a": (LoraPart(matrix, matrix.T.contiguous(), 0.5, magnitude_O=vector), ReplacedPart(matrix, None)),
+        "b": (Ia3Part(vector, of_input=True), TrainableTokensPart((1, 3), matrix)),
+    }
+    prefix, prompt = PrefixPart(vector.view(1, 1, 1, 4), vector.view(1, 1, 1, 4)), PromptPart(matrix)
+    adapter = build_adapter("lora", parts, prefix=prefix, prompt=prompt)
+    assert adapter.hash == "0b562e0e016a176afdd74c21efaecac35b5b33c1c73907c26bdf5a247041e4e6"

@@ -1,4 +1,4 @@
-"""Regular expressions from outside match what Python's would, in bounded time."""
+"""Untrusted regular expressions match as in Python, in bounded time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.adapters.safe_regex import MatchBudget, SafePattern, _Run
+from symbiosis.adapters.safe_regex import MatchBudget, SafePattern, _Matcher
 from symbiosis.errors import UnsupportedAdapter
 
 PATHS = [
@@ -19,7 +19,7 @@ PATHS = [
     "model.vision_tower.layers.3.mlp.fc1",
     "transformer.h.2.attn.c_attn",
 ]
-SEEN = [
+COMMON = [
     r".*\.(?:q_proj|v_proj)",
     r"^(?!.*vision_tower).*(?:q_proj|down_proj).*",
     r"(?:.*?(?:language|text|layers).*?(?:self_attn|mlp).*?(?:q_proj|down_proj|fc1).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.(?:up))",
@@ -30,13 +30,13 @@ SEEN = [
 ]
 
 
-@pytest.mark.parametrize("pattern", SEEN)
-def test_patterns_seen_in_the_wild_match_as_in_python(pattern):
+@pytest.mark.parametrize("pattern", COMMON)
+def test_common_patterns_match_as_in_python(pattern):
     for path in PATHS:
         assert SafePattern(pattern, "target_modules", MatchBudget()).matches(path) == bool(re.fullmatch(pattern, path)), path
 
 
-pieces = st.recursive(
+patterns = st.recursive(
     st.sampled_from(["a", "b", ".", r"\.", "[ab]", "[^a]", r"\w", r"\d", r"\b", "^", "$", ""]),
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map("".join),
@@ -50,31 +50,31 @@ pieces = st.recursive(
 
 
 @settings(max_examples=500, deadline=None)
-@given(pieces, st.text("ab.1", max_size=7))
+@given(patterns, st.text("ab.1", max_size=7))
 def test_any_pattern_matches_as_in_python(pattern, text):
     ours = SafePattern(pattern, "target_modules", MatchBudget())
     assert ours.matches(text) == bool(re.fullmatch(pattern, text))
-    assert ours.ends(text) == bool(re.match(rf"(.*\.)?({pattern})$", text))
+    assert ours.matches_suffix(text) == bool(re.match(rf"(.*\.)?({pattern})$", text))
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(a|aa)+c", r"(.*)*x", r"(?:a?){50}a{50}b", r"(a*)*(a*)*(a*)*b"])
-def test_patterns_that_explode_elsewhere_take_few_steps(pattern):
+def test_patterns_that_backtrack_exponentially_elsewhere_take_few_steps(pattern):
     assert not SafePattern(pattern, "target_modules", MatchBudget()).matches("a" * 60 + "!")
 
 
-def test_effort_ends():
+def test_an_exhausted_budget_is_an_error():
     pattern = SafePattern(r"(.{0,40}){0,40}!", "target_modules", MatchBudget(1000))
     with pytest.raises(UnsupportedAdapter, match="too long"):
         pattern.matches("a" * 60)
 
 
 @pytest.mark.parametrize("choice", ["m{60}", "(?:m{60}){60}", "(?=m{0}y{60})"])
-def test_whatever_is_tried_counts(choice, monkeypatch):
-    """Also what finds nothing: there are no more calls than steps."""
+def test_every_attempt_spends_steps(choice, monkeypatch):
+    """Failed attempts too: there are no more calls than steps."""
     calls = Counter[str]()
 
     def counted(name: str):
-        plain = getattr(_Run, name)
+        plain = getattr(_Matcher, name)
 
         def call(*args):
             calls[name] += 1
@@ -82,8 +82,8 @@ def test_whatever_is_tried_counts(choice, monkeypatch):
 
         return call
 
-    for name in ("sequence", "_step", "_joined"):
-        monkeypatch.setattr(_Run, name, counted(name))
+    for name in ("match_sequence", "_match_item", "_union"):
+        monkeypatch.setattr(_Matcher, name, counted(name))
     pattern = SafePattern(f"(?:{'|'.join([choice] * 1000)})", "target_modules", MatchBudget(200_000))
     with pytest.raises(UnsupportedAdapter, match="too long"):
         any(pattern.matches(f"model.layers.{layer}.self_attn.q_proj") for layer in range(1000))

@@ -1,4 +1,4 @@
-"""A process that serves may have as many files open as its host allows."""
+"""The limit on open files is raised to what the host allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from symbiosis.common.file_limits import raise_open_file_limit
 
 
 @pytest.mark.parametrize("before", [64, 256])
-def test_the_limit_is_raised_as_far_as_it_may_be(before):
+def test_the_limit_is_raised_to_the_hosts_maximum(before):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))

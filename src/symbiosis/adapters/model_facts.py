@@ -1,4 +1,4 @@
-"""What a model has that an adapter could change: said once, so that reading an adapter needs no model."""
+"""The modules of a model that an adapter can change, so that reading an adapter needs no model."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from symbiosis.types import LayerKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleFacts:
-    """One module with parameters of its own."""
+    """One module with its own parameters."""
 
     kind: LayerKind | None
-    """LINEAR, CONV1D or EMBEDDING; None for anything else, such as a norm or stacked experts."""
+    """LINEAR, CONV1D or EMBEDDING; None for others, such as a norm or stacked experts."""
     in_width: int = 0
     """For an embedding: the vocabulary."""
     out_width: int = 0
     shapes: Mapping[str, tuple[int, ...]]
-    """Its own parameters by name, in the shape the model stores them in."""
+    """Its own parameters by name, in the model's storage shape."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What adapters are checked against."""
+    """The facts that adapters are checked against."""
 
     name: str
     modules: Mapping[str, ModuleFacts]
-    """By path, in the order of the model; a module that stands in several places is listed at the first."""
+    """By path, in model order; a module with several paths is listed under the first."""
     layers: int
     kv_heads: int
-    """0 where the layers' caches differ or hold something else than keys and values by head."""
+    """0 where the layers' KV caches differ, or hold other data than keys and values by head."""
     head_dim: int
     hidden: int
     vocab: int
@@ -47,13 +47,13 @@ class ModelFacts:
     """The other modules that use the same weight."""
     decoder_only: bool = True
     weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    """The embedding's and the head's weights, not copied: PEFT stores these again beside an adapter of theirs,
-    and what the model has already need not be kept twice."""
+    """The embedding's and the head's weights, not copied. PEFT stores them again with an adapter of theirs, and a copy that
+    equals the model's weight is not stored twice."""
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> ModelFacts:
-        """The facts of a plain transformers model, which must not carry adapters."""
-        modules = {path: _module(module) for path, module in model.named_modules() if path and _shapes(module)}
+        """The facts of a plain transformers model, which must have no adapters."""
+        modules = {path: _module_facts(module) for path, module in model.named_modules() if path and _shapes(module)}
         users: dict[int, list[str]] = {}
         paths: dict[nn.Module, str] = {}
         for path, module in model.named_modules():
@@ -63,7 +63,7 @@ class ModelFacts:
                 users.setdefault(id(weight), []).append(path)
         ties = {path: tuple(o for o in group if o != path) for group in users.values() for path in group if len(group) > 1}
         config = model.config.get_text_config()
-        kv_heads, head_dim = _cache(config)
+        kv_heads, head_dim = _kv_cache_shape(config)
         embedding, head = _embedding(model, "get_input_embeddings"), _embedding(model, "get_output_embeddings")
         ends = {paths[module]: module.weight for module in (embedding, head) if module is not None}
         return cls(
@@ -91,7 +91,7 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
 
 
-def _module(module: nn.Module) -> ModuleFacts:
+def _module_facts(module: nn.Module) -> ModuleFacts:
     shapes = _shapes(module)
     if isinstance(module, nn.Linear):
         return ModuleFacts(kind=LayerKind.LINEAR, in_width=module.in_features, out_width=module.out_features, shapes=shapes)
@@ -107,11 +107,11 @@ def _module(module: nn.Module) -> ModuleFacts:
 _ATTENTIONS = {"full_attention", "sliding_attention"}
 
 
-def _cache(config: Any) -> tuple[int, int]:
-    """Key/value heads and width of a head in every layer's cache; zeros where one pair does not say it."""
+def _kv_cache_shape(config: Any) -> tuple[int, int]:
+    """Key/value heads and head width of every layer's KV cache; zeros where the layers differ."""
     heads = getattr(config, "num_attention_heads", 0) or 0
     latent, shared = getattr(config, "kv_lora_rank", None), getattr(config, "num_kv_shared_layers", None)
-    differ = config.to_dict().get("per_layer_config")  # the attribute is a view that is always there
+    differ = config.to_dict().get("per_layer_config")  # the attribute is a view that always exists
     if not heads or latent or shared or differ or not set(getattr(config, "layer_types", None) or ()) <= _ATTENTIONS:
         return 0, 0
     kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads

@@ -1,17 +1,17 @@
-"""What an adapter does to a model: tensors on the CPU, and nothing of how they were stored.
+"""The parts of an adapter: what it does to a model, as tensors on the CPU, independent of the file format.
 
 I = in width, O = out width, R = rank, L = layers, H = key/value heads, T = virtual tokens, D = width of a head or a row.
 
-W is always meant as [O, I]: transformers' `Conv1D` stores its transpose, and so does an embedding, whose I is
-the vocabulary. Parts of one path act in the order they are listed.
+W is always [O, I]. transformers' `Conv1D` stores the transpose, and so does an embedding, whose I is the vocabulary. Parts of
+one path apply in list order.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from torch import Tensor
 class LoraPart:
     """LoRA, rsLoRA, DoRA: W becomes W + scale · B A, and `bias_O` · scale is added to the output.
 
-    With a magnitude (DoRA) each row of that sum is brought to the magnitude's length:
-    W' = m / ‖W + scale · B A‖ · (W + scale · B A). The base layer's bias stays as it is.
+    With a magnitude (DoRA) each row of that sum is scaled to the magnitude:
+    W' = m / ‖W + scale · B A‖ · (W + scale · B A). The base layer's bias is unchanged.
     """
 
     a_RI: Tensor
@@ -34,7 +34,7 @@ class LoraPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ia3Part:
-    """IA3: the layer's input, or its output with the bias in it, times a vector."""
+    """IA3: the layer's input, or its output including the bias, times a vector."""
 
     vector: Tensor
     of_input: bool
@@ -42,7 +42,7 @@ class Ia3Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplacedPart:
-    """The module's own weight or bias is replaced, in the shape the model stores it in. None: it stays."""
+    """Replaces the module's weight or bias, in the model's storage shape. None: unchanged."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -50,7 +50,7 @@ class ReplacedPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainableTokensPart:
-    """Some rows of an embedding (or of a head tied to it) are replaced: row `ids[i]` by `rows_TD[i]`."""
+    """Replaces rows of an embedding, or of a head tied to it: row `ids[i]` by `rows_TD[i]`."""
 
     ids: tuple[int, ...]
     rows_TD: Tensor
@@ -61,8 +61,8 @@ Part: TypeAlias = LoraPart | Ia3Part | ReplacedPart | TrainableTokensPart
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixPart:
-    """Prefix tuning: the cache of each layer starts with these T entries, as they are (no positions are applied
-    to them). They count as T tokens: the first real token has position T.
+    """Prefix tuning: the KV cache of each layer starts with these T entries, without position encoding. They count as T tokens:
+    the first real token has position T.
     """
 
     keys_LHTD: Tensor
@@ -71,17 +71,28 @@ class PrefixPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPart:
-    """Prompt tuning, p-tuning: T rows put in front of what the input embedding gives, as `inputs_embeds`."""
+    """Prompt tuning, p-tuning: T rows before the rows of the input embedding, as `inputs_embeds`."""
 
     embeddings_TD: Tensor
 
 
+# Databases and clients store hashes: neither these tags nor the parts' field names, which are hashed too, may change.
+_HASH_TAGS = {
+    LoraPart: "LowRank",
+    Ia3Part: "Scaling",
+    ReplacedPart: "Whole",
+    TrainableTokensPart: "Tokens",
+    PrefixPart: "Prefix",
+    PromptPart: "Prompt",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Adapter:
-    """A checked adapter. It has no name: two folders with the same content give the same hash."""
+    """A checked adapter. It has no name: two folders with equal content have the same hash."""
 
     hash: str
-    """SHA-256 over the method and every part with its path, numbers and settings."""
+    """SHA-256 over the method and all parts with their paths, values and settings."""
     method: str
     """lora, dora, ia3, prefix_tuning, prompt_tuning or p_tuning."""
     parts: Mapping[str, tuple[Part, ...]]
@@ -89,30 +100,30 @@ class Adapter:
     prefix: PrefixPart | None = None
     prompt: PromptPart | None = None
     bytes: int = 0
-    """What the tensors take; one that serves two tied modules counts once."""
+    """Size of the tensors; one that two tied modules share counts once."""
     rank: int = 0
-    """The largest rank among the parts; 0 if none has one."""
-    notes: tuple[str, ...] = ()
-    """What the owner may want to know and does not change what is served."""
+    """The largest rank of the parts; 0 without LoRA."""
+    warnings: tuple[str, ...] = ()
+    """Remarks for the owner, without effect on serving."""
 
 
-def assemble(
+def build_adapter(
     method: str,
     parts: Mapping[str, tuple[Part, ...]],
     *,
     prefix: PrefixPart | None = None,
     prompt: PromptPart | None = None,
-    notes: tuple[str, ...] = (),
+    warnings: tuple[str, ...] = (),
 ) -> Adapter:
-    """The adapter made of these parts, with its hash, size and rank."""
+    """The adapter of these parts, with its hash, size and rank."""
     digest = hashlib.sha256(f"adapter 1 {method}".encode())
     sizes: dict[int, int] = {}
-    everything = [(path, part) for path in sorted(parts) for part in parts[path]]
-    for path, part in [*everything, ("", prefix), ("", prompt)]:
+    all_parts = [(path, part) for path in sorted(parts) for part in parts[path]]
+    for path, part in [*all_parts, ("", prefix), ("", prompt)]:
         if part is None:
             continue
-        digest.update(f"\n{path} {type(part).__name__}".encode())
-        for name, value in _fields(part):
+        digest.update(f"\n{path} {_HASH_TAGS[type(part)]}".encode())
+        for name, value in ((each.name, getattr(part, each.name)) for each in fields(part)):
             digest.update(f"\n{name} ".encode())
             if isinstance(value, Tensor):
                 digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
@@ -127,10 +138,6 @@ def assemble(
         prefix=prefix,
         prompt=prompt,
         bytes=sum(sizes.values()),
-        rank=max((part.a_RI.shape[0] for _, part in everything if isinstance(part, LoraPart)), default=0),
-        notes=notes,
+        rank=max((part.a_RI.shape[0] for _, part in all_parts if isinstance(part, LoraPart)), default=0),
+        warnings=warnings,
     )
-
-
-def _fields(part: Any) -> Iterator[tuple[str, Any]]:
-    return ((field.name, getattr(part, field.name)) for field in fields(part))

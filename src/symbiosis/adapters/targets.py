@@ -58,8 +58,8 @@ class Targets:
                 yield path
 
     def _is_allowed(self, path: str) -> bool:
-        is_saved = any(f".{name}." in f".{path}." for name in self.saved)
-        if is_saved or (self.excluded is not None and self.excluded.selects(path)):
+        is_excluded = self.excluded is not None and self.excluded.selects(path)
+        if is_excluded or any(f".{name}." in f".{path}." for name in self.saved):
             return False
         # PEFT checks the layer number only where a name is not a whole path.
         if not self.layers or self.chosen.pattern is not None or path in self.chosen.names:

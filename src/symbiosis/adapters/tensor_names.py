@@ -1,4 +1,4 @@
-"""What PEFT calls a tensor in its file, and what that makes it: the module's path and the tensor's role there."""
+"""PEFT's tensor names: each stands for a module's path and the tensor's role there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from symbiosis.adapters.config import PeftMethod
-from symbiosis.adapters.files import CONFIG, TENSORS, HeldTensors, TensorFile, listed, quote
+from symbiosis.adapters.files import CONFIG, TENSORS, InMemoryTensors, TensorFile, join_names, quote
 from symbiosis.adapters.model_facts import ModelFacts, ModuleFacts
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
@@ -33,27 +33,36 @@ class Role(StrEnum):
     BIAS = "bias"
 
 
-_OF_ANY = (Role.WEIGHT, Role.BIAS)
+_COMMON_ROLES = (Role.WEIGHT, Role.BIAS)
 _ROLES = {
     PeftMethod.LORA: tuple(role for role in Role if role is not Role.SCALING),
-    PeftMethod.IA3: (Role.SCALING, *_OF_ANY),
+    PeftMethod.IA3: (Role.SCALING, *_COMMON_ROLES),
 }
-_OWN = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "ia3_l", "base_layer", "token_adapter", "original_module"}
-"""Names of PEFT's own that a module of a plain model does not have within its path."""
+_PEFT_NAMES = {
+    "lora_A",
+    "lora_B",
+    "lora_embedding_A",
+    "lora_embedding_B",
+    "ia3_l",
+    "base_layer",
+    "token_adapter",
+    "original_module",
+}
+"""Names of PEFT's wrappers, which no path of a plain model contains."""
 _PREFIX = {PeftMethod.LORA: "base_model.model.", PeftMethod.IA3: "base_model.model."}
 
 
 class AdapterTensors:
-    """The tensors of an adapter by path and role. Each is taken once; `finish` refuses if one was not."""
+    """The tensors of an adapter by path and role. Each is taken once; `finish` rejects the adapter if one is left."""
 
-    def __init__(self, file: TensorFile | HeldTensors, method: PeftMethod, model: ModelFacts) -> None:
-        """Raises `BadAdapter` or `UnsupportedAdapter` for a name that says nothing here, before anything is read."""
+    def __init__(self, file: TensorFile | InMemoryTensors, method: PeftMethod, model: ModelFacts) -> None:
+        """Raises `BadAdapter` or `UnsupportedAdapter` for an unknown name, before any tensor is read."""
         self._file = file
         self._model = model
         self._names: dict[tuple[str, Role], str] = {}
         self.has_prompt = PROMPT in file.entries
-        prefix, roles = _PREFIX.get(method, "base_model."), _ROLES.get(method, _OF_ANY)
-        # a longer ending first: lora_A.weight ends with weight too
+        prefix, roles = _PREFIX.get(method, "base_model."), _ROLES.get(method, _COMMON_ROLES)
+        # longest first: lora_A.weight also ends with weight
         ordered = sorted(roles, key=len, reverse=True)
         for name in file.entries:
             if name == PROMPT and method not in _PREFIX:
@@ -62,9 +71,9 @@ class AdapterTensors:
             parent, _, parameter = name.removeprefix(prefix).rpartition(".")
             if parent in model.modules and parameter in set(model.modules[parent].shapes) - {"weight", "bias"}:
                 raise UnsupportedAdapter(
-                    f"{TENSORS} has {name}: replacing {parameter} of a {described(model.modules[parent])} is not served"
+                    f"{TENSORS} has {name}: replacing {parameter} of a {describe_module(model.modules[parent])} is not served"
                 )
-            if role is None or not name.startswith(prefix) or _OWN & set(name.removesuffix(role).split(".")):
+            if role is None or not name.startswith(prefix) or _PEFT_NAMES & set(name.removesuffix(role).split(".")):
                 raise BadAdapter(
                     f"{TENSORS} has {quote(name)}, which is no tensor of {method.value}: expected names such as "
                     f"{prefix}PATH.{roles[0]}"
@@ -72,13 +81,13 @@ class AdapterTensors:
             path = name[len(prefix) : -len(role) - 1]
             if path not in model.modules:
                 raise UnsupportedAdapter(
-                    f"{TENSORS} has {quote(name)}, but {model.name} has no module {quote(path)} that could be adapted; was the "
+                    f"{TENSORS} has {quote(name)}, but {model.name} has no module {quote(path)} that can be adapted; was the "
                     "adapter made for another model, task or version of transformers?"
                 )
             self._names[path, role] = name
 
     def paths(self, *roles: Role) -> list[str]:
-        """Where tensors of these roles are left, in the order of the model."""
+        """Paths with tensors of these roles that are left, in model order."""
         found = {path for path, role in self._names if role in roles}
         return [path for path in self._model.modules if path in found]
 
@@ -86,8 +95,8 @@ class AdapterTensors:
         return (path, role) in self._names
 
     def take(self, path: str, role: Role, shape: tuple[int, ...], *, fit: str, own: int | None = None) -> Tensor:
-        """The tensor, which must have this shape. The sizes come from the model, as `fit` says; only that of
-        dimension `own` comes from the config.
+        """The tensor, which must have this shape. The model decides the sizes, as `fit` states for errors; the config decides
+        the size of dimension `own`.
         """
         name = self._names.pop((path, role), None)
         if name is None:
@@ -102,7 +111,7 @@ class AdapterTensors:
     def _read(self, name: str, shape: tuple[int, ...], fit: str, own: int | None) -> Tensor:
         found = self._file.entries[name].shape
         if found != shape:
-            # what disagrees with the model was made for another one; what disagrees with its config is broken
+            # A mismatch with the model: made for another model. A mismatch with its own config: broken.
             broken = not fit or len(found) != len(shape) or (own is not None and found[own] != shape[own])
             raise (BadAdapter if broken else UnsupportedAdapter)(
                 f"{TENSORS}: {name} has the shape {list(found)}, expected {list(shape)} as {CONFIG if broken else fit}"
@@ -118,10 +127,10 @@ class AdapterTensors:
         if self._names:
             names = list(self._names.values())
             (_, role), _ = next(iter(self._names.items()))
-            reason = why.get(role, "nothing in the config asks for it")
-            raise BadAdapter(f"{TENSORS} has {listed(names)}: {reason}")
+            reason = why.get(role, "no setting of the config refers to it")
+            raise BadAdapter(f"{TENSORS} has {join_names(names)}: {reason}")
 
 
-def described(module: ModuleFacts) -> str:
-    """A module's kind, for a message."""
+def describe_module(module: ModuleFacts) -> str:
+    """The kind of a module, for a message."""
     return module.kind.value if module.kind else f"module of {', '.join(module.shapes)}"

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis import kernels
-from symbiosis.adapters.config import Ia3Settings, LoraSettings, PeftMethod, PromptSettings, Settings, parse
+from symbiosis.adapters.config import Ia3Settings, LoraSettings, PeftMethod, PromptSettings, Settings, parse_config
 from symbiosis.adapters.files import CONFIG, FileLimits, quote
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.errors import BadAdapter, SymbiosisError, TooLarge, UnsupportedAdapter
@@ -111,7 +111,7 @@ class AdapterFactory:
     def _checked(self, asked: PeftConfig | Mapping[str, Any]) -> tuple[dict[str, Any], Settings, PeftConfig, int]:
         """The config as it would stand in a file, what it means, what PEFT is told, and about how many parameters it has."""
         raw = {**self._completed(_as_written(asked)), "task_type": "CAUSAL_LM"}
-        settings = parse(raw, self._limits)
+        settings = parse_config(raw, self._limits)
         _refuse(raw, settings)
         config = self._exact(raw, settings)
         size = self._size(raw, settings)
@@ -157,10 +157,10 @@ class AdapterFactory:
         plain = {key: value for key, value in raw.items() if key in _PLAIN[method]}
         plain["target_modules"] = paths
         if isinstance(settings, Ia3Settings):
-            inner = [path for path in paths if settings.feedforward.ends(path)]
+            inner = [path for path in paths if settings.feedforward.selects_ending(path)]
             return _built(method, {**plain, "feedforward_modules": inner})
         ranks = {path: settings.rank_of(path) for path in paths}
-        alphas = {path: next((a for p, a in settings.alphas if p.ends(path)), settings.alpha) for path in paths}
+        alphas = {path: next((a for p, a in settings.alphas if p.matches_suffix(path)), settings.alpha) for path in paths}
         plain["rank_pattern"] = {f"^{re.escape(path)}": rank for path, rank in ranks.items() if rank != settings.rank}
         plain["alpha_pattern"] = {f"^{re.escape(path)}": alpha for path, alpha in alphas.items() if alpha != settings.alpha}
         return _built(method, plain)

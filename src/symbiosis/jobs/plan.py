@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from symbiosis.adapters.config import PeftMethod, parse
+from symbiosis.adapters.config import PeftMethod, parse_config
 from symbiosis.adapters.files import CONFIG, FileLimits
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 from symbiosis.jobs.errors import BadPlan
@@ -134,7 +134,7 @@ def check(wishes: Hyperparameters) -> None:
     has_targets = adapter["peft_type"] in (PeftMethod.LORA, PeftMethod.IA3)
     usual: dict[str, Any] = {"target_modules": ["x"], "feedforward_modules": []} if has_targets else {}
     given = {key: value for key, value in adapter.items() if value is not None}
-    parse({**usual, **given}, FileLimits())
+    parse_config({**usual, **given}, FileLimits())
 
 
 def adapter_of(wishes: Hyperparameters) -> dict[str, Any]:

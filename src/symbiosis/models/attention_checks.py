@@ -1,4 +1,4 @@
-"""What a model may ask of an attention function that stands in transformers' registry in place of its own."""
+"""Features of attention that a replacement in transformers' registry must have or reject."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_STRANGE = ("s_aux", "sinks", "position_bias", "head_mask")  # other settings than these do not change what attention computes
+_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask")  # other arguments do not change the result of attention
 
 
 def unsupported_reason(
     module: nn.Module, query: Tensor, mask: Tensor | None, window: int | None, more: Mapping[str, Any]
 ) -> str | None:
-    """What this module asks for that plain causal attention over rows does not have; None if nothing."""
-    strange = [name for name in _STRANGE if more.get(name) is not None]
-    if strange or mask is not None or query.shape[0] != 1:
-        return f"{type(module).__name__} asks its attention for {strange or 'a mask'}"
-    if window is None and _looks_at_some(module):
-        return f"{type(module).__name__} keeps its window to its mask"
-    if getattr(module, "attn_temperature_tuning", False):  # by rows of the pass, not by positions of the sequence
+    """The feature that this module needs and plain causal attention over rows lacks; None if it needs none."""
+    unsupported = [name for name in _UNSUPPORTED if more.get(name) is not None]
+    if unsupported or mask is not None or query.shape[0] != 1:
+        return f"{type(module).__name__} calls its attention with {unsupported or 'a mask'}"
+    if window is None and _has_partial_attention(module):
+        return f"{type(module).__name__} applies its window by its mask"
+    if getattr(module, "attn_temperature_tuning", False):  # by rows of the batch, not by positions of the sequence
         return f"{type(module).__name__} scales its queries by their rows (attn_temperature_tuning)"
     return None
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """For transformers' registry of masks: the attention function knows by itself where a row may look."""
+    """For transformers' registry of masks: the attention function itself applies causality."""
 
 
-def _looks_at_some(module: nn.Module) -> bool:
-    """Whether this layer should not look at all tokens before (a window, chunks, an index), as its config says."""
+def _has_partial_attention(module: nn.Module) -> bool:
+    """Whether the config restricts this layer to some of the earlier tokens (a window, chunks, an index)."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if kinds:

@@ -1,6 +1,6 @@
-"""Files kept on this host between runs: the default model, and blobs named by their content's hash.
+"""The cache folder of this host: the default model, and blobs named by the hash of their content.
 
-Everything here can be deleted at any time; it is fetched or made again.
+The whole folder can be deleted at any time; its content is fetched or built again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def root() -> Path:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold a lock among all processes of this host, so that work is done once."""
+    """Hold a lock among all processes of this host."""
     root().mkdir(parents=True, exist_ok=True)
     with (root() / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -43,7 +43,7 @@ def has_blob(ref: BlobRef) -> bool:
 
 @contextmanager
 def new_file(folder: Path) -> Iterator[Path]:
-    """A private path in `folder` to write to; removed at the end unless it was renamed away."""
+    """A private path in `folder` to write to; removed at the end unless it was moved."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{os.getpid()}-{os.urandom(6).hex()}.part"
     try:

@@ -1,7 +1,7 @@
 """The client part: everything of a model that is not a base layer, and how a tenant gets it.
 
-The executor writes it once as safetensors, named by the hash of its content;
-a tenant on the same host maps that very file, others download it once.
+The executor writes it once as safetensors, named by the hash of its content. A tenant on the same host maps that file;
+others download it once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 def store_weights(tensors: dict[str, Tensor]) -> BlobRef:
     """Write the client part's tensors into the cache."""
     with blob_store.new_file(blob_store.root() / "blobs") as path:
-        # clone: safetensors refuses tensors that share memory, as views of one buffer do
+        # clone: safetensors rejects tensors that share memory
         save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
         return blob_store.adopt(path)
 
@@ -53,7 +53,7 @@ def unpack_tokenizer(ref: BlobRef) -> Path:
     with blob_store.locked(f"tokenizer-{ref.sha256[:16]}"), zipfile.ZipFile(blob_store.blob_path(ref)) as archive:
         entries = archive.infolist()
         if len(entries) > 64 or sum(entry.file_size for entry in entries) > _MAX_TOKENIZER_BYTES:
-            raise CannotSplit("the executor's tokenizer is larger than a tokenizer can be: not unpacked")
+            raise CannotSplit("the executor's tokenizer exceeds the size limit: not unpacked")
         scratch = folder.with_name(f"{folder.name}.part")
         scratch.mkdir(parents=True, exist_ok=True)
         for entry in entries:
@@ -68,34 +68,33 @@ def unpack_tokenizer(ref: BlobRef) -> Path:
 
 
 def resolve_class(name: str) -> type[PreTrainedModel]:
-    """A model class by its name, from transformers and nowhere else."""
+    """A model class by its name, from transformers only."""
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise CannotSplit(
             f"the executor serves a {name!r}, which transformers {transformers.__version__} does not have; "
-            "install the executor's version of transformers, or connect in process for a class of your own"
+            "install the executor's version of transformers, or connect in process for a custom class"
         )
     return found
 
 
 class _WithoutWeights(TorchFunctionMode):
-    """While a model is built: weights go to the meta device and are not drawn; computed tensors stay real.
+    """Builds a model with weights on the meta device and without initialisation; computed tensors stay real.
 
-    A mode belongs to its thread, unlike the usual ways of skipping
-    initialisation, which would reach into a model that another tenant's
-    thread builds at the same time.
+    A mode is local to its thread. Common ways of skipping initialisation are global, and would affect a model that another
+    tenant's thread builds at the same time.
     """
 
-    _DRAWS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.random_, nn.init.trunc_normal_})
+    _INITIALISERS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.random_, nn.init.trunc_normal_})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.empty:
             return func(*args, **{**(kwargs or {}), "device": "meta"})
-        return args[0] if func in self._DRAWS and args else func(*args, **(kwargs or {}))
+        return args[0] if func in self._INITIALISERS and args else func(*args, **(kwargs or {}))
 
 
 def build_skeleton(manifest: Manifest, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """The model without weights: parameters on the meta device, everything else as usual."""
+    """The model without weights: parameters on the meta device, all other tensors real."""
     settings = {key: value for key, value in manifest.config.items() if key != "auto_map"}
     config = model_class.config_class.from_dict(settings)
     config._name_or_path = manifest.name
@@ -111,9 +110,7 @@ def build_skeleton(manifest: Manifest, model_class: type[PreTrainedModel]) -> Pr
 
 def fill_skeleton(model: nn.Module, tensors: dict[str, Tensor], ties: dict[str, str]) -> None:
     """Put the client part's tensors into the skeleton. Raises `CannotSplit` if one is missing."""
-    placed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        placed[name] = _place(model, name, tensor)
+    placed = {name: _place(model, name, tensor) for name, tensor in tensors.items()}
     for name, other in ties.items():
         if other not in placed:
             raise CannotSplit(f"the client part ties {name} to {other}, which it does not hold")

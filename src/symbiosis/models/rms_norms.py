@@ -1,4 +1,4 @@
-"""RMS norms of models as one kernel. Names only suggest that one fits: whether it computes what a module computes is tried."""
+"""RMS norms of models as one kernel. A probe, not the name, decides whether the kernel computes what a module computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRITON = find_spec("triton") is not None
 
 
 def apply_rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, twice: bool) -> Tensor:
-    """`twice`: rounded before the product with the weight, and again after it."""
+    """`twice`: round before the product with the weight, and again after it."""
     if TRITON and x.is_cuda and not (torch.is_grad_enabled() and weight.requires_grad):
         from symbiosis.kernels.rms_norm import fits, rms_norm
 
@@ -31,7 +31,7 @@ def epsilon_of(norm: nn.Module) -> float:
 
 @torch.no_grad()
 def rounds_twice(module: nn.Module) -> bool | None:
-    """How the kernel has to round to compute what this module computes; None if it does not in either way."""
+    """How the kernel must round to compute what this module computes; None if neither way matches."""
     weight = module._parameters.get("weight")
     if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1:
         return None
@@ -42,18 +42,18 @@ def rounds_twice(module: nn.Module) -> bool | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 16, len(weight), generator=generator).to(weight)
     probe = copy.copy(module)
-    own = nn.Parameter(torch.rand(len(weight), generator=generator).to(weight), requires_grad=False)
-    probe._parameters = {"weight": own}
+    probe_weight = nn.Parameter(torch.rand(len(weight), generator=generator).to(weight), requires_grad=False)
+    probe._parameters = {"weight": probe_weight}
     expected = probe(x)
     for twice in (True, False):
-        found = plain_norm(x, own, epsilon_of(module), twice=twice)
-        if found.dtype is expected.dtype and _alike(found, expected):
+        found = plain_norm(x, probe_weight, epsilon_of(module), twice=twice)
+        if found.dtype is expected.dtype and _is_close(found, expected):
             return twice
     return None
 
 
-def _alike(found: Tensor, expected: Tensor) -> bool:
-    """Equal, but for few numbers that were just between two roundings."""
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    """Equal, except for a few values between two roundings."""
     if found.dtype is torch.float32:
         return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
     return bool((found != expected).float().mean() < 0.02) and torch.allclose(found, expected, rtol=0.02, atol=0.02)

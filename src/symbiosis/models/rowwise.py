@@ -1,9 +1,8 @@
-"""Does a module treat each row alone? Asked of the module itself, by running it.
+"""Probes for row-wise modules: each row of the result depends on that row alone.
 
-Rows of many tenants are joined before a hosted layer runs, so a module may be
-hosted as one block only if every row of its result depends on that row alone.
-Its structure cannot tell (attention over one input looks like an MLP), so we
-run it on random rows, together and one by one, and compare.
+Rows of many tenants are batched before a hosted layer runs, so only a row-wise module can be hosted as one block. The
+structure does not show it (attention over one input looks like an MLP). A probe runs the module on random rows, together and
+one by one, and compares the results.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
-_COARSE = 5e-2  # half precision rounds differently for different shapes; mixing rows changes everything
+_COARSE = 5e-2  # half precision rounds differently for different shapes; mixed rows differ far more
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class BlockShape:
 
 
 def probe_block(module: nn.Module, widths: list[int], dtype: torch.dtype, device: torch.device) -> BlockShape | None:
-    """The shape of a one-input row-wise module, or None if it is not one."""
+    """The shape of a row-wise module with one input; None for other modules."""
     if not _takes_one_tensor(module):
         return None
     was_training = module.training
@@ -38,8 +37,8 @@ def probe_block(module: nn.Module, widths: list[int], dtype: torch.dtype, device
             out_width = _rowwise_width(module.eval(), x)
             if out_width is not None:
                 with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                    calm = module.eval()(x)
-                    train_safe = torch.equal(calm, module.train()(x)) and torch.equal(calm, module.train()(x))
+                    expected = module.eval()(x)
+                    train_safe = torch.equal(expected, module.train()(x)) and torch.equal(expected, module.train()(x))
                 return BlockShape(width, out_width, train_safe)
         return None
     finally:
@@ -67,7 +66,7 @@ def _rowwise_width(module: nn.Module, x: Tensor) -> int | None:
         return None
     if not isinstance(flat, Tensor) or flat.shape != (x.shape[0] * x.shape[1], together.shape[-1]):
         return None
-    if not _close(together, alone) or not _close(flat.reshape_as(together), alone):
+    if not _is_close(together, alone) or not _is_close(flat.reshape_as(together), alone):
         return None
     return int(together.shape[-1])
 
@@ -87,12 +86,12 @@ def probe_linear(module: nn.Module) -> bool:
         return False
     finally:
         module.train(was_training)
-    return all(isinstance(result, Tensor) and _close(result, expected) for result in results)
+    return all(isinstance(result, Tensor) and _is_close(result, expected) for result in results)
 
 
 @torch.no_grad()
 def probe_experts(module: nn.Module, width: int, experts: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `module(rows, indices, weights)` treats each row alone and gives rows of the same width."""
+    """Whether `module(rows, indices, weights)` is row-wise and returns rows of the same width."""
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(6, width, generator=generator).to(device, dtype)
     chosen = min(2, experts)
@@ -101,12 +100,12 @@ def probe_experts(module: nn.Module, width: int, experts: int, dtype: torch.dtyp
     try:
         together = module(x, index, weight)
         alone = torch.cat([module(x[i : i + 1], index[i : i + 1], weight[i : i + 1]) for i in range(6)])
-    except Exception:  # noqa: BLE001 - another calling convention: the module stays with the tenant
+    except Exception:  # noqa: BLE001 - another calling convention: the module is not hosted
         return False
-    return isinstance(together, Tensor) and together.shape == x.shape and _close(together, alone)
+    return isinstance(together, Tensor) and together.shape == x.shape and _is_close(together, alone)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     tolerance = _TOLERANCE.get(a.dtype, _COARSE)
     scale = float(b.abs().max())
     return a.shape == b.shape and scale > 0 and float((a - b).abs().max()) <= tolerance * scale

@@ -1,8 +1,7 @@
-"""Cut any transformers model into base layers for the executor and a client part for tenants.
+"""Splitting any transformers model into base layers for the executor and a client part for tenants.
 
-No list of architectures: walk the modules. A layer is hosted only if that is
-safe; what is not stays with the tenant, with the reason. Weights are never
-copied: the executor's layers and the model they came from share them.
+There is no list of architectures: the split walks the modules. A layer is hosted only if that is safe; otherwise it stays
+with the tenant, with a reason. Weights are never copied: the executor's layers share them with the model.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from symbiosis.types import LayerKind, LayerSpec
 
 Progress = Callable[[int, int], None]
 
-# What code may ask of a virtual layer's weight for free; anything else needs the numbers.
+# Attributes of a virtual layer's weight that need no values; all others do.
 _METADATA = "dtype|device|shape|ndim|size|dim|numel|is_cuda|element_size|requires_grad"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, slots=True)
 class HostedLayer:
-    """A base layer: its spec, the weights it computes with and, beyond plain matrices, its module."""
+    """A base layer: its spec, its weights and, except for plain matrices, its module."""
 
     spec: LayerSpec
     weights: dict[str, Tensor]
@@ -45,14 +44,14 @@ class HostedLayer:
 
 @dataclass(slots=True)
 class Split:
-    """A model cut in two."""
+    """A split model."""
 
     layers: list[HostedLayer] = field(default_factory=list)
     client_tensors: dict[str, Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
-    """Names in the client part that are another name's tensor."""
+    """Names in the client part that share another name's tensor."""
     not_hosted: dict[str, str] = field(default_factory=dict)
-    """Layers that look hostable but stay with the tenant, with the reason."""
+    """Layers that stay with the tenant although their kind can be hosted, with the reason."""
     parameters: int = 0
     hosted_parameters: int = 0
 
@@ -61,9 +60,9 @@ class Split:
         return self.hosted_parameters / max(1, self.parameters)
 
     def summary(self) -> str:
-        """What is hosted and what is not, for people."""
+        """A readable list of what is hosted and what is not."""
         kinds: dict[str, int] = {}
-        for layer in (layer for layer in self.layers if layer.spec.kind is not LayerKind.NORM):  # tenants have these too
+        for layer in (layer for layer in self.layers if layer.spec.kind is not LayerKind.NORM):  # tenants have norms too
             kinds[layer.spec.kind.value] = kinds.get(layer.spec.kind.value, 0) + 1
         hosted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         lines = [f"hosts {hosted}: {self.hosted_fraction:.1%} of {self.parameters / 1e6:,.1f} M parameters"]
@@ -83,14 +82,13 @@ def split(
     host_embeddings: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Split:
-    """Cut `model`. Raises `CannotSplit` if nothing in it can be hosted."""
+    """Split `model`. Raises `CannotSplit` if no layer of it can be hosted."""
     result = Split(parameters=sum(p.numel() for p in model.parameters()))
     modules = _paths_by_module(model)
     chosen = _choose(model, modules, host_head=host_head, host_embeddings=host_embeddings, not_hosted=result.not_hosted)
     if not chosen:
-        raise CannotSplit(
-            f"{type(model).__name__} has no linear, Conv1D or expert layer that could be hosted: {result.not_hosted or 'none found'}"
-        )
+        found = result.not_hosted or "none found"
+        raise CannotSplit(f"{type(model).__name__} has no linear, Conv1D or expert layer that can be hosted: {found}")
     identities: dict[nn.Module, str] = {}
     counted: set[int] = set()
     for done, (module, kind) in enumerate(chosen.items()):
@@ -102,15 +100,15 @@ def split(
                 counted.add(weight.data_ptr())
                 result.hosted_parameters += weight.numel()
         progress(done + 1, len(chosen))
-    result.layers.extend(_blocks(modules, identities))
-    result.layers = _numbered(result.layers, modules)
-    result.layers.extend(_norms(modules, result.layers))
+    result.layers.extend(_host_blocks(modules, identities))
+    result.layers = _assign_handles(result.layers, modules)
+    result.layers.extend(_host_norms(modules, result.layers))
     _collect_client_part(model, chosen, result)
     return result
 
 
-def _numbered(layers: list[HostedLayer], modules: dict[nn.Module, tuple[str, ...]]) -> list[HostedLayer]:
-    """The layers in the order of the model, so that a larger handle is further on in a pass."""
+def _assign_handles(layers: list[HostedLayer], modules: dict[nn.Module, tuple[str, ...]]) -> list[HostedLayer]:
+    """The layers in model order, so that a larger handle runs later in a forward pass."""
     order = {paths[0]: position for position, paths in enumerate(modules.values())}
     layers = sorted(layers, key=lambda layer: order[layer.spec.paths[0]])
     return [replace(layer, spec=replace(layer.spec, handle=handle)) for handle, layer in enumerate(layers)]
@@ -131,41 +129,37 @@ def _choose(
     host_embeddings: bool,
     not_hosted: dict[str, str],
 ) -> dict[nn.Module, LayerKind]:
-    """The modules to host, in the order of the model."""
-    head, embeddings = model.get_output_embeddings(), _embeddings(model)
+    """The modules to host, in model order."""
+    head = model.get_output_embeddings()
     chosen: dict[nn.Module, LayerKind] = {}
     for module, paths in modules.items():
         kind = _kind_of(module)
         if kind is None or (kind is LayerKind.EMBEDDING and not host_embeddings):
             continue
-        reason = _reason_to_keep(model, module, kind, paths)
+        reason = _reason_not_to_host(model, module, kind, paths)
         if reason is None and module is head and not host_head:
             reason = "the head"
-        if reason is None and kind is LayerKind.EMBEDDING and module not in embeddings:
+        if reason is None and kind is LayerKind.EMBEDDING and module is not model.get_input_embeddings():
             reason = "not the model's word embeddings"
         if reason is None:
             chosen[module] = kind
         else:
             not_hosted[paths[0]] = reason
-    # A weight that also serves something that stays behind must stay too.
+    # A weight shared with a module that is not hosted cannot be hosted either.
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(module)
-    stays = True
-    while stays:
-        stays = False
+    changed = True
+    while changed:
+        changed = False
         for module in list(chosen):
             shared = [o for name in _weight_names(module) for o in owners[id(getattr(module, name))] if o not in chosen]
             if shared:
                 not_hosted[modules[module][0]] = f"shares its weight with {modules[shared[0]][0]}"
                 del chosen[module]
-                stays = True
+                changed = True
     return chosen
-
-
-def _embeddings(model: PreTrainedModel) -> set[nn.Module]:
-    return {module for module in model.modules() if isinstance(module, nn.Embedding) and module is model.get_input_embeddings()}
 
 
 def _kind_of(module: nn.Module) -> LayerKind | None:
@@ -186,14 +180,15 @@ _PLAIN_FORWARD = {
 }
 
 
-def _reason_to_keep(model: nn.Module, module: nn.Module, kind: LayerKind, paths: tuple[str, ...]) -> str | None:
+def _reason_not_to_host(model: nn.Module, module: nn.Module, kind: LayerKind, paths: tuple[str, ...]) -> str | None:
     if hasattr(module, "parametrizations") or module._forward_hooks or module._forward_pre_hooks:
         return "changed by hooks or parametrisations"
     if any(not p.is_floating_point() for p in module.parameters(recurse=False)):
         return "not stored as floating point"
     if kind is LayerKind.EXPERTS:
-        return None if _experts_width(module) else "stacked weights with a calling convention of their own"
-    if type(module).forward is not _PLAIN_FORWARD[kind] and not _is_plain_at_heart(module, kind):
+        return None if _experts_width(module) else "stacked weights with another calling convention"
+    # A subclass may override forward and still compute exactly what `nn.Linear` computes.
+    if type(module).forward is not _PLAIN_FORWARD[kind] and not (kind is LayerKind.LINEAR and probe_linear(module)):
         return f"{type(module).__name__} has a forward of its own"
     if kind is LayerKind.EMBEDDING:
         assert isinstance(module, nn.Embedding)
@@ -207,22 +202,17 @@ def _reason_to_keep(model: nn.Module, module: nn.Module, kind: LayerKind, paths:
     return None
 
 
-def _is_plain_at_heart(module: nn.Module, kind: LayerKind) -> bool:
-    """A subclass with a forward of its own that computes just what `nn.Linear` computes."""
-    return kind is LayerKind.LINEAR and probe_linear(module)
-
-
 def _direct_reader(model: nn.Module, path: str) -> str | None:
-    """The class around this layer whose code uses the weight's numbers itself, if any."""
+    """The enclosing class whose code reads the weight's values, if any."""
     parts = path.split(".")
     for depth in range(len(parts) - 1, -1, -1):
-        around = model.get_submodule(".".join(parts[:depth]))
-        own: Any = type(around)
-        if own.__module__.startswith("torch.nn") and not isinstance(around, _CONTAINERS):
-            return str(own.__name__)
+        parent = model.get_submodule(".".join(parts[:depth]))
+        parent_class: Any = type(parent)
+        if parent_class.__module__.startswith("torch.nn") and not isinstance(parent, _CONTAINERS):
+            return str(parent_class.__name__)
         name = next((part for part in reversed(parts[depth:]) if not part.isdigit()), None)
-        if name and _reads_weight(own, name):
-            return str(own.__name__)
+        if name and _reads_weight(parent_class, name):
+            return str(parent_class.__name__)
     return None
 
 
@@ -254,14 +244,14 @@ def _matrix(module: nn.Module) -> Tensor:
 
 
 def _weight_names(module: nn.Module) -> list[str]:
-    """Which parameters of a hosted module live in the executor: all but the bias of a matrix."""
+    """The parameters of a hosted module that the executor holds: all but the bias of a matrix."""
     if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
         return ["weight"]
     return [name for name, _ in module.named_parameters(recurse=False)]
 
 
 def _experts_width(module: nn.Module) -> int:
-    """The row width of an experts module that can be hosted, or 0."""
+    """The row width of an experts module that can be hosted, else 0."""
     stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
     count = stacked[0].shape[0]
     if any(p.shape[0] != count for p in module.parameters(recurse=False)) or list(module.buffers()):
@@ -303,7 +293,7 @@ def _host(module: nn.Module, kind: LayerKind, paths: tuple[str, ...]) -> HostedL
         experts=experts,
     )
     if kind is LayerKind.EXPERTS:
-        return HostedLayer(spec, weights, module=_skeleton(module))
+        return HostedLayer(spec, weights, module=_frozen_copy(module))
     bias = getattr(module, "bias", None)
     return HostedLayer(spec, weights, bias=None if bias is None else bias.detach())
 
@@ -314,30 +304,30 @@ def _identity(kind: str, weights: dict[str, Tensor]) -> str:
         digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
         flat = weight.contiguous().view(-1).view(torch.uint8)
         chunks = torch.split(flat, 8 << 20)
-        with ThreadPoolExecutor(min(8, len(chunks))) as pool:  # several at once: this is most of a large model's start
-            for part in pool.map(_digest, chunks):
-                digest.update(part)
+        with ThreadPoolExecutor(min(8, len(chunks))) as pool:  # parallel: this dominates the start of a large model
+            for chunk_digest in pool.map(_hash_chunk, chunks):
+                digest.update(chunk_digest)
     return digest.hexdigest()
 
 
-def _digest(chunk: Tensor) -> bytes:
+def _hash_chunk(chunk: Tensor) -> bytes:
     return hashlib.sha256(chunk.cpu().numpy().data).digest()
 
 
-def _skeleton(module: nn.Module) -> nn.Module:
-    """A copy of the module in evaluation mode that shares its weights and can never train them."""
+def _frozen_copy(module: nn.Module) -> nn.Module:
+    """A copy of the module in evaluation mode that shares its weights and never trains them."""
     memo: dict[int, object] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     return copy.deepcopy(module, memo).eval()
 
 
-def _blocks(modules: dict[nn.Module, tuple[str, ...]], identities: dict[nn.Module, str]) -> Iterable[HostedLayer]:
-    """Outermost sub-modules of several hosted matrices, nothing else, that treat each row alone."""
-    taken: list[str] = []
+def _host_blocks(modules: dict[nn.Module, tuple[str, ...]], identities: dict[nn.Module, str]) -> Iterable[HostedLayer]:
+    """Outermost row-wise sub-modules that consist of several hosted matrices and nothing else."""
+    hosted_prefixes: list[str] = []
     probed: dict[tuple[object, ...], BlockShape | None] = {}
     for module, paths in modules.items():
-        if any(path.startswith(outer) for path in paths for outer in taken):
+        if any(path.startswith(outer) for path in paths for outer in hosted_prefixes):
             continue
         inner = [m for m in module.modules() if m in identities]
         if len(inner) < 2 or any(_kind_of(m) not in (LayerKind.LINEAR, LayerKind.CONV1D) for m in inner):
@@ -353,7 +343,7 @@ def _blocks(modules: dict[nn.Module, tuple[str, ...]], identities: dict[nn.Modul
         shape = probed[key]
         if shape is None:
             continue
-        taken.extend(f"{path}." for path in paths)
+        hosted_prefixes.extend(f"{path}." for path in paths)
         digest = hashlib.sha256(repr((type(module).__qualname__, _structure(module))).encode())
         for child in inner:
             digest.update(identities[child].encode())
@@ -369,14 +359,14 @@ def _blocks(modules: dict[nn.Module, tuple[str, ...]], identities: dict[nn.Modul
             out_width=shape.out_width,
             train_safe=shape.train_safe,
         )
-        yield HostedLayer(spec, {}, module=_skeleton(module))
+        yield HostedLayer(spec, {}, module=_frozen_copy(module))
 
 
-def _norms(modules: dict[nn.Module, tuple[str, ...]], layers: list[HostedLayer]) -> Iterable[HostedLayer]:
-    """Small modules that treat each row alone and may stand between hosted layers; numbered after these."""
+def _host_norms(modules: dict[nn.Module, tuple[str, ...]], layers: list[HostedLayer]) -> Iterable[HostedLayer]:
+    """Small row-wise modules that may run between hosted layers; their handles follow those of the layers."""
     widths = {layer.spec.in_width for layer in layers}
     dtypes = {weight.dtype for layer in layers for weight in layer.weights.values()}
-    taken = [f"{path}." for layer in layers for path in layer.spec.paths]
+    hosted_prefixes = [f"{path}." for layer in layers for path in layer.spec.paths]
     probed: dict[tuple[object, ...], BlockShape | None] = {}
     handle = len(layers)
     for module, paths in modules.items():
@@ -388,7 +378,7 @@ def _norms(modules: dict[nn.Module, tuple[str, ...]], layers: list[HostedLayer])
             continue
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
             continue
-        if any(path.startswith(outer) for path in paths for outer in taken):
+        if any(path.startswith(outer) for path in paths for outer in hosted_prefixes):
             continue
         structure = _structure(module)
         if structure not in probed:
@@ -402,11 +392,11 @@ def _norms(modules: dict[nn.Module, tuple[str, ...]], layers: list[HostedLayer])
             handle=handle, identity=identity, kind=LayerKind.NORM, paths=paths, in_width=width, out_width=width
         )  # fmt: skip
         handle += 1
-        yield HostedLayer(spec, {}, module=_skeleton(module))
+        yield HostedLayer(spec, {}, module=_frozen_copy(module))
 
 
 def _structure(module: nn.Module) -> tuple[object, ...]:
-    """What decides a module's behaviour besides its weights: types, shapes, plain settings."""
+    """What determines a module's behaviour besides its weights: types, shapes, plain settings."""
     found: list[object] = []
     for path, part in module.named_modules():
         plain = sorted((k, v) for k, v in vars(part).items() if isinstance(v, int | float | str | bool) and k != "layer_idx")
