@@ -1,4 +1,4 @@
-"""Fixtures for everybody: a tiny random model, a cache of its own, and an executor behind every kind of link."""
+"""Shared fixtures: a tiny random model, private folders, and an executor behind every kind of link."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def tiny_config(**changes: Any) -> LlamaConfig:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_folders() -> Iterator[None]:
-    """No test reads or leaves anything in the user's folders."""
+    """No test reads or writes the user's folders."""
     torch.set_num_threads(1)
-    folder = tempfile.mkdtemp(prefix="sy-")  # short: names of sockets are
+    folder = tempfile.mkdtemp(prefix="sy-")  # short: socket paths are limited
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SYMBIOSIS_CACHE", f"{folder}/cache")
         patch.setenv("XDG_RUNTIME_DIR", f"{folder}/run")
@@ -42,7 +42,7 @@ def own_folders() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def real_cache(own_folders: None) -> Iterator[None]:
-    """The user's own cache, where the real default model is kept between runs."""
+    """The user's own cache, which holds the real default model between runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SYMBIOSIS_CACHE")
         yield
@@ -50,17 +50,17 @@ def real_cache(own_folders: None) -> Iterator[None]:
 
 @pytest.fixture(params=["compiled", "plain"])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the kernels for processors, and where they were not compiled."""
+    """With the compiled CPU kernels, and without."""
     if request.param == "plain":
         monkeypatch.setattr(library, "_library", lambda: None)
     elif not library.is_compiled():
-        pytest.skip("no compiler was at hand when the package was installed")
+        pytest.skip("the package was installed without a compiler")
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
 def tiny() -> LlamaForCausalLM:
-    """The plain model that everything is compared with. Never train it."""
+    """The plain model of all comparisons. Never train it."""
     torch.manual_seed(0)
     return LlamaForCausalLM(tiny_config()).eval().requires_grad_(False)
 
@@ -72,7 +72,7 @@ def ids() -> torch.Tensor:
 
 @dataclass
 class Served:
-    """An executor and the ways in over one kind of link."""
+    """An executor that serves over one kind of link."""
 
     kind: str
     executor: symbiosis.Executor
@@ -87,7 +87,7 @@ class Served:
         return model
 
     def raw(self, name: str = "ann", grace_s: float = 20.0) -> Link:
-        """A bare link, for messages that no client would send."""
+        """A bare link, for messages that no client sends."""
         hello = {"name": name}
         link: Link
         if isinstance(self.address, symbiosis.Executor):
@@ -133,5 +133,5 @@ def serve(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 
 @pytest.fixture(params=["inproc", "shm", "tcp", "tcp-token"])
 def link(request: pytest.FixtureRequest, serve: Serve) -> Served:
-    """An executor with the tiny model behind each kind of link in turn."""
+    """An executor with the tiny model behind each kind of link."""
     return serve(request.param)

@@ -1,7 +1,7 @@
-"""A plugin that finds tests, and code, that hold only while every thread is quick: `make delays`.
+"""A plugin that finds race conditions in tests and code: `make delays`.
 
-In each test a few functions of the product, others in every test and for every seed, take a little longer where they begin or
-return, on all threads but the test's own. What fails fails again with the same seed: `make delays SEED=7 ARGS=tests/links`.
+In each test a few functions of the package sleep where they begin or return, on all threads but the test's own. The seed and
+the test choose the functions. A failure repeats with the same seed: `make delays SEED=7 ARGS=tests/transport`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 
 import symbiosis
 
-SHARE = 0.04  # of all places where functions begin or return
-SECONDS, TIMES = 0.04, 6  # each, in one test
+DELAYED_FRACTION = 0.04  # of all places where functions begin or return
+DELAY_S, MAX_DELAYS = 0.04, 6  # of each place, in one test
 _SOURCE = os.path.dirname(symbiosis.__file__) + os.sep
 
 
@@ -26,38 +26,38 @@ class Delays:
     def __init__(self, seed: str) -> None:
         self._seed, self._test = seed, ""
         self._left: dict[tuple[CodeType, str], int] = {}
-        """How many times a place will still be late in this test."""
+        """Delays of a place that are left in this test."""
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self._test, self._left = item.nodeid, {}
 
-    def begins(self, frame: FrameType, event: str, arg: object) -> Any:
-        """Whatever begins on a thread is traced by this."""
+    def trace_call(self, frame: FrameType, event: str, arg: object) -> Any:
+        """The trace function of new threads."""
         if not frame.f_code.co_filename.startswith(_SOURCE):
             return None
         frame.f_trace_lines = False
         self._delay(frame.f_code, event)
-        return self._returns
+        return self._trace_return
 
-    def _returns(self, frame: FrameType, event: str, arg: object) -> Any:
+    def _trace_return(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "return":
             self._delay(frame.f_code, event)
-        return self._returns
+        return self._trace_return
 
     def _delay(self, code: CodeType, event: str) -> None:
         left = self._left.get((code, event))
         if left is None:
-            left = TIMES if self._is_chosen(code, event) else 0
+            left = MAX_DELAYS if self._is_chosen(code, event) else 0
         self._left[code, event] = max(0, left - 1)
         if left:
-            time.sleep(SECONDS)
+            time.sleep(DELAY_S)
 
     def _is_chosen(self, code: CodeType, event: str) -> bool:
         place = f"{self._seed}|{self._test}|{code.co_filename.removeprefix(_SOURCE)}|{code.co_qualname}|{event}"
-        return zlib.crc32(place.encode()) < SHARE * 2**32
+        return zlib.crc32(place.encode()) < DELAYED_FRACTION * 2**32
 
 
 def pytest_configure(config: pytest.Config) -> None:
     delays = Delays(os.environ.get("SYMBIOSIS_DELAYS_SEED", "1"))
     config.pluginmanager.register(delays)
-    threading.settrace(delays.begins)
+    threading.settrace(delays.trace_call)

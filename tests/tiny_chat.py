@@ -1,4 +1,4 @@
-"""A tiny random model with a tokenizer that chats, as a folder: what the command line is tested with."""
+"""A tiny random chat model with a tokenizer, as a folder: for tests of the command line."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="?")
-    made.add_special_tokens({"additional_special_tokens": _SPECIAL[2:]})
-    made.chat_template = template
-    return made
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="?")
+    fast.add_special_tokens({"additional_special_tokens": _SPECIAL[2:]})
+    fast.chat_template = template
+    return fast
 
 
 def make_tiny_chat(folder: Path) -> Path:
     torch.manual_seed(0)
-    # large weights: with transformers' small ones no adapter could make this model sure of anything
+    # large weights: with transformers' small ones no adapter could change the most likely token
     config = tiny_config(eos_token_id=1, pad_token_id=0, max_position_embeddings=256, initializer_range=0.1)
     LlamaForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""How much work something is, on any machine: the lines of Python that it runs."""
+"""A machine-independent measure of work: the lines of Python that run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lines_run(do: Callable[[], object]) -> int:
-    """By this thread, in whatever `do` calls; what is written in C counts as the line that called it."""
+    """The lines that `do` runs on this thread, its callees included; a C function counts as the line that calls it."""
     lines = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:

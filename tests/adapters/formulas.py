@@ -1,4 +1,4 @@
-"""What the parts of an adapter mean, in plain torch on a plain model."""
+"""The definition of an adapter's parts, in plain torch on a plain model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from symbiosis.adapters.parts import Adapter, Ia3Part, LoraPart, Part, ReplacedP
 
 @torch.no_grad()
 def apply(adapter: Adapter, model: PreTrainedModel) -> PreTrainedModel:
-    """The model with the adapter's parts worked into its weights, and hooks for IA3."""
+    """The model with the adapter's parts merged into its weights, and hooks for IA3."""
     for path, parts in adapter.parts.items():
         for part in parts:
             _apply(part, model.get_submodule(path))
@@ -33,16 +33,16 @@ def _apply(part: Part, module: nn.Module) -> None:
     elif isinstance(part, Ia3Part):
         module.register_forward_hook(lambda _, __, output: output * part.vector)
     else:
-        _low_rank(part, module)
+        _apply_lora(part, module)
 
 
-def _low_rank(part: LoraPart, module: nn.Module) -> None:
-    turned = not isinstance(module, nn.Linear)  # Conv1D and embeddings store [in, out]
-    weight_OI = module.weight.T if turned else module.weight
+def _apply_lora(part: LoraPart, module: nn.Module) -> None:
+    transposed = not isinstance(module, nn.Linear)  # Conv1D and embeddings store [in, out]
+    weight_OI = module.weight.T if transposed else module.weight
     sum_OI = weight_OI + part.scale * part.b_OR.to(weight_OI.dtype) @ part.a_RI.to(weight_OI.dtype)
     if part.magnitude_O is not None:
         sum_OI = sum_OI * (part.magnitude_O / sum_OI.norm(dim=1))[:, None]
-    module.weight = nn.Parameter((sum_OI.T if turned else sum_OI).contiguous())
+    module.weight = nn.Parameter((sum_OI.T if transposed else sum_OI).contiguous())
     if part.bias_O is not None:
         bias = part.scale * part.bias_O.to(weight_OI.dtype)
         module.bias = nn.Parameter(bias if module.bias is None else module.bias + bias)
@@ -50,7 +50,7 @@ def _low_rank(part: LoraPart, module: nn.Module) -> None:
 
 @torch.no_grad()
 def logits(adapter: Adapter, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """The logits of the adapted model; of a prompt only those of the real tokens."""
+    """The logits of the adapted model, without those of virtual tokens."""
     model = apply(adapter, model)
     ids = batch["input_ids"]
     rows = ids.shape[0]

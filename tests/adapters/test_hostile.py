@@ -1,4 +1,4 @@
-"""Whatever is in the folder: a clear error that names the file and the field, or a sound adapter. Nothing else."""
+"""Any folder gives a sound adapter, or a clear error that names the file and the field."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     return {name: root / name for name in kinds}
 
 
-def copied(source: Path, target: Path) -> Path:
+def copy_adapter(source: Path, target: Path) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG, TENSORS):
         (target / name).write_bytes((source / name).read_bytes())
@@ -207,7 +207,7 @@ BAD: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "a header with a name twice": ("lora", lambda f: write_file(f, b'{"a": {}, "a": {}}', b""), (TENSORS, "'a'", "twice")),
     "no tensors in the file": ("lora", lambda f: write_file(f, {}, b""), (TENSORS, "no tensors")),
     "a cut file": ("lora", header(lambda h: None, lambda data: data[:-1]), (TENSORS, "complete")),
-    "bytes nobody announced": ("lora", header(lambda h: None, lambda data: data + b"\0"), (TENSORS, "complete")),
+    "undeclared bytes": ("lora", header(lambda h: None, lambda data: data + b"\0"), (TENSORS, "complete")),
     "metadata that are no texts": ("lora", header(lambda h: h.update(__metadata__={"a": 1})), (TENSORS, "metadata")),
     "an entry without a shape": ("lora", header(lambda h: h[f"{Q}.lora_A.weight"].pop("shape")), (TENSORS, "shape")),
     "an entry with more": ("lora", header(entry(strides=[1])), (TENSORS, "described")),
@@ -274,7 +274,7 @@ UNSUPPORTED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def refuse(kind: type[SymbiosisError], folder: Path, facts: ModelFacts, words: tuple[str, ...]) -> None:
+def assert_rejected(kind: type[SymbiosisError], folder: Path, facts: ModelFacts, words: tuple[str, ...]) -> None:
     with pytest.raises(kind) as caught:
         read_adapter(folder, facts)
     message = str(caught.value)
@@ -286,58 +286,58 @@ def refuse(kind: type[SymbiosisError], folder: Path, facts: ModelFacts, words: t
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_adapter_is_refused_by_name(case, saved, facts, tmp_path):
+def test_a_bad_adapter_is_rejected_with_the_reason(case, saved, facts, tmp_path):
     kind, change, words = BAD[case]
-    folder = copied(saved[kind], tmp_path / "adapter")
+    folder = copy_adapter(saved[kind], tmp_path / "adapter")
     change(folder)
-    refuse(BadAdapter, folder, facts, words)
+    assert_rejected(BadAdapter, folder, facts, words)
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
-def test_what_cannot_be_served_is_refused_with_the_reason(case, saved, facts, tmp_path):
+def test_an_unsupported_adapter_is_rejected_with_the_reason(case, saved, facts, tmp_path):
     kind, change, words = UNSUPPORTED[case]
-    folder = copied(saved[kind], tmp_path / "adapter")
+    folder = copy_adapter(saved[kind], tmp_path / "adapter")
     change(folder)
-    refuse(UnsupportedAdapter, folder, facts, words)
+    assert_rejected(UnsupportedAdapter, folder, facts, words)
 
 
-def test_a_folder_that_is_not_there_is_refused(facts, tmp_path):
-    refuse(BadAdapter, tmp_path / "nowhere", facts, ("'nowhere'",))
+def test_a_missing_folder_is_rejected(facts, tmp_path):
+    assert_rejected(BadAdapter, tmp_path / "nowhere", facts, ("'nowhere'",))
 
 
-def test_stacked_experts_are_refused(tmp_path):
+def test_stacked_experts_are_rejected(tmp_path):
     save("mixtral", LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"]), tmp_path / "a")
-    refuse(UnsupportedAdapter, tmp_path / "a", ModelFacts.from_model(base("mixtral")), (CONFIG, "target_parameters"))
+    assert_rejected(UnsupportedAdapter, tmp_path / "a", ModelFacts.from_model(base("mixtral")), (CONFIG, "target_parameters"))
     save("mixtral", LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["experts"]), tmp_path / "b")
-    refuse(UnsupportedAdapter, tmp_path / "b", ModelFacts.from_model(base("mixtral")), ())
+    assert_rejected(UnsupportedAdapter, tmp_path / "b", ModelFacts.from_model(base("mixtral")), ())
 
 
 def test_bias_of_all_layers_needs_their_tensors(saved, tmp_path):
     model = ModelFacts.from_model(base("qwen2"))  # the same shapes, and biases
-    folder = copied(saved["lora"], tmp_path / "adapter")
+    folder = copy_adapter(saved["lora"], tmp_path / "adapter")
     assert read_adapter(folder, model).parts
     set_config(folder, bias="all")
-    refuse(BadAdapter, folder, model, (TENSORS, "bias='all'"))
+    assert_rejected(BadAdapter, folder, model, (TENSORS, "bias='all'"))
 
 
-def test_a_prompt_is_refused_where_nothing_is_generated(saved):
-    refuse(UnsupportedAdapter, saved["prompt"], ModelFacts.from_model(base("bart")), (CONFIG, "PROMPT_TUNING"))
-    refuse(UnsupportedAdapter, saved["prefix"], ModelFacts.from_model(base("deepseek_v3")), (CONFIG, "PREFIX_TUNING"))
+def test_a_prompt_is_rejected_for_a_model_that_does_not_generate(saved):
+    assert_rejected(UnsupportedAdapter, saved["prompt"], ModelFacts.from_model(base("bart")), (CONFIG, "PROMPT_TUNING"))
+    assert_rejected(UnsupportedAdapter, saved["prefix"], ModelFacts.from_model(base("deepseek_v3")), (CONFIG, "PREFIX_TUNING"))
 
 
-def test_an_adapter_of_another_model_is_refused(saved):
-    refuse(UnsupportedAdapter, saved["lora"], ModelFacts.from_model(base("gpt2")), (TENSORS, "another model"))
+def test_an_adapter_of_another_model_is_rejected(saved):
+    assert_rejected(UnsupportedAdapter, saved["lora"], ModelFacts.from_model(base("gpt2")), (TENSORS, "another model"))
 
 
-def test_caps_are_the_owners(saved, facts):
+def test_limits_are_configurable(saved, facts):
     with pytest.raises(BadAdapter, match="from 1 to 2"):
         read_adapter(saved["lora"], facts, FileLimits(max_rank=2))
     with pytest.raises(BadAdapter, match="more than the 1000 allowed"):
         read_adapter(saved["lora"], facts, FileLimits(max_bytes=1000))
 
 
-def test_settings_that_are_off_or_only_matter_in_training_change_nothing(saved, facts, tmp_path):
-    folder = copied(saved["lora"], tmp_path / "adapter")
+def test_settings_that_are_off_or_only_for_training_have_no_effect(saved, facts, tmp_path):
+    folder = copy_adapter(saved["lora"], tmp_path / "adapter")
     plain = read_adapter(folder, facts)
     set_config(
         folder, lora_dropout=0.3, fan_in_fan_out=True, megatron_core="evil.module", eva_config={"rho": 2.0}, inference_mode=False,
@@ -348,9 +348,9 @@ def test_settings_that_are_off_or_only_matter_in_training_change_nothing(saved, 
 
 
 @pytest.mark.parametrize("kind", ["lora", "ia3", "prefix", "prompt"])
-def test_every_field_of_peft_is_served_harmless_or_refused(kind, saved, facts, tmp_path):
+def test_every_field_of_peft_is_served_harmless_or_rejected(kind, saved, facts, tmp_path):
     for field in config_of(saved[kind]):
-        folder = copied(saved[kind], tmp_path / field)
+        folder = copy_adapter(saved[kind], tmp_path / field)
         set_config(folder, **{field: [{"surprise": 1}]})
         try:
             read_adapter(folder, facts)
@@ -359,7 +359,7 @@ def test_every_field_of_peft_is_served_harmless_or_refused(kind, saved, facts, t
             assert "not a setting known here" not in str(error)  # noqa: PT017
 
 
-def test_the_codes_cross_the_wire():
+def test_the_error_codes_map_to_their_classes():
     assert type(from_code("bad_adapter", "")) is BadAdapter
     assert type(from_code("unsupported_adapter", "")) is UnsupportedAdapter
 
@@ -375,8 +375,8 @@ KEYS = sorted(
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def quiet(folder: Path, facts: ModelFacts) -> None:
-    """Read it: an adapter or one of the two errors."""
+def read_or_reject(folder: Path, facts: ModelFacts) -> None:
+    """Read the folder: an adapter or one of the two errors."""
     began = time.monotonic()
     message = CONFIG
     try:
@@ -390,31 +390,31 @@ def quiet(folder: Path, facts: ModelFacts) -> None:
 @FUZZ
 @given(st.sampled_from(["lora", "tokens", "ia3", "prefix"]), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3))
 def test_any_config_gives_an_adapter_or_a_clear_error(saved, facts, tmp_path, kind, changes):
-    folder = copied(saved[kind], tmp_path / "adapter")
+    folder = copy_adapter(saved[kind], tmp_path / "adapter")
     (folder / CONFIG).write_text(json.dumps(config_of(folder) | changes))
-    quiet(folder, facts)
+    read_or_reject(folder, facts)
 
 
 @FUZZ
 @given(st.data())
 def test_any_bytes_give_an_adapter_or_a_clear_error(saved, facts, tmp_path, data):
-    folder = copied(saved[data.draw(st.sampled_from(["lora", "prompt"]))], tmp_path / "adapter")
+    folder = copy_adapter(saved[data.draw(st.sampled_from(["lora", "prompt"]))], tmp_path / "adapter")
     file = folder / data.draw(st.sampled_from([CONFIG, TENSORS]))
     raw = bytearray(file.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, min(len(raw), 900) - 1))
         raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
     file.write_bytes(raw)
-    quiet(folder, facts)
+    read_or_reject(folder, facts)
 
 
 @FUZZ
 @given(st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "more"]), JSON, min_size=1), st.text(max_size=30))
 def test_any_header_gives_an_adapter_or_a_clear_error(saved, facts, tmp_path, changes, name):
-    folder = copied(saved["lora"], tmp_path / "adapter")
+    folder = copy_adapter(saved["lora"], tmp_path / "adapter")
     found, rest = split_file(folder)
     found[f"{Q}.lora_A.weight"] |= changes
     if len(name) % 2:
         found[name] = found.pop(f"{Q}.lora_A.weight")
     write_file(folder, found, rest)
-    quiet(folder, facts)
+    read_or_reject(folder, facts)

@@ -1,4 +1,4 @@
-"""What is read from a folder, worked into a plain model, computes what PEFT computes with that folder."""
+"""An adapter read from a folder and merged into a plain model computes what PEFT computes with that folder."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter
 from tests.adapters.formulas import logits
 from tests.adapters.wild import NAMES, base, config_of, drop_config, save, served_by_peft, set_config
+from tests.lora import lora_config
 from tests.parity.architectures import ARCHITECTURES, MORE
 
 
-def lora(targets: object = ("q_proj", "v_proj"), **settings: object) -> LoraConfig:
-    targets = list(targets) if isinstance(targets, tuple) else targets
-    return LoraConfig(**{"task_type": "CAUSAL_LM", "init_lora_weights": False, "r": 4, **settings}, target_modules=targets)
+def lora(targets: tuple[str, ...] | str = ("q_proj", "v_proj"), **settings: object) -> LoraConfig:
+    return lora_config(targets, task_type="CAUSAL_LM", **settings)
 
 
 def ia3(targets: tuple[str, ...], feedforward: object) -> IA3Config:
@@ -62,14 +62,14 @@ def same_as_peft(name: str, folder: Path) -> Adapter:
     with torch.no_grad():
         expected = served_by_peft(name, folder).double()(**batch).logits[:, -batch["input_ids"].shape[1] :]
         plain = base(name).double()(**batch).logits
-    assert (expected - plain).abs().max() > 1e-3, "the adapter changes nothing, so the comparison would show nothing"
+    assert (expected - plain).abs().max() > 1e-3, "the adapter has no effect, so the comparison proves nothing"
     torch.testing.assert_close(logits(adapter, base(name).double(), batch), expected, atol=1e-5, rtol=1e-5)
     return adapter
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE], ids=lambda a: a.name)
-def test_lora_of_every_architecture_is_what_peft_computes(architecture, tmp_path):
-    config = LoraConfig(r=4, lora_alpha=16, init_lora_weights=False, target_modules=list(architecture.targets))
+def test_lora_of_every_architecture_computes_what_peft_computes(architecture, tmp_path):
+    config = lora_config(tuple(architecture.targets), lora_alpha=16)
     save(architecture.name, config, tmp_path)
     adapter = same_as_peft(architecture.name, tmp_path)
     assert (adapter.method, adapter.rank) == ("lora", 4)
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, PeftConfig]] = {
     "dora on Conv1D with biases": ("gpt2", lora(("c_attn", "c_fc"), use_dora=True)),
     "dora of an embedding": ("llama", lora(("embed_tokens", "q_proj"), use_dora=True)),
     "lora with a bias": ("llama", lora(lora_bias=True)),
-    "lora with a bias beside the layer's": ("opt", lora(("q_proj",), lora_bias=True)),
+    "lora with a bias in addition to the layer's": ("opt", lora(("q_proj",), lora_bias=True)),
     "all biases trained": ("opt", lora(("q_proj",), bias="all")),
     "biases of adapted layers trained": ("gpt2", lora(("c_attn",), bias="lora_only")),
     "biases trained of a model without": ("llama", lora(bias="all")),
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[str, PeftConfig]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_method_is_what_peft_computes(case, tmp_path):
+def test_a_method_computes_what_peft_computes(case, tmp_path):
     name, config = CASES[case]
     save(name, config, tmp_path)
     adapter = same_as_peft(name, tmp_path)
@@ -153,18 +153,18 @@ SPARSE: dict[str, tuple[str, PeftConfig, tuple[str, ...]]] = {
     "neither, but patterns": ("llama", lora(r=8, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}), ("r", "lora_alpha")),
     "no width": ("llama", prompt(num_virtual_tokens=3), ("token_dim",)),
 }
-"""With what is dropped from the config."""
-LITTLE: dict[str, tuple[str, PeftConfig, tuple[str, ...]]] = {
+"""The last item is dropped from the config."""
+MINIMAL: dict[str, tuple[str, PeftConfig, tuple[str, ...]]] = {
     "lora": ("llama", lora(r=8), ("target_modules",)),
     "ia3": ("llama", ia3(("k_proj", "down_proj"), ["down_proj"]), ("target_modules", "feedforward_modules")),
     "prefix": ("llama", prefix(num_virtual_tokens=3), ("num_virtual_tokens",)),
     "prompt": ("gpt2", prompt(num_virtual_tokens=3), ("num_virtual_tokens",)),
 }
-"""With what is kept besides the method and the task."""
+"""The last item stays in the config, with the method and the task."""
 
 
 @pytest.mark.parametrize("case", SPARSE)
-def test_keys_that_are_absent_have_the_defaults_of_peft(case, tmp_path):
+def test_absent_keys_have_the_defaults_of_peft(case, tmp_path):
     name, config, dropped = SPARSE[case]
     save(name, config, tmp_path)
     whole = read_adapter(tmp_path, ModelFacts.from_model(base(name)))
@@ -172,23 +172,23 @@ def test_keys_that_are_absent_have_the_defaults_of_peft(case, tmp_path):
     assert same_as_peft(name, tmp_path).hash == whole.hash
 
 
-@pytest.mark.parametrize("case", LITTLE)
-def test_a_config_of_little_more_than_its_method_is_read_as_peft_does(case, tmp_path):
-    name, config, kept = LITTLE[case]
+@pytest.mark.parametrize("case", MINIMAL)
+def test_a_minimal_config_is_read_as_by_peft(case, tmp_path):
+    name, config, remaining = MINIMAL[case]
     save(name, config, tmp_path)
     whole = read_adapter(tmp_path, ModelFacts.from_model(base(name)))
-    drop_config(tmp_path, *(config_of(tmp_path).keys() - {"peft_type", "task_type", *kept}))
+    drop_config(tmp_path, *(config_of(tmp_path).keys() - {"peft_type", "task_type", *remaining}))
     assert same_as_peft(name, tmp_path).hash == whole.hash
 
 
-def test_an_absent_rank_is_still_compared_with_the_tensors(tmp_path):
+def test_the_default_rank_is_compared_with_the_tensors(tmp_path):
     save("llama", lora(r=4), tmp_path)
     drop_config(tmp_path, "r")
     with pytest.raises(BadAdapter, match=r"\[4, 32\].*\[8, 32\]"):
         read_adapter(tmp_path, ModelFacts.from_model(base("llama")))
 
 
-def test_parts_say_what_the_method_does(tmp_path):
+def test_parts_describe_the_method(tmp_path):
     save("llama", lora(("q_proj",), use_rslora=True, lora_alpha=6, modules_to_save=["lm_head"]), tmp_path / "lora")
     adapter = read_adapter(tmp_path / "lora", ModelFacts.from_model(base("llama")))
     (part,) = adapter.parts["model.layers.0.self_attn.q_proj"]
@@ -205,7 +205,7 @@ def test_parts_say_what_the_method_does(tmp_path):
     assert (keys.of_input, keys.vector.shape, down.of_input, down.vector.shape) == (False, (16,), True, (64,))
 
 
-def test_the_embedding_peft_stores_beside_its_adapter_is_not_kept_again(tmp_path):
+def test_an_embedding_stored_with_its_adapter_is_not_stored_again(tmp_path):
     save("llama", lora(("embed_tokens",)), tmp_path)
     adapter = read_adapter(tmp_path, ModelFacts.from_model(base("llama")))
     (part,) = adapter.parts["model.embed_tokens"]
@@ -223,7 +223,7 @@ def test_an_embedding_that_is_not_the_models_own_is_served(tmp_path):
     assert [type(part) for part in parts] == [ReplacedPart, LoraPart]
 
 
-def test_the_embedding_stored_beside_tokens_is_served(tmp_path):
+def test_an_embedding_stored_with_trained_tokens_is_served(tmp_path):
     from peft import get_peft_model
 
     model = get_peft_model(base("llama"), lora(trainable_token_indices=[3, 5]))
@@ -234,7 +234,7 @@ def test_the_embedding_stored_beside_tokens_is_served(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "tied_llama"])
-def test_an_embedding_that_is_not_the_models_own_is_what_peft_computes(name, tmp_path):
+def test_an_embedding_that_is_not_the_models_own_computes_what_peft_computes(name, tmp_path):
     save(name, lora(("embed_tokens",)), tmp_path)
     batch = NAMES["llama"].batch()
 
@@ -258,7 +258,7 @@ def test_tied_tokens_are_one_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_dtypes_are_kept(dtype, tmp_path):
+def test_dtypes_are_preserved(dtype, tmp_path):
     from safetensors.torch import load_file, save_file
 
     save("llama", lora(), tmp_path)
@@ -269,20 +269,20 @@ def test_dtypes_are_kept(dtype, tmp_path):
     assert part.a_RI.dtype == dtype
 
 
-def test_equal_content_has_one_hash_whatever_the_folder(tmp_path):
+def test_equal_content_has_one_hash_in_any_folder(tmp_path):
     facts = ModelFacts.from_model(base("llama"))
     for folder in ("one", "two", "other"):
         save("llama", lora(), tmp_path / folder)
-    set_config(tmp_path / "two", base_model_name_or_path="somebody/else", lora_dropout=0.5, peft_version="0.7")
+    set_config(tmp_path / "two", base_model_name_or_path="another/model", lora_dropout=0.5, peft_version="0.7")
     set_config(tmp_path / "other", lora_alpha=9)
     one, two, other = (read_adapter(tmp_path / folder, facts) for folder in ("one", "two", "other"))
     assert one.hash == two.hash
     assert one.hash != other.hash
     assert not one.warnings
-    assert "somebody/else" in two.warnings[0]
+    assert "another/model" in two.warnings[0]
 
 
-def test_a_classifier_named_both_ways_is_noted_not_refused(tmp_path):
+def test_a_classifier_under_both_names_is_a_warning_and_no_error(tmp_path):
     save("llama", lora(modules_to_save=["lm_head", "score"]), tmp_path)
     adapter = read_adapter(tmp_path, ModelFacts.from_model(base("llama")))
     assert any("'score'" in warning for warning in adapter.warnings)

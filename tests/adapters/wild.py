@@ -1,4 +1,4 @@
-"""Adapters as they are in the wild: made by PEFT, changed as training would, saved by PEFT."""
+"""Realistic adapters: created by PEFT, changed as by training, saved by PEFT."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NAMES = {architecture.name: architecture for architecture in [*ARCHITECTURES, *M
 
 
 def base(name: str) -> PreTrainedModel:
-    """The same numbers each time; `tied_llama` is a Llama whose head is its embedding."""
+    """A deterministic model; `tied_llama` is a Llama whose head is its embedding."""
     model = NAMES[name].model() if name != "tied_llama" else _tied_llama()
-    model.set_experts_implementation("eager")  # the grouped one knows no double precision
+    model.set_experts_implementation("eager")  # the grouped one lacks double precision
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(4)  # as transformers starts models, attention is nearly even and would hide much
+                parameter.mul_(4)  # with transformers' initial weights attention is nearly uniform, which would hide errors
     return model
 
 
@@ -37,7 +37,7 @@ def _tied_llama() -> PreTrainedModel:
 
 
 def save(name: str, config: PeftConfig, folder: Path) -> None:
-    """Make an adapter, move everything that would be trained, save it."""
+    """Create an adapter, change all trainable parameters, save it."""
     torch.manual_seed(3)
     model = get_peft_model(base(name), config)
     with torch.no_grad():

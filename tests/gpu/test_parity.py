@@ -1,12 +1,12 @@
-"""The executor on a GPU, tenants on the GPU or the CPU: the results of the plain model, within its own rounding."""
+"""An executor on a GPU, tenants on the GPU or the CPU: the plain model's results, within its own rounding."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig
 
 import symbiosis
+from tests.lora import lora_config
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import LINKS, LISTEN, adapted, assert_same_gradients, gradients, twin
 
@@ -15,24 +15,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 LLAMA = ARCHITECTURES[0]
 
 
-def lora():
-    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-
-
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_tenant_of_a_gpu_executor_gets_the_plain_models_results(link, device):
     plain = LLAMA.model()
     batch = LLAMA.batch()
-    expected = adapted(twin(plain), lora)
+    expected = adapted(twin(plain), lora_config)
     reference = gradients(expected, batch)
     logits = expected(**batch).logits
     with symbiosis.Executor(twin(plain), device="cuda") as executor:
         model = symbiosis.connect(executor if link == "inproc" else executor.listen(LISTEN[link]), device=device)
-        found = adapted(model, lora).to(device)
-        there = {name: tensor.to(device) for name, tensor in batch.items()}
-        torch.testing.assert_close(found(**there).logits.cpu(), logits, atol=1e-4, rtol=1e-4)
-        ours = {name: grad.cpu() for name, grad in gradients(found, there).items()}
+        found = adapted(model, lora_config).to(device)
+        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+        torch.testing.assert_close(found(**on_device).logits.cpu(), logits, atol=1e-4, rtol=1e-4)
+        ours = {name: grad.cpu() for name, grad in gradients(found, on_device).items()}
         assert_same_gradients(reference, ours, relative=1e-3)
         model.symbiosis.close()
 

@@ -1,4 +1,4 @@
-"""Tenants in processes of their own on the executor's GPU: direct, through the channel, and when somebody dies."""
+"""Tenants in their own processes on the executor's GPU: direct mode, the channel, and killed processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 import symbiosis
 from symbiosis.errors import DirectRefused, ExecutorLost
 from tests.conftest import tiny_config
+from tests.lora import with_lora
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -33,8 +33,8 @@ def plain(dtype: torch.dtype = torch.float32) -> Any:
 def serve(pipe: Any, options: dict[str, Any]) -> None:
     with symbiosis.Executor(plain(), device="cuda", **options) as executor:
         pipe.send(executor.listen("shm://"))
-        while (asked := pipe.recv()) != "stop":
-            pipe.send(executor.stats() if asked == "stats" else None)
+        while (command := pipe.recv()) != "stop":
+            pipe.send(executor.stats() if command == "stats" else None)
 
 
 class Server:
@@ -69,14 +69,11 @@ def server() -> Iterator[Callable[..., Server]]:
 
 
 def adapted(model: Any) -> Any:
-    torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)).to(
-        "cuda"
-    )
+    return with_lora(model, ("q_proj", "v_proj", "o_proj")).to("cuda")
 
 
-def again_and_again(call: Callable[[], Any]) -> None:
-    """An error of a call on the GPU shows at a later one."""
+def repeat_call(call: Callable[[], Any]) -> None:
+    """A later call raises the error of a call on the GPU."""
     for _ in range(100):
         call()
         torch.cuda.synchronize()
@@ -91,8 +88,8 @@ def one_step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("mode", ["direct", "executor", "auto"])
 def test_the_results_are_those_of_the_plain_model(server, mode):
     logits, grads = one_step(adapted(plain()))
-    there = server()
-    model = symbiosis.connect(there.address, device="cuda", mode=mode)
+    served = server()
+    model = symbiosis.connect(served.address, device="cuda", mode=mode)
     found = adapted(model)
     for _ in range(2):
         ours, our_grads = one_step(found)
@@ -100,18 +97,18 @@ def test_the_results_are_those_of_the_plain_model(server, mode):
         for name, grad in grads.items():
             torch.testing.assert_close(our_grads[name], grad, atol=1e-4, rtol=1e-3)
         found.zero_grad()
-    assert (there.stats()["calls"] > 0) == (mode == "executor")
+    assert (served.stats()["calls"] > 0) == (mode == "executor")
     model.symbiosis.close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_tenant_on_another_gpu_gets_the_plain_models_results(server):
-    there = server()
-    model = symbiosis.connect(there.address, device="cuda:1")
+    served = server()
+    model = symbiosis.connect(served.address, device="cuda:1")
     expected = plain()(IDS.cuda()).logits
     for _ in range(6):
         torch.testing.assert_close(model(IDS.to("cuda:1")).logits.to("cuda:0"), expected, atol=1e-4, rtol=1e-4)
-    assert there.stats()["calls"] > 0
+    assert served.stats()["calls"] > 0
     model.symbiosis.close()
 
 
@@ -123,21 +120,21 @@ def test_greedy_text_is_that_of_the_plain_model(server, mode):
     model.symbiosis.close()
 
 
-def test_decoding_becomes_graphs_for_everybody_who_comes_also_after_all_have_left(server):
-    there = server()
+def test_decoding_is_captured_as_graphs_for_each_new_tenant(server):
+    served = server()
     expected = plain().generate(IDS[:, :4].cuda(), max_new_tokens=24, do_sample=False)
     graphs = [0]
     for _ in range(3):
-        model = symbiosis.connect(there.address, device="cuda", mode="executor")
+        model = symbiosis.connect(served.address, device="cuda", mode="executor")
         assert torch.equal(model.generate(IDS[:, :4].cuda(), max_new_tokens=24, do_sample=False), expected)
         model.symbiosis.close()
-        graphs.append(there.stats()["graphs"])
+        graphs.append(served.stats()["graphs"])
         assert graphs[-1] > graphs[-2], graphs
 
 
 def test_bigger_calls_grow_the_channel(server):
-    there = server()
-    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+    served = server()
+    model = symbiosis.connect(served.address, device="cuda", mode="executor")
     reference = plain()
     with torch.no_grad():
         for rows in (1, 3000, 20000, 5):
@@ -147,47 +144,47 @@ def test_bigger_calls_grow_the_channel(server):
 
 
 def test_forward_and_backward_share_a_channel(server):
-    there = server()
-    model = symbiosis.connect(there.address, device="cuda", mode="executor")
-    before = there.stats()["sessions"]
+    served = server()
+    model = symbiosis.connect(served.address, device="cuda", mode="executor")
+    before = served.stats()["sessions"]
     one_step(adapted(model))
-    assert there.stats()["sessions"] == before + 1
+    assert served.stats()["sessions"] == before + 1
     model.symbiosis.close()
 
 
-def test_half_a_layer_is_one_call_each_way_and_may_be_looked_at(server):
+def test_half_a_layer_is_one_call_in_each_direction_and_can_be_hooked(server):
     _, expected = one_step(adapted(plain()))
-    there = server()
-    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+    served = server()
+    model = symbiosis.connect(served.address, device="cuda", mode="executor")
     found, seen, layers = adapted(model), list[float](), model.config.num_hidden_layers
 
-    def look(_: Any, __: Any, result: Any) -> None:
+    def read_result(_: Any, __: Any, result: Any) -> None:
         seen.append(result[0].norm().item())
 
-    for expects in (None, 4, 6):  # calls a layer
+    for expects in (None, 4, 6):  # calls per layer
         if expects == 6:
             for layer in model.model.layers:
-                layer.self_attn.register_forward_hook(look)
-        before = there.stats()["calls"]
+                layer.self_attn.register_forward_hook(read_result)
+        before = served.stats()["calls"]
         _, grads = one_step(found)
-        calls = there.stats()["calls"] - before
+        calls = served.stats()["calls"] - before
         for name, grad in expected.items():
             torch.testing.assert_close(grads[name], grad, atol=1e-4, rtol=1e-3)
         found.zero_grad()
-        # q, k and v, and the rest; the first q, k and v have nothing before them to train
+        # q, k and v, and the rest; before the first q, k and v nothing is trained
         assert expects is None or calls == expects * layers - 1
     assert len(seen) == layers
     model.symbiosis.close()
 
 
-def test_threads_share_the_channel_of_their_stream_and_disturb_nobody(server):
-    there = server()
-    model, reference = symbiosis.connect(there.address, device="cuda", mode="executor"), plain()
-    before = there.stats()["sessions"]
+def test_threads_share_the_channel_of_their_stream(server):
+    served = server()
+    model, reference = symbiosis.connect(served.address, device="cuda", mode="executor"), plain()
+    before = served.stats()["sessions"]
     inputs = [(torch.arange(8 * (number + 1), device="cuda")[None, :] + number) % 128 for number in range(6)]
     torch.cuda.synchronize()
 
-    def ask(number: int) -> list[torch.Tensor]:
+    def run_model(number: int) -> list[torch.Tensor]:
         # two threads to each of three streams
         stream = torch.cuda.default_stream() if number < 2 else streams[number % 2]
         with torch.no_grad(), torch.cuda.stream(stream):
@@ -197,19 +194,19 @@ def test_threads_share_the_channel_of_their_stream_and_disturb_nobody(server):
 
     streams = [torch.cuda.Stream() for _ in range(2)]
     with ThreadPoolExecutor(len(inputs)) as threads:
-        answers = list(threads.map(ask, range(len(inputs))))
-    for ids, found in zip(inputs, answers, strict=True):
+        results = list(threads.map(run_model, range(len(inputs))))
+    for ids, found in zip(inputs, results, strict=True):
         expected = reference(ids).logits
         for each in found:
             torch.testing.assert_close(each, expected, atol=1e-4, rtol=1e-4)
-    assert there.stats()["sessions"] == before + 3
+    assert served.stats()["sessions"] == before + 3
     model.symbiosis.close()
 
 
-def test_the_client_part_is_mapped_and_becomes_the_tenants_own_when_trained(server):
-    there = server()
-    model = symbiosis.connect(there.address, device="cuda", mode="executor")
-    other = symbiosis.connect(there.address, device="cuda", mode="direct")
+def test_the_client_part_is_mapped_and_copied_when_trained(server):
+    served = server()
+    model = symbiosis.connect(served.address, device="cuda", mode="executor")
+    other = symbiosis.connect(served.address, device="cuda", mode="direct")
     head, before = model.lm_head.weight, other.lm_head.weight.clone()
     assert head.shared
     assert not head.requires_grad
@@ -224,66 +221,66 @@ def test_the_client_part_is_mapped_and_becomes_the_tenants_own_when_trained(serv
     other.symbiosis.close()
 
 
-def test_a_provider_that_allows_no_direct_mode_is_obeyed(server):
-    there = server(direct=False)
+def test_direct_mode_can_be_disabled_by_the_provider(server):
+    served = server(direct=False)
     with pytest.raises(DirectRefused):
-        symbiosis.connect(there.address, device="cuda", mode="direct")
-    model = symbiosis.connect(there.address, device="cuda")
+        symbiosis.connect(served.address, device="cuda", mode="direct")
+    model = symbiosis.connect(served.address, device="cuda")
     assert not hasattr(model.lm_head.weight, "shared") or not model.lm_head.weight.shared
     torch.testing.assert_close(model(IDS.cuda()).logits, plain()(IDS.cuda()).logits, atol=1e-4, rtol=1e-4)
-    assert there.stats()["calls"] > 0
+    assert served.stats()["calls"] > 0
     model.symbiosis.close()
 
 
-def test_an_executor_that_dies_is_an_error_and_no_hang(server):
-    there = server()
-    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+def test_a_dead_executor_is_an_error_and_no_hang(server):
+    served = server()
+    model = symbiosis.connect(served.address, device="cuda", mode="executor")
     with torch.no_grad():
         model(IDS.cuda())
         torch.cuda.synchronize()
-        os.kill(there.process.pid, signal.SIGKILL)
+        os.kill(served.process.pid, signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises((ExecutorLost, RuntimeError)):
-            again_and_again(lambda: model(IDS.cuda()))
+            repeat_call(lambda: model(IDS.cuda()))
     assert time.monotonic() - started < 20
 
 
-def doomed(address: str) -> None:
+def call_for_ever(address: str) -> None:
     model = symbiosis.connect(address, device="cuda", mode="executor")
     with torch.no_grad():
         while True:
             model(IDS.cuda())
 
 
-def test_a_tenant_killed_in_mid_call_leaves_the_others_alone(server):
-    there = server()
-    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+def test_a_tenant_killed_in_mid_call_does_not_affect_others(server):
+    served = server()
+    model = symbiosis.connect(served.address, device="cuda", mode="executor")
     expected = model(IDS.cuda()).logits.detach()
     for _ in range(3):
-        eve = mp.get_context("spawn").Process(target=doomed, args=(there.address,))
-        eve.start()
-        calls = there.stats()["calls"]
-        while there.stats()["calls"] < calls + 50:
+        victim = mp.get_context("spawn").Process(target=call_for_ever, args=(served.address,))
+        victim.start()
+        calls = served.stats()["calls"]
+        while served.stats()["calls"] < calls + 50:
             time.sleep(0.1)
-        os.kill(eve.pid, signal.SIGKILL)
-        eve.join()
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join()
         for _ in range(20):
             torch.testing.assert_close(model(IDS.cuda()).logits.detach(), expected, atol=1e-4, rtol=1e-4)
     model.symbiosis.close()
 
 
-def test_a_call_that_makes_no_sense_is_refused_and_the_channel_goes_on(server):
+def test_an_invalid_call_is_rejected_and_the_channel_still_works(server):
     from symbiosis.errors import SymbiosisError
     from symbiosis.types import Direction
 
-    there = server()
-    model = symbiosis.connect(there.address, device="cuda", mode="executor")
+    served = server()
+    model = symbiosis.connect(served.address, device="cuda", mode="executor")
     session = model.symbiosis
     layer = session.manifest.layers[0]
     rows = torch.randn(3, layer.in_width, device="cuda")
     good = session.call((layer,), Direction.FORWARD, (rows,), training=False)[0]
     narrow = rows[:, :-1].contiguous()
     with pytest.raises(SymbiosisError, match="width"):
-        again_and_again(lambda: session.call((layer,), Direction.FORWARD, (narrow,), training=False))
+        repeat_call(lambda: session.call((layer,), Direction.FORWARD, (narrow,), training=False))
     assert torch.equal(session.call((layer,), Direction.FORWARD, (rows,), training=False)[0], good)
     model.symbiosis.close()
