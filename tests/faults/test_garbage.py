@@ -18,6 +18,7 @@ from symbiosis.transport.messages import PROTOCOL, Kind, Message, encode
 from symbiosis.transport.tcp import TcpLink
 from symbiosis.transport.zmq_client import ZmqLink
 from tests.conftest import Serve, Served
+from tests.policies import NeverPolicy
 from tests.transport.raw_peers import VALID_FRAMES, RawPeer, exchange, mutate_frame, receive_message, send_without_end
 
 
@@ -195,15 +196,7 @@ def test_a_tenant_that_never_reads_is_cut_off_without_effect_on_others(served: S
 
 
 def test_a_second_call_before_the_reply_is_rejected(served: Served, dealer):
-    class Never:
-        name = "never"
-
-        def decide(self, pending, heard, costs, now):
-            from symbiosis.split.executor.policies import Decision
-
-            return Decision()
-
-    served.executor._service.policy, real = Never(), served.executor._service.policy
+    served.executor.use_policy(NeverPolicy())
     assert exchange(dealer, Message(Kind.HELLO, 1)).kind is Kind.WELCOME
     call = Message(Kind.CALL, 2, (0,), tensors=(torch.ones(1, 64),))
     dealer.send(encode(call))
@@ -211,7 +204,7 @@ def test_a_second_call_before_the_reply_is_rejected(served: Served, dealer):
     call.request = 3
     assert exchange(dealer, call).body["code"] == "too_many_calls"
     assert exchange(dealer, Message(Kind.PING, 2)).body["known"] is True
-    served.executor._service.policy = real
+    served.executor.use_policy("opportunistic")
     replies = [exchange(dealer, Message(Kind.PING, 2)), receive_message(dealer)]
     assert sorted(reply.kind for reply in replies) == [Kind.PING, Kind.REPLY]
     assert not dealer.poll(100)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from symbiosis.errors import BadMessage
+from symbiosis.split.executor.policies import NoBatching
 from symbiosis.transport.messages import Kind, Message
 from symbiosis.transport.shared_memory import SharedMemory, open_shared
 from symbiosis.transport.shm import runtime_folder
@@ -112,19 +113,15 @@ def test_writes_during_a_call_change_only_the_writers_own_reply(serve: Serve):
     fd = os.open(arena["path"], os.O_RDWR)
     arena_bytes = mmap.mmap(fd, arena["bytes"])
     os.close(fd)
-    service = served.executor._service
-    real = service.policy
 
-    class OverwritingPolicy:
-        name = "overwriting"
-
-        def decide(self, pending, heard, costs, now):
+    class OverwritingPolicy(NoBatching):
+        def decide(self, *arguments):
             arena_bytes[: 1 << 16] = os.urandom(1 << 16)
-            return real.decide(pending, heard, costs, now)
+            return super().decide(*arguments)
 
     rows = torch.randn(6, 64)
     expected = ann.request(Message(Kind.CALL, layers=(0,), tensors=(rows,))).tensors[0]
-    service.policy = OverwritingPolicy()
+    served.executor.use_policy(OverwritingPolicy())
     eve.request(Message(Kind.CALL, layers=(0,), tensors=(torch.ones(6, 64),)))
     assert torch.equal(ann.request(Message(Kind.CALL, layers=(0,), tensors=(rows,))).tensors[0], expected)
 

@@ -38,16 +38,9 @@ _ROLES = {
     PeftMethod.LORA: tuple(role for role in Role if role is not Role.SCALING),
     PeftMethod.IA3: (Role.SCALING, *_COMMON_ROLES),
 }
-_PEFT_NAMES = {
-    "lora_A",
-    "lora_B",
-    "lora_embedding_A",
-    "lora_embedding_B",
-    "ia3_l",
-    "base_layer",
-    "token_adapter",
-    "original_module",
-}
+_WRAPPERS = {
+    "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "ia3_l", "base_layer", "token_adapter", "original_module",
+}  # fmt: skip
 """Names of PEFT's wrappers, which no path of a plain model contains."""
 _PREFIX = {PeftMethod.LORA: "base_model.model.", PeftMethod.IA3: "base_model.model."}
 
@@ -73,7 +66,7 @@ class AdapterTensors:
                 raise UnsupportedAdapter(
                     f"{TENSORS} has {name}: replacing {parameter} of a {describe_module(model.modules[parent])} is not served"
                 )
-            if role is None or not name.startswith(prefix) or _PEFT_NAMES & set(name.removesuffix(role).split(".")):
+            if role is None or not name.startswith(prefix) or _WRAPPERS & set(name.removesuffix(role).split(".")):
                 raise BadAdapter(
                     f"{TENSORS} has {quote(name)}, which is no tensor of {method.value}: expected names such as "
                     f"{prefix}PATH.{roles[0]}"

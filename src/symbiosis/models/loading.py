@@ -9,7 +9,7 @@ import zipfile
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import transformers
@@ -20,6 +20,7 @@ from symbiosis.errors import UnknownModel
 from symbiosis.models.default_model import NAME as DEFAULT_NAME
 from symbiosis.models.default_model import default_model_folder
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModelSource: TypeAlias = PreTrainedModel | str | PathLike[str] | None
 
 
@@ -75,7 +76,7 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+def frozen_copy(model: ModuleT) -> ModuleT:
     """A copy of the modules and parameters that shares the memory. Its parameters never require gradients."""
     parameters = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, {**parameters, **{id(buffer): buffer for buffer in model.buffers()}})

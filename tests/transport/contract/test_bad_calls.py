@@ -11,6 +11,7 @@ from symbiosis.errors import BadCall, TooLarge, UnknownLayer
 from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import Direction
 from tests.conftest import Serve, Served
+from tests.policies import PairPolicy
 
 BACK = Direction.BACKWARD
 X = torch.zeros(3, 64)
@@ -111,20 +112,9 @@ def test_denormal_numbers_count_as_zero(link: Served, direction: Direction):
     assert not reply.tensors[0].any()
 
 
-class PairPolicy:
-    """Waits for two calls, then runs them as one batch."""
-
-    name = "pair"
-
-    def decide(self, pending, heard, costs, now):
-        from symbiosis.split.executor.policies import Decision
-
-        return Decision(batch=tuple(pending)) if len(pending) == 2 else Decision()
-
-
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
 def test_poisoned_rows_do_not_change_other_rows_of_the_batch(link: Served, poison: float):
-    link.executor._service.policy = PairPolicy()
+    link.executor.use_policy(PairPolicy())
     ann, eve = link.raw("ann"), link.raw("bob")
     rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(5))
 

@@ -18,6 +18,7 @@ from symbiosis.transport.zmq_client import Connection
 from symbiosis.types import Direction
 from tests.conftest import Serve, Served, tiny_config
 from tests.lora import with_lora
+from tests.policies import NeverPolicy
 
 KINDS = ["inproc", "shm", "tcp", "tcp-token"]
 
@@ -166,12 +167,10 @@ def test_the_call_after_an_interrupt_gets_the_right_reply(link: Served, tiny, id
 
 
 def test_closing_a_session_unblocks_its_other_threads(link: Served):
-    """With this policy a call waits for ever."""
-    link.executor._service.policy = _Never()
+    policy = NeverPolicy()
+    link.executor.use_policy(policy)
     raw = link.raw()
     failed: list[SymbiosisError] = []
-    arrived = threading.Event()
-    link.executor._service.policy.called = arrived
 
     def wait() -> None:
         try:
@@ -181,30 +180,16 @@ def test_closing_a_session_unblocks_its_other_threads(link: Served):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert arrived.wait(20)
+    assert policy.called.wait(20)
     raw.close()
     thread.join(20)
     assert not thread.is_alive()
     assert isinstance(failed[0], Closed)
 
 
-class _Never:
-    """A policy that runs nothing."""
-
-    name = "never"
-    called: threading.Event | None = None
-
-    def decide(self, pending, heard, costs, now):
-        from symbiosis.split.executor.policies import Decision
-
-        if pending and self.called:
-            self.called.set()
-        return Decision()
-
-
 def test_closing_the_executor_unblocks_its_tenants(link: Served):
-    link.executor._service.policy = policy = _Never()
-    policy.called = threading.Event()
+    policy = NeverPolicy()
+    link.executor.use_policy(policy)
     raw = link.raw(grace_s=0.5)
     failed: list[SymbiosisError] = []
 
