@@ -86,7 +86,7 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b --scale
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 7b --jobs 4
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 7b --jobs 8 --no-plain
-	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_beside 7b --load chat
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_colocation 7b --load chat
 
 plots: $(READY)  ## plots of the results of gpubench, on any machine
 	$(BIN)/python -m benchmarks.plots
@@ -96,7 +96,7 @@ bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 
 	$(BIN)/python -m benchmarks.independence
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.serving
-	$(BIN)/python -m benchmarks.beside_training
+	$(BIN)/python -m benchmarks.colocation
 	$(BIN)/python -m benchmarks.queueing
 
 SEED ?= 1

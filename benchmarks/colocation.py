@@ -1,15 +1,15 @@
-"""What does fine-tuning beside it cost a chat that is served on the same cores?
+"""What does fine-tuning on the same cores cost a chat that is served there?
 
 One process holds the default model: it serves streaming answers over HTTP and
 computes the base layers of a tenant that fine-tunes a LoRA in a process of its
 own (2 × 128 tokens a step). 1 and 8 answers at a time are streamed to another
-process by the openai client, without the tenant and beside it; the tenant
+process by the openai client, without the tenant and next to it; the tenant
 trains without answers too. The cases take turns. A gap is the time between two
 tokens of an answer at its client; the ratios are of all gaps of a case (and
 round by round, in the JSON). A tenant that is not to train is stopped in mid-step.
 
-    python -m benchmarks.beside_training          # about 6 minutes on 2 cores
-    python -m benchmarks.beside_training --tiny   # seconds, for the tests
+    python -m benchmarks.colocation          # about 6 minutes on 2 cores
+    python -m benchmarks.colocation --tiny   # seconds, for the tests
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TINY = Plan(streams=(1, 2), new=6, batch=1, length=8, training_s=1.0, repetition
 
 
 def _case(count: int, trains: bool) -> str:
-    return f"{count} at a time, {'beside training' if trains else 'alone'}"
+    return f"{count} at a time, {'with training' if trains else 'alone'}"
 
 
 def train(address: str, plan: Plan, pipe: Any) -> None:
@@ -90,7 +90,7 @@ def ask(url: str, plan: Plan, pipe: Any) -> None:
 
     def gaps(number: int) -> list[float]:
         prompt = [(7 * number + i) % 100 + 1 for i in range(16)]
-        # with logprobs every token is told when it is there, also one that is no whole text yet
+        # with logprobs every token is sent at once, also one that is not whole text yet
         stream = client.completions.create(
             model=model,
             prompt=prompt,
@@ -119,7 +119,7 @@ def tiny_tokenizer() -> Any:
 
 
 class Stage:
-    """The executor that also serves, and the two processes beside it."""
+    """The executor that also serves, and the two client processes."""
 
     def __init__(self, plan: Plan, executor: Any, asked: Any, tenant: int) -> None:
         self.plan, self.executor, self.asked, self.tenant = plan, executor, asked, tenant
@@ -188,18 +188,18 @@ def run(plan: Plan, folder: Path = FOLDER) -> dict[str, Any]:
             every = [gap for found in gaps[case] for gap in found]
             figures["gaps_s"][case] = {name: share_below(every, q) for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
     for count in plan.streams:
-        alone, beside = _case(count, False), _case(count, True)
+        alone, colocated = _case(count, False), _case(count, True)
         ratios: dict[str, Any] = {
-            name: figures["gaps_s"][beside][name] / figures["gaps_s"][alone][name] for name in ("p50", "p90", "p99")
+            name: figures["gaps_s"][colocated][name] / figures["gaps_s"][alone][name] for name in ("p50", "p90", "p99")
         }
         for name, q in (("p50", 0.5), ("p99", 0.99)):
             ratios[f"{name} by round"] = [
-                share_below(b, q) / share_below(a, q) for a, b in zip(gaps[alone], gaps[beside], strict=True)
+                share_below(b, q) / share_below(a, q) for a, b in zip(gaps[alone], gaps[colocated], strict=True)
             ]
         figures["ratios"][f"{count} at a time"] = ratios
     _show(console, figures)
     figures["runs"] = {"gaps_s": gaps, "training_rows_per_s": rates}
-    name = "beside-training" + ("-tiny" if plan.tiny else "" if plan.share is None else f"-{plan.share:g}")
+    name = "colocation" + ("-tiny" if plan.tiny else "" if plan.share is None else f"-{plan.share:g}")
     save(name, str(__doc__).splitlines()[0], {"share": plan.share, **figures}, folder)
     return figures
 
@@ -209,7 +209,7 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
         console.print(f"{case:30s} gaps", "  ".join(f"{name} {1e3 * gap:6.1f} ms" for name, gap in found.items()))
     for count, ratios in figures["ratios"].items():
         console.print(
-            f"{count:30s} beside / alone  " + "  ".join(f"{name} {ratios[name]:.2f}" for name in ("p50", "p90", "p99")),
+            f"{count:30s} with training / alone  " + "  ".join(f"{name} {ratios[name]:.2f}" for name in ("p50", "p90", "p99")),
             " medians of rounds " + "  ".join(f"{n} {statistics.median(ratios[f'{n} by round']):.2f}" for n in ("p50", "p99")),
         )
     whole = figures["training_rows_per_s"][TRAINING]

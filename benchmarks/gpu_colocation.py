@@ -3,15 +3,15 @@
 One engine and one host of training in one process, over the same weights (random, at the true shape, bf16): answers are
 computed, half of them with LoRA adapters (rank 16 on all projections), and 4 jobs train (rank 8 on q, k, v, o; batch
 2 × 512). In turn: serving alone, training alone, and both, in the ways to share a GPU: "priority" (kernels of serving come
-first, and that is all), "beside:0.5" (while answers are served training has so much of the multiprocessors) and "steered"
+first, and that is all), "part:0.5" (while answers are served training has so much of the multiprocessors) and "steered"
 (as much as makes a token 1.3 times as long, found out by the way: what a server does). Two loads: "full" (16 sequences
 decode without pause) and "chat" (questions of 128 tokens come at random, one in two seconds on average, and are answered
 with 128). Ratios are medians of the ratio within one round of turns.
 
-    python -m benchmarks.gpu_beside 7b                                       # about a minute on one H200
-    python -m benchmarks.gpu_beside 7b --load chat --seconds 12 --rounds 3   # about 2.5 minutes
-    python -m benchmarks.gpu_beside 7b --ways beside:0.5                     # one a run: graphs of two streams are kept
-    python -m benchmarks.gpu_beside tiny --cpu                               # seconds, for the tests
+    python -m benchmarks.gpu_colocation 7b                                       # about a minute on one H200
+    python -m benchmarks.gpu_colocation 7b --load chat --seconds 12 --rounds 3   # about 2.5 minutes
+    python -m benchmarks.gpu_colocation 7b --ways part:0.5                     # one a run: graphs of two streams are kept
+    python -m benchmarks.gpu_colocation tiny --cpu                               # seconds, for the tests
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ def way_of(name: str, device: str) -> Any:
     from symbiosis.device_sharing.gpu_partition import GpuPartition
 
     kind, _, part = name.partition(":")
-    if kind not in ("priority", "beside", "steered") or bool(part) != (kind == "beside"):
-        raise SystemExit(f"{name!r} is no way to share a GPU: expected priority, steered, or a part, as in beside:0.5")
-    share = {"priority": 1.0, "beside": float(part or 0), "steered": None}[kind]
+    if kind not in ("priority", "part", "steered") or bool(part) != (kind == "part"):
+        raise SystemExit(f"{name!r} is no way to share a GPU: expected priority, steered, or a part, as in part:0.5")
+    share = {"priority": 1.0, "part": float(part or 0), "steered": None}[kind]
     return GpuPartition(torch.device(device, 0) if device == "cuda" else torch.device(device), share)
 
 
@@ -285,7 +285,7 @@ def run(
             cases = [case for case in runs if case not in failed]
             for number in range(rounds):
                 for case in rotated(cases, number):
-                    turns.now = ways.get(case) or way_of("priority", device)  # a new one has never served anybody
+                    turns.now = ways.get(case) or way_of("priority", device)  # a new one without a history
                     runs[case].append(
                         window(None if case == "training" else serving, None if case == "serving" else training, seconds)
                     )
@@ -294,7 +294,7 @@ def run(
         finally:
             training.close()
     figures = {
-        "script": "gpu_beside",
+        "script": "gpu_colocation",
         "shape": shape,
         "load": load,
         "plan": {"sequences": plan.sequences, "adapters": plan.adapters, "rank": plan.rank, "jobs": plan.jobs, "batch": size},
@@ -310,7 +310,7 @@ def run(
         "measured": {name: {**way.figures(), "training_shares": shares[name]} for name, way in ways.items()},
         "failed": failed,
     }
-    save(f"gpu-beside-{shape}{'' if load == 'full' else '-chat'}", str(__doc__).splitlines()[0], figures, folder)
+    save(f"gpu-colocation-{shape}{'' if load == 'full' else '-chat'}", str(__doc__).splitlines()[0], figures, folder)
     for case in cases:
         console.print(f"{shape} {case:14s} {line(figures['figures'], case)}", highlight=False)
     if failed:
