@@ -10,7 +10,8 @@ __all__ = ["Engine", "Executor", "Sampling", "Studio", "connect", "errors"]
 
 if TYPE_CHECKING:
     from symbiosis import errors
-    from symbiosis.app.executor import Executor, connect
+    from symbiosis.app.connect import connect
+    from symbiosis.app.executor import Executor
     from symbiosis.app.studio import Studio
     from symbiosis.serving.engine import Engine
     from symbiosis.serving.scheduling.sequence import Sampling
@@ -21,7 +22,7 @@ _HOMES = {
     "Executor": "symbiosis.app.executor",
     "Sampling": "symbiosis.serving.scheduling.sequence",
     "Studio": "symbiosis.app.studio",
-    "connect": "symbiosis.app.executor",
+    "connect": "symbiosis.app.connect",
 }
 
 
