@@ -20,6 +20,7 @@ from symbiosis.transport.shm import ShmLink
 from symbiosis.transport.tcp import TcpLink
 from symbiosis.types import Limits
 
+LINKS = ["inproc", "shm", "tcp", "tcp-token"]
 TOKENS = {"ann": "a secret of ann's", "bob": "a secret of bob's"}
 
 
@@ -131,7 +132,7 @@ def serve(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         served.close()
 
 
-@pytest.fixture(params=["inproc", "shm", "tcp", "tcp-token"])
+@pytest.fixture(params=LINKS)
 def link(request: pytest.FixtureRequest, serve: Serve) -> Served:
     """An executor with the tiny model behind each kind of link."""
     return serve(request.param)

@@ -184,7 +184,7 @@ BAD: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "fewer tokens than rows": ("tokens", setting(trainable_token_indices=[3]), (TENSORS, "embed_tokens", "[1, 32]")),
     "IA3 on the other side": ("ia3", setting(feedforward_modules=["k_proj"]), (TENSORS, "ia3_l", "feedforward_modules")),
     "another number of virtual tokens": ("prompt", setting(num_virtual_tokens=4), (TENSORS, "prompt_embeddings", "[4, 32]")),
-    "a prompt beside LoRA": ("lora", tensors(lambda t: t.update(prompt_embeddings=torch.ones(3, 32))), (TENSORS, "prompt_embeddings")),
+    "a prompt with LoRA": ("lora", tensors(lambda t: t.update(prompt_embeddings=torch.ones(3, 32))), (TENSORS, "prompt_embeddings")),
     "no prompt": ("prompt", tensors(lambda t: (t.clear(), t.update({"base_model.lm_head.weight": torch.ones(96, 32)}))), (TENSORS,)),
     "a stranger's name": ("lora", tensors(lambda t: t.update(stranger=torch.ones(1))), (TENSORS, "'stranger'")),
     "no base_model prefix": (

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["symbiosis.app.executor", "peft", "transformers.models.llama.modeling_llama", "tests.conftest"])
+_FORKS.set_forkserver_preload(["symbiosis.app.connect", "peft", "transformers.models.llama.modeling_llama", "tests.conftest"])
 
 
 class Process:

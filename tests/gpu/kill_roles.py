@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-import symbiosis.app.executor
+import symbiosis.app.connect
 from tests.conftest import tiny_config
 from tests.lora import with_lora
 

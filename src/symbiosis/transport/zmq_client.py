@@ -103,7 +103,7 @@ class Connection:
         try:
             self._send(Message(Kind.HELLO, self._link.next_request(), body={**self._link.hello, "nonce": nonce}))
         except ConnectionCut:
-            self._check_alive()  # the monitor may know the reason
+            self._check_alive()  # raises the reason, if the monitor has one
             raise
         while time.monotonic() < deadline:
             reply = self._receive()

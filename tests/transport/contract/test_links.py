@@ -16,11 +16,9 @@ from symbiosis.transport.inproc import PendingReply
 from symbiosis.transport.messages import Kind, Message
 from symbiosis.transport.zmq_client import Connection
 from symbiosis.types import Direction
-from tests.conftest import Serve, Served, tiny_config
+from tests.conftest import LINKS, Serve, Served, tiny_config
 from tests.lora import with_lora
 from tests.policies import NeverPolicy
-
-KINDS = ["inproc", "shm", "tcp", "tcp-token"]
 
 
 def lora(model):
@@ -97,7 +95,7 @@ def test_several_forwards_can_precede_the_backwards_in_any_order(link: Served, t
             torch.testing.assert_close(ours[name], p.grad, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINKS)
 @pytest.mark.parametrize("limits", [{"max_rows": 5}, {"max_bytes": 1 << 16}])
 def test_calls_beyond_the_executors_limits_are_split(serve: Serve, kind: str, limits: dict[str, int], tiny):
     served = serve(kind, limits=limits)
@@ -260,7 +258,7 @@ def test_backward_needs_no_state_of_forward(link: Served, tiny):
     torch.testing.assert_close(reply.tensors[0], grad @ tiny.model.layers[0].mlp.down_proj.weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINKS)
 def test_a_session_forgotten_for_silence_works_again(serve: Serve, kind, tiny, ids, monkeypatch):
     monkeypatch.setattr(loop, "_TIDY_EVERY_S", 0.02)
     served = serve(kind)
