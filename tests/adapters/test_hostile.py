@@ -22,7 +22,7 @@ from symbiosis.adapters.files import FileLimits
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter, from_code
-from tests.adapters.wild import base, config_of, drop_config, save, set_config, split_file, write_file
+from tests.adapters.peft_adapters import base, config_of, drop_config, save, set_config, split_file, write_file
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -31,7 +31,7 @@ from symbiosis.adapters.parts import (
 from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter
 from tests.adapters.formulas import logits
-from tests.adapters.wild import NAMES, base, config_of, drop_config, save, served_by_peft, set_config
+from tests.adapters.peft_adapters import NAMES, base, config_of, drop_config, save, served_by_peft, set_config
 from tests.lora import lora_config
 from tests.parity.architectures import ARCHITECTURES, MORE
 
