@@ -15,19 +15,19 @@ class Direction(IntEnum):
 
     FORWARD = 0
     BACKWARD = 1
-    ONWARD = 2
+    PROGRAM = 2
     """Forward through layers that follow each other, with the norms and sums between them."""
-    HOMEWARD = 3
+    PROGRAM_BACKWARD = 3
     """The gradients of a call onward that answered with what these need (`ProgramOp.SAVE`)."""
 
     @property
     def is_back(self) -> bool:
-        return self in (Direction.BACKWARD, Direction.HOMEWARD)
+        return self in (Direction.BACKWARD, Direction.PROGRAM_BACKWARD)
 
     @property
     def is_way(self) -> bool:
         """Whether turns stand among the layers of such a call."""
-        return self in (Direction.ONWARD, Direction.HOMEWARD)
+        return self in (Direction.PROGRAM, Direction.PROGRAM_BACKWARD)
 
 
 class ProgramOp(IntEnum):
@@ -37,13 +37,13 @@ class ProgramOp(IntEnum):
     """The next of the call's tensors is added."""
     ADD_FLOAT = (1 << 31) - 5
     """The same in float32, as the tensor is, whatever the rows are; and rounded to that."""
-    KEEP = (1 << 31) - 2
+    PUSH = (1 << 31) - 2
     """The rows as they are now are kept, and"""
-    BACK = (1 << 31) - 3
+    ADD_SAVED = (1 << 31) - 3
     """added here."""
     SAVE = (1 << 31) - 6
-    """Kept as with `KEEP`, and an answer too: the gradients are computed from it."""
-    READ = (1 << 31) - 4
+    """Kept as with `PUSH`, and an answer too: the gradients are computed from it."""
+    HEADS = (1 << 31) - 4
     """The way ends. Layers after this read the rows, and their results are answers too."""
 
     @property

@@ -10,23 +10,23 @@ from symbiosis.transport.messages import MAX_LAYERS, Kind
 from symbiosis.types import Direction, ProgramOp
 from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, NORM, OTHER, WIDE, WIDTH, Desk
 
-ADD, ADD_FLOAT, KEEP, SAVE, BACK, READ = (
+ADD, ADD_FLOAT, PUSH, SAVE, ADD_SAVED, HEADS = (
     ProgramOp.ADD,
     ProgramOp.ADD_FLOAT,
-    ProgramOp.KEEP,
+    ProgramOp.PUSH,
     ProgramOp.SAVE,
-    ProgramOp.BACK,
-    ProgramOp.READ,
+    ProgramOp.ADD_SAVED,
+    ProgramOp.HEADS,
 )
-LLAMA = (LINEAR, ADD, ADD, KEEP, NORM, BLOCK, BACK, NORM, READ, LINEAR, OTHER)
-HALF = (LINEAR, ADD, ADD_FLOAT, SAVE, NORM, BLOCK, BACK)
+LLAMA = (LINEAR, ADD, ADD, PUSH, NORM, BLOCK, ADD_SAVED, NORM, HEADS, LINEAR, OTHER)
+HALF = (LINEAR, ADD, ADD_FLOAT, SAVE, NORM, BLOCK, ADD_SAVED)
 
 
 def rows(count: int = 3, seed: int = 0, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-def ask(desk: Desk, peer, program, *tensors: torch.Tensor, direction: Direction = Direction.ONWARD, **more) -> None:
+def ask(desk: Desk, peer, program, *tensors: torch.Tensor, direction: Direction = Direction.PROGRAM, **more) -> None:
     desk.say(peer, Kind.CALL, layers=tuple(program), direction=direction, tensors=tensors, **more)
 
 
@@ -98,7 +98,7 @@ def test_half_a_layer_and_its_way_home_give_what_autograd_gives():
     for peer, (results, _, grad) in zip(peers, expected, strict=True):
         found = desk.answer(peer).tensors
         torch.testing.assert_close(list(found), results, rtol=1e-5, atol=1e-5)
-        ask(desk, peer, HALF, found[1], grad, direction=Direction.HOMEWARD, training=True)
+        ask(desk, peer, HALF, found[1], grad, direction=Direction.PROGRAM_BACKWARD, training=True)
     assert desk.run() == 1
     for peer, (_, (first, change, residual), _) in zip(peers, expected, strict=True):
         found = desk.answer(peer).tensors
@@ -109,7 +109,7 @@ def test_half_a_layer_and_its_way_home_give_what_autograd_gives():
 @pytest.mark.parametrize(
     ("program", "count", "words"),
     [
-        ((LINEAR, ADD, KEEP, NORM, BLOCK, BACK), 2, "half a layer"),
+        ((LINEAR, ADD, PUSH, NORM, BLOCK, ADD_SAVED), 2, "half a layer"),
         ((LINEAR,), 2, "half a layer"),
         ((), 2, "begins with a layer"),
         (HALF, 1, "takes 2 tensors"),
@@ -120,7 +120,7 @@ def test_half_a_layer_and_its_way_home_give_what_autograd_gives():
 def test_there_is_no_way_home_but_from_half_a_layer(program, count, words):
     desk = Desk()
     peer = desk.tenant()
-    ask(desk, peer, program, *(rows(seed=i) for i in range(count)), direction=Direction.HOMEWARD)
+    ask(desk, peer, program, *(rows(seed=i) for i in range(count)), direction=Direction.PROGRAM_BACKWARD)
     answer = desk.answer(peer)
     assert answer.kind is Kind.ERROR
     assert words in answer.body["message"]
@@ -130,7 +130,7 @@ def test_a_way_home_of_many_rows_is_refused_too():
     desk = Desk(max_rows=100)
     peer = desk.tenant()
     for count, kind in ((14, Kind.REPLY), (15, Kind.ERROR)):
-        ask(desk, peer, HALF, rows(count), rows(count), direction=Direction.HOMEWARD)
+        ask(desk, peer, HALF, rows(count), rows(count), direction=Direction.PROGRAM_BACKWARD)
         desk.run()
         assert desk.answer(peer).kind is kind
 
@@ -140,14 +140,14 @@ def test_a_way_home_of_many_rows_is_refused_too():
     [
         ((), 1, "begins with a layer"),
         ((ADD, LINEAR), 2, "begins with a layer"),
-        ((READ, LINEAR), 1, "begins with a layer"),
-        ((LINEAR, BACK), 1, "kept"),
-        ((LINEAR, KEEP, OTHER, BACK), 1, "kept"),
-        ((LINEAR, READ, LINEAR, READ, LINEAR), 1, "read"),
-        ((LINEAR, READ, NORM), 1, "read"),
-        ((LINEAR, READ, ADD), 2, "read"),
+        ((HEADS, LINEAR), 1, "begins with a layer"),
+        ((LINEAR, ADD_SAVED), 1, "kept"),
+        ((LINEAR, PUSH, OTHER, ADD_SAVED), 1, "kept"),
+        ((LINEAR, HEADS, LINEAR, HEADS, LINEAR), 1, "read"),
+        ((LINEAR, HEADS, NORM), 1, "read"),
+        ((LINEAR, HEADS, ADD), 2, "read"),
         ((OTHER, LINEAR), 1, "width"),
-        ((WIDE, READ, LINEAR), 1, "width"),
+        ((WIDE, HEADS, LINEAR), 1, "width"),
         ((EXPERTS,), 1, "on the way"),
         ((LINEAR, EXPERTS), 1, "on the way"),
         ((LINEAR, ADD), 1, "takes 2 tensors"),
@@ -158,12 +158,12 @@ def test_a_way_home_of_many_rows_is_refused_too():
         ((BLOCK | 1 << 31,), 1, "no bias"),
         ((LINEAR, SAVE), 1, "half a layer"),
         ((LINEAR, SAVE, NORM, BLOCK), 1, "half a layer"),
-        ((BLOCK, SAVE, NORM, BLOCK, BACK), 1, "half a layer"),
-        ((LINEAR, SAVE, NORM, LINEAR, BACK), 1, "half a layer"),
-        ((LINEAR, SAVE, BLOCK, BLOCK, BACK), 1, "half a layer"),
-        ((LINEAR, KEEP, SAVE, NORM, BLOCK, BACK), 1, "half a layer"),
-        ((LINEAR, NORM, SAVE, NORM, BLOCK, BACK), 1, "half a layer"),
-        ((*HALF[:1], *HALF[3:], READ, LINEAR), 1, "half a layer"),
+        ((BLOCK, SAVE, NORM, BLOCK, ADD_SAVED), 1, "half a layer"),
+        ((LINEAR, SAVE, NORM, LINEAR, ADD_SAVED), 1, "half a layer"),
+        ((LINEAR, SAVE, BLOCK, BLOCK, ADD_SAVED), 1, "half a layer"),
+        ((LINEAR, PUSH, SAVE, NORM, BLOCK, ADD_SAVED), 1, "half a layer"),
+        ((LINEAR, NORM, SAVE, NORM, BLOCK, ADD_SAVED), 1, "half a layer"),
+        ((*HALF[:1], *HALF[3:], HEADS, LINEAR), 1, "half a layer"),
         ((*HALF[:1], *HALF[3:], NORM), 1, "half a layer"),
     ],
 )
@@ -209,7 +209,7 @@ def test_a_long_way_of_many_rows_is_refused_since_everybody_would_wait_for_it():
 def test_turns_mean_nothing_in_other_directions_and_norms_have_no_backward():
     desk = Desk()
     peer = desk.tenant()
-    for layers, back in [((LINEAR, ADD), False), ((KEEP,), False), ((NORM,), True), ((NORM, LINEAR), False)]:
+    for layers, back in [((LINEAR, ADD), False), ((PUSH,), False), ((NORM,), True), ((NORM, LINEAR), False)]:
         desk.call(peer, rows(), layers=layers, back=back)
         assert desk.answer(peer).kind is Kind.ERROR
 
@@ -219,10 +219,10 @@ def test_inventing_ways_costs_no_memory_for_ever():
     peer = desk.tenant()
     for number in range(6000):
         bits = f"{number:013b}"
-        ask(desk, peer, (LINEAR, *(KEEP if bit == "1" else NORM for bit in bits))[:MAX_LAYERS], rows(1))
+        ask(desk, peer, (LINEAR, *(PUSH if bit == "1" else NORM for bit in bits))[:MAX_LAYERS], rows(1))
         desk.run()
         assert desk.answer(peer).kind is Kind.REPLY
-        ask(desk, peer, (LINEAR, *(ADD,) * (number % 10), *HALF[3:]), rows(1), rows(1), direction=Direction.HOMEWARD)
+        ask(desk, peer, (LINEAR, *(ADD,) * (number % 10), *HALF[3:]), rows(1), rows(1), direction=Direction.PROGRAM_BACKWARD)
         desk.run()
         assert desk.answer(peer).kind is Kind.REPLY
     assert desk.service._way.cache_info().currsize <= 4096

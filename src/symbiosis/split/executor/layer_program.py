@@ -17,7 +17,7 @@ from symbiosis.split.executor.layers import BaseLayer, Block, Matrix, Norm, Rows
 from symbiosis.types import Direction, LayerKind, LayerSpec, ProgramOp
 
 _Step = BaseLayer | ProgramOp
-_HALF = "what is saved for gradients is half a layer: a matrix, sums, SAVE, a norm, a block, BACK"
+_HALF = "what is saved for gradients is half a layer: a matrix, sums, SAVE, a norm, a block, ADD_SAVED"
 
 
 def is_turn(handle: int) -> bool:
@@ -26,7 +26,7 @@ def is_turn(handle: int) -> bool:
 
 class LayerProgram(BaseLayer):
     """A program of layers and turns. Its answers: the rows at its end; what its last norm read, if it ends with one, or what
-    is saved; then what the layers after `READ` make of these rows.
+    is saved; then what the layers after `HEADS` make of these rows.
 
     Plain reference: the same steps, each a call of its own (tests/parity).
     """
@@ -36,7 +36,7 @@ class LayerProgram(BaseLayer):
         steps: list[_Step] = [ProgramOp(each) if is_turn(each) else layer_of(each) for each in program]
         if not steps or isinstance(steps[0], ProgramOp):
             raise BadCall("a call onward begins with a layer")
-        end = steps.index(ProgramOp.READ) if ProgramOp.READ in steps else len(steps)
+        end = steps.index(ProgramOp.HEADS) if ProgramOp.HEADS in steps else len(steps)
         self._steps, self._readers = steps[:end], steps[end + 1 :]
         if any(not isinstance(step, Matrix | Block | Norm | ProgramOp) for step in self._steps):
             raise BadCall("only matrices, blocks, norms and sums can be on the way of a call onward")
@@ -71,7 +71,7 @@ class LayerProgram(BaseLayer):
             elif step in (ProgramOp.ADD, ProgramOp.ADD_FLOAT):
                 self._widths.append(width)
                 self._floats.append(step is ProgramOp.ADD_FLOAT)
-            elif step in (ProgramOp.KEEP, ProgramOp.SAVE):
+            elif step in (ProgramOp.PUSH, ProgramOp.SAVE):
                 kept = width
             elif kept != width:
                 raise BadCall(f"rows of width {width} cannot be added to kept ones: {'none' if kept is None else kept}")
@@ -81,11 +81,11 @@ class LayerProgram(BaseLayer):
 
     def half(self) -> tuple[Matrix, Norm, Block]:
         """The layers of half a layer: x + block(norm(x)), where x is what a matrix gives, and sums. Raises `BadCall`."""
-        first, *sums, save, norm, block, back = self._steps if len(self._steps) >= 5 else [ProgramOp.BACK] * 5
+        first, *sums, save, norm, block, back = self._steps if len(self._steps) >= 5 else [ProgramOp.ADD_SAVED] * 5
         if not (isinstance(first, Matrix) and isinstance(norm, Norm) and isinstance(block, Block)):
             raise BadCall(_HALF)
         if (
-            (save, back) != (ProgramOp.SAVE, ProgramOp.BACK)
+            (save, back) != (ProgramOp.SAVE, ProgramOp.ADD_SAVED)
             or not {*sums} <= {ProgramOp.ADD, ProgramOp.ADD_FLOAT}
             or self._readers
         ):
@@ -114,7 +114,7 @@ class LayerProgram(BaseLayer):
                 x = x + others.pop(0)
             elif step is ProgramOp.ADD_FLOAT:
                 x = (x + others.pop(0)).to(x.dtype)
-            elif step in (ProgramOp.KEEP, ProgramOp.SAVE):
+            elif step in (ProgramOp.PUSH, ProgramOp.SAVE):
                 kept = x
             else:
                 x = x + kept

@@ -252,9 +252,9 @@ class Service:
 
     def _check_work(self, peer: Peer, message: Message) -> BatchCall:
         """What a call asks for, if it may; noted on the message if all of it was checked for good."""
-        if message.direction is Direction.ONWARD:
+        if message.direction is Direction.PROGRAM:
             layers: tuple[BaseLayer, ...] = (self._way(message.layers),)
-        elif message.direction is Direction.HOMEWARD:
+        elif message.direction is Direction.PROGRAM_BACKWARD:
             layers = (self._way_home(message.layers),)
         else:
             layers = tuple(self._layer(handle) for handle in message.layers)
@@ -299,7 +299,7 @@ class Service:
         if (chosen := max((t.numel() for t in rows if not t.is_floating_point()), default=0)) > self.limits.max_choices:
             raise TooLarge(f"{count} rows choose {chosen} times: together at most {self.limits.max_choices}, cut the call")
         if message.direction.is_way:
-            if message.training and message.direction is Direction.ONWARD and not cast(LayerProgram, layers[0]).saves:
+            if message.training and message.direction is Direction.PROGRAM and not cast(LayerProgram, layers[0]).saves:
                 raise BadCall("a call onward that saves nothing is for inference: it has no backward")
             steps, most = len(message.layers), self.limits.max_rows
             if count * steps > most:
