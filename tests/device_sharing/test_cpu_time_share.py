@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, Permit
 from tests.split.executor.service_bench import Clock
 
 PASS_S, SHARE = 0.1, 0.2

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, Permit
 from symbiosis.device_sharing.gpu_partition import GpuPartition, turns_on
 from symbiosis.errors import SymbiosisError
 

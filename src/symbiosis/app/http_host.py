@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.names import owned
 from symbiosis.app.training_service import NoTrainingService, TrainingService
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.device_sharing.gpu_partition import turns_on
 from symbiosis.errors import (
     AddressInUse,

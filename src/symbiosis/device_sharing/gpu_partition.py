@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, Permit
 from symbiosis.device_sharing.share_controller import ShareController, tail
 from symbiosis.errors import SymbiosisError
 from symbiosis.gpu import driver

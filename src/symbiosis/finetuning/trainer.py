@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from symbiosis.adapters.files import shown
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.common import denormals
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, Permit
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
 from symbiosis.finetuning import checkpoint
 from symbiosis.finetuning.adapter_factory import AdapterFactory

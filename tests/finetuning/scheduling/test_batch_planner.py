@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from symbiosis.device_sharing.cpu_turns import Permit
+from symbiosis.device_sharing.cpu_time_share import Permit
 from symbiosis.finetuning.scheduling.batch_planner import BatchPlanner
 from symbiosis.finetuning.scheduling.fairness import Candidate
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.split.executor.layers import BaseLayer, Block, Experts, Matrix, Norm
 from symbiosis.split.executor.policies import Decision
 from symbiosis.split.executor.service import Service

@@ -9,7 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
-from symbiosis.device_sharing.cpu_turns import Permit
+from symbiosis.device_sharing.cpu_time_share import Permit
 from symbiosis.finetuning.scheduling.fairness import Candidate, Fairness
 from symbiosis.finetuning.scheduling.pass_time_budget import PassTimeBudget
 from symbiosis.finetuning.scheduling.step_time_fairness import StepTimeFairness

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.errors import (
     BadCall,
     DirectRefused,
