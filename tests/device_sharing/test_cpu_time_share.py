@@ -1,4 +1,4 @@
-"""Turns between passes and pieces. Time stands still unless a test moves it; threads are waited for, never timed."""
+"""Time slices on shared cores. The clock is injected; threads are joined, never timed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, Permit
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, PassBudget
 from tests.split.executor.service_bench import Clock
 
-PASS_S, SHARE = 0.1, 0.2
-EARNED_S = PASS_S / 4
-SHORT = Permit("short", PASS_S, beside=True)
+STEP_S, SHARE = 0.1, 0.2
+CREDIT_S = STEP_S / 4
+SHORT = PassBudget("short", STEP_S, is_serving=True)
 
 
 @pytest.fixture
@@ -20,36 +20,36 @@ def clock():
 
 
 @pytest.fixture
-def turns(clock):
-    """The engine has just ended a pass."""
-    turns = CpuTimeShare(SHARE, clock)
-    compute(turns, clock)
-    return turns
+def share(clock):
+    """The engine has just ended a step."""
+    share = CpuTimeShare(SHARE, clock)
+    run_step(share, clock)
+    return share
 
 
-def compute(turns, clock, seconds=PASS_S):
-    """A pass."""
-    with turns:
+def run_step(share, clock, seconds=STEP_S):
+    """Run one step of the engine."""
+    with share:
         clock.now += seconds
 
 
-def train(turns, clock, seconds):
-    """A piece."""
-    assert turns.begin() is not None
+def run_slice(share, clock, seconds):
+    """Run one slice of the executor."""
+    assert share.begin_slice() is not None
     clock.now += seconds
-    turns.end()
+    share.end_slice()
 
 
-class Engine(threading.Thread):
-    """Wants to compute a pass."""
+class EngineStep(threading.Thread):
+    """Runs one step; `inside` is set while it runs."""
 
-    def __init__(self, turns):
+    def __init__(self, share):
         super().__init__(daemon=True)
-        self.turns, self.inside, self.leave = turns, threading.Event(), threading.Event()
+        self.share, self.inside, self.leave = share, threading.Event(), threading.Event()
         self.start()
 
     def run(self):
-        with self.turns:
+        with self.share:
             self.inside.set()
             assert self.leave.wait(30)
 
@@ -59,224 +59,225 @@ class Engine(threading.Thread):
         self.join(30)
 
 
-def wanted(turns):
-    """Returns when the engine waits to begin."""
-    with turns._changed:
-        assert turns._changed.wait_for(lambda: turns._wanted, 30)
+def wait_for_engine(share):
+    """Return when the engine waits for its step."""
+    with share._changed:
+        assert share._changed.wait_for(lambda: share._engine_waiting, 30)
 
 
-def test_nothing_is_learnt_from_a_pass_that_failed(turns, clock):
+def test_a_failed_step_does_not_change_the_slice_budget(share, clock):
     def fails():
-        with turns:
-            clock.now += PASS_S / 1000
+        with share:
+            clock.now += STEP_S / 1000
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fails()
-    assert turns.begin() == pytest.approx(EARNED_S)
+    assert share.begin_slice() == pytest.approx(CREDIT_S)
 
 
-def test_a_pass_of_no_time_does_not_end_training(turns, clock):
-    compute(turns, clock, 0.0)
+def test_a_step_of_zero_duration_does_not_stop_training(share, clock):
+    run_step(share, clock, 0.0)
     for _ in range(200):
-        compute(turns, clock)
-    assert turns.begin() == pytest.approx(EARNED_S)
+        run_step(share, clock)
+    assert share.begin_slice() == pytest.approx(CREDIT_S)
 
 
-def test_a_long_pass_is_busy_until_it_ends(turns, clock):
-    with turns:
-        clock.now += 50 * PASS_S
-        assert turns.busy_until() == clock.now
+def test_a_long_step_is_busy_until_it_ends(share, clock):
+    with share:
+        clock.now += 50 * STEP_S
+        assert share.busy_until() == clock.now
 
 
-def test_who_serves_nobody_is_not_heeded(clock):
-    turns = CpuTimeShare(SHARE, clock)
-    assert not turns.are_taken()
-    assert turns.begin() == 0.05
-    turns.end()
-    compute(turns, clock)
-    assert turns.are_taken()
+def test_an_idle_engine_causes_no_contention(clock):
+    share = CpuTimeShare(SHARE, clock)
+    assert not share.is_contended()
+    assert share.begin_slice() == 0.05
+    share.end_slice()
+    run_step(share, clock)
+    assert share.is_contended()
     clock.now += 5
-    assert not turns.are_taken()
+    assert not share.is_contended()
 
 
-def test_with_the_whole_share_neither_heeds_the_other(clock):
-    turns = CpuTimeShare(1.0, clock)
-    with turns:
-        assert not turns.are_taken()
-        assert turns.begin() == 0.05
-    with turns:
-        turns.end()
+def test_a_share_of_one_turns_time_slicing_off(clock):
+    share = CpuTimeShare(1.0, clock)
+    with share:
+        assert not share.is_contended()
+        assert share.begin_slice() == 0.05
+    with share:
+        share.end_slice()
 
 
-def test_no_piece_begins_within_a_pass_and_who_was_refused_is_called(turns):
+def test_no_slice_begins_during_a_step_and_the_callback_follows(share):
     called = []
-    turns.on_free = lambda: called.append(True)
-    with turns:
-        assert turns.begin() is None
+    share.on_slice_available = lambda: called.append(True)
+    with share:
+        assert share.begin_slice() is None
         assert not called
     assert called
-    assert turns.begin() is not None
+    assert share.begin_slice() is not None
 
 
-def test_a_pass_that_fails_is_over_all_the_same(turns):
-    with pytest.raises(ZeroDivisionError), turns:
+def test_a_failed_step_ends(share):
+    with pytest.raises(ZeroDivisionError), share:
         1 / 0  # noqa: B018
-    assert turns.begin() is not None
+    assert share.begin_slice() is not None
 
 
-def test_a_piece_may_take_what_a_pass_has_earned(turns, clock):
-    assert turns.begin() == pytest.approx(EARNED_S)
-    turns.end()
-    compute(turns, clock, 50 * PASS_S)  # a long prompt: chats that follow are not to wait longer for it
-    assert turns.begin() == pytest.approx(EARNED_S * 1.1)
-    turns.end()
-    compute(turns, clock, PASS_S / 2)
-    assert turns.begin() == pytest.approx(EARNED_S / 2)
+def test_a_slice_may_take_the_credit_of_one_step(share, clock):
+    assert share.begin_slice() == pytest.approx(CREDIT_S)
+    share.end_slice()
+    run_step(share, clock, 50 * STEP_S)  # one long prefill hardly changes the budget
+    assert share.begin_slice() == pytest.approx(CREDIT_S * 1.1)
+    share.end_slice()
+    run_step(share, clock, STEP_S / 2)
+    assert share.begin_slice() == pytest.approx(CREDIT_S / 2)
 
 
-def test_the_engine_waits_for_the_piece_that_runs(turns):
-    assert turns.begin() is not None
-    engine = Engine(turns)
-    wanted(turns)
+def test_the_engine_waits_for_the_running_slice(share):
+    assert share.begin_slice() is not None
+    engine = EngineStep(share)
+    wait_for_engine(share)
     assert not engine.inside.is_set()
-    turns.end()
+    share.end_slice()
     engine.end()
 
 
-def test_training_that_was_refused_goes_first_once(turns, clock):
-    with turns:
-        clock.now += 1e3  # what is earned is waited for in real time: long enough not to see the end of
-        turns._pace_s = 1e3
-        assert turns.begin() is None
-    engine = Engine(turns)
-    wanted(turns)
+def test_a_slice_that_was_denied_runs_once_before_the_next_step(share, clock):
+    with share:
+        clock.now += 1e3  # the engine waits for the credit in real time: too long to time out here
+        share._step_s = 1e3
+        assert share.begin_slice() is None
+    engine = EngineStep(share)
+    wait_for_engine(share)
     assert not engine.inside.is_set()
-    train(turns, clock, 1e3)
-    assert turns.begin() is None, "it has had its share"
+    run_slice(share, clock, 1e3)
+    assert share.begin_slice() is None, "the credit is spent"
     engine.end()
-    assert turns.begin() is not None
+    assert share.begin_slice() is not None
 
 
-def test_the_engine_does_not_wait_for_training_that_never_comes(turns, clock):
-    with turns:
-        clock.now += PASS_S
-        assert turns.begin() is None
-    Engine(turns).end()
+def test_the_engine_waits_for_a_denied_slice_no_longer_than_its_credit(share, clock):
+    with share:
+        clock.now += STEP_S
+        assert share.begin_slice() is None
+    EngineStep(share).end()
 
 
-def test_who_gives_up_is_not_waited_for(turns):
-    with turns:
-        assert turns.begin() is None
-        turns._pace_s = 1e6
-    turns._credit_s = 1e6
-    turns.give_up()
-    Engine(turns).end()
+def test_the_engine_does_not_wait_for_a_cancelled_slice(share):
+    with share:
+        assert share.begin_slice() is None
+        share._step_s = 1e6
+    share._credit_s = 1e6
+    share.cancel_slice()
+    EngineStep(share).end()
 
 
-def test_pieces_follow_each_other_while_the_engine_wants_nothing(turns, clock):
+def test_slices_follow_each_other_while_no_step_waits(share, clock):
     for _ in range(5):
-        train(turns, clock, EARNED_S)
+        run_slice(share, clock, CREDIT_S)
 
 
-def test_a_policy_of_the_gpu_hears_until_when_a_pass_goes_on(turns, clock):
-    with turns:
-        assert turns.busy_until() == pytest.approx(clock.now + PASS_S)
-    assert turns.busy_until() == clock.now
+def test_busy_until_is_the_expected_end_of_the_step(share, clock):
+    with share:
+        assert share.busy_until() == pytest.approx(clock.now + STEP_S)
+    assert share.busy_until() == clock.now
     clock.now += 5
-    assert turns.busy_until() is None
+    assert share.busy_until() is None
 
 
-class Training(threading.Thread):
-    """Wants to compute a pass of hosted training."""
+class TrainingPass(threading.Thread):
+    """Begins one pass of hosted fine-tuning."""
 
-    def __init__(self, turns, short_s=PASS_S):
+    def __init__(self, share, short_s=STEP_S):
         super().__init__(daemon=True)
-        self.turns, self.short_s, self.over = turns, short_s, False
-        self.begun: list[Permit | None] = []
+        self.share, self.short_s, self.over = share, short_s, False
+        self.begun: list[PassBudget | None] = []
         self.start()
 
     def run(self):
-        self.begun.append(self.turns.begin_pass(self.short_s, lambda: self.over))
+        self.begun.append(self.share.begin_pass(self.short_s, lambda: self.over))
 
     def end(self):
         self.join(30)
         assert self.begun[0] is not None
-        self.turns.end_pass()
+        self.share.end_pass()
         return self.begun[0]
 
 
-def asking(turns):
-    with turns._changed:
-        assert turns._changed.wait_for(lambda: turns._asking, 30)
+def wait_for_training(share):
+    """Return when fine-tuning waits for its pass."""
+    with share._changed:
+        assert share._changed.wait_for(lambda: share._pass_waiting, 30)
 
 
-def test_hosted_training_takes_full_passes_while_nobody_is_served(clock):
-    turns = CpuTimeShare(SHARE, clock)
+def test_passes_are_full_while_the_engine_is_idle(clock):
+    share = CpuTimeShare(SHARE, clock)
     for _ in range(3):
-        assert turns.begin_pass(PASS_S, lambda: False) == Permit("full")
+        assert share.begin_pass(STEP_S, lambda: False) == PassBudget("full")
         clock.now += 100
-        turns.end_pass()
+        share.end_pass()
 
 
-def test_hosted_training_waits_for_the_pass_and_then_the_engine_for_it(turns, clock):
-    engine = Engine(turns)
+def test_a_pass_waits_for_the_step_and_the_next_step_for_the_pass(share, clock):
+    engine = EngineStep(share)
     assert engine.inside.wait(30)
-    training = Training(turns, 1e3)  # the engine waits for it in real time: long enough not to see the end of
-    asking(turns)
+    training = TrainingPass(share, 1e3)  # the engine waits for it in real time: too long to time out here
+    wait_for_training(share)
     engine.end()
     training.join(30)
-    assert training.begun == [Permit("short", 1e3, beside=True)]
-    second = Engine(turns)
-    wanted(turns)
+    assert training.begun == [PassBudget("short", 1e3, is_serving=True)]
+    second = EngineStep(share)
+    wait_for_engine(share)
     assert not second.inside.wait(0.05)
-    clock.now += PASS_S / 2
-    turns.end_pass()
+    clock.now += STEP_S / 2
+    share.end_pass()
     second.end()
 
 
-def test_hosted_training_rests_until_it_has_had_its_share(turns, clock):
-    assert turns.begin_pass(PASS_S, lambda: False) == SHORT
-    clock.now += PASS_S
-    turns.end_pass()
-    for _ in range(3):  # a fifth of the time is training's: it rests four times as long as it has computed
-        compute(turns, clock)
-        training = Training(turns)
-        asking(turns)
+def test_passes_pause_until_their_share_is_not_exceeded(share, clock):
+    assert share.begin_pass(STEP_S, lambda: False) == SHORT
+    clock.now += STEP_S
+    share.end_pass()
+    for _ in range(3):  # a share of one fifth: the pause is four times as long as the pass
+        run_step(share, clock)
+        training = TrainingPass(share)
+        wait_for_training(share)
         training.over = True
         training.join(30)
         assert training.begun == [None]
-    compute(turns, clock, PASS_S * 1.01)
-    assert Training(turns).end() == SHORT
+    run_step(share, clock, STEP_S * 1.01)
+    assert TrainingPass(share).end() == SHORT
 
 
-def test_the_engine_lets_hosted_training_begin_though_it_has_no_pause(turns, clock):
-    engine = Engine(turns)
+def test_an_engine_without_a_gap_between_steps_lets_a_pass_begin(share, clock):
+    engine = EngineStep(share)
     assert engine.inside.wait(30)
-    training = Training(turns)
-    asking(turns)
-    after = Engine(turns)  # wants to begin before the first has ended
+    training = TrainingPass(share)
+    wait_for_training(share)
+    after = EngineStep(share)  # waits before the first has ended
     engine.end()
     training.join(30)
     assert training.begun == [SHORT] or after.inside.wait(30)
     if training.begun == [SHORT]:
-        turns.end_pass()
+        share.end_pass()
     after.end()
 
 
-def test_a_long_pass_that_began_when_nobody_was_served_is_not_waited_for(clock):
-    turns = CpuTimeShare(SHARE, clock)
-    assert turns.begin_pass(PASS_S, lambda: False) == Permit("full")
-    clock.now += 3 * PASS_S
-    Engine(turns).end()
-    turns.end_pass()
+def test_the_engine_does_not_wait_for_a_long_pass_that_began_while_it_was_idle(clock):
+    share = CpuTimeShare(SHARE, clock)
+    assert share.begin_pass(STEP_S, lambda: False) == PassBudget("full")
+    clock.now += 3 * STEP_S
+    EngineStep(share).end()
+    share.end_pass()
 
 
-def test_no_piece_begins_within_a_pass_of_hosted_training(turns):
+def test_no_slice_begins_during_a_pass(share):
     called = []
-    turns.on_free = lambda: called.append(True)
-    assert turns.begin_pass(PASS_S, lambda: False) == SHORT
-    assert turns.begin() is None
-    turns.end_pass()
+    share.on_slice_available = lambda: called.append(True)
+    assert share.begin_pass(STEP_S, lambda: False) == SHORT
+    assert share.begin_slice() is None
+    share.end_pass()
     assert called == [True]
-    assert turns.begin() is not None
+    assert share.begin_slice() is not None

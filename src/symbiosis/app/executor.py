@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from symbiosis.app.http_host import HttpHost
-from symbiosis.device_sharing.gpu_partition import turns_on
+from symbiosis.device_sharing.gpu_partition import create_device_share
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
 from symbiosis.models.client_part import load_weights, store_bytes, store_weights, unpack_tokenizer
 from symbiosis.models.device_dtype import device_of, dtype_of
@@ -71,7 +71,7 @@ class Executor:
         chosen = _policy(policy, max_wait_ms, training_share)
         if training_slowdown is not None and not hosting:
             raise SymbiosisError("training_slowdown is for answers beside hosted training: expected hosting (--http) too")
-        turns = turns_on(place, training_share, training_slowdown)
+        turns = create_device_share(place, training_share, training_slowdown)
         source = load(model_or_path, device=place, dtype=dtype_of(dtype), tokenizer=tokenizer)
         if hosting:
             join(source.model)

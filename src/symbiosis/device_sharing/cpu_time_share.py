@@ -1,16 +1,12 @@
-"""Whose turn it is on cores that the hosted engine, split tenants' training and hosted training share.
+"""Time slices on CPU cores that the hosted engine, the executor's training batches and hosted fine-tuning share.
 
-The engine computes pass after pass (`with turns:`); the executor computes
-training in small pieces (`begin`, `end`); never both at once, since two that
-compute on the same cores take more than twice as long. The engine has the
-word: once it wants to begin it waits for what training has earned by its last
-pass, at most, and after that for no more than the piece that runs.
+Computing concurrently on the same cores takes more than twice as long, so one of the three runs at a time. The engine
+runs steps (`with share:`). The executor runs training batches in slices (`begin_slice`, `end_slice`). The engine has
+priority: before a step it waits for the slice that runs, and for the credit that training has earned by the last step.
 
-Hosted training computes passes that cannot be cut (`begin_pass`, `end_pass`):
-short ones while the engine serves, and after each it rests until it has had no
-more than its share of the time. One that is long, since nobody was served when
-it began, is not waited for: who comes then computes beside it. A GPU is
-shared in another way (`beside`).
+Fine-tuning runs passes that cannot be sliced (`begin_pass`, `end_pass`). While the engine serves, passes are short, and
+after each one fine-tuning pauses until its share of the time is not exceeded. The engine does not wait for a long pass
+that began while it was idle: both then run concurrently. `gpu_partition` shares a GPU.
 """
 
 from __future__ import annotations
@@ -22,145 +18,146 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-_PIECE_S = 0.05  # where nobody is served: who comes waits for no more than that
-_LEAST_S = 1e-4
-_WAKE_S = 0.05  # a thread that was told of its turn has begun by then
-_RISE = 1.1  # a pass longer than others (a long prompt) hardly counts, until they all are
+_IDLE_SLICE_S = 0.05  # while the engine is idle: bounds the delay of its next step
+_MIN_STEP_S = 1e-4
+_WAKE_S = 0.05  # bounds the time that a notified thread takes to start
+_MAX_STEP_GROWTH = 1.1  # per step: one long prefill hardly changes the estimate
 
 
 @dataclass(frozen=True, slots=True)
-class Permit:
-    """That a pass of hosted training may begin."""
+class PassBudget:
+    """Permission to run one pass of hosted fine-tuning, and its time budget."""
 
     kind: str
-    """Passes of one kind are as fast as each other."""
-    most_s: float = math.inf
-    """How long it should take."""
-    beside: bool = False
-    """Answers are served meanwhile."""
+    """Passes of one kind have the same speed."""
+    max_s: float = math.inf
+    """Target duration."""
+    is_serving: bool = False
+    """The engine serves requests during the pass."""
 
 
 class CpuTimeShare:
-    """Used by three threads: the engine's enters and leaves, the executor's and hosted training's begin and end."""
+    """Thread-safe. The engine enters and leaves; the executor and hosted fine-tuning begin and end, each on its thread."""
 
-    _idle_s = 1.0  # the engine has computed nothing for so long: it serves nobody
+    _idle_after_s = 1.0  # the engine counts as idle this long after its last step
 
     def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.monotonic) -> None:
-        """`share` of the time is training's while the engine serves; 1.0: neither heeds the other."""
+        """`share` is training's part of the time while the engine serves; 1.0 turns time slicing off."""
         self._clock = clock
-        self._earns = share / (1 - share) if share < 1 else math.inf
+        self._credit_rate = share / (1 - share) if share < 1 else math.inf  # training seconds per second of the engine
         self._changed = threading.Condition()
-        self._wanted = self._passing = self._piece = self._waiting = False
-        self._began = self._ended = -math.inf  # of the last pass
-        self._pace_s = math.inf
+        self._engine_waiting = self._engine_running = self._slice_running = self._slice_waiting = False
+        self._step_started = self._step_ended = -math.inf
+        self._step_s = math.inf
         self._credit_s = 0.0
-        self._training = self._asking = self._yielding = False
-        self._pass_began = self._late = self._rested = -math.inf
-        self._short = False
-        self.on_free: Callable[[], object] = lambda: None
-        """Called by the engine's thread when the executor was refused a turn and may ask again."""
+        self._pass_running = self._pass_waiting = self._engine_yields = self._pass_is_short = False
+        self._pass_started = self._pass_deadline = self._next_pass_at = -math.inf
+        self.on_slice_available: Callable[[], object] = lambda: None
+        """Called by other threads after `begin_slice` returned None: a new attempt may succeed."""
 
-    # -- the engine's -----------------------------------------------------------------------
+    # -- engine -----------------------------------------------------------------------------
 
     def __enter__(self) -> None:
         with self._changed:
-            self._wanted = True
-            if math.isfinite(self._earns):
-                self._changed.wait_for(lambda: not (self._waiting and self._is_owed()), timeout=max(0.0, self._credit_s))
-                self._yield()
-                self._changed.wait_for(lambda: not self._training, timeout=max(0.0, self._late - self._clock()))
-                self._changed.wait_for(lambda: not self._piece)
-            self._passing, self._began = True, self._clock()
+            self._engine_waiting = True
+            if math.isfinite(self._credit_rate):
+                self._changed.wait_for(lambda: not (self._slice_waiting and self._has_credit()), max(0.0, self._credit_s))
+                self._yield_to_pass()
+                self._changed.wait_for(lambda: not self._pass_running, max(0.0, self._pass_deadline - self._clock()))
+                self._changed.wait_for(lambda: not self._slice_running)
+            self._engine_running, self._step_started = True, self._clock()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._changed:
-            self._ended = self._clock()
+            self._step_ended = self._clock()
             if kind is None:
-                self._pace_s = max(_LEAST_S, min(self._ended - self._began, _RISE * self._pace_s))
-            self._credit_s = self._earns * self._pace_s
-            self._wanted = self._passing = False
-            waiting = self._waiting
+                self._step_s = max(_MIN_STEP_S, min(self._step_ended - self._step_started, _MAX_STEP_GROWTH * self._step_s))
+            self._credit_s = self._credit_rate * self._step_s
+            self._engine_waiting = self._engine_running = False
             self._changed.notify_all()
-        if waiting:
-            self.on_free()
+        if self._slice_waiting:
+            self.on_slice_available()
 
-    def _yield(self) -> None:
-        """Let hosted training begin if it is its turn."""
-        if self._asking and self._clock() >= self._rested:
-            self._yielding = True
+    def _yield_to_pass(self) -> None:
+        """Let a waiting pass begin if its pause is over."""
+        if self._pass_waiting and self._clock() >= self._next_pass_at:
+            self._engine_yields = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._training or not self._asking, timeout=_WAKE_S)
-            self._yielding = False
+            self._changed.wait_for(lambda: self._pass_running or not self._pass_waiting, _WAKE_S)
+            self._engine_yields = False
 
-    def _is_owed(self) -> bool:
-        """Whether training may go first although the engine waits: half a turn is not worth one."""
-        return 2 * self._credit_s > self._earns * self._pace_s
+    def _has_credit(self) -> bool:
+        """Whether a slice may run before a waiting step: at least half of the earned time is left."""
+        return 2 * self._credit_s > self._credit_rate * self._step_s
 
-    # -- the executor's ---------------------------------------------------------------------
+    # -- executor ---------------------------------------------------------------------------
 
     def busy_until(self) -> float | None:
-        """When the engine's pass will end, or its last one ended; None: it serves nobody."""
-        if self._passing:
-            return max(self._clock(), self._began + (self._pace_s if math.isfinite(self._pace_s) else 0.0))
-        return self._ended if self._wanted or self._clock() - self._ended < self._idle_s else None
+        """Expected end of the engine's step, or the end of the last one; None while the engine is idle."""
+        if self._engine_running:
+            return max(self._clock(), self._step_started + (self._step_s if math.isfinite(self._step_s) else 0.0))
+        is_busy = self._engine_waiting or self._clock() - self._step_ended < self._idle_after_s
+        return self._step_ended if is_busy else None
 
-    def are_taken(self) -> bool:
-        """Whether training has to take turns now."""
-        return math.isfinite(self._earns) and self.busy_until() is not None
+    def is_contended(self) -> bool:
+        """Whether training runs in time slices now."""
+        return math.isfinite(self._credit_rate) and self.busy_until() is not None
 
-    def begin(self) -> float | None:
-        """Seconds that a piece may take, from now to `end`; None: not now, `on_free` tells when to ask again."""
+    def begin_slice(self) -> float | None:
+        """Seconds that a slice may take until `end_slice`; None if none may run now: `on_slice_available` follows."""
         with self._changed:
-            taken = self.are_taken()
-            may = not taken or (not self._passing and not self._training and (not self._wanted or self._is_owed()))
-            self._piece, self._waiting = may, not may
-            self._piece_began = self._clock()
-            return None if not may else self._earns * self._pace_s if taken else _PIECE_S
+            contended = self.is_contended()
+            is_free = not self._engine_running and not self._pass_running
+            allowed = not contended or (is_free and (not self._engine_waiting or self._has_credit()))
+            self._slice_running, self._slice_waiting = allowed, not allowed
+            self._slice_started = self._clock()
+            return None if not allowed else self._credit_rate * self._step_s if contended else _IDLE_SLICE_S
 
-    def end(self) -> None:
-        """The piece is computed."""
+    def end_slice(self) -> None:
         with self._changed:
-            self._piece = False
-            self._credit_s -= self._clock() - self._piece_began
+            self._slice_running = False
+            self._credit_s -= self._clock() - self._slice_started
             self._changed.notify_all()
 
-    def give_up(self) -> None:
-        """Nobody waits for a turn any more."""
+    def cancel_slice(self) -> None:
+        """The engine stops waiting for a slice that was not allowed before."""
         with self._changed:
-            self._waiting = False
+            self._slice_waiting = False
             self._changed.notify_all()
 
-    def figures(self) -> dict[str, float]:
-        """What the provider may want to know of serving beside training."""
+    def stats(self) -> dict[str, float]:
+        """Statistics of serving concurrent with training."""
         return {}
 
-    # -- hosted training's ------------------------------------------------------------------
+    # -- hosted fine-tuning -----------------------------------------------------------------
 
-    def begin_pass(self, short_s: float, is_over: Callable[[], bool]) -> Permit | None:
-        """Wait for a turn, from now to `end_pass`: for `short_s` if answers are served. None: `is_over` came first."""
+    def begin_pass(self, short_s: float, is_cancelled: Callable[[], bool]) -> PassBudget | None:
+        """Wait until a pass may run; it ends with `end_pass`. Its budget is `short_s` while the engine serves.
+
+        Returns None once `is_cancelled` returns True.
+        """
         with self._changed:
-            self._asking = True
-            while not is_over():
-                now, short = self._clock(), self.are_taken()
-                free = not self._piece and not self._passing and (not self._wanted or self._yielding)
-                if not short or (free and now >= self._rested):
-                    self._asking, self._training, self._short = False, True, short
-                    self._pass_began, self._late = now, now + 2 * short_s
+            self._pass_waiting = True
+            while not is_cancelled():
+                now, short = self._clock(), self.is_contended()
+                is_busy = self._slice_running or self._engine_running or (self._engine_waiting and not self._engine_yields)
+                if not short or (not is_busy and now >= self._next_pass_at):
+                    self._pass_waiting, self._pass_running, self._pass_is_short = False, True, short
+                    self._pass_started, self._pass_deadline = now, now + 2 * short_s
                     self._changed.notify_all()
-                    return Permit("short", short_s, beside=True) if short else Permit("full")
+                    return PassBudget("short", short_s, is_serving=True) if short else PassBudget("full")
                 self._changed.wait(_WAKE_S)
-            self._asking = False
+            self._pass_waiting = False
             self._changed.notify_all()
         return None
 
     def end_pass(self, *, is_new: bool = False) -> None:
-        """The pass is computed. `is_new`: it had to be made ready, others of its kind will be faster."""
+        """The pass has ended. `is_new`: it was prepared (compiled, captured); later ones of its kind are faster."""
         with self._changed:
-            self._training = False
+            self._pass_running = False
             now = self._clock()
-            if self._short:
-                self._rested = now + (now - self._pass_began) / self._earns
-            waiting = self._waiting
+            if self._pass_is_short:
+                self._next_pass_at = now + (now - self._pass_started) / self._credit_rate
             self._changed.notify_all()
-        if waiting:
-            self.on_free()
+        if self._slice_waiting:
+            self.on_slice_available()

@@ -139,7 +139,7 @@ def test_the_engine_has_its_turn_between_two_pieces():
 def test_the_loop_is_woken_when_a_pass_ends():
     desk = serving()
     woken = []
-    desk.turns.on_free = lambda: woken.append(True)
+    desk.turns.on_slice_available = lambda: woken.append(True)
     desk.call(desk.tenant(), *rows_for((WIDTH,)), training=True)
     with desk.turns:
         desk.service.step()
@@ -200,7 +200,7 @@ def test_the_engine_does_not_wait_for_who_has_left():
         desk.service.step()
         desk.say(ann, Kind.BYE)
         assert desk.service.step() is None
-    assert not desk.turns._waiting
+    assert not desk.turns._slice_waiting
 
 
 def test_a_tenant_that_died_in_mid_call_is_forgotten_at_its_end():

@@ -37,7 +37,7 @@ class ExecutorLoop:
         self._waiter = Poller()
         self._wakeup = Wakeup()
         self._waiter.add(self._wakeup.fileno())
-        service.turns.on_free = self._wakeup.ring
+        service.turns.on_slice_available = self._wakeup.ring
         self._new: list[tuple[Port, Future[None]]] = []
         self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)
@@ -71,7 +71,7 @@ class ExecutorLoop:
             raise
         finally:
             self._ended = True
-            self._service.turns.give_up()
+            self._service.turns.cancel_slice()
             for port in self._ports:
                 _close(port)
             self._turn_away()

@@ -355,7 +355,7 @@ class Service:
         """Run the next batch or piece if one is due. The seconds until the next may be; 0.0 if one ran, None if never."""
         if self._cut is not None and any(call.pending.number not in self._queue for call in self._cut.calls):
             self._cut = None  # somebody left: who is still there begins anew
-            self.turns.give_up()
+            self.turns.cancel_slice()
         if not self._queue:
             return None
         if self._cut is not None and self._is_cuts_turn and self._advance(self._cut):
@@ -370,7 +370,7 @@ class Service:
             _log.exception("the policy failed")
             self._fail_all(SymbiosisError(f"the executor's policy failed: {type(error).__name__}"))
             return 0.0
-        if calls and self._lanes is None and self.turns.are_taken():
+        if calls and self._lanes is None and self.turns.is_contended():
             training = [call for call in calls if call.trains]
             calls = [call for call in calls if not call.trains]
             if training:
@@ -395,14 +395,14 @@ class Service:
 
     def _advance(self, cut: SlicedBatch) -> bool:
         """Compute one more piece, if it is training's turn."""
-        seconds = self.turns.begin()
+        seconds = self.turns.begin_slice()
         if seconds is None:
             return False
         shape, started = cut.calls[0].work.key.shape, self._clock()
         try:
             rows = cut.advance(self._costs.rows_within(shape, seconds))
         finally:
-            self.turns.end()
+            self.turns.end_slice()
         took = self._clock() - started
         self._costs.observe(shape, rows, took)
         cut.seconds += took
