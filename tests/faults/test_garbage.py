@@ -230,7 +230,7 @@ def test_a_second_call_before_the_answer_is_refused_over_the_wire(served: Served
 
             return Decision()
 
-    served.executor._service.policy, real = Never(), served.executor._service.policy
+    served.executor._service.batcher.policy, real = Never(), served.executor._service.batcher.policy
     assert say(dealer, Message(Kind.HELLO, 1)).kind is Kind.WELCOME
     call = Message(Kind.CALL, 2, (0,), tensors=(torch.ones(1, 64),))
     dealer.send(encode(call))
@@ -238,7 +238,7 @@ def test_a_second_call_before_the_answer_is_refused_over_the_wire(served: Served
     call.request = 3
     assert say(dealer, call).body["code"] == "too_many_calls"
     assert say(dealer, Message(Kind.PING, 2)).body["known"] is True
-    served.executor._service.policy = real
+    served.executor._service.batcher.policy = real
     answer = say(dealer, Message(Kind.PING, 2))
     answers = [answer, hear(dealer)]
     assert sorted(a.kind for a in answers) == [Kind.PING, Kind.REPLY]

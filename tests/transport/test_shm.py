@@ -112,7 +112,7 @@ def test_what_a_tenant_writes_while_its_call_runs_changes_only_its_own_answer(se
     fd = os.open(arena["path"], os.O_RDWR)
     scribble = mmap.mmap(fd, arena["bytes"])
     os.close(fd)
-    service = served.executor._service
+    service = served.executor._service.batcher
     real = service.policy
 
     class Scribbling:

@@ -96,7 +96,7 @@ class Executor:
             policy=chosen,
             limits=self.limits,
             client_tensors=self.split.client_tensors,
-            turns=turns,
+            device_share=turns,
         )
         self._service.calibrate()
         self._inproc = InprocPort()
@@ -122,7 +122,9 @@ class Executor:
         if self._model is None:
             raise SymbiosisError("this executor let go of what tenants hold themselves: make it with hosting=True")
         folder = unpack_tokenizer(self._tokenizer) if self._tokenizer else None
-        return HttpHost(shared_copy(self._model), self._about["name"], folder, address, turns=self._service.turns, **options)
+        return HttpHost(
+            shared_copy(self._model), self._about["name"], folder, address, turns=self._service.device_share, **options
+        )
 
     def stats(self) -> dict[str, Any]:
         """Calls, batches, mean batch, tokens, bytes held, and figures per tenant."""
@@ -131,7 +133,7 @@ class Executor:
     def use_policy(self, policy: str | Policy) -> None:
         """Batch calls by another policy from the next batch on."""
         max_wait_ms, training_share = self._policy_settings
-        self._service.policy = _policy(policy, max_wait_ms, training_share if policy == "opportunistic" else None)
+        self._service.batcher.policy = _policy(policy, max_wait_ms, training_share if policy == "opportunistic" else None)
 
     def manifest(self) -> Manifest:
         """The model as tenants see it."""

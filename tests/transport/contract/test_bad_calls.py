@@ -124,7 +124,7 @@ class Company:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
 def test_poisoned_rows_in_the_same_batch_leave_the_others_bit_for_bit(link: Served, poison: float):
-    link.executor._service.policy = Company()
+    link.executor._service.batcher.policy = Company()
     ann, eve = link.raw("ann"), link.raw("bob")
     rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(5))
 
@@ -151,7 +151,7 @@ def test_poisoned_rows_in_the_same_batch_leave_the_others_bit_for_bit(link: Serv
 
 def test_an_error_says_what_was_wrong_and_what_to_do(link: Served):
     raw = link.raw()
-    with pytest.raises(TooLarge, match="1 to 8192 rows, got 9000: cut it"):
+    with pytest.raises(TooLarge, match="1 to 8192 rows, got 9000: split the call"):
         raw.request(Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(9000, 64),)))
     with pytest.raises(BadCall, match=r"q_proj takes rows of width 64, got 63"):
         raw.request(Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(2, 63),)))

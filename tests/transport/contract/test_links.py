@@ -178,11 +178,11 @@ def _answer_class():
 
 def test_closing_a_session_ends_the_waiting_of_its_other_threads(link: Served):
     """With the lockstep policy a call waits for the other sessions, which never come."""
-    link.executor._service.policy = _Never()
+    link.executor._service.batcher.policy = _Never()
     raw = link.raw()
     failed: list[SymbiosisError] = []
     arrived = threading.Event()
-    link.executor._service.policy.asked = arrived
+    link.executor._service.batcher.policy.asked = arrived
 
     def wait() -> None:
         try:
@@ -214,7 +214,7 @@ class _Never:
 
 
 def test_closing_the_executor_ends_the_waiting_of_its_tenants(link: Served):
-    link.executor._service.policy = policy = _Never()
+    link.executor._service.batcher.policy = policy = _Never()
     policy.asked = threading.Event()
     raw = link.raw(grace_s=0.5)
     failed: list[SymbiosisError] = []
@@ -242,10 +242,10 @@ def test_a_loop_that_dies_leaves_nobody_waiting(link: Served, monkeypatch):
         pass
 
     def step() -> None:
-        if link.executor._service._queue:
+        if link.executor._service.batcher.queue:
             raise Fatal
 
-    monkeypatch.setattr(link.executor._service, "step", step)
+    monkeypatch.setattr(link.executor._service.batcher, "step", step)
     with pytest.raises(SymbiosisError) as caught:
         raw.request(Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(3, 64),)))
     assert caught.value.code in ("closed", "executor_lost")
@@ -257,11 +257,11 @@ def test_an_executor_that_stumbles_over_one_message_goes_on_with_the_next(link: 
     model = link.connect()
     service = link.executor._service
     with monkeypatch.context() as patch:
-        patch.setattr(service, "_check", lambda *a: 1 / 0)
+        patch.setattr(service._validator, "_check", lambda *a: 1 / 0)
         with pytest.raises(SymbiosisError, match="ZeroDivisionError"):
             model(ids)
     with monkeypatch.context() as patch:
-        patch.setattr(service, "policy", None)
+        patch.setattr(service.batcher, "policy", None)
         with pytest.raises(SymbiosisError, match="policy failed"):
             model(ids)
     torch.testing.assert_close(model(ids).logits, tiny(ids).logits, rtol=0, atol=1e-6)
@@ -274,7 +274,7 @@ def test_a_call_keeps_nothing_alive_in_the_executor(link: Served, ids):
     stats = link.executor.stats()
     assert stats["bytes_held"] == before
     assert stats["queued"] == 0
-    assert link.executor._service._queued_bytes == 0
+    assert link.executor._service.batcher.queued_bytes == 0
 
 
 def test_backward_is_the_gradient_of_forward_without_memory_of_it(link: Served, tiny):
