@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -91,17 +91,7 @@ class LayerSpec:
         return self.handle
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "handle": self.handle,
-            "identity": self.identity,
-            "kind": self.kind.value,
-            "paths": list(self.paths),
-            "in_width": self.in_width,
-            "out_width": self.out_width,
-            "train_safe": self.train_safe,
-            "weights": [[name, list(shape)] for name, shape in self.weights],
-            "experts": self.experts,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> LayerSpec:
@@ -126,7 +116,7 @@ class BlobRef:
     size: int
 
     def to_json(self) -> dict[str, Any]:
-        return {"sha256": self.sha256, "size": self.size}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BlobRef:
@@ -153,18 +143,7 @@ class Manifest:
     tokenizer: BlobRef | None
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "model_class": self.model_class,
-            "config": self.config,
-            "generation_config": self.generation_config,
-            "attention": self.attention,
-            "dtype": self.dtype,
-            "layers": [layer.to_json() for layer in self.layers],
-            "ties": self.ties,
-            "client_weights": self.client_weights.to_json() if self.client_weights else None,
-            "tokenizer": self.tokenizer.to_json() if self.tokenizer else None,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:

@@ -94,7 +94,7 @@ def test_only_the_first_step_waits_for_a_pass_that_exceeds_its_budget(monkeypatc
 def test_a_pass_whose_stream_fails_does_not_count_as_running(monkeypatch):
     partition = make_partition(Clock())
 
-    def switch_to(context):
+    def switch_to(use):
         raise RuntimeError("no such stream")
 
     with monkeypatch.context() as patch:

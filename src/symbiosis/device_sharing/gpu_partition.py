@@ -101,12 +101,10 @@ class GpuPartition(CpuTimeShare):
         self._step_is_colocated = False
         self._pass_ended = -math.inf
         self._pass_has_whole_gpu = False
+        # Recent steps of the engine in seconds, by whether training ran.
         self._step_durations: dict[bool, deque[float]] = {True: deque(maxlen=_MAX_COLOCATED), False: deque(maxlen=_ALONE)}
-        """Recent steps of the engine in seconds, by whether training ran."""
-        self._steps_of_pass = 0
-        """Steps recorded as co-located since the pass began."""
-        self._new_passes = 0
-        """Passes in a row that were prepared."""
+        self._steps_of_pass = 0  # recorded as co-located since the pass began
+        self._new_passes = 0  # in a row
         self._last_comparison: dict[str, float] = {}
         self._passes_to_comparison = _PASSES_AFTER_CHANGE
 
@@ -123,7 +121,7 @@ class GpuPartition(CpuTimeShare):
             if was_idle and self._pass_has_whole_gpu:
                 self._changed.wait_for(lambda: not self._pass_has_whole_gpu, timeout=_MAX_PASS_WAIT_S)
         self._step_is_colocated = self._is_training()
-        self._switch_to(self._select_context("serving"))
+        self._switch_to("serving")
         super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -151,7 +149,7 @@ class GpuPartition(CpuTimeShare):
             is_serving = self.busy_until() is not None
             self._pass_running, self._pass_has_whole_gpu, self._steps_of_pass = True, not is_serving, 0
         try:
-            self._switch_to(self._select_context("partition" if is_serving else "training"))
+            self._switch_to("partition" if is_serving else "training")
         except BaseException:
             self.end_pass()
             raise
@@ -201,20 +199,18 @@ class GpuPartition(CpuTimeShare):
         """Step times of the engine with and without training at the last comparison, and training's share."""
         return {**self._last_comparison, "training_share": self.share}
 
-    def _select_context(self, use: str) -> GreenContext | None:
-        """For "serving", "training" (on the whole GPU) or a "partition" for training; None without a GPU."""
-        if self._device.type != "cuda":
-            return None
+    def _select_context(self, use: str) -> GreenContext:
+        """For "serving", "training" (on the whole GPU) or a "partition" for training."""
         with _creating:
             if use == "partition" and self.share < 1.0:
                 return _partition_context(self._device, self.share)
             return _whole_gpu_contexts(self._device)[0 if use == "serving" else 1]
 
-    def _switch_to(self, context: GreenContext | None) -> None:
-        """Make this the calling thread's stream, ordered after all the thread has launched."""
-        if context is None:
+    def _switch_to(self, use: str) -> None:
+        """Switch the calling thread to the stream of this use, ordered after all the thread has launched."""
+        if self._device.type != "cuda":
             return
-        now = torch.cuda.current_stream(self._device)
+        context, now = self._select_context(use), torch.cuda.current_stream(self._device)
         if now != context.stream:
             context.stream.wait_stream(now)
             torch.cuda.set_stream(context.stream)

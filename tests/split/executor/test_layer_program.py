@@ -229,6 +229,6 @@ def test_caches_of_programs_are_bounded():
         )
         bench.run()
         assert bench.reply_to(peer).kind is Kind.REPLY
-    assert bench.service._validator._program.cache_info().currsize <= 4096
-    assert bench.service._validator._program_backward.cache_info().currsize <= 4096
-    assert len(bench.service._costs._parts) <= 4096
+    assert bench.service.batcher.validator._program.cache_info().currsize <= 4096
+    assert bench.service.batcher.validator._program_backward.cache_info().currsize <= 4096
+    assert len(bench.service.batcher.costs._parts) <= 4096

@@ -466,7 +466,7 @@ def test_a_policy_hears_of_the_hosted_engine_on_the_same_gpu_while_that_computes
     assert 0 not in bench.service.batcher._visible_sessions()
     bench.run_engine_step(seconds=0.2)
     assert 0 not in bench.service.batcher._visible_sessions(), "on cores, training takes turns with it"
-    bench.service.batcher._streams = object()
+    bench.service.batcher.streams = object()
     with bench.device_share:
         guest = bench.service.batcher._visible_sessions()[0]
         assert guest.replied == pytest.approx(bench.clock.now + 0.2)

@@ -71,7 +71,7 @@ def test_after_the_engine_the_rest_goes_on_in_pieces_that_it_could_wait_for(row_
     bench.call(ann, *rows_for((WIDTH,)), training=True)
     assert bench.service.batcher.step() == 0.0
     for rows in (1, 100) * 20:
-        bench.service._costs.observe(bench.service.batcher._sliced.calls[0].work.key.shape, rows, rows * row_s)
+        bench.service.batcher.costs.observe(bench.service.batcher._sliced.calls[0].work.key.shape, rows, rows * row_s)
     bench.clock.now += 5
     assert bench.run() == pieces
     assert bench.reply_to(ann).kind is Kind.REPLY

@@ -257,7 +257,7 @@ def test_an_executor_that_stumbles_over_one_message_goes_on_with_the_next(link: 
     model = link.connect()
     service = link.executor._service
     with monkeypatch.context() as patch:
-        patch.setattr(service._validator, "_check", lambda *a: 1 / 0)
+        patch.setattr(service.batcher.validator, "_check", lambda *a: 1 / 0)
         with pytest.raises(SymbiosisError, match="ZeroDivisionError"):
             model(ids)
     with monkeypatch.context() as patch:

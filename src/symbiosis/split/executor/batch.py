@@ -29,16 +29,12 @@ class BatchCall:
     rows: Rows
     places: Rows | None
     """Where results may be computed in place, on the layers' device and in their dtype."""
-    bytes: int
-    """Memory that the queue holds for its rows."""
+    bytes: int  # that the queue holds for its rows
+    # of `cuda_graphs`: recent runs in a row, the time of the last one, and the replay of the graph once captured
     runs: int = 0
-    """Recent runs in a row,"""
     ran: float = 0.0
-    """the time of the last one, and"""
     replay: Callable[[], object] | None = None
-    """the replay of its CUDA graph, once captured (`cuda_graphs`)."""
-    number: int = field(default_factory=itertools.count().__next__)
-    """Unique in the process."""
+    number: int = field(default_factory=itertools.count().__next__)  # unique in the process
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,8 +104,7 @@ class SlicedBatch:
         """The result of each call, in order, as of `run_batch`."""
         try:
             if self._results:
-                columns = zip(*self._results, strict=True)
-                return list(_split(self._works, tuple(_concatenate(parts) for parts in columns)))
+                return list(_split(self._works, _concatenate(self._results)))
         except Exception as error:  # noqa: BLE001 - as above
             _log.warning("the slices of %d calls could not be joined (%r): running each alone", len(self.calls), error)
             self._results = []
@@ -136,12 +131,12 @@ def _joined(works: Sequence[BatchCall]) -> list[Rows]:
 
 def _join(works: Sequence[BatchCall]) -> Rows:
     """The rows of all calls, concatenated."""
-    layer, columns = works[0].layers[0], zip(*(work.rows for work in works), strict=True)
-    return tuple(_concatenate([_convert(part, layer, index) for part in parts]) for index, parts in enumerate(columns))
+    layer = works[0].layers[0]
+    return _concatenate([tuple(_convert(part, layer, index) for index, part in enumerate(work.rows)) for work in works])
 
 
-def _concatenate(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _concatenate(parts: Sequence[Rows]) -> Rows:
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def _split(works: Sequence[BatchCall], results: Rows) -> list[Rows]:

@@ -10,7 +10,7 @@ from symbiosis.errors import SymbiosisError, TooManyCalls
 from symbiosis.split.executor.batch import BatchCall, Call, SlicedBatch, run_batch
 from symbiosis.split.executor.call_validation import CallValidator
 from symbiosis.split.executor.cost_model import CostModel
-from symbiosis.split.executor.layers import Rows
+from symbiosis.split.executor.layers import BaseLayer, Rows
 from symbiosis.split.executor.policies import Decision, Policy
 from symbiosis.split.executor.sessions import BatchKey, PendingCall, Session, SessionTable
 from symbiosis.split.executor.statistics import Statistics
@@ -29,33 +29,29 @@ class Batcher:
 
     def __init__(
         self,
-        *,
+        layers: Sequence[BaseLayer],
         policy: Policy,
         limits: Limits,
-        costs: CostModel,
-        validator: CallValidator,
         sessions: SessionTable,
-        statistics: Statistics,
         device_share: CpuTimeShare,
-        streams: StreamSelector | None,
         clock: Callable[[], float],
     ) -> None:
-        self.policy = policy
+        self.policy, self._sessions, self._device_share, self._clock = policy, sessions, device_share, clock
         self._max_queued_bytes = _MAX_QUEUED_CALLS * limits.max_bytes
-        self._costs, self._validator, self._sessions, self._statistics = costs, validator, sessions, statistics
-        self._device_share, self._streams, self._clock = device_share, streams, clock
-        self._switch_s = 0.0 if streams is None else streams.change_s
+        self.costs, self.statistics = CostModel(), Statistics(layers, clock)
+        self.validator = CallValidator(layers, limits, self.costs)
+        is_on_one_gpu = len({layer.device for layer in layers}) == 1 and layers[0].device.type == "cuda"
+        self.streams = StreamSelector(layers[0].device) if is_on_one_gpu else None
+        self._switch_s = 0.0 if self.streams is None else self.streams.change_s
         self.queue: dict[int, Call] = {}
         self.queued_bytes = 0
-        self.last_batch = clock()
-        """End of the last batch."""
+        self.last_batch = clock()  # its end
         self._last_number = 0
-        self._sliced: SlicedBatch | None = None
-        """The training batch that runs in slices, if any. Its calls stay in the queue until its end."""
+        self._sliced: SlicedBatch | None = None  # of training; its calls stay in the queue until its end
         self._slice_is_next = False
+        # The hosted engine on the same GPU, as a policy sees it: a session that decodes and never calls.
         never, entry = float("-inf"), BatchKey((0,), Direction.FORWARD)
         self._engine_session = Session(0, "", None, never, key=entry, replied=never)  # type: ignore[arg-type]
-        """The hosted engine on the same GPU, as a policy sees it: a session that decodes and never calls."""
 
     def enqueue(self, session: Session, message: Message) -> None:
         """Queue a CALL. Raises `SymbiosisError` if it is not valid, or if another call of the session is queued."""
@@ -65,9 +61,9 @@ class Batcher:
             raise TooManyCalls("the last call of this channel has no reply yet: send one call at a time")
         work: BatchCall | None = message.note
         if work is None:
-            work = self._validator.validate(session.peer, message)
+            work = self.validator.validate(session.peer, message)
         self._last_number = number = self._last_number + 1
-        is_async = work.places is not None and self._streams is not None
+        is_async = work.places is not None and self.streams is not None
         rows = work.rows[0].shape[0]
         pending = PendingCall(number, session.number, work.key, rows, message.training, session.last_seen, is_async)
         self.queue[number] = Call(pending, session, message.request, work)
@@ -102,7 +98,7 @@ class Batcher:
         waiting = [call.pending for call in self.queue.values() if self._sliced is None or not call.is_training]
         now = self._clock()
         try:
-            decision = self.policy.decide(waiting, self._visible_sessions(), self._costs, now) if waiting else Decision()
+            decision = self.policy.decide(waiting, self._visible_sessions(), self.costs, now) if waiting else Decision()
             calls = [self.queue[pending.number] for pending in decision.batch]
         except Exception as error:  # noqa: BLE001 - a faulty policy must not leave calls without a reply
             _log.exception("the policy failed")
@@ -110,7 +106,7 @@ class Batcher:
             for number in list(self.queue):
                 self._reply(self._dequeue(number), failure)
             return 0.0
-        if calls and self._streams is None and self._device_share.is_contended():
+        if calls and self.streams is None and self._device_share.is_contended():
             training = [call for call in calls if call.is_training]
             calls = [call for call in calls if not call.is_training]
             if training:
@@ -127,7 +123,7 @@ class Batcher:
         """The sessions for which a policy may hold calls back."""
         sessions: Mapping[int, Session] = self._sessions.open
         # On a CPU the engine and training share time slices instead.
-        if self._streams is not None and (busy_until := self._device_share.busy_until()) is not None:
+        if self.streams is not None and (busy_until := self._device_share.busy_until()) is not None:
             self._engine_session.replied = busy_until
             sessions = {0: self._engine_session, **sessions}
         if self._sliced is not None:
@@ -137,15 +133,15 @@ class Batcher:
 
     def _run(self, calls: list[Call]) -> None:
         started = self._clock()
-        if self._streams is None:
+        if self.streams is None:
             results = run_batch(calls)
             seconds = self._clock() - started
-            self._costs.observe(calls[0].work.key.shape, sum(call.pending.rows for call in calls), seconds)
+            self.costs.observe(calls[0].work.key.shape, sum(call.pending.rows for call in calls), seconds)
             self._finish(calls, results, started, seconds)
         else:
-            results = self._streams.run(calls, self._costs)
+            results = self.streams.run(calls, self.costs)
             self._finish(calls, results, started, self._clock() - started)
-            self._streams.leave()
+            self.streams.leave()
 
     def _run_slice(self, batch: SlicedBatch) -> bool:
         """Run one more slice, if the device share allows one now."""
@@ -154,11 +150,11 @@ class Batcher:
             return False
         shape, started = batch.calls[0].work.key.shape, self._clock()
         try:
-            rows = batch.run_slice(self._costs.rows_within(shape, max_s))
+            rows = batch.run_slice(self.costs.rows_within(shape, max_s))
         finally:
             self._device_share.end_slice()
         seconds = self._clock() - started
-        self._costs.observe(shape, rows, seconds)
+        self.costs.observe(shape, rows, seconds)
         batch.seconds += seconds
         if batch.is_done():
             self._sliced = None
@@ -171,13 +167,13 @@ class Batcher:
             self._dequeue(call.pending.number)
         key, ended = calls[0].pending.key, self._clock()
         rows = sum(call.pending.rows for call in calls)
-        is_entry = self._statistics.is_entry(key.layers, key.direction)
-        self._statistics.record_batch(len(calls), rows, seconds, is_entry=is_entry)
+        is_entry = self.statistics.is_entry(key.layers, key.direction)
+        self.statistics.record_batch(len(calls), rows, seconds, is_entry=is_entry)
         self.last_batch = ended
         # On a GPU `seconds` is the time of the launch.
-        batch_s = seconds if self._streams is None else max(seconds, self._costs.estimate(key.shape, rows))
+        batch_s = seconds if self.streams is None else max(seconds, self.costs.estimate(key.shape, rows))
         for call in calls:
-            cost_s = self._costs.estimate(key.shape, call.pending.rows) + self._switch_s
+            cost_s = self.costs.estimate(key.shape, call.pending.rows) + self._switch_s
             call.session.record(call.pending, is_entry=is_entry, started=started, ended=ended, batch_s=batch_s, cost_s=cost_s)
         for call, result in zip(calls, results, strict=True):
             self._reply(call, result)
@@ -199,8 +195,8 @@ class Batcher:
                 self.close_session(call.session)
         except Exception as error:  # noqa: BLE001 - the other calls of the batch get their replies
             _log.exception("a reply to %s failed", call.session.tenant)
-            if self._streams is not None:
-                self._streams.check()  # raises if the GPU's context is broken: the loop ends and closes all links
+            if self.streams is not None:
+                self.streams.check()  # raises if the GPU's context is broken: the loop ends and closes all links
             send_error(peer, call.request, SymbiosisError(f"the executor failed: {type(error).__name__}"))
 
 

@@ -7,6 +7,7 @@ a layer to the layer's end (half a layer), and it has a backward program.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from symbiosis.errors import BadCall
 from symbiosis.split.executor.layers import BaseLayer, Block, Matrix, Norm, Rows
-from symbiosis.types import Direction, LayerKind, LayerSpec, ProgramOp
+from symbiosis.types import Direction, LayerKind, ProgramOp
 
 _HALF_LAYER = "a layer program with SAVE is half a layer: a matrix, sums, SAVE, a norm, a block, ADD_SAVED"
 
@@ -49,15 +50,8 @@ class LayerProgram(BaseLayer):
         self.saves = ProgramOp.SAVE in self._steps
         if self.saves:
             self.half_layer()
-        spec = LayerSpec(
-            handle=first.spec.handle,
-            identity="",
-            kind=LayerKind.BLOCK,
-            paths=(f"the layer program from {first.spec.paths[0]}",),
-            in_width=first.spec.in_width,
-            out_width=width,
-        )
-        super().__init__(spec, first.weights, getattr(first, "module", None))
+        paths = (f"the layer program from {first.spec.paths[0]}",)
+        super().__init__(replace(first.spec, kind=LayerKind.BLOCK, paths=paths, out_width=width), first.weights, first.module)
         self._ends_with_norm = isinstance(self._steps[-1], Norm)
         self._result_widths = [width] * (2 if self.saves or self._ends_with_norm else 1)
         self._result_widths += [head.spec.out_width for head in self._heads]

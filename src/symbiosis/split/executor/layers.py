@@ -6,8 +6,7 @@ Plain reference for every kind: the module that the layer replaces (tests/parity
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,8 +30,8 @@ class BaseLayer:
     """
 
     def __init__(self, spec: LayerSpec, weights: dict[str, Tensor], module: nn.Module | None = None) -> None:
-        self.spec = spec
-        self.weights = weights
+        self.spec, self.weights = spec, weights
+        self.module: Any = module
         first = next(iter(weights.values())) if module is None else next(module.parameters())
         self.dtype, self.device = first.dtype, first.device
 
@@ -130,15 +129,14 @@ class Embedding(BaseLayer):
         return (F.embedding(rows[0][:, 0], self.weights["weight"]),)
 
 
-@contextmanager
-def _autograd_on_this_thread() -> Iterator[None]:
-    """Enable autograd without its device threads.
+def _differentiate(function: Callable[..., Tensor], inputs: Rows, grad: Tensor) -> Rows:
+    """Gradients of the inputs of a function, computed on this thread.
 
-    Backward on a GPU runs on autograd's one thread for that GPU by default. A tenant in this process may hold that
-    thread while it waits for the executor: a deadlock.
+    Autograd's own thread for a GPU may be held by a tenant in this process that waits for the executor: a deadlock.
     """
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-        yield
+        inputs = tuple(x.detach().requires_grad_() for x in inputs)
+        return torch.autograd.grad(function(*inputs), inputs, grad)
 
 
 class Block(BaseLayer):
@@ -147,7 +145,6 @@ class Block(BaseLayer):
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
         super().__init__(spec, {}, module)
         speed_up(module)
-        self.module = module
 
     def input_widths(self, direction: Direction) -> tuple[int | None, ...]:
         if direction is Direction.FORWARD:
@@ -158,29 +155,25 @@ class Block(BaseLayer):
         return (self.module(rows[0]),)
 
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
-        x, grad = rows
-        with _autograd_on_this_thread():
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(self.module(x), x, grad)
+        return _differentiate(self.module, rows[:1], rows[1])
 
 
 class GatedBlock(Block):
     """The gated MLP, down(act(gate(x)) · up(x)), without autograd: backward runs `down` once. Plain reference: `Block`."""
 
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
-        module: Any = self.module
-        inner = module.act_fn(module.gate_proj(rows[0])).mul_(module.up_proj(rows[0]))
-        return (module.down_proj(inner),)
+        module = self.module
+        return (module.down_proj(module.act_fn(module.gate_proj(rows[0])).mul_(module.up_proj(rows[0]))),)
 
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
-        (x, grad), module = rows, cast(Any, self.module)
+        (x, grad), module = rows, self.module
         gate, up = module.gate_proj(x), module.up_proj(x)
         inner = grad @ module.down_proj.weight
         if isinstance(module.act_fn, nn.SiLU):
             grad_up = F.silu(gate).mul_(inner)
             grad_gate = torch.ops.aten.silu_backward(inner.mul_(up), gate)
         else:
-            with _autograd_on_this_thread():
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):  # as `_differentiate`
                 gate.requires_grad_()
                 (grad_gate,) = torch.autograd.grad(act := module.act_fn(gate), gate, inner * up)
             grad_up = inner.mul_(act.detach())
@@ -224,7 +217,6 @@ class Norm(BaseLayer):
 
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
         super().__init__(spec, {}, module)
-        self.module = module
         self._rounds_twice = rounds_twice(module) if self.device.type == "cuda" else None
 
     def check(self, direction: Direction, rows: Rows) -> None:
@@ -235,22 +227,16 @@ class Norm(BaseLayer):
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         if self._rounds_twice is None:
             return (self.module(rows[0]),)
-        weight = cast(Tensor, self.module.weight).detach()
+        weight = self.module.weight.detach()
         return (normalised(rows[0], weight, epsilon_of(self.module), twice=self._rounds_twice),)
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of the rows."""
-        with _autograd_on_this_thread():
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(self.forward((x,))[0], x, grad)[0]
+        return _differentiate(lambda x: self.forward((x,))[0], (x,), grad)[0]
 
 
 class Experts(BaseLayer):
     """Stacked experts of an MoE: (rows, indices, weights) in, rows out. The tenant computes the routing."""
-
-    def __init__(self, spec: LayerSpec, weights: dict[str, Tensor], module: nn.Module) -> None:
-        super().__init__(spec, weights, module)
-        self.module = module
 
     def check(self, direction: Direction, rows: Rows) -> None:
         expected = 3 if direction is Direction.FORWARD else 4
@@ -267,9 +253,7 @@ class Experts(BaseLayer):
 
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
         x, index, weight, grad = rows
-        with _autograd_on_this_thread():
-            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-            return torch.autograd.grad(self.module(x, index, weight), (x, weight), grad)
+        return _differentiate(lambda x, weight: self.module(x, index, weight), (x, weight), grad)
 
 
 def check_index(index: Tensor, spec: LayerSpec) -> None:

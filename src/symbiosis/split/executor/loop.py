@@ -89,8 +89,11 @@ class ExecutorLoop:
                 self._handle_all(port, port.poll())
             timeout_s = self._batcher.step()
             if now - tidied > _TIDY_EVERY_S:
-                self._tidy()
                 tidied = now
+                try:
+                    self._service.tidy()
+                except Exception:  # noqa: BLE001 - the other sessions are served
+                    _log.exception("a lost session could not be closed")
 
     def _wait(self, timeout_s: float) -> None:
         """Wait until a port is readable, and handle its messages."""
@@ -100,12 +103,6 @@ class ExecutorLoop:
             self._accept_added()
         for port in [port for port in self._ports if port.waitable() in ready]:
             self._handle_all(port, port.drain(_MAX_DRAINED))
-
-    def _tidy(self) -> None:
-        try:
-            self._service.tidy()
-        except Exception:  # noqa: BLE001 - the other sessions are served
-            _log.exception("a lost session could not be closed")
 
     def _sleep_s(self, timeout_s: float | None, now: float) -> float:
         """Longest sleep while there are polled ports: the longer the executor is idle, the longer."""

@@ -25,8 +25,5 @@ def export_tensors(layers: Iterable[BaseLayer], client: Mapping[str, Tensor]) ->
 
     base = [[layer.spec.handle, name, *locate(weight)] for layer in layers for name, weight in layer.weights.items()]
     rest = [[name, *locate(tensor)] for name, tensor in client.items()]
-    return {
-        "allocations": [[handle.hex(), size] for handle, (_, size) in allocations.items()],
-        "base": base,
-        "client": rest,
-    }
+    handles = [[handle.hex(), size] for handle, (_, size) in allocations.items()]
+    return {"allocations": handles, "base": base, "client": rest}

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from symbiosis.split.executor.cost_model import CostModel
 from symbiosis.split.executor.sessions import BatchKey, PendingCall, Session
 
 _MAX_PASS_GAP = 5.0  # times `active_s`: a longer gap between two forward passes is a pause
+Pending: TypeAlias = Sequence[PendingCall]
+Sessions: TypeAlias = Mapping[int, Session]
+"""Open sessions by number."""
 _Rank = tuple[bool, bool, bool, bool, tuple[int, int], float, int]
 
 
@@ -29,8 +32,7 @@ class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def decide(self, pending: Sequence[PendingCall], sessions: Mapping[int, Session], costs: CostModel, now: float) -> Decision:
-        """`sessions` are the open ones, by number."""
+    def decide(self, pending: Pending, sessions: Sessions, costs: CostModel, now: float) -> Decision: ...
 
 
 def _fill(calls: Iterable[PendingCall], max_rows: int) -> tuple[PendingCall, ...]:
@@ -45,13 +47,13 @@ def _fill(calls: Iterable[PendingCall], max_rows: int) -> tuple[PendingCall, ...
     return tuple(batch)
 
 
-def _fair_rank(call: PendingCall, sessions: Mapping[int, Session]) -> tuple[float, int]:
+def _fair_rank(call: PendingCall, sessions: Sessions) -> tuple[float, int]:
     """Smaller runs first: the tenant whose last batch is the oldest, whatever its number of sessions."""
     session = sessions.get(call.session)
     return (session.totals.last_run if session is not None else 0.0, call.number)
 
 
-def _group_by_key(pending: Sequence[PendingCall]) -> dict[BatchKey, list[PendingCall]]:
+def _group_by_key(pending: Pending) -> dict[BatchKey, list[PendingCall]]:
     groups: dict[BatchKey, list[PendingCall]] = {}
     for call in pending:
         groups.setdefault(call.key, []).append(call)
@@ -66,7 +68,7 @@ class NoBatching:
     max_wait_s: float = 0.0
     """Without effect; all policies have this setting."""
 
-    def decide(self, pending: Sequence[PendingCall], sessions: Mapping[int, Session], costs: CostModel, now: float) -> Decision:
+    def decide(self, pending: Pending, sessions: Sessions, costs: CostModel, now: float) -> Decision:
         return Decision(batch=(min(pending, key=lambda call: call.number),)) if pending else Decision()
 
 
@@ -83,7 +85,7 @@ class Lockstep:
     max_rows: int = 1024
     """Most rows of calls that share a batch: so many rows fill a GPU, and sharing costs copies."""
 
-    def decide(self, pending: Sequence[PendingCall], sessions: Mapping[int, Session], costs: CostModel, now: float) -> Decision:
+    def decide(self, pending: Pending, sessions: Sessions, costs: CostModel, now: float) -> Decision:
         if not pending:
             return Decision()
         oldest = min(pending, key=lambda call: call.number)
@@ -137,7 +139,7 @@ class Opportunistic:
     call_wait_share: float = 1.0
     """Longest wait in the middle of a forward pass, as a multiple of the time between two calls."""
 
-    def decide(self, pending: Sequence[PendingCall], sessions: Mapping[int, Session], costs: CostModel, now: float) -> Decision:
+    def decide(self, pending: Pending, sessions: Sessions, costs: CostModel, now: float) -> Decision:
         if not pending:
             return Decision()
         decoding = [call for call in pending if call.is_async and not call.training and call.rows <= self.decode_rows]
@@ -153,24 +155,22 @@ class Opportunistic:
         times = [each.ask_again_at for each in (first, then) if each.ask_again_at is not None]
         return then if then.batch else Decision(ask_again_at=min(times, default=None))
 
-    def _decide_by_cost(
-        self, pending: Sequence[PendingCall], sessions: Mapping[int, Session], costs: CostModel, now: float
-    ) -> Decision:
+    def _decide_by_cost(self, pending: Pending, sessions: Sessions, costs: CostModel, now: float) -> Decision:
         if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:
             return Decision(batch=(pending[0],))  # a shortcut: one small call never waits
         queued = {call.session for call in pending}
-        expected = [s.key for number, s in sessions.items() if number not in queued and now - s.last_seen <= self.active_s]
+        active = [s for number, s in sessions.items() if number not in queued and now - s.last_seen <= self.active_s]
         pause_until = self._training_pause(sessions, now)
         groups = _group_by_key(pending)
-        small = {call.number for call in pending if self._is_small(call, costs)}
+        small = {c.number for c in pending if c.rows <= self.small_rows or costs.is_mostly_fixed(c.key.shape, c.rows)}
         ready: list[tuple[_Rank, BatchKey]] = []
         ask_again: float | None = None
         for key, calls in groups.items():
-            wait_until = self._cost_deadline(key, calls, costs) if expected else now
+            wait_until = self._cost_deadline(key, calls, costs) if active else now
             if pause_until > now and all(call.training for call in calls):
                 wait_until = max(wait_until, min(pause_until, min(call.arrived for call in calls) + self.max_wait_s))
             if now >= wait_until:
-                ready.append((self._rank(key, calls, small, expected, sessions, now), key))
+                ready.append((self._rank(key, calls, small, active, sessions, now), key))
             else:
                 ask_again = wait_until if ask_again is None else min(ask_again, wait_until)
         if not ready:
@@ -178,14 +178,9 @@ class Opportunistic:
         key = min(ready, key=lambda ranked: ranked[0])[1]
         return Decision(batch=self._select(groups[key], small, sessions, now))
 
-    def _is_small(self, call: PendingCall, costs: CostModel) -> bool:
-        return call.rows <= self.small_rows or costs.is_mostly_fixed(call.key.shape, call.rows)
-
-    def _training_pause(self, sessions: Mapping[int, Session], now: float) -> float:
+    def _training_pause(self, sessions: Sessions, now: float) -> float:
         """When training may continue; not later than `now` if at once."""
-        active = [
-            session for session in sessions.values() if now - session.replied <= self.active_s and session.key is not None
-        ]
+        active = [s for s in sessions.values() if now - s.replied <= self.active_s and s.key is not None]
         # The first layer of a training step has no gradient either: a call without one is not always decoding.
         if self.training_share >= 1.0 or all(s.is_training or s.rows > self.decode_rows for s in active):
             return now
@@ -202,7 +197,7 @@ class Opportunistic:
             return arrived
         return arrived + min(self.max_wait_s, saved_s, self.wait_share * own_s)
 
-    def _decide_async(self, pending: Sequence[PendingCall], sessions: Mapping[int, Session], now: float) -> Decision:
+    def _decide_async(self, pending: Pending, sessions: Sessions, now: float) -> Decision:
         """Decoding on a GPU: first come first served, except for groups that wait for other sessions."""
         queued, load = {call.session for call in pending}, self._gpu_load(sessions, now)
         ask_again: float | None = None
@@ -213,9 +208,7 @@ class Opportunistic:
             ask_again = deadline if ask_again is None else min(ask_again, deadline)
         return Decision(ask_again_at=ask_again)
 
-    def _async_deadline(
-        self, calls: list[PendingCall], queued: set[int], sessions: Mapping[int, Session], load: float, now: float
-    ) -> float:
+    def _async_deadline(self, calls: Pending, queued: set[int], sessions: Sessions, load: float, now: float) -> float:
         """Until when a group waits for sessions it can share batches with; in the past if it does not wait.
 
         `queued` are the sessions that have a call.
@@ -245,23 +238,16 @@ class Opportunistic:
         for call in calls:
             session = sessions.get(call.session)
             if session is not None:
-                left_s = self.pass_wait_share * session.last_pass_s - session.pass_waited_s
-                deadline = min(deadline, call.arrived + left_s)
+                deadline = min(deadline, call.arrived + self.pass_wait_share * session.last_pass_s - session.pass_waited_s)
         return deadline
 
-    def _gpu_load(self, sessions: Mapping[int, Session], now: float) -> float:
+    def _gpu_load(self, sessions: Sessions, now: float) -> float:
         """Estimated share of the time that decode calls would take, each in a batch of its own; 1.0 at most."""
         active = [s for s in sessions.values() if not s.is_training and now - s.last_seen <= self.active_s]
         return min(1.0, sum(s.last_pass_cost_s / s.last_pass_s for s in active if s.last_pass_s > 0.0))
 
     def _rank(
-        self,
-        key: BatchKey,
-        calls: list[PendingCall],
-        small: set[int],
-        expected: list[BatchKey | None],
-        sessions: Mapping[int, Session],
-        now: float,
+        self, key: BatchKey, calls: Pending, small: set[int], active: list[Session], sessions: Sessions, now: float
     ) -> _Rank:
         """Smaller runs first: overdue, inference, small, no session just behind, furthest behind, first come.
 
@@ -273,18 +259,11 @@ class Opportunistic:
             return (False, False, False, False, (0, 0), *min(overdue))
         training = all(call.training for call in calls)
         is_large = all(call.number not in small for call in calls)
-        is_awaited = any(self._is_just_behind(last, key) for last in expected)
+        behind = [s.key for s in active if s.key is not None and s.key.direction is key.direction]
+        is_awaited = any(0 < key.progress[1] - last.progress[1] <= self.reach_layers for last in behind)
         return (True, training, is_large, is_awaited, key.progress, 0.0, min(call.number for call in calls))
 
-    def _is_just_behind(self, last: BatchKey | None, key: BatchKey) -> bool:
-        """Whether a session whose last call was `last` will soon call `key`."""
-        if last is None or last.direction is not key.direction:
-            return False
-        return 0 < key.progress[1] - last.progress[1] <= self.reach_layers
-
-    def _select(
-        self, calls: list[PendingCall], small: set[int], sessions: Mapping[int, Session], now: float
-    ) -> tuple[PendingCall, ...]:
+    def _select(self, calls: Pending, small: set[int], sessions: Sessions, now: float) -> tuple[PendingCall, ...]:
         """The calls of a group that share the batch: inference before training, small calls without large ones."""
         if any(now - call.arrived > self.max_wait_s for call in calls):
             fair = sorted(calls, key=lambda call: (now - call.arrived <= self.max_wait_s, *_fair_rank(call, sessions)))

@@ -11,27 +11,15 @@ from typing import Any
 import torch
 
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
-from symbiosis.errors import (
-    BadCall,
-    DirectRefused,
-    HelloFirst,
-    SymbiosisError,
-    TooManyCalls,
-    UnknownLayer,
-    WeightsWithheld,
-)
+from symbiosis.errors import BadCall, DirectRefused, HelloFirst, SymbiosisError, TooManyCalls, UnknownLayer, WeightsWithheld
 from symbiosis.gpu import driver
 from symbiosis.models import blob_store
 from symbiosis.split.executor.batcher import Batcher, send_error
 from symbiosis.split.executor.calibration import calibrate
-from symbiosis.split.executor.call_validation import CallValidator
-from symbiosis.split.executor.cost_model import CostModel
 from symbiosis.split.executor.layers import BaseLayer
 from symbiosis.split.executor.memory_export import export_tensors
 from symbiosis.split.executor.policies import Policy
 from symbiosis.split.executor.sessions import Session, SessionTable
-from symbiosis.split.executor.statistics import Statistics
-from symbiosis.split.executor.streams import StreamSelector
 from symbiosis.transport.base import Peer
 from symbiosis.transport.messages import PROTOCOL, Kind, Message
 from symbiosis.types import Limits, Manifest
@@ -63,23 +51,9 @@ class Service:
         self._model, self._name, self._limits, self._layers = model, name, limits, layers
         self._manifest, self._client_tensors, self._clock = manifest, client_tensors or {}, clock
         self.device_share = device_share or CpuTimeShare()
-        is_one_gpu = len({layer.device for layer in layers}) == 1 and layers[0].device.type == "cuda"
-        self._gpu = layers[0].device if is_one_gpu else None
-        self._streams = StreamSelector(self._gpu) if self._gpu is not None else None
-        self._costs = CostModel()
-        self._validator = CallValidator(layers, limits, self._costs)
-        self._sessions, self._statistics = SessionTable(limits.max_sessions), Statistics(layers, clock)
-        self.batcher = Batcher(
-            policy=policy,
-            limits=limits,
-            costs=self._costs,
-            validator=self._validator,
-            sessions=self._sessions,
-            statistics=self._statistics,
-            device_share=self.device_share,
-            streams=self._streams,
-            clock=clock,
-        )
+        self._sessions = SessionTable(limits.max_sessions)
+        self.batcher = Batcher(layers, policy, limits, self._sessions, self.device_share, clock)
+        self._gpu = layers[0].device if self.batcher.streams is not None else None
         self._handlers: dict[Kind, Callable[[Session, Message], Message]] = {
             Kind.PING: self._ping,
             Kind.MANIFEST: lambda session, message: Message(Kind.REPLY, body=self._manifest().to_json()),
@@ -93,7 +67,7 @@ class Service:
 
     def calibrate(self) -> None:
         """Time every shape of layer, so that the policy has estimates from the first call on."""
-        calibrate(self._layers, self._validator, self._costs)
+        calibrate(self._layers, self.batcher.validator, self.batcher.costs)
 
     def handle(self, peer: Peer, message: Message | SymbiosisError) -> None:
         """Take one message. Each gets exactly one reply, now or when its batch has run."""
@@ -203,7 +177,7 @@ class Service:
     def _fetch_weight(self, session: Session, message: Message) -> Message:
         if not message.layers:
             raise UnknownLayer("a FETCH names one layer, got none")
-        layer = self._validator.layer(message.layers[0])
+        layer = self.batcher.validator.layer(message.layers[0])
         if message.body.get("what") == "row_squares":
             return Message(Kind.REPLY, tensors=(layer.row_squares(),))
         if not self._limits.weights:
@@ -234,9 +208,9 @@ class Service:
         return {
             "model": self._name,
             "policy": self.batcher.policy.name,
-            **self._statistics.to_json(),
+            **self.batcher.statistics.to_json(),
             "queued": len(self.batcher.queue),
             "sessions": len(self._sessions.open),
-            "graphs": self._streams.graphs if self._streams is not None else 0,
+            "graphs": self.batcher.streams.graphs if self.batcher.streams is not None else 0,
             "tenants": self._sessions.to_json(self._clock()),
         }

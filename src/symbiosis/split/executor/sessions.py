@@ -40,15 +40,13 @@ class BatchKey:
 class PendingCall:
     """A validated call in the queue, as a policy sees it."""
 
-    number: int
-    """Position in the order of arrival."""
+    number: int  # in order of arrival
     session: int
     key: BatchKey
     rows: int
     training: bool
     arrived: float
-    is_async: bool = False
-    """The executor only launches its batch on the GPU, and does not wait for the result."""
+    is_async: bool = False  # the executor only launches its batch on the GPU, and does not wait for the result
 
 
 @dataclass(slots=True, eq=False)
@@ -58,37 +56,27 @@ class Session:
     number: int
     tenant: str
     peer: Peer
-    last_seen: float
-    """Last message in either direction."""
-    is_busy: bool = False
-    """A call of this session is queued or running,"""
-    request: int = 0
-    """with this request number."""
-    totals: TenantTotals = field(default_factory=TenantTotals)
-    """Of the tenant, over all its sessions."""
-    # of the last call
+    last_seen: float  # last message in either direction
+    is_busy: bool = False  # a call is queued or running,
+    request: int = 0  # with this request number
+    totals: TenantTotals = field(default_factory=TenantTotals)  # of the tenant, over all its sessions
+    # the last call
     key: BatchKey | None = None
     rows: int = 0
     is_training: bool = False
-    last_run: float = 0.0
-    """Start of its batch."""
+    last_run: float = 0.0  # start of its batch
     replied: float = 0.0
-    busy_s: float = 0.0
-    """How long it kept the host busy: the tenant's own work before the call, and the batch."""
-    # of the forward pass that runs
+    busy_s: float = 0.0  # time on the host: the tenant's own work before the call, and the batch
+    # the current forward pass
     pass_started: float = 0.0
-    pass_waited_s: float = 0.0
-    """Time that its calls spent in the queue."""
+    pass_waited_s: float = 0.0  # time that its calls spent in the queue
     pass_calls: int = 0
-    pass_cost_s: float = 0.0
-    """Estimated time of its calls, each in a batch of its own."""
-    # of the forward pass before it; 0 if there was none
-    last_pass_s: float = 0.0
-    """From its start to the start of the next."""
+    pass_cost_s: float = 0.0  # estimated time of its calls, each in a batch of its own
+    # the forward pass before it; 0 if there was none
+    last_pass_s: float = 0.0  # from its start to the start of the next
     last_pass_calls: int = 0
     last_pass_cost_s: float = 0.0
-    mean_pass_s: float = 0.0
-    """Duration of recent forward passes without the time in the queue."""
+    mean_pass_s: float = 0.0  # of recent forward passes, without time in the queue
 
     def record(self, call: PendingCall, *, is_entry: bool, started: float, ended: float, batch_s: float, cost_s: float) -> None:
         """A call has run in a batch from `started` to `ended` that occupied the device for `batch_s`.
@@ -159,8 +147,7 @@ class SessionTable:
     def find_evictable(self, tenant: str, *, own: bool = False) -> Session | None:
         """The session to close for one more of `tenant`: the longest silent one of the tenant with the most sessions.
 
-        With `own`, or if `tenant` has the most, only sessions of `tenant` are evicted. An evicted client reconnects with
-        HELLO.
+        With `own`, or if `tenant` has the most, one of its own. A client that is evicted reconnects with HELLO.
         """
         counts = Counter(session.tenant for session in self.open.values())
         own = own or counts[tenant] == max(counts.values(), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,23 +18,16 @@ class TenantTotals:
     calls: int = 0
     rows: int = 0
     training_rows: int = 0
-    tokens: int = 0
-    """Rows that entered the model's first layer forward."""
+    tokens: int = 0  # rows that entered the model's first layer forward
     errors: int = 0
-    waited_s: float = 0.0
-    """Time that calls spent in the queue."""
-    last_run: float = 0.0
-    """Start of the last batch with a call of this tenant."""
+    waited_s: float = 0.0  # time that calls spent in the queue
+    last_run: float = 0.0  # start of the last batch with a call of this tenant
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "calls": self.calls,
-            "rows": self.rows,
-            "training_rows": self.training_rows,
-            "tokens": self.tokens,
-            "errors": self.errors,
-            "mean_wait_ms": round(self.waited_s / max(1, self.calls) * 1e3, 4),
-        }
+        totals = asdict(self)
+        del totals["last_run"]
+        totals["mean_wait_ms"] = round(totals.pop("waited_s") / max(1, self.calls) * 1e3, 4)
+        return totals
 
 
 class Statistics:
@@ -79,7 +72,6 @@ class Statistics:
         """Bytes of all weights, shared ones once. The executor holds no other tensors."""
         storages: dict[int, int] = {}  # by address: fused layers share a storage
         for layer in self._layers:
-            module = getattr(layer, "module", None)
-            for tensor in (*layer.weights.values(), *(module.parameters() if module is not None else ())):
+            for tensor in (*layer.weights.values(), *(layer.module.parameters() if layer.module is not None else ())):
                 storages[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return sum(storages.values())
