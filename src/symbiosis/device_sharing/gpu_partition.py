@@ -1,13 +1,11 @@
 """Serving and hosted fine-tuning run concurrently on one GPU: streams, priorities and a partition of the multiprocessors.
 
-Decoding is bound by memory bandwidth and training by multiprocessors, so both are faster concurrently than in time
-slices. A training kernel fills the whole GPU, and each of the hundreds of kernels of a token would wait for one, whatever
-its priority. So training runs in a green context on a part of the multiprocessors while the engine serves, and on all of
-them while the engine is idle. For a minute after the last step, passes on the whole GPU stay short, and the first step
-waits for the pass that runs: a higher time to first token is preferred over inter-token jitter.
-
-The right share depends on the model, the load and the GPU (its power is shared too). `ShareController` finds it: now and
-then training pauses for a few steps of the engine, and the share follows from how much faster these are.
+Decoding is bound by memory bandwidth and training by multiprocessors, so time slices would waste both. A training kernel
+fills the whole GPU, and each of a token's hundreds of kernels would wait for one, whatever its priority. So training runs
+in a green context on a part of the multiprocessors while the engine serves, and on all of them while it is idle. For a
+minute after the last step passes stay short, and the first step waits for the pass that runs: a higher time to first
+token is preferred over inter-token jitter. The right share depends on the model, the load and the GPU. `ShareController`
+finds it: now and then training pauses for a few steps of the engine, and the share follows from how much faster they are.
 """
 
 from __future__ import annotations
@@ -227,7 +225,7 @@ def _whole_gpu_contexts(device: torch.device) -> tuple[GreenContext, GreenContex
 
 @functools.cache
 def _partition_context(device: torch.device, share: float) -> GreenContext:
-    """For training, on a part of the multiprocessors; on all where the driver has no green contexts."""
+    """For training, on a part of the multiprocessors; on all if the driver has no green contexts."""
     count = int(share * torch.cuda.get_device_properties(device).multi_processor_count) // _GRANULARITY * _GRANULARITY
     low, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
     try:

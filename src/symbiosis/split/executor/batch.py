@@ -27,8 +27,7 @@ class BatchCall:
     layers: tuple[BaseLayer, ...]
     key: BatchKey
     rows: Rows
-    places: Rows | None
-    """Where results may be computed in place, on the layers' device and in their dtype."""
+    places: Rows | None  # where results may be computed in place, on the layers' device and in their dtype
     bytes: int  # that the queue holds for its rows
     # of `cuda_graphs`: recent runs in a row, the time of the last one, and the replay of the graph once captured
     runs: int = 0

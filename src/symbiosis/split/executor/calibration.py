@@ -39,21 +39,16 @@ def calibrate(layers: Sequence[BaseLayer], validator: CallValidator, costs: Cost
 @torch.no_grad()
 def _time_layer(layer: BaseLayer, direction: Direction) -> Iterator[tuple[int, float]]:
     """Pairs of (rows, seconds). The second of two runs counts."""
+    widths = layer.input_widths(direction)
+    synchronize = torch.cuda.synchronize if layer.device.type == "cuda" else lambda device: None
     for count in _ROWS.get(layer.device.type, (1, 64)):
-        rows = tuple(
-            torch.zeros(count, width or 1, dtype=layer.dtype, device=layer.device) for width in layer.input_widths(direction)
-        )
+        rows = tuple(torch.zeros(count, width or 1, dtype=layer.dtype, device=layer.device) for width in widths)
         for _ in range(2):
-            _synchronize(layer.device)
+            synchronize(layer.device)
             started = time.perf_counter()
             run((layer,), direction, rows)
-            _synchronize(layer.device)
+            synchronize(layer.device)
             seconds = time.perf_counter() - started
         yield count, seconds
         if seconds > _MAX_RUN_S:
             return
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -19,8 +19,7 @@ from symbiosis.models.rms_norms import epsilon_of, normalised, rounds_twice
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 Rows = tuple[Tensor, ...]
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class BaseLayer:
@@ -48,7 +47,7 @@ class BaseLayer:
             self.check_rows(tensor, width)
 
     def check_rows(self, tensor: Tensor, width: int | None) -> None:
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in _FLOATS:
             raise BadCall(f"{self.spec.paths[0]} takes floating point rows, got {tensor.dtype}")
         if width is not None and tensor.shape[1] != width:
             raise BadCall(f"{self.spec.paths[0]} takes rows of width {width}, got {tensor.shape[1]}")
@@ -147,9 +146,7 @@ class Block(BaseLayer):
         speed_up(module)
 
     def input_widths(self, direction: Direction) -> tuple[int | None, ...]:
-        if direction is Direction.FORWARD:
-            return (self.spec.in_width,)
-        return (self.spec.in_width, self.spec.out_width)
+        return (self.spec.in_width,) if direction is Direction.FORWARD else (self.spec.in_width, self.spec.out_width)
 
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         return (self.module(rows[0]),)

@@ -33,8 +33,7 @@ class ExecutorLoop:
     def __init__(self, service: Service) -> None:
         self._service, self._batcher = service, service.batcher
         self._ports: list[Port] = []
-        self._poller = Poller()
-        self._wakeup = Wakeup()
+        self._poller, self._wakeup = Poller(), Wakeup()
         self._poller.add(self._wakeup.fileno())
         service.device_share.on_slice_available = self._wakeup.ring
         self._added: list[tuple[Port, Future[None]]] = []

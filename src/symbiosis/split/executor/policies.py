@@ -108,9 +108,8 @@ class Opportunistic:
     session decodes, training pauses between two calls.
 
     Asynchronous calls (tenants on the executor's GPU) queue on the GPU instead, and do not meet by themselves. The first
-    call of a forward pass waits for sessions that are about to begin theirs; later calls wait for sessions at the same
-    layer. These then share batches at hardly more than the cost of one. Only sessions of similar speed wait for each
-    other. How similar depends on the load of the GPU: time saved on an idle GPU is of no use, so there no call waits.
+    call of a forward pass waits for sessions about to begin theirs; later calls wait for sessions at the same layer. Only
+    sessions of similar speed wait for each other. How similar depends on the load of the GPU: on an idle one no call waits.
     """
 
     name: str = "opportunistic"

@@ -107,8 +107,6 @@ class Service:
         if (not was_sent or message.kind is Kind.BYE) and peer.state is not None:
             self.batcher.close_session(peer.state)
 
-    # -- sessions ---------------------------------------------------------------------------
-
     def _welcome(self, peer: Peer, message: Message) -> Message:
         if peer.state is None:
             name = str(message.body.get("name") or "")
@@ -127,8 +125,9 @@ class Service:
 
     def _admit(self, tenant: str, *, is_authenticated: bool) -> None:
         """Evict an idle session if there is no capacity for one more. Raises `TooManyCalls` if none can be evicted."""
-        own = is_authenticated and self._sessions.count(tenant) >= self._limits.max_tenant_sessions
-        if not own and len(self._sessions.open) < self._limits.max_sessions:
+        sessions = self._sessions.open.values()
+        own = is_authenticated and sum(s.tenant == tenant for s in sessions) >= self._limits.max_tenant_sessions
+        if not own and len(sessions) < self._limits.max_sessions:
             return
         evicted = self._sessions.find_evictable(tenant, own=own)
         if evicted is None:
@@ -143,8 +142,6 @@ class Service:
             port, is_old = session.peer.port, session.last_seen < now - _FORGET_AFTER_S
             if port.is_gone(session.peer) or (is_old and not port.keeps(session.peer)):
                 self.batcher.close_session(session)
-
-    # -- handlers ---------------------------------------------------------------------------
 
     def _ping(self, session: Session, message: Message) -> Message:
         return Message(Kind.PING, body={"known": session.is_busy and session.request == message.request})
@@ -194,8 +191,6 @@ class Service:
         if not 0 <= start < flat.shape[0]:
             raise BadCall(f"start={start}: the weight has rows 0 to {flat.shape[0] - 1}")
         return Message(Kind.REPLY, tensors=(flat[start : start + count].clone(),))
-
-    # -- statistics -------------------------------------------------------------------------
 
     def _stats_of_tenant(self, session: Session, message: Message) -> Message:
         """With auth tokens, a tenant sees the totals and itself. The tenant `provider` sees all."""

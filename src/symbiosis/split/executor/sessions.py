@@ -141,9 +141,6 @@ class SessionTable:
             session.peer.port.forget(session.peer)
         self.open.pop(session.number, None)  # last: a session that is not counted holds no memory
 
-    def count(self, tenant: str) -> int:
-        return sum(session.tenant == tenant for session in self.open.values())
-
     def find_evictable(self, tenant: str, *, own: bool = False) -> Session | None:
         """The session to close for one more of `tenant`: the longest silent one of the tenant with the most sessions.
 
