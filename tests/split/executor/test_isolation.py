@@ -1,4 +1,4 @@
-"""What one tenant sends never shows in what another gets."""
+"""Rows of one tenant never affect the results of another."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ KINDS = ["matrix", "matrix back", "group", "group back", "conv1d", "block", "blo
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_poisoned_rows_leave_the_others_bit_for_bit_as_they_were(kind: str, poison: float, rows: int):
+def test_poisoned_rows_do_not_change_other_results_by_a_bit(kind: str, poison: float, rows: int):
     layers, back, victim = calls_of(kind, rows, seed=1)
     _, _, harmless = calls_of(kind, 5, seed=2)
     poisoned = tuple(t.clone().fill_(poison) if t.is_floating_point() else t for t in harmless)
 
-    def victims_answer(guest: tuple[torch.Tensor, ...], first: bool):
+    def results_of_victim(other: tuple[torch.Tensor, ...], first: bool):
         bench = ServiceBench()
         ann, eve = bench.connect("ann"), bench.connect("eve")
-        for peer, tensors in ((eve, guest), (ann, victim)) if first else ((ann, victim), (eve, guest)):
+        for peer, tensors in ((eve, other), (ann, victim)) if first else ((ann, victim), (eve, other)):
             bench.call(peer, *tensors, layers=layers, back=back)
         bench.run()
         assert bench.service.stats()["mean_batch"] == 2
@@ -58,12 +58,12 @@ def test_poisoned_rows_leave_the_others_bit_for_bit_as_they_were(kind: str, pois
         return bench.reply_to(ann).tensors
 
     for first in (True, False):
-        for expected, actual in zip(victims_answer(harmless, first), victims_answer(poisoned, first), strict=True):
+        for expected, actual in zip(results_of_victim(harmless, first), results_of_victim(poisoned, first), strict=True):
             assert torch.equal(expected, actual)
             assert torch.isfinite(actual).all()
 
 
-def test_poisoned_rows_come_back_poisoned():
+def test_poisoned_rows_have_poisoned_results():
     bench = ServiceBench()
     eve = bench.connect("eve")
     rows = torch.randn(3, WIDTH)
@@ -76,7 +76,7 @@ def test_poisoned_rows_come_back_poisoned():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_gives_each_tenant_what_it_gets_alone(kind: str):
+def test_a_shared_batch_returns_what_single_batches_return(kind: str):
     alone, bench = ServiceBench(), ServiceBench()
     peers = [bench.connect(f"t{i}") for i in range(4)]
     expected = []
@@ -94,7 +94,7 @@ def test_a_batch_gives_each_tenant_what_it_gets_alone(kind: str):
             torch.testing.assert_close(actual, own, rtol=1e-5, atol=1e-6)
 
 
-def test_tenants_that_met_in_forward_need_not_meet_in_backward():
+def test_calls_that_shared_a_forward_batch_need_not_share_the_backward_batch():
     bench = ServiceBench()
     ann, bob = bench.connect("ann"), bench.connect("bob")
     x, y, grad = torch.randn(3, WIDTH), torch.randn(5, WIDTH), torch.randn(3, WIDTH)
@@ -112,7 +112,7 @@ def test_tenants_that_met_in_forward_need_not_meet_in_backward():
     bench.reply_to(bob)
 
 
-def test_dtypes_of_tenants_meet_in_one_batch_and_each_gets_its_own_back():
+def test_calls_of_different_dtypes_share_a_batch_and_results_keep_their_dtype():
     bench = ServiceBench()
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
     peers = [bench.connect() for _ in dtypes]
@@ -129,7 +129,7 @@ def test_dtypes_of_tenants_meet_in_one_batch_and_each_gets_its_own_back():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_no_views_of_weights(kind: str):
+def test_results_are_no_views_of_weights(kind: str):
     bench = ServiceBench()
     peers = [bench.connect(f"t{i}") for i in range(3)]
     for i, peer in enumerate(peers):
@@ -141,22 +141,22 @@ def test_answers_are_no_views_of_weights(kind: str):
     assert not set(places) & set(weights)
 
 
-def test_a_link_within_the_process_gives_each_tenant_memory_of_its_own():
+def test_replies_over_the_inproc_link_do_not_share_memory():
     port, batch = InprocPort(), torch.arange(12.0).view(6, 2)
-    answers = []
+    results = []
     for rows in (batch[:3], batch[3:], batch.t()):
-        port.submit(Peer(port, b"", None), asked := Message(Kind.CALL), answer := _Answer())
+        port.submit(Peer(port, b"", None), asked := Message(Kind.CALL), reply := _Answer())
         assert port.reply(Peer(port, b"", None), Message(Kind.REPLY, asked.request, tensors=(rows,)))
-        (got,) = answer.wait().tensors
+        (got,) = reply.wait().tensors
         assert got.is_contiguous()
         assert torch.equal(got, rows)
-        answers.append(got)
-    places = {tensor.untyped_storage().data_ptr() for tensor in (batch, *answers)}
+        results.append(got)
+    places = {tensor.untyped_storage().data_ptr() for tensor in (batch, *results)}
     assert len(places) == 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_of_a_call_outlives_its_answer(kind: str):
+def test_no_tensor_of_a_call_outlives_its_reply(kind: str):
     bench = ServiceBench()
     peers = [bench.connect(f"t{i}") for i in range(2)]
     traces = []
@@ -172,7 +172,7 @@ def test_nothing_of_a_call_outlives_its_answer(kind: str):
 
 
 def held(tenants: int, rows: int) -> tuple[int, int]:
-    """Bytes of tensors alive after calls of so many tenants and rows, and what the service says it holds."""
+    """Bytes of live tensors after calls of this many tenants and rows, and `bytes_held` of the service."""
     bench = ServiceBench()
     peers = [bench.connect(f"t{i}") for i in range(tenants)]
     for back, peer in itertools.product((False, True), peers):
@@ -198,7 +198,7 @@ def _reachable_tensors(root: object) -> list[torch.Tensor]:
     return found
 
 
-def test_what_the_executor_holds_depends_neither_on_tenants_nor_on_rows():
+def test_memory_of_the_executor_depends_neither_on_tenants_nor_on_rows():
     figures = {held(tenants, rows) for tenants, rows in itertools.product((1, 8), (64, 2048))}
     assert len(figures) == 1
     reachable, reported = figures.pop()

@@ -1,4 +1,4 @@
-"""The bench: checks before queueing, one answer to every message, quotas, figures."""
+"""The service: validation before queueing, one reply to every message, quotas, statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BAD = {
     "bytes for rows": ("bad_call", {"tensors": (torch.zeros(3, WIDTH, dtype=torch.uint8),)}),
     "no rows": ("too_large", {"tensors": (torch.zeros(0, WIDTH),)}),
     "too many rows": ("too_large", {"tensors": (torch.zeros(101, WIDTH),)}),
-    "an answer beyond a message": ("too_large", {"layers": (WIDE,), "tensors": (torch.zeros(9, WIDTH),)}),
+    "a reply beyond a message": ("too_large", {"layers": (WIDE,), "tensors": (torch.zeros(9, WIDTH),)}),
     "the same layer many times": ("too_large", {"layers": (OTHER,) * 16, "tensors": (torch.zeros(100, WIDTH),)}),
     "no tensor": ("bad_call", {"tensors": ()}),
     "two tensors": ("bad_call", {"tensors": (X, X)}),
@@ -51,25 +51,25 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_call_is_refused_before_it_meets_anybody(what: str):
+def test_a_bad_call_is_rejected_before_it_shares_a_batch(what: str):
     code, call = BAD[what]
     bench = ServiceBench(max_rows=100, max_bytes=1 << 17)
     ann, eve = bench.connect("ann"), bench.connect("eve")
     bench.call(ann, torch.ones(2, WIDTH))
     request = bench.call(eve, *call["tensors"], layers=call.get("layers", (LINEAR,)), back=call.get("back", False))
-    answer = bench.reply_to(eve)
-    assert (answer.kind, answer.request, answer.body["code"]) == (Kind.ERROR, request, code)
+    reply = bench.reply_to(eve)
+    assert (reply.kind, reply.request, reply.body["code"]) == (Kind.ERROR, request, code)
     bench.run()
     assert bench.reply_to(ann).kind is Kind.REPLY
     figures = bench.service.stats()["tenants"]
     assert (figures["eve"]["errors"], figures["ann"]["errors"]) == (1, 0)
-    bench.call(eve, torch.ones(2, WIDTH))  # and eve may try again
+    bench.call(eve, torch.ones(2, WIDTH))  # a valid call succeeds
     bench.run()
     assert bench.reply_to(eve).kind is Kind.REPLY
 
 
 @pytest.mark.parametrize("kind", [Kind.WELCOME, Kind.REPLY, Kind.ERROR])
-def test_what_only_an_executor_says_is_refused_from_a_tenant(kind: Kind):
+def test_kinds_that_only_an_executor_sends_are_rejected(kind: Kind):
     bench = ServiceBench()
     eve = bench.connect()
     bench.send(eve, kind)
@@ -91,24 +91,24 @@ def test_what_only_an_executor_says_is_refused_from_a_tenant(kind: Kind):
         {"name": "x" * 5000, "start": 0},
     ],
 )
-def test_a_senseless_fetch_is_refused_in_few_words(body: dict):
+def test_a_malformed_fetch_is_rejected_with_a_short_message(body: dict):
     bench = ServiceBench()
     eve = bench.connect()
     bench.send(eve, Kind.FETCH, layers=(LINEAR,), body=body)
-    answer = bench.reply_to(eve)
-    assert answer.body["code"] == "bad_call"
-    assert len(answer.body["message"]) <= 1000
+    reply = bench.reply_to(eve)
+    assert reply.body["code"] == "bad_call"
+    assert len(reply.body["message"]) <= 1000
 
 
 @pytest.mark.parametrize("body", [{}, {"sha256": "0" * 64, "offset": 0}, {"sha256": "../../etc/passwd", "offset": 0}])
-def test_only_the_models_own_blobs_are_handed_out(body: dict):
+def test_only_blobs_of_the_model_can_be_read(body: dict):
     bench = ServiceBench()
     eve = bench.connect()
     bench.send(eve, Kind.BLOB, body=body)
     assert bench.reply_to(eve).body["code"] == "bad_call"
 
 
-def test_weights_are_withheld_where_the_provider_says_so():
+def test_weights_are_withheld_if_the_limits_say_so():
     bench = ServiceBench(weights=False)
     ann = bench.connect()
     bench.send(ann, Kind.FETCH, layers=(LINEAR,), body={"name": "weight", "start": 0})
@@ -119,15 +119,15 @@ def test_weights_are_withheld_where_the_provider_says_so():
     torch.testing.assert_close(squares[0], expected)
 
 
-def test_a_fetched_weight_comes_in_pieces_that_fit_a_message():
+def test_a_weight_is_fetched_in_chunks_that_fit_a_message():
     bench = ServiceBench(max_bytes=1 << 16)
     ann = bench.connect()
-    pieces = []
-    while sum(p.shape[0] for p in pieces) < WIDTH:
-        bench.send(ann, Kind.FETCH, layers=(WIDE,), body={"name": "weight", "start": sum(p.shape[0] for p in pieces)})
-        pieces.append(bench.reply_to(ann).tensors[0])
-        assert pieces[-1].numel() * 4 <= 1 << 16
-    assert torch.equal(torch.cat(pieces), bench.layers[WIDE].weights["weight"])
+    chunks = []
+    while sum(p.shape[0] for p in chunks) < WIDTH:
+        bench.send(ann, Kind.FETCH, layers=(WIDE,), body={"name": "weight", "start": sum(p.shape[0] for p in chunks)})
+        chunks.append(bench.reply_to(ann).tensors[0])
+        assert chunks[-1].numel() * 4 <= 1 << 16
+    assert torch.equal(torch.cat(chunks), bench.layers[WIDE].weights["weight"])
 
 
 def test_a_fetched_weight_is_a_copy():
@@ -140,7 +140,7 @@ def test_a_fetched_weight_is_a_copy():
 
 
 @pytest.mark.parametrize("kind", [k for k in Kind if k is not Kind.HELLO])
-def test_a_peer_that_never_said_hello_is_told_to(kind: Kind):
+def test_a_peer_without_a_session_must_send_hello_first(kind: Kind):
     bench = ServiceBench()
     stranger = bench.new_peer()
     bench.send(stranger, kind, layers=(LINEAR,), tensors=(torch.zeros(1, WIDTH),))
@@ -148,7 +148,7 @@ def test_a_peer_that_never_said_hello_is_told_to(kind: Kind):
     assert bench.service.stats()["sessions"] == 0
 
 
-def test_a_second_call_before_the_first_is_answered_is_refused():
+def test_a_second_call_before_the_first_reply_is_rejected():
     bench = ServiceBench()
     ann = bench.connect()
     bench.call(ann, torch.ones(1, WIDTH))
@@ -159,7 +159,7 @@ def test_a_second_call_before_the_first_is_answered_is_refused():
     assert bench.reply_to(ann).kind is Kind.REPLY
 
 
-def test_a_call_sent_twice_runs_once_and_is_answered_once():
+def test_a_call_sent_twice_runs_once_and_gets_one_reply():
     bench = ServiceBench()
     ann = bench.connect()
     request = bench.call(ann, torch.ones(1, WIDTH))
@@ -169,7 +169,7 @@ def test_a_call_sent_twice_runs_once_and_is_answered_once():
     assert bench.service.stats()["calls"] == 1
 
 
-def test_a_ping_tells_whether_the_call_is_known():
+def test_a_ping_reports_whether_the_call_is_known():
     bench = ServiceBench()
     ann = bench.connect()
     request = bench.call(ann, torch.ones(1, WIDTH))
@@ -186,14 +186,14 @@ def test_a_second_hello_keeps_the_session_and_its_call():
     bench = ServiceBench()
     ann = bench.connect("ann")
     bench.call(ann, torch.ones(1, WIDTH))
-    bench.send(ann, Kind.HELLO, body={"name": "somebody else"})
+    bench.send(ann, Kind.HELLO, body={"name": "another name"})
     assert bench.reply_to(ann).body["tenant"] == "ann"
     assert bench.service.stats()["sessions"] == 1
     bench.run()
     assert bench.reply_to(ann).kind is Kind.REPLY
 
 
-def test_a_tenant_with_a_token_goes_by_its_name_whatever_it_says():
+def test_the_name_of_an_auth_token_overrides_the_name_in_hello():
     bench = ServiceBench()
     peer = bench.new_peer(tenant="bob")
     bench.send(peer, Kind.HELLO, body={"name": "ann"})
@@ -201,14 +201,14 @@ def test_a_tenant_with_a_token_goes_by_its_name_whatever_it_says():
 
 
 @pytest.mark.parametrize("name", ["x" * 65, "a b", "<script>", "", None, 7.5, ["a"], {"a": 1}, "\ud800"])
-def test_names_that_are_none_become_a_plain_one(name):
+def test_invalid_names_become_a_default_name(name):
     bench = ServiceBench()
     peer = bench.new_peer()
     bench.send(peer, Kind.HELLO, body={"name": name})
     assert bench.reply_to(peer).body["tenant"] in ("tenant", "7.5")
 
 
-def test_bye_while_a_call_waits_drops_the_call():
+def test_bye_drops_the_queued_call():
     bench = ServiceBench()
     ann, bob = bench.connect(), bench.connect()
     bench.call(ann, torch.ones(1, WIDTH))
@@ -222,7 +222,7 @@ def test_bye_while_a_call_waits_drops_the_call():
     assert ann in bench.port.forgotten
 
 
-def test_a_tenant_that_does_not_read_is_forgotten_and_nobody_else_notices():
+def test_a_tenant_that_cannot_be_reached_is_closed_without_effect_on_others():
     bench = ServiceBench()
     ann, bob = bench.connect(), bench.connect()
     bench.call(ann, torch.ones(1, WIDTH))
@@ -233,7 +233,7 @@ def test_a_tenant_that_does_not_read_is_forgotten_and_nobody_else_notices():
     assert bench.service.stats()["sessions"] == 1
 
 
-def test_a_port_that_fails_for_one_peer_does_not_keep_the_answer_from_the_next(monkeypatch):
+def test_a_failed_reply_does_not_prevent_the_next_reply(monkeypatch):
     bench = ServiceBench()
     ann, bob = bench.connect(), bench.connect()
     bench.call(ann, torch.ones(1, WIDTH))
@@ -268,7 +268,7 @@ def test_a_layer_that_fails_for_one_call_runs_for_the_others(monkeypatch):
     assert bench.reply_to(eve).body["code"] == "layer_failed"
 
 
-def test_a_policy_that_fails_leaves_nobody_waiting():
+def test_all_queued_calls_get_an_error_if_the_policy_fails():
     class Broken:
         name = "broken"
 
@@ -282,7 +282,7 @@ def test_a_policy_that_fails_leaves_nobody_waiting():
     assert "policy failed" in bench.reply_to(ann).body["message"]
 
 
-def test_silent_channels_are_forgotten_and_gone_ones_sooner():
+def test_silent_sessions_are_closed_and_lost_ones_sooner():
     bench = ServiceBench()
     ann, bob, eve = bench.connect("ann"), bench.connect("bob"), bench.connect("eve")
     bench.port.unreachable.add(eve)
@@ -298,7 +298,7 @@ def test_silent_channels_are_forgotten_and_gone_ones_sooner():
     assert bench.replies_to(ann)[-1].body["code"] == "hello_first"
 
 
-def test_a_channel_is_not_forgotten_while_its_call_waits():
+def test_a_session_with_a_queued_call_is_not_closed():
     bench = ServiceBench(Opportunistic())
     ann = bench.connect()
     bench.call(ann, torch.ones(1, WIDTH))
@@ -308,7 +308,7 @@ def test_a_channel_is_not_forgotten_while_its_call_waits():
     assert bench.reply_to(ann).kind is Kind.REPLY
 
 
-def test_a_flood_of_channels_pushes_out_the_floods_own():
+def test_a_tenant_that_opens_many_sessions_evicts_its_own():
     bench = ServiceBench(max_sessions=8)
     ann, bob = bench.connect("ann"), bench.connect("bob")
     for _ in range(100):
@@ -322,7 +322,7 @@ def test_a_flood_of_channels_pushes_out_the_floods_own():
     assert bench.connect("carol").state is not None
 
 
-def test_where_every_channel_is_busy_one_more_is_refused():
+def test_one_more_session_is_rejected_if_all_are_busy():
     bench = ServiceBench(max_sessions=2)
     for peer in (bench.connect(), bench.connect()):
         bench.call(peer, torch.ones(1, WIDTH))
@@ -331,7 +331,7 @@ def test_where_every_channel_is_busy_one_more_is_refused():
     assert bench.reply_to(third).body["code"] == "too_many_calls"
 
 
-def test_who_has_most_channels_all_busy_pushes_out_nobody_elses():
+def test_the_tenant_with_the_most_sessions_evicts_none_of_others():
     bench = ServiceBench(max_sessions=4)
     bob = bench.connect("bob")
     for peer in (bench.connect("eve"), bench.connect("eve"), bench.connect("eve")):
@@ -340,11 +340,11 @@ def test_who_has_most_channels_all_busy_pushes_out_nobody_elses():
     bench.send(more, Kind.HELLO, body={"name": "eve"})
     assert bench.reply_to(more).body["code"] == "too_many_calls"
     assert bob.state is not None
-    assert bench.connect("carol").state is not None  # she takes bob's place: eve's are busy
+    assert bench.connect("carol").state is not None  # evicts bob's session: eve's are busy
     assert bob.state is None
 
 
-def test_a_tenant_with_a_token_has_so_many_channels_and_one_more_pushes_out_its_own():
+def test_sessions_of_an_authenticated_tenant_are_bounded_and_one_more_evicts_its_own():
     bench = ServiceBench(max_tenant_sessions=3)
     bob = bench.connect("bob")
     mine = [bench.new_peer("eve") for _ in range(4)]
@@ -363,7 +363,7 @@ def test_a_tenant_with_a_token_has_so_many_channels_and_one_more_pushes_out_its_
     assert bob.state is not None
 
 
-def test_rows_choose_so_many_experts_together():
+def test_expert_indices_of_a_call_are_bounded():
     bench = ServiceBench(max_rows=4)
     ann, most = bench.connect(), 8 * 4
     for columns, code in ((4, None), (most + 1, "too_large")):
@@ -373,21 +373,21 @@ def test_rows_choose_so_many_experts_together():
         assert bench.reply_to(ann).body.get("code") == code
 
 
-def test_squares_are_computed_once(monkeypatch):
+def test_row_squares_are_computed_once(monkeypatch):
     bench = ServiceBench()
     ann = bench.connect()
-    said = []
+    fetched = []
     for _ in range(2):
         bench.send(ann, Kind.FETCH, layers=(LINEAR,), body={"what": "row_squares"})
         (squares,) = bench.reply_to(ann).tensors
-        said.append(squares.clone())
-        squares.zero_()  # a tenant in this process may do as it likes with its own
+        fetched.append(squares.clone())
+        squares.zero_()  # a tenant in this process may overwrite its copy
         monkeypatch.setattr(torch.Tensor, "double", None)
-    assert torch.equal(*said)
+    assert torch.equal(*fetched)
 
 
 @pytest.mark.parametrize("renames", [False, True], ids=["of one tenant", "under ever new names"])
-def test_overdue_calls_of_many_channels_leave_turns_to_others(renames):
+def test_overdue_calls_of_many_sessions_do_not_starve_others(renames):
     bench = ServiceBench(Opportunistic(max_wait_s=0.1))
     names = (f"eve-{number}" if renames else "eve" for number in itertools.count())
     flood = [bench.connect(next(names)) for _ in range(20)]
@@ -398,7 +398,7 @@ def test_overdue_calls_of_many_channels_leave_turns_to_others(renames):
 
     for peer in (*flood, bob):
         ask(peer)
-    answered = 0
+    replies = 0
     for _ in range(44):
         bench.clock.now += 1
         assert bench.service.batcher.step() == 0.0
@@ -409,12 +409,12 @@ def test_overdue_calls_of_many_channels_leave_turns_to_others(renames):
                     flood[place] = bench.connect(next(names))
                 ask(flood[place])
         if not bob.state.is_busy:
-            answered += 1
+            replies += 1
             ask(bob)
-    assert answered >= (2 if renames else 20)
+    assert replies >= (2 if renames else 20)
 
 
-def test_a_trainers_first_call_of_a_step_is_a_trainers_though_it_has_no_gradient():
+def test_a_call_without_gradient_of_a_training_session_counts_as_training():
     bench = ServiceBench()
     ann, bob = bench.connect("ann"), bench.connect("bob")
     bench.call(ann, torch.ones(1, WIDTH), back=True, training=True)
@@ -426,14 +426,14 @@ def test_a_trainers_first_call_of_a_step_is_a_trainers_though_it_has_no_gradient
         bench.run()
 
 
-def test_invented_names_do_not_fill_the_memory():
+def test_totals_of_tenant_names_are_bounded():
     bench = ServiceBench(max_sessions=4)
     for i in range(200):
         bench.connect(f"invented-{i}")
     assert len(bench.service.stats()["tenants"]) <= 16
 
 
-def test_a_queue_full_of_bytes_takes_no_more():
+def test_the_bytes_of_the_queue_are_bounded():
     bench = ServiceBench(max_bytes=1 << 16)
     assert not bench.service.batcher.is_full()
     while not bench.service.batcher.is_full():
@@ -443,15 +443,15 @@ def test_a_queue_full_of_bytes_takes_no_more():
     assert not bench.service.batcher.is_full()
 
 
-def test_a_broken_frame_is_answered_with_its_error():
+def test_the_reply_to_a_broken_frame_is_its_error():
     bench = ServiceBench()
     peer = bench.new_peer()
     bench.service.handle(peer, BadMessage("garbage"))
-    answer = bench.reply_to(peer)
-    assert (answer.kind, answer.request, answer.body["code"]) == (Kind.ERROR, 0, "bad_message")
+    reply = bench.reply_to(peer)
+    assert (reply.kind, reply.request, reply.body["code"]) == (Kind.ERROR, 0, "bad_message")
 
 
-def test_an_unexpected_failure_is_one_messages_failure(monkeypatch):
+def test_an_unexpected_exception_fails_one_message_only(monkeypatch):
     bench = ServiceBench()
     ann = bench.connect()
     monkeypatch.setattr(bench.service, "_manifest", lambda: (_ for _ in ()).throw(OSError("disk")))
@@ -461,16 +461,16 @@ def test_an_unexpected_failure_is_one_messages_failure(monkeypatch):
     assert bench.reply_to(ann).kind is Kind.REPLY
 
 
-def test_a_policy_hears_of_the_hosted_engine_on_the_same_gpu_while_that_computes():
+def test_policies_see_the_hosted_engine_on_the_same_gpu_as_a_session_while_it_serves():
     bench = ServiceBench()
     assert 0 not in bench.service.batcher._visible_sessions()
     bench.run_engine_step(seconds=0.2)
-    assert 0 not in bench.service.batcher._visible_sessions(), "on cores, training takes turns with it"
+    assert 0 not in bench.service.batcher._visible_sessions(), "on a CPU the two share time slices"
     bench.service.batcher.streams = object()
     with bench.device_share:
-        guest = bench.service.batcher._visible_sessions()[0]
-        assert guest.replied == pytest.approx(bench.clock.now + 0.2)
-        assert not guest.is_training
-        assert guest.last_seen < 0, "nobody waits for it"
+        engine = bench.service.batcher._visible_sessions()[0]
+        assert engine.replied == pytest.approx(bench.clock.now + 0.2)
+        assert not engine.is_training
+        assert engine.last_seen < 0, "no call waits for it"
     bench.clock.now += 5.0
     assert 0 not in bench.service.batcher._visible_sessions()

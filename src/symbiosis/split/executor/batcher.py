@@ -117,7 +117,7 @@ class Batcher:
             return 0.0
         if self._sliced is not None and self._run_slice(self._sliced):
             return 0.0
-        return None if decision.ask_again_at is None else max(1e-5, decision.ask_again_at - now)
+        return None if decision.next_decision_at is None else max(1e-5, decision.next_decision_at - now)
 
     def _visible_sessions(self) -> Mapping[int, Session]:
         """The sessions for which a policy may hold calls back."""

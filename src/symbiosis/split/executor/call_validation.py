@@ -20,7 +20,7 @@ _MAX_CACHED = 4096  # tenants choose programs and keys: the caches are bounded
 
 
 class CallValidator:
-    """Turns CALL messages into work for a batch."""
+    """Converts CALL messages to work for a batch."""
 
     def __init__(self, layers: Sequence[BaseLayer], limits: Limits, costs: CostModel) -> None:
         self._layers, self._limits, self._costs = layers, limits, costs

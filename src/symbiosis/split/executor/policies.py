@@ -25,7 +25,7 @@ class Decision:
     """A batch to run now, or the time of the next decision (None: when a message arrives)."""
 
     batch: tuple[PendingCall, ...] = ()
-    ask_again_at: float | None = None
+    next_decision_at: float | None = None
 
 
 class Policy(Protocol):
@@ -92,7 +92,7 @@ class Lockstep:
         deadline = oldest.arrived + self.max_wait_s
         active = {number for number, session in sessions.items() if now - session.last_seen <= self.max_wait_s}
         if not active <= {call.session for call in pending} and now < deadline:
-            return Decision(ask_again_at=deadline)
+            return Decision(next_decision_at=deadline)
         groups = _group_by_key(pending)
         key = oldest.key if now >= deadline else min(groups, key=lambda key: key.progress)
         return Decision(batch=_fill(sorted(groups[key], key=lambda call: call.number), self.max_rows))
@@ -151,8 +151,8 @@ class Opportunistic:
         if first.batch or not others:
             return first
         then = self._decide_by_cost(others, sessions, costs, now)
-        times = [each.ask_again_at for each in (first, then) if each.ask_again_at is not None]
-        return then if then.batch else Decision(ask_again_at=min(times, default=None))
+        times = [each.next_decision_at for each in (first, then) if each.next_decision_at is not None]
+        return then if then.batch else Decision(next_decision_at=min(times, default=None))
 
     def _decide_by_cost(self, pending: Pending, sessions: Sessions, costs: CostModel, now: float) -> Decision:
         if len(pending) == 1 and pending[0].rows <= self.small_rows and not pending[0].training:
@@ -163,7 +163,7 @@ class Opportunistic:
         groups = _group_by_key(pending)
         small = {c.number for c in pending if c.rows <= self.small_rows or costs.is_mostly_fixed(c.key.shape, c.rows)}
         ready: list[tuple[_Rank, BatchKey]] = []
-        ask_again: float | None = None
+        next_decision: float | None = None
         for key, calls in groups.items():
             wait_until = self._cost_deadline(key, calls, costs) if active else now
             if pause_until > now and all(call.training for call in calls):
@@ -171,9 +171,9 @@ class Opportunistic:
             if now >= wait_until:
                 ready.append((self._rank(key, calls, small, active, sessions, now), key))
             else:
-                ask_again = wait_until if ask_again is None else min(ask_again, wait_until)
+                next_decision = wait_until if next_decision is None else min(next_decision, wait_until)
         if not ready:
-            return Decision(ask_again_at=ask_again)
+            return Decision(next_decision_at=next_decision)
         key = min(ready, key=lambda ranked: ranked[0])[1]
         return Decision(batch=self._select(groups[key], small, sessions, now))
 
@@ -199,13 +199,13 @@ class Opportunistic:
     def _decide_async(self, pending: Pending, sessions: Sessions, now: float) -> Decision:
         """Decoding on a GPU: first come first served, except for groups that wait for other sessions."""
         queued, load = {call.session for call in pending}, self._gpu_load(sessions, now)
-        ask_again: float | None = None
+        next_decision: float | None = None
         for calls in _group_by_key(pending).values():
             deadline = self._async_deadline(calls, queued, sessions, load, now)
             if now >= deadline:
                 return Decision(batch=_fill(calls, self.max_rows))
-            ask_again = deadline if ask_again is None else min(ask_again, deadline)
-        return Decision(ask_again_at=ask_again)
+            next_decision = deadline if next_decision is None else min(next_decision, deadline)
+        return Decision(next_decision_at=next_decision)
 
     def _async_deadline(self, calls: Pending, queued: set[int], sessions: Sessions, load: float, now: float) -> float:
         """Until when a group waits for sessions it can share batches with; in the past if it does not wait.
