@@ -281,7 +281,7 @@ def run(
                 except Exception:  # noqa: BLE001 - the others are still worth their figures; the run fails in the end
                     failed[name] = traceback.format_exc()
                     console.print(f"{name} failed:\n{failed[name]}", markup=False)
-                console.print(f"{name}: {way.figures()}, first steps {time.monotonic() - started:.1f} s")
+                console.print(f"{name}: {way.stats()}, first steps {time.monotonic() - started:.1f} s")
             cases = [case for case in runs if case not in failed]
             for number in range(rounds):
                 for case in rotated(cases, number):
@@ -307,7 +307,7 @@ def run(
                 ("trained_per_s", "training", "serving"),
             )
         },
-        "measured": {name: {**way.figures(), "training_shares": shares[name]} for name, way in ways.items()},
+        "measured": {name: {**way.stats(), "training_shares": shares[name]} for name, way in ways.items()},
         "failed": failed,
     }
     save(f"gpu-colocation-{shape}{'' if load == 'full' else '-chat'}", str(__doc__).splitlines()[0], figures, folder)

@@ -1,50 +1,49 @@
-"""Ids and small frozen value objects that everybody may know."""
+"""Small frozen value objects that all parts share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
 WITH_BIAS = 1 << 31
-"""Added to a matrix's handle in a forward call: the executor adds the bias, since the tenant has not changed it."""
+"""Flag in the handle of a matrix in a forward call: the executor adds the bias, which the tenant has not changed."""
 
 
 class Direction(IntEnum):
-    """Which way the rows of a layer call go."""
+    """What a layer call computes."""
 
     FORWARD = 0
     BACKWARD = 1
-    ONWARD = 2
-    """Forward through layers that follow each other, with the norms and sums between them."""
-    HOMEWARD = 3
-    """The gradients of a call onward that answered with what these need (`ProgramOp.SAVE`)."""
+    PROGRAM = 2
+    """Forward of a layer program: layers that follow each other, with the norms and sums between them."""
+    PROGRAM_BACKWARD = 3
+    """Backward of a layer program, from the rows of its `ProgramOp.SAVE`."""
 
     @property
-    def is_back(self) -> bool:
-        return self in (Direction.BACKWARD, Direction.HOMEWARD)
+    def is_backward(self) -> bool:
+        return self in (Direction.BACKWARD, Direction.PROGRAM_BACKWARD)
 
     @property
-    def is_way(self) -> bool:
-        """Whether turns stand among the layers of such a call."""
-        return self in (Direction.ONWARD, Direction.HOMEWARD)
+    def is_program(self) -> bool:
+        return self in (Direction.PROGRAM, Direction.PROGRAM_BACKWARD)
 
 
 class ProgramOp(IntEnum):
-    """What stands among the layers of a call onward and is none. They go one after the other; each changes the rows."""
+    """Ops among the layers of a layer program. Each one reads or changes the current rows."""
 
     ADD = (1 << 31) - 1
-    """The next of the call's tensors is added."""
+    """Add the next tensor of the call."""
     ADD_FLOAT = (1 << 31) - 5
-    """The same in float32, as the tensor is, whatever the rows are; and rounded to that."""
-    KEEP = (1 << 31) - 2
-    """The rows as they are now are kept, and"""
-    BACK = (1 << 31) - 3
-    """added here."""
+    """Add the next tensor of the call in float32, then round to the dtype of the rows."""
+    PUSH = (1 << 31) - 2
+    """Save the rows for `ADD_SAVED`."""
+    ADD_SAVED = (1 << 31) - 3
+    """Add the saved rows."""
     SAVE = (1 << 31) - 6
-    """Kept as with `KEEP`, and an answer too: the gradients are computed from it."""
-    READ = (1 << 31) - 4
-    """The way ends. Layers after this read the rows, and their results are answers too."""
+    """As `PUSH`, and the saved rows are a result too: the backward program reads them."""
+    HEADS = (1 << 31) - 4
+    """End of the sequence. Each layer after it reads the final rows, and its output is a result too."""
 
     @property
     def handle(self) -> int:
@@ -55,54 +54,44 @@ class LayerKind(StrEnum):
     """What a base layer computes."""
 
     LINEAR = "linear"
-    """`nn.Linear`: weight is [out, in]. The tenant has the bias too, and may train it."""
+    """`nn.Linear`: weight is [out, in]. The tenant holds the bias too, and may train it."""
     CONV1D = "conv1d"
-    """transformers' `Conv1D`: weight is [in, out]. The tenant has the bias too, and may train it."""
+    """transformers' `Conv1D`: weight is [in, out]. The tenant holds the bias too, and may train it."""
     EMBEDDING = "embedding"
-    """`nn.Embedding`, only where the provider moved it to the executor."""
+    """`nn.Embedding`, only if the provider hosts it."""
     EXPERTS = "experts"
     """A module of stacked expert weights: rows, expert indices and expert weights in, rows out."""
     BLOCK = "block"
-    """A sub-module made of hosted layers that treats each row alone, such as a whole MLP."""
+    """A row-wise sub-module of hosted layers, such as an MLP."""
     NORM = "norm"
-    """A norm between hosted layers. The tenant has it too, and computes it: the executor does on the way onward."""
+    """A norm between hosted layers. The tenant holds and computes it too; the executor runs it in layer programs only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
-    """What a tenant must know of a base layer to stand a virtual layer in its place."""
+    """What a tenant needs to replace a base layer by a virtual layer."""
 
     handle: int
-    """Number of the layer in calls; larger is further on in a forward pass."""
+    """Number of the layer in calls; larger is later in a forward pass."""
     identity: str
     """Hash of kind, shapes and weights: equal identities are one layer in memory."""
     kind: LayerKind
     paths: tuple[str, ...]
-    """Where the layer stands in the model (several where one module is used in several places)."""
+    """Module paths in the model; several if the module is shared."""
     in_width: int
     out_width: int
     train_safe: bool = True
     """For blocks: whether training mode computes the same as evaluation mode."""
     weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Names and shapes of the weights that live in the executor."""
+    """Names and shapes of the weights that the executor holds."""
     experts: int = 0
-    """For experts: how many there are. For embeddings: how many rows."""
+    """For experts: their number. For embeddings: the number of rows."""
 
-    def __hash__(self) -> int:  # looked up in every call: by one number, not by all fields
+    def __hash__(self) -> int:  # hashed in every call: one number instead of all fields
         return self.handle
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "handle": self.handle,
-            "identity": self.identity,
-            "kind": self.kind.value,
-            "paths": list(self.paths),
-            "in_width": self.in_width,
-            "out_width": self.out_width,
-            "train_safe": self.train_safe,
-            "weights": [[name, list(shape)] for name, shape in self.weights],
-            "experts": self.experts,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> LayerSpec:
@@ -121,13 +110,13 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlobRef:
-    """A file the executor hands out, named by the hash of its content."""
+    """A file that tenants download, named by the hash of its content."""
 
     sha256: str
     size: int
 
     def to_json(self) -> dict[str, Any]:
-        return {"sha256": self.sha256, "size": self.size}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BlobRef:
@@ -139,7 +128,7 @@ class BlobRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A model as a tenant sees it: how to build it, which layers are elsewhere, where the rest is."""
+    """A model as a tenant sees it: its config, its hosted layers, and the files of the rest."""
 
     name: str
     model_class: str
@@ -149,23 +138,12 @@ class Manifest:
     dtype: str
     layers: tuple[LayerSpec, ...]
     ties: dict[str, str]
-    """Names in the client part that are another name's tensor."""
+    """Tied names in the client part, and the name that holds the tensor."""
     client_weights: BlobRef | None
     tokenizer: BlobRef | None
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "model_class": self.model_class,
-            "config": self.config,
-            "generation_config": self.generation_config,
-            "attention": self.attention,
-            "dtype": self.dtype,
-            "layers": [layer.to_json() for layer in self.layers],
-            "ties": self.ties,
-            "client_weights": self.client_weights.to_json() if self.client_weights else None,
-            "tokenizer": self.tokenizer.to_json() if self.tokenizer else None,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:
@@ -186,25 +164,25 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What the executor accepts, told to each tenant at the start."""
+    """What the executor accepts. Sent to each tenant in WELCOME."""
 
     max_rows: int = 8192
-    """Most rows one layer call may carry; clients cut longer calls."""
+    """Most rows of one layer call. Clients split longer calls."""
     max_bytes: int = 33 << 20
-    """Most bytes one message may carry; clients cut longer calls. Of a model of 7B parameters in half precision, 1,024 rows
-    with the residual and an adapter's change in float32 (half a layer in one call) have 32 MiB and a little."""
+    """Most bytes of one message. Clients split longer calls. Fits half a layer in one call for 1,024 rows of a 7B model in
+    half precision: with the residual and an adapter's delta in float32 these have a little more than 32 MiB."""
     max_sessions: int = 1024
-    """Most channels open at once, over all tenants."""
+    """Most open sessions, over all tenants."""
     max_tenant_sessions: int = 64
-    """Of one tenant, where tenants have tokens."""
+    """Most open sessions of one tenant, if tenants have auth tokens."""
     weights: bool = True
-    """Whether a tenant may fetch a base weight for a method that needs it."""
+    """Whether tenants may download base weights, for methods that need them."""
     direct: bool = True
-    """Whether a tenant on the executor's GPU may map its memory, and so could write to it."""
+    """Whether tenants on the executor's GPU may map its memory. A mapping is writable."""
 
     @property
     def max_choices(self) -> int:
-        """Most experts that the rows of one call choose, all together."""
+        """Most expert indices of one call, over all its rows."""
         return 8 * self.max_rows
 
     def to_json(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import zmq
 from safetensors.torch import save_file
 
 from symbiosis.app.training_service import TrainingService
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.trainer import Trainer

@@ -1,4 +1,4 @@
-"""On a GPU nobody takes turns: training has a part of it while answers are served, and all of it when nobody is."""
+"""A GPU is partitioned: training has a share while the engine serves, and the whole GPU while the engine is idle."""
 
 from __future__ import annotations
 
@@ -8,126 +8,119 @@ import time
 import pytest
 import torch
 
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
-from symbiosis.device_sharing.gpu_partition import GpuPartition, turns_on
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, PassBudget
+from symbiosis.device_sharing.gpu_partition import GpuPartition, create_device_share
 from symbiosis.errors import SymbiosisError
+from tests.split.executor.service_bench import Clock
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def beside(clock: Clock) -> GpuPartition:
+def make_partition(clock: Clock) -> GpuPartition:
     return GpuPartition(torch.device("cpu"), clock=clock)
 
 
-def begun(turns: GpuPartition) -> Permit | None:
-    return turns.begin_pass(60.0, lambda: False)
+def begin(partition: GpuPartition) -> PassBudget | None:
+    return partition.begin_pass(60.0, lambda: False)
 
 
-def test_training_has_a_part_while_answers_are_served_and_short_passes_for_a_minute_after():
+def test_training_has_a_share_while_the_engine_serves_and_short_passes_for_a_minute_after():
     clock = Clock()
-    turns = beside(clock)
-    assert begun(turns) == Permit("full")
-    turns.end_pass()
-    with turns:
-        assert begun(turns) == Permit("beside 0.5", 60.0, beside=True)
-        turns.end_pass()
+    partition = make_partition(clock)
+    assert begin(partition) == PassBudget("full")
+    partition.end_pass()
+    with partition:
+        assert begin(partition) == PassBudget("partition 0.5", 60.0, is_serving=True)
+        partition.end_pass()
     clock.now += 0.05
-    assert begun(turns).beside
-    turns.end_pass()
+    assert begin(partition).is_serving
+    partition.end_pass()
     clock.now += 0.2
-    assert begun(turns) == Permit("lately", 0.1)
-    turns.end_pass()
+    assert begin(partition) == PassBudget("recent", 0.1)
+    partition.end_pass()
     clock.now += 60.0
-    assert begun(turns) == Permit("full")
-    assert turns.begin_pass(60.0, lambda: True) is None
+    assert begin(partition) == PassBudget("full")
+    assert partition.begin_pass(60.0, lambda: True) is None
 
 
-def test_who_comes_waits_for_the_pass_that_has_the_whole_gpu(monkeypatch):
+def test_the_first_step_waits_for_a_pass_on_the_whole_gpu(monkeypatch):
     clock = Clock()
-    turns = beside(clock)
-    told, waits = [], []
-    monkeypatch.setattr(turns._changed, "notify_all", lambda: told.append(1))
+    partition = make_partition(clock)
+    notified, waits = [], []
+    monkeypatch.setattr(partition._changed, "notify_all", lambda: notified.append(1))
 
     def wait_for(is_over, timeout):
         waits.append(timeout)
         assert not is_over()
-        before = len(told)
-        turns.end_pass()
-        assert len(told) > before
+        before = len(notified)
+        partition.end_pass()
+        assert len(notified) > before
         assert is_over()
-        assert begun(turns).beside, "somebody waits: the next pass has a part"
-        assert is_over(), "which is not waited for"
-        turns.end_pass()
+        assert begin(partition).is_serving, "a step waits: the next pass has a share"
+        assert is_over(), "the step does not wait for that one"
+        partition.end_pass()
         return True
 
-    monkeypatch.setattr(turns._changed, "wait_for", wait_for)
-    assert not begun(turns).beside
-    with turns:
+    monkeypatch.setattr(partition._changed, "wait_for", wait_for)
+    assert not begin(partition).is_serving
+    with partition:
         pass
     assert waits == [0.15]
 
 
-def test_a_pass_that_has_a_part_is_not_waited_for(monkeypatch):
+def test_a_step_does_not_wait_for_a_pass_on_a_partition(monkeypatch):
     clock = Clock()
-    turns = beside(clock)
-    with turns:
-        assert begun(turns).beside
-    clock.now += 5.0  # it takes long
-    monkeypatch.setattr(turns._changed, "wait_for", None)
-    with turns:
+    partition = make_partition(clock)
+    with partition:
+        assert begin(partition).is_serving
+    clock.now += 5.0  # a long pass
+    monkeypatch.setattr(partition._changed, "wait_for", None)
+    with partition:
         pass
 
 
-def test_a_pass_that_is_long_after_all_is_waited_for_once(monkeypatch):
+def test_only_the_first_step_waits_for_a_pass_that_exceeds_its_budget(monkeypatch):
     clock = Clock()
-    turns = beside(clock)
+    partition = make_partition(clock)
     waits = []
-    monkeypatch.setattr(turns._changed, "wait_for", lambda is_over, timeout: waits.append(timeout))
-    assert begun(turns) == Permit("full")
+    monkeypatch.setattr(partition._changed, "wait_for", lambda is_over, timeout: waits.append(timeout))
+    assert begin(partition) == PassBudget("full")
     for _ in range(3):
-        with turns:
+        with partition:
             clock.now += 0.01
         clock.now += 0.01
     assert waits == [0.15]
-    turns.end_pass()
+    partition.end_pass()
 
 
-def test_a_pass_that_cannot_begin_has_not_begun(monkeypatch):
-    turns = beside(Clock())
+def test_a_pass_whose_stream_fails_does_not_count_as_running(monkeypatch):
+    partition = make_partition(Clock())
 
-    def use(lane):
+    def switch_to(use):
         raise RuntimeError("no such stream")
 
     with monkeypatch.context() as patch:
-        patch.setattr(turns, "_use", use)
+        patch.setattr(partition, "_switch_to", switch_to)
         with pytest.raises(RuntimeError, match="no such stream"):
-            begun(turns)
-    monkeypatch.setattr(turns._changed, "wait_for", None)
-    with turns:
-        assert not turns._training
+            begin(partition)
+    monkeypatch.setattr(partition._changed, "wait_for", None)
+    with partition:
+        assert not partition._pass_running
 
 
-class Engine(threading.Thread):
-    """Passes without pause; `slower` times as long while training computes. Time is the clock's."""
+class EngineThread(threading.Thread):
+    """Runs steps without a gap, `slowdown` times as long while a pass runs. Time is the clock's."""
 
-    def __init__(self, turns: GpuPartition, clock: Clock, slower: float, pass_s: float = 0.004) -> None:
+    def __init__(self, partition: GpuPartition, clock: Clock, slowdown: float, step_s: float = 0.004) -> None:
         super().__init__(daemon=True)
-        self.turns, self.clock, self.slower, self.pass_s = turns, clock, slower, pass_s
-        self.over, self.passes = False, 0
+        self.partition, self.clock, self.slowdown, self.step_s = partition, clock, slowdown, step_s
+        self.over, self.steps = False, 0
 
     def run(self) -> None:
         while not self.over:
-            with self.turns:
-                self.clock.now += self.pass_s * (self.slower if self.turns._training else 1.0)
-            self.passes += 1
+            with self.partition:
+                self.clock.now += self.step_s * (self.slowdown if self.partition._pass_running else 1.0)
+            self.steps += 1
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> EngineThread:
         self.start()
         return self
 
@@ -135,110 +128,110 @@ class Engine(threading.Thread):
         self.over = True
         self.join(30)
 
-    def wait(self, passes: int) -> None:
-        end = self.passes + passes
-        while self.passes < end:
+    def wait(self, steps: int) -> None:
+        end = self.steps + steps
+        while self.steps < end:
             assert self.is_alive()
             time.sleep(1e-4)
 
 
-@pytest.mark.parametrize(("slower", "share"), [(1.0, 0.75), (1.4, 0.375), (2.0, 0.25)])
-@pytest.mark.parametrize("pass_s", [0.004, 0.05])
-def test_now_and_then_training_pauses_and_the_part_is_made_to_fit(slower, share, pass_s):
+@pytest.mark.parametrize(("slowdown", "share"), [(1.0, 0.75), (1.4, 0.375), (2.0, 0.25)])
+@pytest.mark.parametrize("step_s", [0.004, 0.05])
+def test_training_pauses_for_comparisons_and_the_share_is_adapted(slowdown, share, step_s):
     clock = Clock()
-    turns = GpuPartition(torch.device("cpu"), slowdown=1.3, clock=clock)
-    with Engine(turns, clock, slower, pass_s) as engine:
+    partition = GpuPartition(torch.device("cpu"), slowdown=1.3, clock=clock)
+    with EngineThread(partition, clock, slowdown, step_s) as engine:
         for _ in range(300):
-            begun(turns)
+            begin(partition)
             engine.wait(3)
-            turns.end_pass()
-            if turns.share != 0.5:
+            partition.end_pass()
+            if partition.share != 0.5:
                 break
-    assert turns.share == share
-    found = turns.figures()
-    assert found["beside_s"] / found["alone_s"] == pytest.approx(slower, rel=0.01)
+    assert partition.share == share
+    found = partition.stats()
+    assert found["beside_s"] / found["alone_s"] == pytest.approx(slowdown, rel=0.01)
 
 
-def test_training_does_not_pause_before_there_is_something_to_compare(monkeypatch):
-    """Its passes are so short that few of the engine's fall into each."""
+def test_training_does_not_pause_before_enough_steps_are_recorded(monkeypatch):
+    """Passes are so short that few steps fall into each."""
     clock = Clock()
-    turns = GpuPartition(torch.device("cpu"), clock=clock)
+    partition = GpuPartition(torch.device("cpu"), clock=clock)
     pauses = []
-    monkeypatch.setattr(turns._changed, "wait_for", lambda *named, **more: pauses.append(1))
+    monkeypatch.setattr(partition._changed, "wait_for", lambda *named, **more: pauses.append(1))
     for _ in range(100):
-        with turns:
-            begun(turns)
+        with partition:
+            begin(partition)
             clock.now += 0.001
-        turns.end_pass()
-        if len(turns._recent[True]) < 64:
+        partition.end_pass()
+        if len(partition._step_durations[True]) < 64:
             assert not pauses
     assert pauses
 
 
-def test_what_was_slow_beside_passes_that_were_made_ready_does_not_count_until_that_is_how_it_is():
+def test_steps_during_prepared_passes_do_not_count_unless_most_passes_are_prepared():
     clock = Clock()
-    turns = beside(clock)
+    partition = make_partition(clock)
     for number in range(10):
-        with turns:
+        with partition:
             clock.now += 0.001
-        begun(turns)
-        with turns:
+        begin(partition)
+        with partition:
             clock.now += 0.003 if number % 2 else 0.001
-        turns.end_pass(is_new=number % 2 == 1)
-    assert set(map(round_ms, turns._recent[True])) == {1}
+        partition.end_pass(is_new=number % 2 == 1)
+    assert set(map(round_ms, partition._step_durations[True])) == {1}
     for _ in range(20):
-        begun(turns)
-        with turns:
+        begin(partition)
+        with partition:
             clock.now += 0.003
-        turns.end_pass(is_new=True)
-    assert list(map(round_ms, turns._recent[True])).count(3) == 13, "not the first seven, nor the one before them"
+        partition.end_pass(is_new=True)
+    assert list(map(round_ms, partition._step_durations[True])).count(3) == 13, "not the first seven, nor the one before them"
 
 
 def round_ms(seconds: float) -> int:
     return round(1e3 * seconds)
 
 
-def test_a_part_that_is_given_is_kept():
-    turns = GpuPartition(torch.device("cpu"), 0.25)
-    assert turns.figures() == {"training_share": 0.25}
-    assert turns_on(torch.device("cuda"), 0.25).share == 0.25
+def test_a_fixed_share_stays():
+    partition = GpuPartition(torch.device("cpu"), 0.25)
+    assert partition.stats() == {"training_share": 0.25}
+    assert create_device_share(torch.device("cuda"), 0.25).share == 0.25
 
 
-def test_what_cannot_be_asked_for_is_refused():
+def test_invalid_settings_are_rejected():
     with pytest.raises(SymbiosisError, match="one of them"):
-        turns_on(torch.device("cuda"), 0.5, 1.2)
+        create_device_share(torch.device("cuda"), 0.5, 1.2)
     with pytest.raises(SymbiosisError, match="for a GPU"):
-        turns_on(torch.device("cpu"), None, 1.2)
+        create_device_share(torch.device("cpu"), None, 1.2)
     with pytest.raises(SymbiosisError, match=r"1\.2 to 10"):
-        turns_on(torch.device("cuda"), None, 1.0)
+        create_device_share(torch.device("cuda"), None, 1.0)
     for device in ("cuda", "cpu"):
         with pytest.raises(SymbiosisError, match="at most 1"):
-            turns_on(torch.device(device), 1.5)
+            create_device_share(torch.device(device), 1.5)
 
 
-def test_cores_are_shared_by_turns():
-    assert type(turns_on(torch.device("cpu"), 0.3)) is CpuTimeShare
-    assert CpuTimeShare().figures() == {}
+def test_a_cpu_is_shared_by_time():
+    assert type(create_device_share(torch.device("cpu"), 0.3)) is CpuTimeShare
+    assert CpuTimeShare().stats() == {}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_parts_of_a_gpu_give_the_products_of_all_of_it():
+def test_matrix_products_on_a_partition_equal_those_on_the_whole_gpu():
     device = torch.device("cuda", 0)
-    turns = GpuPartition(device, 0.5)
+    partition = GpuPartition(device, 0.5)
     x = torch.randn(512, 512, device=device)
     plain = x @ x
-    begun(turns)
+    begin(partition)
     whole = x @ x
-    turns.end_pass()
-    with turns:
+    partition.end_pass()
+    with partition:
         served = x @ x
-        begun(turns)
+        begin(partition)
         trained = x @ x
-        turns.end_pass()
+        partition.end_pass()
     torch.cuda.synchronize()
     for found in (whole, served, trained):
         assert torch.allclose(found, plain, rtol=1e-3, atol=1e-3)
-    lane = turns._lane("beside")
-    assert 0 < lane.multiprocessors < torch.cuda.get_device_properties(device).multi_processor_count
+    context = partition._select_context("partition")
+    assert 0 < context.multiprocessors < torch.cuda.get_device_properties(device).multi_processor_count
     torch.cuda.set_stream(torch.cuda.default_stream(device))

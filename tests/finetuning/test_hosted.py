@@ -7,7 +7,7 @@ import pytest
 
 import symbiosis
 from symbiosis.app.http_host import _training
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.trainer import Trainer

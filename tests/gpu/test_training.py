@@ -240,7 +240,7 @@ def test_training_beside_answers_gives_what_it_gives_alone(share_of_gpu, tmp_pat
                     with turns:  # somebody is served
                         torch.ones(64, 64, device=device).sum().item()
                 else:
-                    turns._ended = -float("inf")  # and now nobody
+                    turns._step_ended = -float("inf")  # and now nobody
                 found.append(session.forward_backward(data).result(60).loss)
                 session.optim_step(steps).result(60)
                 if number == 9:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from symbiosis.app.http_host import HttpHost
-from symbiosis.device_sharing.gpu_partition import turns_on
+from symbiosis.device_sharing.gpu_partition import create_device_share
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
 from symbiosis.models.client_part import load_weights, store_bytes, store_weights, unpack_tokenizer
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
@@ -66,7 +66,7 @@ class Executor:
         chosen = _policy(policy, max_wait_ms, training_share)
         if training_slowdown is not None and not hosting:
             raise SymbiosisError("training_slowdown applies to serving next to hosted training: it needs hosting=True (--http)")
-        turns = turns_on(place, training_share, training_slowdown)
+        turns = create_device_share(place, training_share, training_slowdown)
         source = load(model_or_path, device=place, dtype=resolve_dtype(dtype), tokenizer=tokenizer)
         if hosting:
             fuse_projections(source.model)
@@ -91,7 +91,7 @@ class Executor:
             policy=chosen,
             limits=self.limits,
             client_tensors=self.split.client_tensors,
-            turns=turns,
+            device_share=turns,
         )
         self._service.calibrate()
         self._inproc = InprocPort()
@@ -120,7 +120,9 @@ class Executor:
         if self._model is None:
             raise SymbiosisError("the executor has released the client part of the model: create it with hosting=True")
         folder = unpack_tokenizer(self._tokenizer) if self._tokenizer else None
-        return HttpHost(shared_copy(self._model), self._about["name"], folder, address, turns=self._service.turns, **options)
+        return HttpHost(
+            shared_copy(self._model), self._about["name"], folder, address, turns=self._service.device_share, **options
+        )
 
     def stats(self) -> dict[str, Any]:
         """Calls, batches, mean batch, tokens, bytes held, and the same per tenant."""
@@ -129,7 +131,7 @@ class Executor:
     def use_policy(self, policy: str | Policy) -> None:
         """Switch the batching policy from the next batch on."""
         max_wait_ms, training_share = self._policy_settings
-        self._service.policy = _policy(policy, max_wait_ms, training_share if policy == "opportunistic" else None)
+        self._service.batcher.policy = _policy(policy, max_wait_ms, training_share if policy == "opportunistic" else None)
 
     def manifest(self) -> Manifest:
         """What a client needs to build its part of the model."""

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.names import qualify_name
 from symbiosis.app.training_service import NoTrainingService, TrainingService
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare
-from symbiosis.device_sharing.gpu_partition import turns_on
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
+from symbiosis.device_sharing.gpu_partition import create_device_share
 from symbiosis.errors import (
     AddressInUse,
     BadAdapter,
@@ -125,7 +125,7 @@ class HttpHost:
         self._deaths = 0
         self._window: IpcServer | None = None
         self._trains: Trainer | SymbiosisError | None = None
-        turns = turns or turns_on(model.device)
+        turns = turns or create_device_share(model.device)
         try:
             self._trains = _training(model, training, turns)
             core = EngineCore(model, residency=residency or AdapterCacheConfig(), turns=turns, **engine)

@@ -11,7 +11,7 @@ from peft import PeftConfig
 from transformers import PreTrainedModel
 
 from symbiosis.app.session_sampler import SessionSampler
-from symbiosis.device_sharing.gpu_partition import turns_on
+from symbiosis.device_sharing.gpu_partition import create_device_share
 from symbiosis.errors import OutOfRange
 from symbiosis.finetuning.config import TrainerConfig, TrainerStats
 from symbiosis.finetuning.session import TrainingSession
@@ -65,7 +65,7 @@ class Studio:
         """The model's own if it was loaded here; None if there is none."""
         if training_share is None and shared.device.type == "cpu":
             training_share = _SHARE
-        trained, turns = shared_copy(shared), turns_on(shared.device, training_share)
+        trained, turns = shared_copy(shared), create_device_share(shared.device, training_share)
         self._sampler = SessionSampler(EngineCore(shared, turns=turns, **engine), tokenizer)
         try:
             self._host = Trainer(trained, training, turns, self._sampler)

@@ -1,9 +1,7 @@
-"""How much of a GPU may training have while answers are served? A pure object: it sees how long the engine's passes took.
+"""Controls which share of a GPU training has while the engine serves, from the durations of the engine's steps.
 
-What counts is the tail, since that is what a reader notices. A part that lets most tokens come in time may still be too
-large for some, and how it is in between cannot be told from the middle. A larger part is tried only after several
-comparisons that allow it, and each time it proved too large after so many more: a part that changes often would have
-passes made ready for it again and again.
+The controller bounds the tail latency, not the median. It raises the share only after several comparisons in a row that
+allow more, and doubles that number each time a larger share proved too large: a new share means new CUDA graphs.
 """
 
 from __future__ import annotations
@@ -12,47 +10,47 @@ import math
 import statistics
 from collections.abc import Sequence
 
-_FIRST = 0.5  # of the multiprocessors
-_GRAIN = 8  # parts are multiples of one 8th
-_NEARLY = 1.015  # times what is allowed is not too much yet
-_TAIL = 0.98  # of the passes that decode take no longer
-_PROMPT = 2.0  # times the middle: what takes longer did more than decode
-_CALM, _CALMEST = 4, 64  # comparisons in a row that allow more
+_FIRST_SHARE = 0.5  # of the multiprocessors
+_PARTS = 8  # shares are multiples of 1/8
+_TOLERANCE = 1.015  # times the allowed slowdown
+_TAIL_QUANTILE = 0.98
+_MAX_DECODE = 2.0  # times the median: longer steps include a prefill
+_MIN_PATIENCE, _MAX_PATIENCE = 4, 64  # comparisons in a row that allow more
 
 
 class ShareController:
-    def __init__(self, allowed: float) -> None:
-        """A token may take so many times as long."""
-        self.share, self._allowed = _FIRST, allowed
-        self._calm, self._patience = 0, _CALM
-        self._grown_from: float | None = None
+    def __init__(self, max_slowdown: float) -> None:
+        """`max_slowdown`: allowed step time with training, as a multiple of the step time without."""
+        self.share, self._max_slowdown = _FIRST_SHARE, max_slowdown
+        self._allowed_more, self._patience = 0, _MIN_PATIENCE
+        self._raised_from: float | None = None
 
-    def compare(self, beside: Sequence[float], alone: Sequence[float]) -> bool:
-        """Seconds of passes beside training, and without it. Whether the share is another now."""
-        share = fitting(self.share, tail(beside) / statistics.median(alone), self._allowed)
+    def update(self, colocated_s: Sequence[float], alone_s: Sequence[float]) -> bool:
+        """Adapt the share to step durations with and without training. Returns whether the share has changed."""
+        share = fit_share(self.share, tail_latency(colocated_s) / statistics.median(alone_s), self._max_slowdown)
         if share > self.share:
-            self._calm += 1
-            if self._calm < self._patience:
-                self._grown_from = None
+            self._allowed_more += 1
+            if self._allowed_more < self._patience:
+                self._raised_from = None
                 return False
-        elif share < self.share and self._grown_from is not None:
-            share, self._patience = self._grown_from, min(2 * self._patience, _CALMEST)
-        before, self.share, self._calm = self.share, share, 0
-        self._grown_from = before if share > before else None
+        elif share < self.share and self._raised_from is not None:
+            share, self._patience = self._raised_from, min(2 * self._patience, _MAX_PATIENCE)
+        before, self.share, self._allowed_more = self.share, share, 0
+        self._raised_from = before if share > before else None
         return share != before
 
 
-def tail(seconds: Sequence[float]) -> float:
-    """How long the slowest passes that decode take."""
-    decoding = sorted(each for each in seconds if each <= _PROMPT * statistics.median(seconds))
-    return decoding[min(len(decoding) - 1, int(_TAIL * len(decoding)))]
+def tail_latency(step_s: Sequence[float]) -> float:
+    """The 98th percentile of the durations of decode steps."""
+    decode_s = sorted(each for each in step_s if each <= _MAX_DECODE * statistics.median(step_s))
+    return decode_s[min(len(decode_s) - 1, int(_TAIL_QUANTILE * len(decode_s)))]
 
 
-def fitting(share: float, slower: float, allowed: float) -> float:
-    """The part with which passes are so much slower as is allowed, if this one makes them `slower`.
+def fit_share(share: float, slowdown: float, max_slowdown: float) -> float:
+    """The share that slows steps by `max_slowdown`, if `share` slows them by `slowdown`.
 
-    What they lose is about in proportion. At most half as much more or less at a time.
+    The added time is assumed proportional to the share. The share changes by at most one half at a time.
     """
-    now, wanted = _GRAIN * share, _GRAIN * share * (_NEARLY * allowed - 1) / max(slower - 1, 0.01)
-    parts = math.floor(max(0.5 * now, min(max(1.5 * now, now + 1), wanted)) + 1e-6)
-    return max(1, min(_GRAIN - 1, parts)) / _GRAIN
+    now, target = _PARTS * share, _PARTS * share * (_TOLERANCE * max_slowdown - 1) / max(slowdown - 1, 0.01)
+    parts = math.floor(max(0.5 * now, min(max(1.5 * now, now + 1), target)) + 1e-6)
+    return max(1, min(_PARTS - 1, parts)) / _PARTS

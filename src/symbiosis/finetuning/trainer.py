@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from symbiosis.adapters.files import quote
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.common import denormals
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare, Permit
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, PassBudget
 from symbiosis.errors import BadCall, Closed, Diverged, OutOfRange, PassFailed, SymbiosisError, TooManyRequests
 from symbiosis.finetuning import checkpoint
 from symbiosis.finetuning.adapter_factory import AdapterFactory
@@ -182,7 +182,7 @@ class Trainer:
 
     def beside(self) -> dict[str, float]:
         """What whoever is served on this device notices, as far as it was measured."""
-        return {**self._turns.figures(), "pass_rows": self._portions.rows}
+        return {**self._turns.stats(), "pass_rows": self._portions.rows}
 
     def _finish(self) -> None:
         """What this thread has launched is done: the thread of passes may compute on another stream."""
@@ -329,7 +329,7 @@ class Trainer:
             self._turns.end_pass(is_new=self.stats.new_passes > new)
         return True
 
-    def _turn(self, permit: Permit) -> None:
+    def _turn(self, permit: PassBudget) -> None:
         with self._changed:
             heads = [(s, s.line.waiting[0]) for s in self._sessions.values() if s.ready]
         for session, call in heads:
@@ -455,7 +455,7 @@ class Trainer:
         else:
             call.answer.set_result(result)
 
-    def _pass(self, permit: Permit) -> None:
+    def _pass(self, permit: PassBudget) -> None:
         began = time.monotonic()
         with self._changed:
             room = self._portions.room(permit)
@@ -478,7 +478,7 @@ class Trainer:
         seconds, rows = time.monotonic() - began, sum(share.rows for share in shares)
         self._portions.note(permit, cost, seconds, is_new=self._packed.is_new)
         self._count(passes=1, rows=rows, sessions=len(shares), seconds=seconds, new_passes=int(self._packed.is_new))
-        if permit.beside:
+        if permit.is_serving:
             self._count(beside_passes=1, beside_rows=rows, beside_seconds=seconds)
         for (session, pieces), outcome in zip(chosen, outcomes, strict=True):
             self._settle(session, [call for call, _ in pieces], outcome)

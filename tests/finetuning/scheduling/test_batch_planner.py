@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from symbiosis.device_sharing.cpu_turns import Permit
+from symbiosis.device_sharing.cpu_time_share import PassBudget
 from symbiosis.finetuning.scheduling.batch_planner import BatchPlanner
 from symbiosis.finetuning.scheduling.fairness import Candidate
 
-LATELY = Permit("lately", 0.1)
+LATELY = PassBudget("lately", 0.1)
 
 
 def test_passes_that_had_to_be_made_ready_tell_nothing():
     portions = BatchPlanner(4096, least=256)
-    portions.note(Permit("full"), 4096, 0.2)
+    portions.note(PassBudget("full"), 4096, 0.2)
     assert portions.room(LATELY) == 2048
     for _ in range(8):
         portions.note(LATELY, 2048, 0.9, is_new=True)
@@ -28,11 +28,11 @@ def test_short_passes_are_of_few_sizes_where_those_that_come_again_are_faster():
     for each in (portions, on_cores):
         each.note(LATELY, 1000, 0.1)
     assert (portions.room(LATELY), on_cores.room(LATELY)) == (768, 1000)
-    assert portions.room(Permit("full", math.inf)) == 3000, "as large as they may be"
+    assert portions.room(PassBudget("full", math.inf)) == 3000, "as large as they may be"
 
 
 def test_a_small_job_is_not_held_up_although_its_first_passes_had_to_be_made_ready():
-    portions, full = BatchPlanner(4096, least=256), Permit("full")
+    portions, full = BatchPlanner(4096, least=256), PassBudget("full")
     waiting = [Candidate("small", "ann", 1.0, [64]), Candidate("large", "bob", 1.0, [1024] * 4)]
     sizes = []
     for turn in range(20):

@@ -1,4 +1,4 @@
-"""A service without threads, sockets or time: calls are put before it one by one, batches run when told."""
+"""A service without threads, sockets or time: tests send messages one by one, and run batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from symbiosis.device_sharing.cpu_turns import CpuTimeShare
+from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.split.executor.layers import BaseLayer, Block, Experts, Matrix, Norm
 from symbiosis.split.executor.policies import Decision
 from symbiosis.split.executor.service import Service
@@ -30,12 +30,12 @@ class Clock:
         return self.now
 
 
-class Together:
-    """A policy for tests: everything with the first call's key as one batch, at once."""
+class RunFirstKey:
+    """A policy for tests: all calls with the first call's key run as one batch, at once."""
 
-    name = "together"
+    name = "first key"
 
-    def decide(self, pending, heard, costs, now) -> Decision:
+    def decide(self, pending, sessions, costs, now) -> Decision:
         return Decision(batch=tuple(call for call in pending if call.key == pending[0].key))
 
 
@@ -44,7 +44,7 @@ class MemoryPort(Port):
 
     def __init__(self) -> None:
         self.replies: dict[Peer, list[Message]] = {}
-        self.deaf: set[Peer] = set()
+        self.unreachable: set[Peer] = set()
         self.forgotten: list[Peer] = []
 
     def waitable(self) -> Any:
@@ -54,13 +54,13 @@ class MemoryPort(Port):
         return ()
 
     def reply(self, peer: Peer, message: Message) -> bool:
-        if peer in self.deaf:
+        if peer in self.unreachable:
             return False
         self.replies.setdefault(peer, []).append(message)
         return True
 
     def is_gone(self, peer: Peer) -> bool:
-        return peer in self.deaf
+        return peer in self.unreachable
 
     def forget(self, peer: Peer) -> None:
         self.forgotten.append(peer)
@@ -93,58 +93,58 @@ def make_layers() -> list[BaseLayer]:
     ]
 
 
-class Desk:
-    """A service, its tenants and what they were answered."""
+class ServiceBench:
+    """A service, its tenants and their replies."""
 
     def __init__(self, policy: Any = None, **limits: Any) -> None:
         self.clock, self.port = Clock(), MemoryPort()
-        self.turns = CpuTimeShare(clock=self.clock)
+        self.device_share = CpuTimeShare(clock=self.clock)
         self.layers = make_layers()
         manifest = Manifest(
             name="toy", model_class="", config={}, generation_config=None, attention=None, dtype="float32",
             layers=tuple(layer.spec for layer in self.layers), ties={}, client_weights=None, tokenizer=None,
         )  # fmt: skip
         self.service = Service(
-            model="toy", name="toy", layers=self.layers, manifest=lambda: manifest, policy=policy or Together(),
-            limits=Limits(**limits), turns=self.turns, clock=self.clock,
+            model="toy", name="toy", layers=self.layers, manifest=lambda: manifest, policy=policy or RunFirstKey(),
+            limits=Limits(**limits), device_share=self.device_share, clock=self.clock,
         )  # fmt: skip
         self._requests = itertools.count(1)
 
-    def stranger(self, tenant: str | None = None) -> Peer:
+    def new_peer(self, tenant: str | None = None) -> Peer:
         return Peer(self.port, b"", tenant)
 
-    def tenant(self, name: str = "ann") -> Peer:
-        peer = self.stranger()
-        self.say(peer, Kind.HELLO, body={"name": name})
-        assert self.answer(peer).kind is Kind.WELCOME
+    def connect(self, name: str = "ann") -> Peer:
+        peer = self.new_peer()
+        self.send(peer, Kind.HELLO, body={"name": name})
+        assert self.reply_to(peer).kind is Kind.WELCOME
         return peer
 
-    def say(self, peer: Peer, kind: Kind, **fields: Any) -> int:
+    def send(self, peer: Peer, kind: Kind, **fields: Any) -> int:
         request = fields.pop("request", None) or next(self._requests)
         self.service.handle(peer, Message(kind, request, **fields))
         return request
 
     def call(self, peer: Peer, *tensors: torch.Tensor, layers: tuple[int, ...] = (LINEAR,), back: bool = False, **more) -> int:
         direction = Direction.BACKWARD if back else Direction.FORWARD
-        return self.say(peer, Kind.CALL, layers=layers, direction=direction, tensors=tensors, **more)
+        return self.send(peer, Kind.CALL, layers=layers, direction=direction, tensors=tensors, **more)
 
     def run(self) -> int:
-        """Run all that is due; how many batches or pieces that were."""
+        """Run all that is due. Returns the number of batches and slices."""
         ran = 0
-        while self.service.step() == 0.0:
+        while self.service.batcher.step() == 0.0:
             ran += 1
         return ran
 
-    def host(self, seconds: float = 0.1) -> None:
-        """The hosted engine computes a pass."""
-        with self.turns:
+    def run_engine_step(self, seconds: float = 0.1) -> None:
+        """Run one step of the hosted engine."""
+        with self.device_share:
             self.clock.now += seconds
 
-    def answer(self, peer: Peer) -> Message:
-        """The one answer that waits for this peer."""
-        answers = self.port.replies.pop(peer, [])
-        assert len(answers) == 1, answers
-        return answers[0]
+    def reply_to(self, peer: Peer) -> Message:
+        """The one reply to this peer since the last call."""
+        replies = self.replies_to(peer)
+        assert len(replies) == 1, replies
+        return replies[0]
 
-    def answers(self, peer: Peer) -> list[Message]:
+    def replies_to(self, peer: Peer) -> list[Message]:
         return self.port.replies.pop(peer, [])

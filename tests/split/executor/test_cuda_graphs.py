@@ -8,7 +8,7 @@ import torch
 from symbiosis.split.executor.batch import BatchCall, _joined
 from symbiosis.split.executor.cuda_graphs import BatchGraphs
 from symbiosis.split.executor.layers import make_layer
-from symbiosis.split.executor.policies import BatchKey
+from symbiosis.split.executor.sessions import BatchKey
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 LAYERS = tuple(

@@ -1,4 +1,4 @@
-"""The MLP by hand against the module itself, run by autograd."""
+"""GatedBlock against the module itself, run by autograd."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Other(Mlp):
 @pytest.mark.parametrize("rows", [1, 12, 130])
 @pytest.mark.parametrize("in_place", [False, True])
 @torch.no_grad()
-def test_results_and_gradients_are_those_of_the_module(act_fn, bias, rows, in_place):
+def test_results_and_gradients_equal_those_of_the_module(act_fn, bias, rows, in_place):
     torch.manual_seed(0)
     module = Mlp(act_fn, bias)
     layer = make_layer(SPEC, {}, None, module)
@@ -46,16 +46,16 @@ def test_results_and_gradients_are_those_of_the_module(act_fn, bias, rows, in_pl
         assert not in_place or found is out[0]
 
 
-class Cut(Mlp):
+class Clamped(Mlp):
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=10) * self.up_proj(x))
 
 
-def test_a_module_that_cuts_large_numbers_off_is_run_as_it_is():
-    assert type(make_layer(SPEC, {}, None, Cut(nn.SiLU()))) is Block
+def test_a_module_that_clamps_large_values_runs_as_a_plain_block():
+    assert type(make_layer(SPEC, {}, None, Clamped(nn.SiLU()))) is Block
 
 
-def test_an_activation_that_writes_to_its_input_is_run_as_it_is_or_right():
+def test_an_activation_that_writes_to_its_input_gives_equal_results():
     layer = make_layer(SPEC, {}, None, Mlp(nn.ReLU(inplace=True)))
     x, grad = torch.randn(3, 16), torch.randn(3, 16)
     plain = Block(SPEC, layer.module)
@@ -64,5 +64,5 @@ def test_an_activation_that_writes_to_its_input_is_run_as_it_is_or_right():
         torch.testing.assert_close(layer.backward((x, grad))[0], plain.backward((x, grad))[0])
 
 
-def test_a_module_that_only_looks_like_it_is_run_as_it_is():
+def test_a_module_with_the_same_children_but_other_results_runs_as_a_plain_block():
     assert type(make_layer(SPEC, {}, None, Other(nn.SiLU()))) is Block

@@ -1,4 +1,4 @@
-"""Calls onward: layers, norms and sums one after the other give what each by itself gives, and nothing else is let in."""
+"""A layer program returns what its steps return one by one; invalid programs are rejected."""
 
 from __future__ import annotations
 
@@ -8,108 +8,110 @@ import torch
 from symbiosis.split.executor.layers import Matrix
 from symbiosis.transport.messages import MAX_LAYERS, Kind
 from symbiosis.types import Direction, ProgramOp
-from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, NORM, OTHER, WIDE, WIDTH, Desk
+from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, NORM, OTHER, WIDE, WIDTH, ServiceBench
 
-ADD, ADD_FLOAT, KEEP, SAVE, BACK, READ = (
+ADD, ADD_FLOAT, PUSH, SAVE, ADD_SAVED, HEADS = (
     ProgramOp.ADD,
     ProgramOp.ADD_FLOAT,
-    ProgramOp.KEEP,
+    ProgramOp.PUSH,
     ProgramOp.SAVE,
-    ProgramOp.BACK,
-    ProgramOp.READ,
+    ProgramOp.ADD_SAVED,
+    ProgramOp.HEADS,
 )
-LLAMA = (LINEAR, ADD, ADD, KEEP, NORM, BLOCK, BACK, NORM, READ, LINEAR, OTHER)
-HALF = (LINEAR, ADD, ADD_FLOAT, SAVE, NORM, BLOCK, BACK)
+LLAMA = (LINEAR, ADD, ADD, PUSH, NORM, BLOCK, ADD_SAVED, NORM, HEADS, LINEAR, OTHER)
+HALF = (LINEAR, ADD, ADD_FLOAT, SAVE, NORM, BLOCK, ADD_SAVED)
 
 
 def rows(count: int = 3, seed: int = 0, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-def ask(desk: Desk, peer, program, *tensors: torch.Tensor, direction: Direction = Direction.ONWARD, **more) -> None:
-    desk.say(peer, Kind.CALL, layers=tuple(program), direction=direction, tensors=tensors, **more)
+def send_program(
+    bench: ServiceBench, peer, program, *tensors: torch.Tensor, direction: Direction = Direction.PROGRAM, **more
+) -> None:
+    bench.send(peer, Kind.CALL, layers=tuple(program), direction=direction, tensors=tensors, **more)
 
 
-def alone(desk: Desk, layer: int, x: torch.Tensor) -> torch.Tensor:
-    return desk.layers[layer].forward((x,))[0]
+def run_layer(bench: ServiceBench, layer: int, x: torch.Tensor) -> torch.Tensor:
+    return bench.layers[layer].forward((x,))[0]
 
 
-def by_hand(desk: Desk, x: torch.Tensor, change: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
-    total = total + (alone(desk, LINEAR, x) + change)
-    total = total + alone(desk, BLOCK, alone(desk, NORM, total))
-    end = alone(desk, NORM, total)
-    return [end, total, alone(desk, LINEAR, end), alone(desk, OTHER, end)]
+def by_hand(bench: ServiceBench, x: torch.Tensor, change: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
+    total = total + (run_layer(bench, LINEAR, x) + change)
+    total = total + run_layer(bench, BLOCK, run_layer(bench, NORM, total))
+    end = run_layer(bench, NORM, total)
+    return [end, total, run_layer(bench, LINEAR, end), run_layer(bench, OTHER, end)]
 
 
 @torch.no_grad()
-def test_a_way_gives_what_its_steps_give():
-    desk = Desk()
-    peer, tensors = desk.tenant(), [rows(seed=seed) for seed in range(3)]
-    ask(desk, peer, LLAMA, *tensors)
-    assert desk.run() == 1
-    for found, expected in zip(desk.answer(peer).tensors, by_hand(desk, *tensors), strict=True):
+def test_a_program_returns_what_its_steps_return():
+    bench = ServiceBench()
+    peer, tensors = bench.connect(), [rows(seed=seed) for seed in range(3)]
+    send_program(bench, peer, LLAMA, *tensors)
+    assert bench.run() == 1
+    for found, expected in zip(bench.reply_to(peer).tensors, by_hand(bench, *tensors), strict=True):
         assert torch.equal(found, expected)
 
 
 @torch.no_grad()
-def test_tenants_go_the_same_way_together_and_none_sees_anothers_rows():
-    desk = Desk()
-    peers = [desk.tenant(name) for name in ("ann", "bob", "eve")]
+def test_programs_of_several_tenants_share_a_batch_and_stay_isolated():
+    bench = ServiceBench()
+    peers = [bench.connect(name) for name in ("ann", "bob", "eve")]
     tensors = [[rows(n + 1, seed=10 * n + i) for i in range(3)] for n in range(3)]
     tensors[2][1][0, 0] = float("nan")
     for peer, own in zip(peers, tensors, strict=True):
-        ask(desk, peer, LLAMA, *own)
-    assert desk.run() == 1
+        send_program(bench, peer, LLAMA, *own)
+    assert bench.run() == 1
     for peer, own in zip(peers, tensors, strict=True):
-        for found, expected in zip(desk.answer(peer).tensors, by_hand(desk, *own), strict=True):
+        for found, expected in zip(bench.reply_to(peer).tensors, by_hand(bench, *own), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
             assert peer is peers[2] or found.isfinite().all()
 
 
 @torch.no_grad()
 def test_float32_is_added_before_rounding():
-    desk = Desk()
-    peer, x, change = desk.tenant(), rows().bfloat16(), rows(seed=1)
-    weight = desk.layers[LINEAR].weights["weight"].bfloat16()
-    desk.layers[LINEAR] = Matrix(desk.layers[LINEAR].spec, {"weight": weight})
-    ask(desk, peer, (LINEAR, ADD_FLOAT), x, change)
-    desk.run()
-    (found,) = desk.answer(peer).tensors
+    bench = ServiceBench()
+    peer, x, change = bench.connect(), rows().bfloat16(), rows(seed=1)
+    weight = bench.layers[LINEAR].weights["weight"].bfloat16()
+    bench.layers[LINEAR] = Matrix(bench.layers[LINEAR].spec, {"weight": weight})
+    send_program(bench, peer, (LINEAR, ADD_FLOAT), x, change)
+    bench.run()
+    (found,) = bench.reply_to(peer).tensors
     assert torch.equal(found, (x @ weight.T + change).bfloat16())
 
 
-def half_by_hand(desk: Desk, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """Half a layer's end and what is saved; gradients of all it starts from; that of its end."""
+def half_by_hand(bench: ServiceBench, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """The results of half a layer; the gradients of its inputs; the gradient of its end."""
     with torch.enable_grad():
         x, change, residual = (tensor.clone().requires_grad_() for tensor in tensors)
-        total = alone(desk, LINEAR, x) + change + residual
-        end = total + alone(desk, BLOCK, alone(desk, NORM, total))
+        total = run_layer(bench, LINEAR, x) + change + residual
+        end = total + run_layer(bench, BLOCK, run_layer(bench, NORM, total))
         grad = rows(len(x), seed=99)
         return [end.detach(), total.detach()], list(torch.autograd.grad(end, (x, change, residual), grad)), grad
 
 
-def test_half_a_layer_and_its_way_home_give_what_autograd_gives():
-    desk = Desk()
-    peers = [desk.tenant(name) for name in ("ann", "bob")]
-    expected = [half_by_hand(desk, *(rows(n + 2, seed=10 * n + i) for i in range(3))) for n in range(2)]
+def test_half_a_layer_and_its_backward_program_match_autograd():
+    bench = ServiceBench()
+    peers = [bench.connect(name) for name in ("ann", "bob")]
+    expected = [half_by_hand(bench, *(rows(n + 2, seed=10 * n + i) for i in range(3))) for n in range(2)]
     for n, peer in enumerate(peers):
-        ask(desk, peer, HALF, *(rows(n + 2, seed=10 * n + i) for i in range(3)), training=True)
-    assert desk.run() == 1
+        send_program(bench, peer, HALF, *(rows(n + 2, seed=10 * n + i) for i in range(3)), training=True)
+    assert bench.run() == 1
     for peer, (results, _, grad) in zip(peers, expected, strict=True):
-        found = desk.answer(peer).tensors
+        found = bench.reply_to(peer).tensors
         torch.testing.assert_close(list(found), results, rtol=1e-5, atol=1e-5)
-        ask(desk, peer, HALF, found[1], grad, direction=Direction.HOMEWARD, training=True)
-    assert desk.run() == 1
+        send_program(bench, peer, HALF, found[1], grad, direction=Direction.PROGRAM_BACKWARD, training=True)
+    assert bench.run() == 1
     for peer, (_, (first, change, residual), _) in zip(peers, expected, strict=True):
-        found = desk.answer(peer).tensors
+        found = bench.reply_to(peer).tensors
         torch.testing.assert_close(list(found), [first, change], rtol=1e-4, atol=1e-5)
         assert torch.equal(change, residual)
 
 
 @pytest.mark.parametrize(
-    ("program", "count", "words"),
+    ("program", "count", "text"),
     [
-        ((LINEAR, ADD, KEEP, NORM, BLOCK, BACK), 2, "half a layer"),
+        ((LINEAR, ADD, PUSH, NORM, BLOCK, ADD_SAVED), 2, "half a layer"),
         ((LINEAR,), 2, "half a layer"),
         ((), 2, "begins with a layer"),
         (HALF, 1, "takes 2 tensors"),
@@ -117,39 +119,39 @@ def test_half_a_layer_and_its_way_home_give_what_autograd_gives():
         ((99, *HALF[1:]), 2, "no layer 99"),
     ],
 )
-def test_there_is_no_way_home_but_from_half_a_layer(program, count, words):
-    desk = Desk()
-    peer = desk.tenant()
-    ask(desk, peer, program, *(rows(seed=i) for i in range(count)), direction=Direction.HOMEWARD)
-    answer = desk.answer(peer)
-    assert answer.kind is Kind.ERROR
-    assert words in answer.body["message"]
+def test_a_backward_program_exists_for_half_a_layer_only(program, count, text):
+    bench = ServiceBench()
+    peer = bench.connect()
+    send_program(bench, peer, program, *(rows(seed=i) for i in range(count)), direction=Direction.PROGRAM_BACKWARD)
+    reply = bench.reply_to(peer)
+    assert reply.kind is Kind.ERROR
+    assert text in reply.body["message"]
 
 
-def test_a_way_home_of_many_rows_is_refused_too():
-    desk = Desk(max_rows=100)
-    peer = desk.tenant()
+def test_the_rows_of_a_backward_program_are_bounded():
+    bench = ServiceBench(max_rows=100)
+    peer = bench.connect()
     for count, kind in ((14, Kind.REPLY), (15, Kind.ERROR)):
-        ask(desk, peer, HALF, rows(count), rows(count), direction=Direction.HOMEWARD)
-        desk.run()
-        assert desk.answer(peer).kind is kind
+        send_program(bench, peer, HALF, rows(count), rows(count), direction=Direction.PROGRAM_BACKWARD)
+        bench.run()
+        assert bench.reply_to(peer).kind is kind
 
 
 @pytest.mark.parametrize(
-    ("program", "count", "words"),
+    ("program", "count", "text"),
     [
         ((), 1, "begins with a layer"),
         ((ADD, LINEAR), 2, "begins with a layer"),
-        ((READ, LINEAR), 1, "begins with a layer"),
-        ((LINEAR, BACK), 1, "kept"),
-        ((LINEAR, KEEP, OTHER, BACK), 1, "kept"),
-        ((LINEAR, READ, LINEAR, READ, LINEAR), 1, "read"),
-        ((LINEAR, READ, NORM), 1, "read"),
-        ((LINEAR, READ, ADD), 2, "read"),
+        ((HEADS, LINEAR), 1, "begins with a layer"),
+        ((LINEAR, ADD_SAVED), 1, "ADD_SAVED takes"),
+        ((LINEAR, PUSH, OTHER, ADD_SAVED), 1, "ADD_SAVED takes"),
+        ((LINEAR, HEADS, LINEAR, HEADS, LINEAR), 1, "follow HEADS"),
+        ((LINEAR, HEADS, NORM), 1, "follow HEADS"),
+        ((LINEAR, HEADS, ADD), 2, "follow HEADS"),
         ((OTHER, LINEAR), 1, "width"),
-        ((WIDE, READ, LINEAR), 1, "width"),
-        ((EXPERTS,), 1, "on the way"),
-        ((LINEAR, EXPERTS), 1, "on the way"),
+        ((WIDE, HEADS, LINEAR), 1, "width"),
+        ((EXPERTS,), 1, "consists of"),
+        ((LINEAR, EXPERTS), 1, "consists of"),
         ((LINEAR, ADD), 1, "takes 2 tensors"),
         ((LINEAR, ADD), 3, "takes 2 tensors"),
         ((LINEAR,), 2, "takes 1 tensors"),
@@ -158,25 +160,25 @@ def test_a_way_home_of_many_rows_is_refused_too():
         ((BLOCK | 1 << 31,), 1, "no bias"),
         ((LINEAR, SAVE), 1, "half a layer"),
         ((LINEAR, SAVE, NORM, BLOCK), 1, "half a layer"),
-        ((BLOCK, SAVE, NORM, BLOCK, BACK), 1, "half a layer"),
-        ((LINEAR, SAVE, NORM, LINEAR, BACK), 1, "half a layer"),
-        ((LINEAR, SAVE, BLOCK, BLOCK, BACK), 1, "half a layer"),
-        ((LINEAR, KEEP, SAVE, NORM, BLOCK, BACK), 1, "half a layer"),
-        ((LINEAR, NORM, SAVE, NORM, BLOCK, BACK), 1, "half a layer"),
-        ((*HALF[:1], *HALF[3:], READ, LINEAR), 1, "half a layer"),
+        ((BLOCK, SAVE, NORM, BLOCK, ADD_SAVED), 1, "half a layer"),
+        ((LINEAR, SAVE, NORM, LINEAR, ADD_SAVED), 1, "half a layer"),
+        ((LINEAR, SAVE, BLOCK, BLOCK, ADD_SAVED), 1, "half a layer"),
+        ((LINEAR, PUSH, SAVE, NORM, BLOCK, ADD_SAVED), 1, "half a layer"),
+        ((LINEAR, NORM, SAVE, NORM, BLOCK, ADD_SAVED), 1, "half a layer"),
+        ((*HALF[:1], *HALF[3:], HEADS, LINEAR), 1, "half a layer"),
         ((*HALF[:1], *HALF[3:], NORM), 1, "half a layer"),
     ],
 )
-def test_ways_that_lead_nowhere_are_refused(program, count, words):
-    desk = Desk()
-    peer = desk.tenant()
-    ask(desk, peer, program, *(rows(seed=i) for i in range(count)))
-    answer = desk.answer(peer)
-    assert answer.kind is Kind.ERROR
-    assert words in answer.body["message"]
-    ask(desk, peer, (LINEAR,), rows())
-    desk.run()
-    assert desk.answer(peer).kind is Kind.REPLY
+def test_invalid_programs_are_rejected(program, count, text):
+    bench = ServiceBench()
+    peer = bench.connect()
+    send_program(bench, peer, program, *(rows(seed=i) for i in range(count)))
+    reply = bench.reply_to(peer)
+    assert reply.kind is Kind.ERROR
+    assert text in reply.body["message"]
+    send_program(bench, peer, (LINEAR,), rows())
+    bench.run()
+    assert bench.reply_to(peer).kind is Kind.REPLY
 
 
 @pytest.mark.parametrize(
@@ -190,41 +192,43 @@ def test_ways_that_lead_nowhere_are_refused(program, count, words):
         ((rows(0), rows(0)), {}),
     ],
 )
-def test_rows_that_do_not_fit_a_way_are_refused(tensors, more):
-    desk = Desk()
-    peer = desk.tenant()
-    ask(desk, peer, (LINEAR, ADD), *tensors, **more)
-    assert desk.answer(peer).kind is Kind.ERROR
+def test_rows_that_do_not_fit_a_program_are_rejected(tensors, more):
+    bench = ServiceBench()
+    peer = bench.connect()
+    send_program(bench, peer, (LINEAR, ADD), *tensors, **more)
+    assert bench.reply_to(peer).kind is Kind.ERROR
 
 
-def test_a_long_way_of_many_rows_is_refused_since_everybody_would_wait_for_it():
-    desk = Desk(max_rows=100)
-    peer = desk.tenant()
+def test_rows_times_steps_of_a_program_are_bounded():
+    bench = ServiceBench(max_rows=100)
+    peer = bench.connect()
     for count, kind in ((25, Kind.REPLY), (26, Kind.ERROR)):
-        ask(desk, peer, (LINEAR, NORM, LINEAR, NORM), rows(count))
-        desk.run()
-        assert desk.answer(peer).kind is kind
+        send_program(bench, peer, (LINEAR, NORM, LINEAR, NORM), rows(count))
+        bench.run()
+        assert bench.reply_to(peer).kind is kind
 
 
-def test_turns_mean_nothing_in_other_directions_and_norms_have_no_backward():
-    desk = Desk()
-    peer = desk.tenant()
-    for layers, back in [((LINEAR, ADD), False), ((KEEP,), False), ((NORM,), True), ((NORM, LINEAR), False)]:
-        desk.call(peer, rows(), layers=layers, back=back)
-        assert desk.answer(peer).kind is Kind.ERROR
+def test_program_ops_are_unknown_layers_in_plain_calls_and_norms_have_no_backward():
+    bench = ServiceBench()
+    peer = bench.connect()
+    for layers, back in [((LINEAR, ADD), False), ((PUSH,), False), ((NORM,), True), ((NORM, LINEAR), False)]:
+        bench.call(peer, rows(), layers=layers, back=back)
+        assert bench.reply_to(peer).kind is Kind.ERROR
 
 
-def test_inventing_ways_costs_no_memory_for_ever():
-    desk = Desk()
-    peer = desk.tenant()
+def test_caches_of_programs_are_bounded():
+    bench = ServiceBench()
+    peer = bench.connect()
     for number in range(6000):
         bits = f"{number:013b}"
-        ask(desk, peer, (LINEAR, *(KEEP if bit == "1" else NORM for bit in bits))[:MAX_LAYERS], rows(1))
-        desk.run()
-        assert desk.answer(peer).kind is Kind.REPLY
-        ask(desk, peer, (LINEAR, *(ADD,) * (number % 10), *HALF[3:]), rows(1), rows(1), direction=Direction.HOMEWARD)
-        desk.run()
-        assert desk.answer(peer).kind is Kind.REPLY
-    assert desk.service._way.cache_info().currsize <= 4096
-    assert desk.service._way_home.cache_info().currsize <= 4096
-    assert len(desk.service._costs._parts) <= 4096
+        send_program(bench, peer, (LINEAR, *(PUSH if bit == "1" else NORM for bit in bits))[:MAX_LAYERS], rows(1))
+        bench.run()
+        assert bench.reply_to(peer).kind is Kind.REPLY
+        send_program(
+            bench, peer, (LINEAR, *(ADD,) * (number % 10), *HALF[3:]), rows(1), rows(1), direction=Direction.PROGRAM_BACKWARD
+        )
+        bench.run()
+        assert bench.reply_to(peer).kind is Kind.REPLY
+    assert bench.service.batcher.validator._program.cache_info().currsize <= 4096
+    assert bench.service.batcher.validator._program_backward.cache_info().currsize <= 4096
+    assert len(bench.service.batcher.costs._parts) <= 4096

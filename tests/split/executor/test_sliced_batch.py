@@ -1,4 +1,4 @@
-"""Training in pieces, while the hosted engine serves: the same results, and the engine's turn in between."""
+"""Training batches in slices while the hosted engine serves: equal results, and steps of the engine in between."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from symbiosis.split.executor import batch
 from symbiosis.split.executor.policies import Decision, Lockstep, Opportunistic
 from symbiosis.transport.messages import Kind
-from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, OTHER, WIDTH, Desk
+from tests.split.executor.service_bench import BLOCK, EXPERTS, LINEAR, OTHER, WIDTH, ServiceBench
 
-ROWS, FEW = 100, 8  # where nothing is known of a layer's cost a piece has a few rows
-PIECES = -(-ROWS // FEW)
+ROWS, FEW = 100, 8  # without a cost estimate a slice has a few rows
+SLICES = -(-ROWS // FEW)
 INDEX = torch.randint(0, 4, (ROWS, 2))
 
 CALLS = {
@@ -31,193 +31,193 @@ def rows_for(widths, seed=0):
     return tuple(INDEX if width is None else torch.randn(ROWS, width) for width in widths)
 
 
-def serving(**options) -> Desk:
-    """The hosted engine has just ended a pass."""
-    desk = Desk(**options)
-    desk.host()
-    return desk
+def serving(**options) -> ServiceBench:
+    """The hosted engine has just ended a step."""
+    bench = ServiceBench(**options)
+    bench.run_engine_step()
+    return bench
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("what", CALLS)
-def test_calls_in_pieces_give_what_whole_ones_give(what, dtype):
+def test_a_sliced_batch_returns_what_a_whole_one_returns(what, dtype):
     layers, back, widths = CALLS[what]
     mine, yours = (tuple(t.to(dtype) if t.is_floating_point() else t for t in rows_for(widths, seed)) for seed in (1, 2))
     found = []
-    for desk in (Desk(), serving()):
-        ann, bob = desk.tenant("ann"), desk.tenant("bob")
-        desk.call(ann, *mine, layers=layers, back=back, training=True)
-        desk.call(bob, *yours, layers=layers, back=back, training=True)
-        ran = desk.run()
-        found.append((ran, [desk.answer(peer).tensors for peer in (ann, bob)]))
+    for bench in (ServiceBench(), serving()):
+        ann, bob = bench.connect("ann"), bench.connect("bob")
+        bench.call(ann, *mine, layers=layers, back=back, training=True)
+        bench.call(bob, *yours, layers=layers, back=back, training=True)
+        ran = bench.run()
+        found.append((ran, [bench.reply_to(peer).tensors for peer in (ann, bob)]))
     (whole_ran, whole), (cut_ran, cut) = found
     assert (whole_ran, cut_ran) == (1, 2 * ROWS // FEW)
     torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-5)  # computed in the layers' float32
 
 
-def test_a_call_in_pieces_counts_as_one():
-    desk = serving()
-    ann = desk.tenant("ann")
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
-    desk.run()
-    figures = desk.service.stats()
+def test_a_sliced_batch_counts_as_one_batch():
+    bench = serving()
+    ann = bench.connect("ann")
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
+    bench.run()
+    figures = bench.service.stats()
     assert (figures["calls"], figures["batches"], figures["rows"], figures["queued"]) == (1, 1, ROWS, 0)
 
 
-@pytest.mark.parametrize(("row_s", "pieces"), [(1e-6, 1), (1e-3, 2)])
-def test_after_the_engine_the_rest_goes_on_in_pieces_that_it_could_wait_for(row_s, pieces):
-    desk = serving()
-    ann = desk.tenant("ann")
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
-    assert desk.service.step() == 0.0
+@pytest.mark.parametrize(("row_s", "slices"), [(1e-6, 1), (1e-3, 2)])
+def test_slices_fit_the_time_budget_of_an_idle_engine(row_s, slices):
+    bench = serving()
+    ann = bench.connect("ann")
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
+    assert bench.service.batcher.step() == 0.0
     for rows in (1, 100) * 20:
-        desk.service._costs.observe(desk.service._cut.calls[0].work.key.shape, rows, rows * row_s)
-    desk.clock.now += 5
-    assert desk.run() == pieces
-    assert desk.answer(ann).kind is Kind.REPLY
+        bench.service.batcher.costs.observe(bench.service.batcher._sliced.calls[0].work.key.shape, rows, rows * row_s)
+    bench.clock.now += 5
+    assert bench.run() == slices
+    assert bench.reply_to(ann).kind is Kind.REPLY
 
 
-def test_those_who_decode_without_a_pause_do_not_starve_training():
-    desk = serving(policy=Opportunistic())
-    ann, decoders = desk.tenant("ann"), [desk.tenant(f"decodes {n}") for n in range(2)]
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
-    desk.clock.now += 0.001
-    desk.call(decoders[0], torch.ones(1, WIDTH))
-    for turn in range(1, 200):
-        desk.clock.now += 0.005
-        if not turn % 20:
-            desk.host()
-        for decoder in decoders:  # one of them has always called
-            if desk.answers(decoder) or not decoder.session.busy:
-                desk.call(decoder, torch.ones(1, WIDTH))
-        desk.service.step()
-        if desk.port.replies.get(ann):
+def test_decoding_without_a_pause_does_not_starve_training():
+    bench = serving(policy=Opportunistic())
+    ann, decoders = bench.connect("ann"), [bench.connect(f"decodes {n}") for n in range(2)]
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
+    bench.clock.now += 0.001
+    bench.call(decoders[0], torch.ones(1, WIDTH))
+    for number in range(1, 200):
+        bench.clock.now += 0.005
+        if not number % 20:
+            bench.run_engine_step()
+        for decoder in decoders:  # one of them always has a call
+            if bench.replies_to(decoder) or not decoder.session.is_busy:
+                bench.call(decoder, torch.ones(1, WIDTH))
+        bench.service.batcher.step()
+        if bench.port.replies.get(ann):
             return
-    pytest.fail("training was never answered")
+    pytest.fail("training got no reply")
 
 
-def test_nobody_waits_for_who_is_computed_in_pieces():
-    desk = serving(policy=Lockstep())
-    ann, bob = desk.tenant("ann"), desk.tenant("bob")
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
-    desk.call(bob, torch.ones(1, WIDTH))
-    desk.service.step()
-    desk.answer(bob)
-    with desk.turns:
-        desk.call(bob, torch.ones(1, WIDTH))
-        assert desk.service.step() == 0.0
-    assert desk.answer(bob).kind is Kind.REPLY
+def test_no_call_waits_for_a_session_whose_batch_is_sliced():
+    bench = serving(policy=Lockstep())
+    ann, bob = bench.connect("ann"), bench.connect("bob")
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
+    bench.call(bob, torch.ones(1, WIDTH))
+    bench.service.batcher.step()
+    bench.reply_to(bob)
+    with bench.device_share:
+        bench.call(bob, torch.ones(1, WIDTH))
+        assert bench.service.batcher.step() == 0.0
+    assert bench.reply_to(bob).kind is Kind.REPLY
 
 
-def test_pieces_that_cannot_be_joined_run_as_they_always_did(monkeypatch):
-    desk = serving()
-    ann = desk.tenant("ann")
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
+def test_calls_run_alone_if_slices_cannot_be_joined(monkeypatch):
+    bench = serving()
+    ann = bench.connect("ann")
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
 
     def full(*_):
         raise MemoryError
 
     monkeypatch.setattr(batch, "_split", full)
-    desk.run()
-    assert desk.answer(ann).kind is Kind.REPLY
+    bench.run()
+    assert bench.reply_to(ann).kind is Kind.REPLY
 
 
-def test_the_engine_has_its_turn_between_two_pieces():
-    desk = serving()
-    ann = desk.tenant("ann")
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
-    pieces = 0
-    while not desk.port.replies.get(ann):
-        with desk.turns:
-            desk.clock.now += 0.1
-            assert desk.service.step() is None, "not while a pass runs"
-        assert desk.service.step() == 0.0
-        pieces += 1
-    assert pieces == PIECES
+def test_a_step_of_the_engine_runs_between_two_slices():
+    bench = serving()
+    ann = bench.connect("ann")
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
+    slices = 0
+    while not bench.port.replies.get(ann):
+        with bench.device_share:
+            bench.clock.now += 0.1
+            assert bench.service.batcher.step() is None, "not during a step"
+        assert bench.service.batcher.step() == 0.0
+        slices += 1
+    assert slices == SLICES
 
 
-def test_the_loop_is_woken_when_a_pass_ends():
-    desk = serving()
+def test_the_loop_is_woken_when_a_step_ends():
+    bench = serving()
     woken = []
-    desk.turns.on_free = lambda: woken.append(True)
-    desk.call(desk.tenant(), *rows_for((WIDTH,)), training=True)
-    with desk.turns:
-        desk.service.step()
+    bench.device_share.on_slice_available = lambda: woken.append(True)
+    bench.call(bench.connect(), *rows_for((WIDTH,)), training=True)
+    with bench.device_share:
+        bench.service.batcher.step()
     assert woken
 
 
-def test_who_decodes_waits_for_no_more_than_a_piece():
-    desk = serving()
-    ann, bob = desk.tenant("ann"), desk.tenant("bob")
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
-    desk.service.step()
-    with desk.turns:
-        desk.call(bob, torch.ones(1, WIDTH))
-        assert desk.service.step() == 0.0, "it does not wait for the engine"
-    assert desk.answer(bob).kind is Kind.REPLY
-    assert not desk.answers(ann)
+def test_decoding_waits_for_at_most_one_slice():
+    bench = serving()
+    ann, bob = bench.connect("ann"), bench.connect("bob")
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
+    bench.service.batcher.step()
+    with bench.device_share:
+        bench.call(bob, torch.ones(1, WIDTH))
+        assert bench.service.batcher.step() == 0.0, "it does not wait for the engine"
+    assert bench.reply_to(bob).kind is Kind.REPLY
+    assert not bench.replies_to(ann)
 
 
-def test_who_decodes_does_not_travel_with_a_trainer():
-    desk = serving()
-    ann, bob = desk.tenant("ann"), desk.tenant("bob")
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
-    desk.call(bob, torch.ones(1, WIDTH))
-    desk.service.step()
-    assert desk.answer(bob).kind is Kind.REPLY
-    desk.run()
-    assert desk.answer(ann).kind is Kind.REPLY
+def test_decoding_does_not_share_a_batch_with_training():
+    bench = serving()
+    ann, bob = bench.connect("ann"), bench.connect("bob")
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
+    bench.call(bob, torch.ones(1, WIDTH))
+    bench.service.batcher.step()
+    assert bench.reply_to(bob).kind is Kind.REPLY
+    bench.run()
+    assert bench.reply_to(ann).kind is Kind.REPLY
 
 
-def test_a_trainers_calls_without_a_gradient_are_cut_too():
-    desk = serving()
-    ann = desk.tenant("ann")
-    desk.call(ann, *rows_for((WIDTH,)), back=True, training=True)
-    desk.run()
-    desk.call(ann, *rows_for((WIDTH,)))
-    assert desk.run() == PIECES
+def test_calls_without_gradient_of_a_training_session_are_sliced_too():
+    bench = serving()
+    ann = bench.connect("ann")
+    bench.call(ann, *rows_for((WIDTH,)), back=True, training=True)
+    bench.run()
+    bench.call(ann, *rows_for((WIDTH,)))
+    assert bench.run() == SLICES
 
 
-def test_a_tenant_that_leaves_in_mid_call_takes_only_its_own_call_along():
-    desk = serving()
-    ann, bob = desk.tenant("ann"), desk.tenant("bob")
+def test_a_session_closed_between_slices_drops_only_its_own_call():
+    bench = serving()
+    ann, bob = bench.connect("ann"), bench.connect("bob")
     rows = rows_for((WIDTH,))
     for peer in (ann, bob):
-        desk.call(peer, *rows, training=True)
-    desk.service.step()
-    desk.say(bob, Kind.BYE)
-    desk.run()
-    assert [answer.kind for answer in desk.answers(bob)] == [Kind.BYE]
-    torch.testing.assert_close(desk.answer(ann).tensors[0], rows[0] @ desk.layers[LINEAR].weight_OI.T)
-    assert bob in desk.port.forgotten
+        bench.call(peer, *rows, training=True)
+    bench.service.batcher.step()
+    bench.send(bob, Kind.BYE)
+    bench.run()
+    assert [reply.kind for reply in bench.replies_to(bob)] == [Kind.BYE]
+    torch.testing.assert_close(bench.reply_to(ann).tensors[0], rows[0] @ bench.layers[LINEAR].weight_OI.T)
+    assert bob in bench.port.forgotten
 
 
-def test_the_engine_does_not_wait_for_who_has_left():
-    desk = serving()
-    ann = desk.tenant("ann")
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
-    with desk.turns:
-        desk.service.step()
-        desk.say(ann, Kind.BYE)
-        assert desk.service.step() is None
-    assert not desk.turns._waiting
+def test_the_engine_does_not_wait_for_a_closed_session():
+    bench = serving()
+    ann = bench.connect("ann")
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
+    with bench.device_share:
+        bench.service.batcher.step()
+        bench.send(ann, Kind.BYE)
+        assert bench.service.batcher.step() is None
+    assert not bench.device_share._slice_waiting
 
 
-def test_a_tenant_that_died_in_mid_call_is_forgotten_at_its_end():
-    desk = serving()
-    ann = desk.tenant("ann")
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
-    desk.service.step()
-    desk.port.deaf.add(ann)
-    desk.run()
-    assert desk.port.forgotten == [ann]
-    assert desk.service.stats()["queued"] == 0
+def test_a_tenant_lost_between_slices_is_closed_at_the_end_of_its_batch():
+    bench = serving()
+    ann = bench.connect("ann")
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
+    bench.service.batcher.step()
+    bench.port.unreachable.add(ann)
+    bench.run()
+    assert bench.port.forgotten == [ann]
+    assert bench.service.stats()["queued"] == 0
 
 
-def test_a_piece_that_fails_is_its_own_calls_failure(monkeypatch):
-    desk = serving()
-    ann, bob = desk.tenant("ann"), desk.tenant("bob")
-    layer = desk.layers[LINEAR]
+def test_a_slice_that_fails_fails_only_the_faulty_call(monkeypatch):
+    bench = serving()
+    ann, bob = bench.connect("ann"), bench.connect("bob")
+    layer = bench.layers[LINEAR]
     forward = layer.forward
 
     def fails(rows, out=None):
@@ -229,32 +229,32 @@ def test_a_piece_that_fails_is_its_own_calls_failure(monkeypatch):
     (good,) = rows_for((WIDTH,))
     bad = good.clone()
     bad[-1] = float("nan")
-    desk.call(ann, good, training=True)
-    desk.call(bob, bad, training=True)
-    desk.run()
-    assert desk.answer(ann).kind is Kind.REPLY
-    assert desk.answer(bob).body["code"] == "layer_failed"
-    desk.host()
-    desk.call(bob, good, training=True)
-    desk.run()
-    assert desk.answer(bob).kind is Kind.REPLY
+    bench.call(ann, good, training=True)
+    bench.call(bob, bad, training=True)
+    bench.run()
+    assert bench.reply_to(ann).kind is Kind.REPLY
+    assert bench.reply_to(bob).body["code"] == "layer_failed"
+    bench.run_engine_step()
+    bench.call(bob, good, training=True)
+    bench.run()
+    assert bench.reply_to(bob).kind is Kind.REPLY
 
 
-def test_a_policy_that_fails_in_mid_call_leaves_nobody_waiting():
+def test_all_calls_get_an_error_if_the_policy_fails_between_slices():
     class Fails:
         name = "fails"
-        asked = 0
+        decisions = 0
 
-        def decide(self, pending, heard, costs, now) -> Decision:
-            self.asked += 1
-            if self.asked > 1:
-                raise RuntimeError("no idea")
+        def decide(self, pending, sessions, costs, now) -> Decision:
+            self.decisions += 1
+            if self.decisions > 1:
+                raise RuntimeError("cannot decide")
             return Decision(batch=tuple(pending))
 
-    desk = serving(policy=Fails())
-    ann, bob = desk.tenant("ann"), desk.tenant("bob")
-    desk.call(ann, *rows_for((WIDTH,)), training=True)
-    desk.service.step()
-    desk.call(bob, torch.ones(1, WIDTH))
-    desk.run()
-    assert [desk.answer(peer).kind for peer in (ann, bob)] == [Kind.ERROR, Kind.ERROR]
+    bench = serving(policy=Fails())
+    ann, bob = bench.connect("ann"), bench.connect("bob")
+    bench.call(ann, *rows_for((WIDTH,)), training=True)
+    bench.service.batcher.step()
+    bench.call(bob, torch.ones(1, WIDTH))
+    bench.run()
+    assert [bench.reply_to(peer).kind for peer in (ann, bob)] == [Kind.ERROR, Kind.ERROR]

@@ -141,7 +141,7 @@ def test_poisoned_rows_do_not_change_other_rows_of_the_batch(link: Served, poiso
 
 def test_an_error_states_what_was_wrong_and_what_to_do(link: Served):
     raw = link.raw()
-    with pytest.raises(TooLarge, match="1 to 8192 rows, got 9000: cut it"):
+    with pytest.raises(TooLarge, match="1 to 8192 rows, got 9000: split the call"):
         raw.request(Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(9000, 64),)))
     with pytest.raises(BadCall, match=r"q_proj takes rows of width 64, got 63"):
         raw.request(Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(2, 63),)))

@@ -214,10 +214,10 @@ def test_a_dead_loop_leaves_no_tenant_waiting(link: Served, monkeypatch):
         pass
 
     def step() -> None:
-        if link.executor._service._queue:
+        if link.executor._service.batcher.queue:
             raise Fatal
 
-    monkeypatch.setattr(link.executor._service, "step", step)
+    monkeypatch.setattr(link.executor._service.batcher, "step", step)
     with pytest.raises(SymbiosisError) as caught:
         raw.request(Message(Kind.CALL, layers=(0,), tensors=(torch.zeros(3, 64),)))
     assert caught.value.code in ("closed", "executor_lost")
@@ -229,11 +229,11 @@ def test_a_message_that_fails_does_not_affect_the_next(link: Served, tiny, ids, 
     model = link.connect()
     service = link.executor._service
     with monkeypatch.context() as patch:
-        patch.setattr(service, "_check", lambda *a: 1 / 0)
+        patch.setattr(service.batcher.validator, "_check", lambda *a: 1 / 0)
         with pytest.raises(SymbiosisError, match="ZeroDivisionError"):
             model(ids)
     with monkeypatch.context() as patch:
-        patch.setattr(service, "policy", None)
+        patch.setattr(service.batcher, "policy", None)
         with pytest.raises(SymbiosisError, match="policy failed"):
             model(ids)
     torch.testing.assert_close(model(ids).logits, tiny(ids).logits, rtol=0, atol=1e-6)
@@ -246,7 +246,7 @@ def test_a_call_leaves_nothing_in_the_executor(link: Served, ids):
     stats = link.executor.stats()
     assert stats["bytes_held"] == before
     assert stats["queued"] == 0
-    assert link.executor._service._queued_bytes == 0
+    assert link.executor._service.batcher.queued_bytes == 0
 
 
 def test_backward_needs_no_state_of_forward(link: Served, tiny):

@@ -9,7 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
-from symbiosis.device_sharing.cpu_turns import Permit
+from symbiosis.device_sharing.cpu_time_share import PassBudget
 from symbiosis.finetuning.scheduling.fairness import Candidate, Fairness
 from symbiosis.finetuning.scheduling.pass_time_budget import PassTimeBudget
 from symbiosis.finetuning.scheduling.step_time_fairness import StepTimeFairness
@@ -37,17 +37,17 @@ class BatchPlanner:
         self._lengths: defaultdict[str, StepTimeFairness] = defaultdict(StepTimeFairness)
         """Of each kind of passes."""
 
-    def room(self, permit: Permit) -> int:
+    def room(self, permit: PassBudget) -> int:
         """Rows of the next pass, at most."""
-        room = max(self._pace.room(self.rows, permit.kind, permit.most_s), min(self._least, self.rows))
+        room = max(self._pace.room(self.rows, permit.kind, permit.max_s), min(self._least, self.rows))
         return room if room == self.rows or self._least == 1 else _round(room)
 
-    def pick(self, waiting: Sequence[Candidate], permit: Permit) -> dict[str, int]:
+    def pick(self, waiting: Sequence[Candidate], permit: PassBudget) -> dict[str, int]:
         """How many examples of which sessions, in the order they were chosen."""
         chosen, room = self._lengths[permit.kind].fair(waiting, self.room(permit))
         return self.fairness.pick(chosen, room)
 
-    def note(self, permit: Permit, rows: int, seconds: float, *, is_new: bool = False) -> None:
+    def note(self, permit: PassBudget, rows: int, seconds: float, *, is_new: bool = False) -> None:
         """A pass took so long, the first ones of its kind longer than others will."""
         self._new = self._new + 1 if is_new else 0
         self._lengths[permit.kind].note(rows, seconds)

@@ -95,13 +95,13 @@ class ClientSession:
     ) -> tuple[Tensor, ...]:
         """Layers that follow each other, by handles and `Turn`s, as one such call that answers with tensors of these widths."""
         form = self._forms.get(program) or self._keep(program, self._way(program, widths, rows))
-        return self._in_parts(form, Direction.ONWARD, rows, training=training)
+        return self._in_parts(form, Direction.PROGRAM, rows, training=training)
 
     def homeward(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The gradients of such a call, from what it saved and the gradient of its end."""
         key = ("home", *program)
         form = self._forms.get(key) or self._keep(key, self._way(program, widths, rows))
-        return self._in_parts(form, Direction.HOMEWARD, rows, training=True)
+        return self._in_parts(form, Direction.PROGRAM_BACKWARD, rows, training=True)
 
     def _way(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> _Form:
         most = min(self._most_rows(rows, widths), max(1, self.limits.max_rows // len(program)))

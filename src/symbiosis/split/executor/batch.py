@@ -1,7 +1,6 @@
-"""Runs a batch: joins the rows of its calls, runs the layers once, splits the result.
+"""Runs a batch: joins the rows of its calls, runs the layers once, splits the results.
 
-Nothing is kept. If a joined run fails, each call is run alone, so that only
-the one at fault gets the error.
+Nothing outlives a batch. If a joined run fails, each call runs in a batch of its own, so that only the faulty call fails.
 """
 
 from __future__ import annotations
@@ -16,35 +15,30 @@ from torch import Tensor
 
 from symbiosis.errors import LayerFailed, SymbiosisError
 from symbiosis.split.executor.layers import BaseLayer, Rows, run
-from symbiosis.split.executor.policies import BatchKey, PendingCall
-from symbiosis.split.executor.sessions import Session
+from symbiosis.split.executor.sessions import BatchKey, PendingCall, Session
 
 _log = logging.getLogger("symbiosis")
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class BatchCall:
-    """What a call asks for, checked: the same as often as the same words come from the same memory."""
+    """The validated work of a call. Repeated calls from the same memory share one."""
 
     layers: tuple[BaseLayer, ...]
     key: BatchKey
     rows: Rows
-    places: Rows | None
-    """Where the results may be computed in place, on the layers' device and in their dtype."""
-    bytes: int
+    places: Rows | None  # where results may be computed in place, on the layers' device and in their dtype
+    bytes: int  # that the queue holds for its rows
+    # of `cuda_graphs`: recent runs in a row, the time of the last one, and the replay of the graph once captured
     runs: int = 0
-    """How often it ran lately,"""
     ran: float = 0.0
-    """when it last did, and"""
     replay: Callable[[], object] | None = None
-    """what runs it again, if it came often enough (`replays`)."""
-    number: int = field(default_factory=itertools.count().__next__)
-    """No other work ever has it."""
+    number: int = field(default_factory=itertools.count().__next__)  # unique in the process
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A checked layer call, from the queue to the answer."""
+    """A validated call, from the queue to its reply."""
 
     pending: PendingCall
     session: Session
@@ -52,78 +46,76 @@ class Call:
     work: BatchCall
 
     @property
-    def trains(self) -> bool:
-        """Whether it is a trainer's: the first of its step have no gradient, and look like any other."""
-        return self.pending.training or self.session.training
+    def is_training(self) -> bool:
+        """Whether the session trains. The first calls of a training step carry no gradient, and look like inference."""
+        return self.pending.training or self.session.is_training
 
 
 @torch.no_grad()
 def run_batch(calls: Sequence[Call]) -> list[Rows | SymbiosisError]:
-    """The result of each call, in order; the calls have equal batch keys."""
+    """The result of each call, in order. The calls have equal batch keys."""
     works = [call.work for call in calls]
     if len(works) > 1:
         try:
             return list(_joined(works))
-        except Exception as error:  # noqa: BLE001 - what one call's rows did must not reach the others: run each alone
-            _log.warning("a joined run of %d calls failed (%r): running each alone", len(works), error)
+        except Exception as error:  # noqa: BLE001 - one call's rows must not fail the others: run each alone
+            _log.warning("a batch of %d calls failed (%r): running each alone", len(works), error)
     results: list[Rows | SymbiosisError] = []
     for work in works:
         try:
             results.append(_alone(work))
-        except Exception as error:  # noqa: BLE001 - reported to its tenant, by name
+        except Exception as error:  # noqa: BLE001 - sent to its tenant
             results.append(LayerFailed(f"{work.layers[0].spec.paths[0]} failed: {type(error).__name__}: {error}"))
     return results
 
 
 class SlicedBatch:
-    """A batch that is computed piece by piece: no row depends on another. Plain reference: `run_batch`."""
+    """A batch that runs in slices of rows: no row depends on another. Plain reference: `run_batch`."""
 
-    def __init__(self, calls: Sequence[Call], begun: float) -> None:
-        self.calls, self.begun = calls, begun
+    def __init__(self, calls: Sequence[Call], started: float) -> None:
+        self.calls, self.started = calls, started
         self.seconds = 0.0
-        """What its pieces have taken so far."""
+        """Time of its slices so far."""
         self._works = [call.work for call in calls]
-        self._left = sum(call.pending.rows for call in calls)
+        self._rows_left = sum(call.pending.rows for call in calls)
         self._rows: Rows | None = None
-        self._parts: list[Rows] = []
+        self._results: list[Rows] = []
 
     def is_done(self) -> bool:
-        return self._left == 0
+        return self._rows_left == 0
 
     @torch.no_grad()
-    def advance(self, most: int) -> int:
-        """Compute a piece of at most so many rows, and no smaller than the others will be. How many it had."""
-        first, pieces = self._works[0], -(-self._left // most)
-        count = -(-self._left // pieces)
+    def run_slice(self, max_rows: int) -> int:
+        """Run a slice of at most `max_rows`; the slices left are of about equal size. Returns its number of rows."""
+        first, slices = self._works[0], -(-self._rows_left // max_rows)
+        count = -(-self._rows_left // slices)
         try:
             rows = _join(self._works) if self._rows is None else self._rows
-            self._parts.append(run(first.layers, first.key.direction, tuple(part[:count] for part in rows)))
+            self._results.append(run(first.layers, first.key.direction, tuple(part[:count] for part in rows)))
             self._rows = tuple(part[count:] for part in rows)
-            self._left -= count
-        except Exception as error:  # noqa: BLE001 - told to its tenant when all of it has failed
-            _log.warning("a piece of %d calls failed (%r): running each alone", len(self.calls), error)
-            self._left, self._parts = 0, []
+            self._rows_left -= count
+        except Exception as error:  # noqa: BLE001 - `results` runs each call alone
+            _log.warning("a slice of %d calls failed (%r): running each alone", len(self.calls), error)
+            self._rows_left, self._results = 0, []
         return count
 
     def results(self) -> list[Rows | SymbiosisError]:
         """The result of each call, in order, as of `run_batch`."""
-        if not self._parts:
-            return run_batch(self.calls)
         try:
-            joined = tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._parts, strict=True))
-            return list(_split(self._works, joined))
+            if self._results:
+                return list(_split(self._works, _concatenate(self._results)))
         except Exception as error:  # noqa: BLE001 - as above
-            _log.warning("the pieces of %d calls could not be joined (%r): running each alone", len(self.calls), error)
-            self._parts = []
-            return run_batch(self.calls)
+            _log.warning("the slices of %d calls could not be joined (%r): running each alone", len(self.calls), error)
+            self._results = []
+        return run_batch(self.calls)
 
 
 def _alone(work: BatchCall) -> Rows:
     if work.places is not None:
         return run(work.layers, work.key.direction, work.rows, work.places)
-    rows = tuple(_ready(part, work.layers[0], index) for index, part in enumerate(work.rows))
+    rows = tuple(_convert(part, work.layers[0], index) for index, part in enumerate(work.rows))
     results = run(work.layers, work.key.direction, rows)
-    return tuple(_give_back(result, work.rows[0]) for result in results)
+    return tuple(_convert_back(result, work.rows[0]) for result in results)
 
 
 def _joined(works: Sequence[BatchCall]) -> list[Rows]:
@@ -137,24 +129,27 @@ def _joined(works: Sequence[BatchCall]) -> list[Rows]:
 
 
 def _join(works: Sequence[BatchCall]) -> Rows:
-    """The rows of all calls below each other."""
-    layer, parted = works[0].layers[0], zip(*(work.rows for work in works), strict=True)
-    columns = [[_ready(part, layer, index) for part in parts] for index, parts in enumerate(parted)]
-    return tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns)
+    """The rows of all calls, concatenated."""
+    layer = works[0].layers[0]
+    return _concatenate([tuple(_convert(part, layer, index) for index, part in enumerate(work.rows)) for work in works])
+
+
+def _concatenate(parts: Sequence[Rows]) -> Rows:
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def _split(works: Sequence[BatchCall], results: Rows) -> list[Rows]:
-    """Each call's own results."""
+    """The results of each call."""
     sizes = [work.rows[0].shape[0] for work in works]
     split = zip(*(torch.split(result, sizes) for result in results), strict=True)
-    return [tuple(_give_back(part, work.rows[0]) for part in parts) for work, parts in zip(works, split, strict=True)]
+    return [tuple(_convert_back(part, work.rows[0]) for part in parts) for work, parts in zip(works, split, strict=True)]
 
 
-def _ready(rows: Tensor, layer: BaseLayer, index: int) -> Tensor:
-    """Rows on the layer's device and (if floating) in the dtype it takes."""
-    return rows.to(layer.device, layer.takes(index) if rows.is_floating_point() else None)
+def _convert(rows: Tensor, layer: BaseLayer, index: int) -> Tensor:
+    """Rows on the layer's device and, if floating point, in the dtype of its input of this index."""
+    return rows.to(layer.device, layer.input_dtype(index) if rows.is_floating_point() else None)
 
 
-def _give_back(result: Tensor, rows: Tensor) -> Tensor:
-    """A call's own result, in the dtype and on the device it came; perhaps a view of the whole batch's."""
+def _convert_back(result: Tensor, rows: Tensor) -> Tensor:
+    """A result in the dtype and on the device of the call's rows; it may be a view of the batch's result."""
     return result.to(rows.device, rows.dtype if rows.is_floating_point() else None)

@@ -24,7 +24,7 @@ from symbiosis.common.bounded_dict import evict_oldest
 from symbiosis.gpu.cuda_graph import captured
 from symbiosis.split.executor.batch import BatchCall
 from symbiosis.split.executor.layers import Rows, run
-from symbiosis.split.executor.policies import BatchKey
+from symbiosis.split.executor.sessions import BatchKey
 
 _KNOWN, _KNOWN_TOGETHER = 4, 64  # what comes so often comes again; companies change, and do without one of their own
 _SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # rows

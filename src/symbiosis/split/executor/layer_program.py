@@ -1,12 +1,13 @@
-"""Layers that follow each other, with the norms and sums between them, as one call: a tenant's way onward.
+"""Layer programs: layers that follow each other, with the norms and sums between them, as one call.
 
-In decoding that is the way from the attention of one layer to that of the next. In
-training it is half a layer, from its attention to its end, and there is a way back.
+In decoding a program runs from the attention of one layer to that of the next. In training it runs from the attention of
+a layer to the layer's end (half a layer), and it has a backward program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,131 +15,119 @@ from torch import Tensor
 
 from symbiosis.errors import BadCall
 from symbiosis.split.executor.layers import BaseLayer, Block, Matrix, Norm, Rows
-from symbiosis.types import Direction, LayerKind, LayerSpec, ProgramOp
+from symbiosis.types import Direction, LayerKind, ProgramOp
 
-_Step = BaseLayer | ProgramOp
-_HALF = "what is saved for gradients is half a layer: a matrix, sums, SAVE, a norm, a block, BACK"
+_HALF_LAYER = "a layer program with SAVE is half a layer: a matrix, sums, SAVE, a norm, a block, ADD_SAVED"
 
 
-def is_turn(handle: int) -> bool:
+def is_program_op(handle: int) -> bool:
     return handle in ProgramOp._value2member_map_
 
 
 class LayerProgram(BaseLayer):
-    """A program of layers and turns. Its answers: the rows at its end; what its last norm read, if it ends with one, or what
-    is saved; then what the layers after `READ` make of these rows.
+    """A sequence of layers and ops. Results: the final rows; then the input of the final norm, or the saved rows; then the
+    output of each layer after `HEADS`.
 
     Plain reference: the same steps, each a call of its own (tests/parity).
     """
 
-    def __init__(self, program: Sequence[int], layer_of: Callable[[int], BaseLayer]) -> None:
-        """Raises `BadCall` unless each step can take what the one before gives, `UnknownLayer` for what there is not."""
-        steps: list[_Step] = [ProgramOp(each) if is_turn(each) else layer_of(each) for each in program]
+    def __init__(self, handles: Sequence[int], layer_of: Callable[[int], BaseLayer]) -> None:
+        """Raises `BadCall` unless each step accepts the result of the one before, `UnknownLayer` for unknown handles."""
+        steps = [ProgramOp(each) if is_program_op(each) else layer_of(each) for each in handles]
         if not steps or isinstance(steps[0], ProgramOp):
-            raise BadCall("a call onward begins with a layer")
-        end = steps.index(ProgramOp.READ) if ProgramOp.READ in steps else len(steps)
-        self._steps, self._readers = steps[:end], steps[end + 1 :]
+            raise BadCall("a layer program begins with a layer")
+        end = steps.index(ProgramOp.HEADS) if ProgramOp.HEADS in steps else len(steps)
+        self._steps, heads = steps[:end], steps[end + 1 :]
         if any(not isinstance(step, Matrix | Block | Norm | ProgramOp) for step in self._steps):
-            raise BadCall("only matrices, blocks, norms and sums can be on the way of a call onward")
-        if any(not isinstance(step, Matrix | Block) for step in self._readers):
-            raise BadCall("only matrices and blocks can read what a call onward comes to")
+            raise BadCall("a layer program consists of matrices, blocks, norms and ops")
+        if any(not isinstance(head, Matrix | Block) for head in heads):
+            raise BadCall("only matrices and blocks can follow HEADS in a layer program")
+        self._heads = cast(list[BaseLayer], heads)
         first = steps[0]
-        self._widths: list[int] = [first.spec.in_width]
-        self._floats: list[bool] = [False]
-        width = self._check(first.spec.in_width)
+        self._input_widths: list[int] = [first.spec.in_width]
+        self._input_is_float32: list[bool] = [False]
+        width = self._check_widths(first.spec.in_width)
         self.saves = ProgramOp.SAVE in self._steps
         if self.saves:
-            self.half()
-        spec = LayerSpec(
-            handle=first.spec.handle,
-            identity="",
-            kind=LayerKind.BLOCK,
-            paths=(f"the way from {first.spec.paths[0]}",),
-            in_width=first.spec.in_width,
-            out_width=width,
-        )
-        super().__init__(spec, first.weights, getattr(first, "module", None))
-        self._results = [width] * (2 if self.saves or self._ends_with_norm() else 1)
-        self._results += [reader.spec.out_width for reader in cast(list[BaseLayer], self._readers)]
+            self.half_layer()
+        paths = (f"the layer program from {first.spec.paths[0]}",)
+        super().__init__(replace(first.spec, kind=LayerKind.BLOCK, paths=paths, out_width=width), first.weights, first.module)
+        self._ends_with_norm = isinstance(self._steps[-1], Norm)
+        self._result_widths = [width] * (2 if self.saves or self._ends_with_norm else 1)
+        self._result_widths += [head.spec.out_width for head in self._heads]
 
-    def _check(self, width: int) -> int:
-        """How wide the rows are at the end."""
-        kept: int | None = None
+    def _check_widths(self, width: int) -> int:
+        """The width of the final rows."""
+        saved: int | None = None
         for step in self._steps:
             if isinstance(step, BaseLayer):
                 _check_width(step, width)
                 width = step.spec.out_width
             elif step in (ProgramOp.ADD, ProgramOp.ADD_FLOAT):
-                self._widths.append(width)
-                self._floats.append(step is ProgramOp.ADD_FLOAT)
-            elif step in (ProgramOp.KEEP, ProgramOp.SAVE):
-                kept = width
-            elif kept != width:
-                raise BadCall(f"rows of width {width} cannot be added to kept ones: {'none' if kept is None else kept}")
-        for reader in cast(list[BaseLayer], self._readers):
-            _check_width(reader, width)
+                self._input_widths.append(width)
+                self._input_is_float32.append(step is ProgramOp.ADD_FLOAT)
+            elif step in (ProgramOp.PUSH, ProgramOp.SAVE):
+                saved = width
+            elif saved != width:
+                raise BadCall(f"ADD_SAVED takes saved rows of width {width}, got {'none' if saved is None else saved}")
+        for head in self._heads:
+            _check_width(head, width)
         return width
 
-    def half(self) -> tuple[Matrix, Norm, Block]:
-        """The layers of half a layer: x + block(norm(x)), where x is what a matrix gives, and sums. Raises `BadCall`."""
-        first, *sums, save, norm, block, back = self._steps if len(self._steps) >= 5 else [ProgramOp.BACK] * 5
+    def half_layer(self) -> tuple[Matrix, Norm, Block]:
+        """The layers of x + block(norm(x)), where x is a matrix's result plus sums. Raises `BadCall` for other programs."""
+        first, *sums, save, norm, block, add = self._steps if len(self._steps) >= 5 else [ProgramOp.ADD_SAVED] * 5
         if not (isinstance(first, Matrix) and isinstance(norm, Norm) and isinstance(block, Block)):
-            raise BadCall(_HALF)
-        if (
-            (save, back) != (ProgramOp.SAVE, ProgramOp.BACK)
-            or not {*sums} <= {ProgramOp.ADD, ProgramOp.ADD_FLOAT}
-            or self._readers
-        ):
-            raise BadCall(_HALF)
+            raise BadCall(_HALF_LAYER)
+        has_ops = (save, add) == (ProgramOp.SAVE, ProgramOp.ADD_SAVED) and {*sums} <= {ProgramOp.ADD, ProgramOp.ADD_FLOAT}
+        if not has_ops or self._heads:
+            raise BadCall(_HALF_LAYER)
         return first, norm, block
 
-    def _ends_with_norm(self) -> bool:
-        return isinstance(self._steps[-1], Norm)
+    def input_widths(self, direction: Direction) -> tuple[int | None, ...]:
+        return tuple(self._input_widths)
 
-    def widths(self, direction: Direction) -> tuple[int | None, ...]:
-        return tuple(self._widths)
+    def input_dtype(self, index: int) -> torch.dtype:
+        return torch.float32 if self._input_is_float32[index] else self.dtype
 
-    def takes(self, index: int) -> torch.dtype:
-        return torch.float32 if self._floats[index] else self.dtype
-
-    def results(self) -> list[int]:
-        return self._results
+    def result_widths(self) -> list[int]:
+        return self._result_widths
 
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
-        x, *others = rows
-        before = kept = x
+        x, *addends = rows
+        before = saved = x
         for step in self._steps:
             if isinstance(step, BaseLayer):
                 before, x = x, step.forward((x,))[0]
             elif step is ProgramOp.ADD:
-                x = x + others.pop(0)
+                x = x + addends.pop(0)
             elif step is ProgramOp.ADD_FLOAT:
-                x = (x + others.pop(0)).to(x.dtype)
-            elif step in (ProgramOp.KEEP, ProgramOp.SAVE):
-                kept = x
+                x = (x + addends.pop(0)).to(x.dtype)
+            elif step in (ProgramOp.PUSH, ProgramOp.SAVE):
+                saved = x
             else:
-                x = x + kept
-        results: list[Tensor] = [x, kept] if self.saves else [x, before] if self._ends_with_norm() else [x]
-        for reader in cast(list[BaseLayer], self._readers):
-            results += reader.forward((x,), out and (out[len(results)],))
+                x = x + saved
+        results: list[Tensor] = [x, saved] if self.saves else [x, before] if self._ends_with_norm else [x]
+        for head in self._heads:
+            results += head.forward((x,), out and (out[len(results)],))
         return tuple(results)
 
 
 class LayerProgramBackward(BaseLayer):
-    """From the rows that half a layer saved and the gradient of its end to the gradients of its first rows and of the saved.
+    """Backward of half a layer: from the saved rows and the gradient of the end to the gradients of input and saved rows.
 
     Plain reference: autograd through the same steps (tests/split/executor/test_layer_program.py).
     """
 
-    def __init__(self, way: LayerProgram) -> None:
-        """Raises `BadCall` for a way of which nothing is saved."""
-        self._matrix, self._norm, self._block = way.half()
-        super().__init__(way.spec, self._matrix.weights)
+    def __init__(self, program: LayerProgram) -> None:
+        """Raises `BadCall` for a program without SAVE."""
+        self._matrix, self._norm, self._block = program.half_layer()
+        super().__init__(program.spec, self._matrix.weights)
 
-    def widths(self, direction: Direction) -> tuple[int | None, ...]:
+    def input_widths(self, direction: Direction) -> tuple[int | None, ...]:
         return (self.spec.out_width, self.spec.out_width)
 
-    def gradients(self) -> list[int]:
+    def gradient_widths(self) -> list[int]:
         return [self.spec.in_width, self.spec.out_width]
 
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:

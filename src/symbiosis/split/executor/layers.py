@@ -1,13 +1,12 @@
-"""Base layers as the executor runs them: pure functions of rows, nothing kept between calls.
+"""Base layers as the executor runs them: pure functions of rows, without state between calls.
 
 R = rows of all tenants in a batch, I / O = input and output width, K = experts per row.
-Plain reference for every kind: the module it was cut out of (tests/parity).
+Plain reference for every kind: the module that the layer replaces (tests/parity).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,37 +19,35 @@ from symbiosis.models.rms_norms import apply_rms_norm, epsilon_of, rounds_twice
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
 Rows = tuple[Tensor, ...]
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class BaseLayer:
-    """One hosted layer. `forward` and `backward` take joined, checked rows in the layer's dtype.
+    """One hosted layer. `forward` and `backward` take joined, validated rows in the layer's dtype.
 
-    With `out` they may write their results there; whoever gives it looks
-    whether they did.
+    They may write their results into `out`. The caller checks whether they did.
     """
 
     def __init__(self, spec: LayerSpec, weights: dict[str, Tensor], module: nn.Module | None = None) -> None:
-        self.spec = spec
-        self.weights = weights
+        self.spec, self.weights = spec, weights
+        self.module: Any = module
         first = next(iter(weights.values())) if module is None else next(module.parameters())
         self.dtype, self.device = first.dtype, first.device
 
-    def widths(self, direction: Direction) -> tuple[int | None, ...]:
+    def input_widths(self, direction: Direction) -> tuple[int | None, ...]:
         """Expected width of each tensor of a call; None for integer indices."""
         return (self.spec.in_width,) if direction is Direction.FORWARD else (self.spec.out_width,)
 
     def check(self, direction: Direction, rows: Rows) -> None:
-        """Raise `BadCall` unless these rows fit. Everything here is decided per call, before any joining."""
-        widths = self.widths(direction)
+        """Raise `BadCall` unless these rows fit. Called for each call, before its rows are joined with others."""
+        widths = self.input_widths(direction)
         if len(rows) != len(widths):
             raise BadCall(f"{self.spec.paths[0]} takes {len(widths)} tensors {direction.name.lower()}, got {len(rows)}")
         for tensor, width in zip(rows, widths, strict=True):
             self.check_rows(tensor, width)
 
     def check_rows(self, tensor: Tensor, width: int | None) -> None:
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in _FLOATS:
             raise BadCall(f"{self.spec.paths[0]} takes floating point rows, got {tensor.dtype}")
         if width is not None and tensor.shape[1] != width:
             raise BadCall(f"{self.spec.paths[0]} takes rows of width {width}, got {tensor.shape[1]}")
@@ -61,16 +58,16 @@ class BaseLayer:
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
         raise BadCall(f"{self.spec.paths[0]} has no backward call")
 
-    def takes(self, index: int) -> torch.dtype:
-        """In which dtype it computes with the tensor of this number, if that is floating."""
+    def input_dtype(self, index: int) -> torch.dtype:
+        """The dtype in which the layer reads its input of this index, if that is floating point."""
         return self.dtype
 
-    def results(self) -> list[int]:
-        """How wide the results of `forward` are."""
+    def result_widths(self) -> list[int]:
+        """Widths of the results of `forward`."""
         return [self.spec.out_width]
 
-    def gradients(self) -> list[int]:
-        """How wide the results of `backward` are."""
+    def gradient_widths(self) -> list[int]:
+        """Widths of the results of `backward`."""
         return [self.spec.in_width]
 
     def with_bias(self) -> BaseLayer:
@@ -78,12 +75,12 @@ class BaseLayer:
         raise BadCall(f"{self.spec.paths[0]} has no bias to add")
 
     def row_squares(self) -> Tensor:
-        """Squared norm of each output's weights, [1, O]: what DoRA needs of a matrix."""
-        raise BadCall(f"{self.spec.paths[0]} is no matrix")
+        """Squared norm of each output's weights, [1, O]. DoRA needs these of a matrix."""
+        raise BadCall(f"{self.spec.paths[0]} is not a matrix: it has no row norms")
 
 
 class Matrix(BaseLayer):
-    """`nn.Linear` or `Conv1D`. Without its bias, unless the tenant asks for it: tenants may train their own."""
+    """`nn.Linear` or `Conv1D`. Without its bias unless the call includes it: tenants may train their own."""
 
     def __init__(self, spec: LayerSpec, weights: dict[str, Tensor], bias: Tensor | None = None) -> None:
         super().__init__(spec, weights)
@@ -110,15 +107,15 @@ class Matrix(BaseLayer):
         return (torch.mm(rows[0], self.weight_OI, out=out[0] if out else None),)
 
     def row_squares(self) -> Tensor:
-        if self._row_squares is None:  # once: tenants who ask again and again keep nobody waiting
-            # a few rows at a time: the whole matrix in float64 may be larger than all that is free
+        if self._row_squares is None:  # cached: repeated fetches must not delay other tenants
+            # In parts: the whole matrix in float64 may exceed the free memory.
             parts = torch.split(self.weight_OI, 1024)
             self._row_squares = torch.cat([part.double().square().sum(dim=1) for part in parts])[None, :]
         return self._row_squares.clone()
 
 
 class Embedding(BaseLayer):
-    """Word embeddings on the executor: ids in, rows out. Ids have no gradient."""
+    """Token embeddings on the executor: ids in, rows out. Ids have no gradient."""
 
     def check(self, direction: Direction, rows: Rows) -> None:
         if direction is Direction.BACKWARD:
@@ -131,57 +128,49 @@ class Embedding(BaseLayer):
         return (F.embedding(rows[0][:, 0], self.weights["weight"]),)
 
 
-@contextmanager
-def _recomputing() -> Iterator[None]:
-    """Autograd on this thread alone.
+def _differentiate(function: Callable[..., Tensor], inputs: Rows, grad: Tensor) -> Rows:
+    """Gradients of the inputs of a function, computed on this thread.
 
-    Usually backward on a GPU runs on autograd's one thread for that GPU. A
-    tenant in this process may hold just that thread while it waits for us.
+    Autograd's own thread for a GPU may be held by a tenant in this process that waits for the executor: a deadlock.
     """
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-        yield
+        inputs = tuple(x.detach().requires_grad_() for x in inputs)
+        return torch.autograd.grad(function(*inputs), inputs, grad)
 
 
 class Block(BaseLayer):
-    """A row-wise sub-module as one call; backward recomputes it from the rows the tenant sends again."""
+    """A row-wise sub-module as one call. Backward recomputes it from the rows, which the tenant sends again."""
 
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
         super().__init__(spec, {}, module)
         speed_up(module)
-        self.module = module
 
-    def widths(self, direction: Direction) -> tuple[int | None, ...]:
-        if direction is Direction.FORWARD:
-            return (self.spec.in_width,)
-        return (self.spec.in_width, self.spec.out_width)
+    def input_widths(self, direction: Direction) -> tuple[int | None, ...]:
+        return (self.spec.in_width,) if direction is Direction.FORWARD else (self.spec.in_width, self.spec.out_width)
 
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         return (self.module(rows[0]),)
 
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
-        x, grad = rows
-        with _recomputing():
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(self.module(x), x, grad)
+        return _differentiate(self.module, rows[:1], rows[1])
 
 
 class GatedBlock(Block):
-    """The usual MLP, down(act(gate(x)) · up(x)), by hand: backward needs no second `down`. Plain reference: `Block`."""
+    """The gated MLP, down(act(gate(x)) · up(x)), without autograd: backward runs `down` once. Plain reference: `Block`."""
 
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
-        module: Any = self.module
-        inner = module.act_fn(module.gate_proj(rows[0])).mul_(module.up_proj(rows[0]))
-        return (module.down_proj(inner),)
+        module = self.module
+        return (module.down_proj(module.act_fn(module.gate_proj(rows[0])).mul_(module.up_proj(rows[0]))),)
 
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
-        (x, grad), module = rows, cast(Any, self.module)
+        (x, grad), module = rows, self.module
         gate, up = module.gate_proj(x), module.up_proj(x)
         inner = grad @ module.down_proj.weight
         if isinstance(module.act_fn, nn.SiLU):
             grad_up = F.silu(gate).mul_(inner)
             grad_gate = torch.ops.aten.silu_backward(inner.mul_(up), gate)
         else:
-            with _recomputing():
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):  # as `_differentiate`
                 gate.requires_grad_()
                 (grad_gate,) = torch.autograd.grad(act := module.act_fn(gate), gate, inner * up)
             grad_up = inner.mul_(act.detach())
@@ -190,43 +179,42 @@ class GatedBlock(Block):
 
     @classmethod
     @torch.no_grad()
-    def fits(cls, spec: LayerSpec, module: nn.Module) -> bool:
-        """Whether this module computes just that: its parts say that it may, a try says that it does."""
+    def matches(cls, spec: LayerSpec, module: nn.Module) -> bool:
+        """Whether this module computes a gated MLP: its children have the names, and a trial run the results."""
         names = ["gate_proj", "up_proj", "down_proj"]
         linears = [part for name, part in module.named_children() if name in names and isinstance(part, nn.Linear)]
         if len(linears) != len(names) or not isinstance(getattr(module, "act_fn", None), nn.Module):
             return False
-        # the parts' parameters are all there is, but for an activation without any
+        # no other parameters than those of the three projections
         if sum(1 for _ in module.parameters()) != sum(1 for part in linears for _ in part.parameters()):
             return False
         weight, generator = linears[0].weight, torch.Generator().manual_seed(0)
-        # rows of very different size: some modules cut large numbers off
+        # rows of very different magnitude: some modules clamp large values
         x = torch.randn(3, spec.in_width, generator=generator) * torch.tensor([[1.0], [1e2], [1e4]])
         grad = torch.randn(3, spec.out_width, generator=generator)
         x, grad = x.to(weight), grad.to(weight)
         plain, ours = Block(spec, module), cls(spec, module)
         try:
-            return _alike(ours.forward((x,))[0], plain.forward((x,))[0]) and _alike(
+            return _is_close(ours.forward((x,))[0], plain.forward((x,))[0]) and _is_close(
                 ours.backward((x, grad))[0], plain.backward((x, grad))[0]
             )
-        except Exception:  # noqa: BLE001 - whatever it does, it is not this
+        except Exception:  # noqa: BLE001 - a module that fails is no gated MLP
             return False
 
 
-def _alike(found: Tensor, expected: Tensor) -> bool:
-    """Equal but for rounding, row by row."""
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results are equal up to rounding, row by row."""
     found, expected = found.float(), expected.float()
     same = (found - expected).abs() <= 0.02 * expected.abs().amax(dim=1, keepdim=True)
     return bool((same | (found == expected) | (found.isnan() & expected.isnan())).all())
 
 
 class Norm(BaseLayer):
-    """A norm between layers. There is no backward call: tenants compute theirs themselves, but on the way home."""
+    """A norm between layers. It has no backward call: only `LayerProgramBackward` uses its gradient."""
 
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
         super().__init__(spec, {}, module)
-        self.module = module
-        self._twice = rounds_twice(module) if self.device.type == "cuda" else None
+        self._rounds_twice = rounds_twice(module) if self.device.type == "cuda" else None
 
     def check(self, direction: Direction, rows: Rows) -> None:
         if direction is Direction.BACKWARD:
@@ -234,24 +222,18 @@ class Norm(BaseLayer):
         super().check(direction, rows)
 
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
-        if self._twice is None:
+        if self._rounds_twice is None:
             return (self.module(rows[0]),)
-        weight = cast(Tensor, self.module.weight).detach()  # nobody asks for its gradient
-        return (apply_rms_norm(rows[0], weight, epsilon_of(self.module), twice=self._twice),)
+        weight = self.module.weight.detach()
+        return (apply_rms_norm(rows[0], weight, epsilon_of(self.module), twice=self._rounds_twice),)
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
-        """That of the rows."""
-        with _recomputing():
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(self.forward((x,))[0], x, grad)[0]
+        """The gradient of the rows."""
+        return _differentiate(lambda x: self.forward((x,))[0], (x,), grad)[0]
 
 
 class Experts(BaseLayer):
-    """Stacked experts of an MoE: (rows, indices, weights) in, rows out; routing stays with the tenant."""
-
-    def __init__(self, spec: LayerSpec, weights: dict[str, Tensor], module: nn.Module) -> None:
-        super().__init__(spec, weights, module)
-        self.module = module
+    """Stacked experts of an MoE: (rows, indices, weights) in, rows out. The tenant computes the routing."""
 
     def check(self, direction: Direction, rows: Rows) -> None:
         expected = 3 if direction is Direction.FORWARD else 4
@@ -268,9 +250,7 @@ class Experts(BaseLayer):
 
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
         x, index, weight, grad = rows
-        with _recomputing():
-            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-            return torch.autograd.grad(self.module(x, index, weight), (x, weight), grad)
+        return _differentiate(lambda x, weight: self.module(x, index, weight), (x, weight), grad)
 
 
 def check_index(index: Tensor, spec: LayerSpec) -> None:
@@ -288,52 +268,31 @@ def make_layer(spec: LayerSpec, weights: dict[str, Tensor], bias: Tensor | None,
         return Matrix(spec, weights, bias)
     if spec.kind is LayerKind.EMBEDDING:
         return Embedding(spec, weights)
-    assert module is not None, "experts, blocks and norms come with their module"
+    assert module is not None, "experts, blocks and norms have a module"
     if spec.kind is LayerKind.NORM:
         return Norm(spec, module)
     if spec.kind is LayerKind.EXPERTS:
         return Experts(spec, weights, module)
-    return (GatedBlock if GatedBlock.fits(spec, module) else Block)(spec, module)
-
-
-def answer_widths(layers: Sequence[BaseLayer], direction: Direction) -> list[int]:
-    """How wide the results of a call are."""
-    if direction.is_back:
-        return layers[0].gradients()
-    return [width for layer in layers for width in layer.results()]
-
-
-def check_together(layers: Sequence[BaseLayer], direction: Direction, rows: Rows) -> None:
-    """Raise `BadCall` unless several layers can be one call with these rows."""
-    if not all(isinstance(layer, Matrix) for layer in layers) or len({layer.spec.in_width for layer in layers}) > 1:
-        raise BadCall("only matrices that read rows of one width can be called together")
-    if direction is Direction.FORWARD:
-        layers[0].check(direction, rows)
-        return
-    if len(rows) != len(layers):
-        raise BadCall(f"backward of {len(layers)} layers takes as many gradients, got {len(rows)}")
-    for layer, grad in zip(layers, rows, strict=True):
-        layer.check(direction, (grad,))
+    return (GatedBlock if GatedBlock.matches(spec, module) else Block)(spec, module)
 
 
 def run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None = None) -> Rows:
-    """Run one layer, or several matrices that read the same rows, on joined rows; into `out` if it is given.
+    """Run one layer, or several matrices that read the same rows, on joined rows; into `out` if given.
 
-    Forward gives one result per layer; backward of several gives the one
-    gradient of the rows they shared.
+    Forward returns one result per layer. Backward of several returns the one gradient of their shared rows.
     """
     results = _run(layers, direction, rows, out)
     if out is None:
         return results
-    for place, result in zip(out, results, strict=True):
-        if result is not place:
-            place.copy_(result)
+    for target, result in zip(out, results, strict=True):
+        if result is not target:
+            target.copy_(result)
     return out
 
 
 def _run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None) -> Rows:
     if len(layers) == 1:
-        return layers[0].backward(rows, out) if direction.is_back else layers[0].forward(rows, out)
+        return layers[0].backward(rows, out) if direction.is_backward else layers[0].forward(rows, out)
     if direction is Direction.FORWARD:
         return tuple(layer.forward(rows, out and (out[i],))[0] for i, layer in enumerate(layers))
     (total,) = layers[0].backward(rows[:1], out)

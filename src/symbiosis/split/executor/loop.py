@@ -1,4 +1,4 @@
-"""The executor's one thread: take what arrived, run what is due, sleep until something is."""
+"""The executor's thread: handles messages that have arrived, runs batches that are due, sleeps until the next."""
 
 from __future__ import annotations
 
@@ -15,30 +15,28 @@ from symbiosis.transport.base import Peer, Port
 from symbiosis.transport.messages import Message
 from symbiosis.transport.poller import Poller, Wakeup
 
-_DRAIN_AT_ONCE = 64
+_MAX_DRAINED = 64
 _TIDY_EVERY_S = 10.0
-# Polled ports: no sleep for a moment after a batch (the next call of a tenant's pass is on its way, and its GPU waits),
-# then naps, then longer ones.
-_SPIN_S, _NAP_S, _DOZE_S, _DOZE_AFTER_S = 0.02, 1e-4, 1e-3, 2.0
-_LOOK_EVERY_S = 5e-4  # while that lasts, the other ports are looked at so often
+# Polled ports: the loop spins after a batch (the next call of a forward pass follows, and the tenant's GPU waits for it),
+# then sleeps briefly, then longer.
+_SPIN_S, _SHORT_SLEEP_S, _LONG_SLEEP_S, _LONG_SLEEP_AFTER_S = 0.02, 1e-4, 1e-3, 2.0
+_WAIT_EVERY_S = 5e-4  # interval at which a spinning loop checks the ports that are not polled
 _log = logging.getLogger("symbiosis")
 
 
 class ExecutorLoop:
-    """Owns the ports. Everything they bring is handled on one thread, so nothing needs a lock.
+    """Owns the ports, and handles all their messages on one thread, without locks.
 
-    However the loop ends, its ports are closed: nobody waits for an answer
-    that will not come.
+    The ports are closed however the loop ends, so that no client waits for a reply in vain.
     """
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._service, self._batcher = service, service.batcher
         self._ports: list[Port] = []
-        self._waiter = Poller()
-        self._wakeup = Wakeup()
-        self._waiter.add(self._wakeup.fileno())
-        service.turns.on_free = self._wakeup.notify
-        self._new: list[tuple[Port, Future[None]]] = []
+        self._poller, self._wakeup = Poller(), Wakeup()
+        self._poller.add(self._wakeup.fileno())
+        service.device_share.on_slice_available = self._wakeup.notify
+        self._added: list[tuple[Port, Future[None]]] = []
         self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)
 
@@ -46,13 +44,13 @@ class ExecutorLoop:
         self._thread.start()
 
     def add(self, port: Port) -> None:
-        """Serve one more port; returns when the loop has it. Raises `Closed` (and closes the port) if it has ended."""
-        taken: Future[None] = Future()
-        self._new.append((port, taken))
+        """Serve one more port; returns once the loop serves it. Raises `Closed` (and closes the port) if the loop has ended."""
+        accepted: Future[None] = Future()
+        self._added.append((port, accepted))
         self._wakeup.notify()
-        if self._ended:  # perhaps after it looked for the last time
-            self._turn_away()
-        taken.result()
+        if self._ended:  # the loop may have missed it
+            self._reject_added()
+        accepted.result()
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -71,83 +69,80 @@ class ExecutorLoop:
             raise
         finally:
             self._ended = True
-            self._service.turns.give_up()
+            self._service.device_share.cancel_slice()
             for port in self._ports:
                 _close(port)
-            self._turn_away()
+            self._reject_added()
 
     def _serve(self) -> None:
-        tidied = looked = time.monotonic()
-        timeout: float | None = None
+        tidied = waited = time.monotonic()
+        timeout_s: float | None = None
         polled: list[Port] = []
         while not self._stopping:
             now = time.monotonic()
-            if not polled or now - looked > _LOOK_EVERY_S or now - self._service.last_batch > _SPIN_S:
-                self._look(self._patience(timeout, now) if polled else _TIDY_EVERY_S if timeout is None else timeout)
-                looked = now = time.monotonic()
+            if not polled or now - waited > _WAIT_EVERY_S or now - self._batcher.last_batch > _SPIN_S:
+                self._wait(self._sleep_s(timeout_s, now) if polled else _TIDY_EVERY_S if timeout_s is None else timeout_s)
+                waited = now = time.monotonic()
             polled = [port for port in self._ports if port.needs_polling()]
             for port in polled:
-                self._take(port, port.poll())
-            timeout = self._service.step()
+                self._handle_all(port, port.poll())
+            timeout_s = self._batcher.step()
             if now - tidied > _TIDY_EVERY_S:
-                self._tidy()
                 tidied = now
+                try:
+                    self._service.tidy()
+                except Exception:  # noqa: BLE001 - the other sessions are served
+                    _log.exception("a lost session could not be closed")
 
-    def _look(self, patience: float) -> None:
-        """Wait for what the ports' waitables tell of, and handle it."""
-        ready = self._waiter.wait(patience)
+    def _wait(self, timeout_s: float) -> None:
+        """Wait until a port is readable, and handle its messages."""
+        ready = self._poller.wait(timeout_s)
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
-            self._welcome_ports()
+            self._accept_added()
         for port in [port for port in self._ports if port.waitable() in ready]:
-            self._take(port, port.drain(_DRAIN_AT_ONCE))
+            self._handle_all(port, port.drain(_MAX_DRAINED))
 
-    def _tidy(self) -> None:
-        try:
-            self._service.tidy()
-        except Exception:  # noqa: BLE001 - whoever is left is served all the same
-            _log.exception("a channel that is gone could not be let go")
+    def _sleep_s(self, timeout_s: float | None, now: float) -> float:
+        """Longest sleep while there are polled ports: the longer the executor is idle, the longer."""
+        idle_s = now - self._batcher.last_batch
+        sleep_s = 0.0 if idle_s < _SPIN_S else _SHORT_SLEEP_S if idle_s < _LONG_SLEEP_AFTER_S else _LONG_SLEEP_S
+        return sleep_s if timeout_s is None else min(sleep_s, timeout_s)
 
-    def _patience(self, timeout: float | None, now: float) -> float:
-        """How long to sleep at most while there are tenants that do not ring: hardly at all while one is busy."""
-        quiet = now - self._service.last_batch
-        nap = 0.0 if quiet < _SPIN_S else _NAP_S if quiet < _DOZE_AFTER_S else _DOZE_S
-        return nap if timeout is None else min(nap, timeout)
-
-    def _welcome_ports(self) -> None:
-        while self._new:
-            port, taken = self._new.pop(0)
+    def _accept_added(self) -> None:
+        while self._added:
+            port, accepted = self._added.pop(0)
             self._ports.append(port)
-            self._waiter.add(port.waitable())
-            taken.set_result(None)
+            self._poller.add(port.waitable())
+            accepted.set_result(None)
 
-    def _take(self, port: Port, arrived: Iterable[tuple[Peer, Message | SymbiosisError]]) -> None:
-        """Handle what has arrived at a port, as far as there is room for it."""
-        if self._service.is_full():
+    def _handle_all(self, port: Port, arrived: Iterable[tuple[Peer, Message | SymbiosisError]]) -> None:
+        """Handle the messages of a port until the queue is full."""
+        if self._batcher.is_full():
             return
         try:
             for peer, message in arrived:
                 self._service.handle(peer, message)
-                if self._service.is_full():
+                if self._batcher.is_full():
                     return
-        except Exception:  # noqa: BLE001 - one port's end is not the others'
-            _log.exception("%s cannot be read any more: closed", port.address)
+        except Exception:  # noqa: BLE001 - the other ports stay open
+            _log.exception("%s cannot be read: closed", port.address)
             self._ports.remove(port)
-            self._waiter.remove(port.waitable())
+            self._poller.remove(port.waitable())
             _close(port)
 
-    def _turn_away(self) -> None:
+    def _reject_added(self) -> None:
         while True:
             try:
-                port, taken = self._new.pop(0)
-            except IndexError:  # `add` and the loop's end may both be at it
+                port, accepted = self._added.pop(0)
+            except IndexError:  # `add` and the loop may both empty the list
                 return
             _close(port)
-            taken.set_exception(Closed("the executor was closed"))
+            accepted.set_exception(Closed("the executor was closed"))
 
 
 def _close(port: Port) -> None:
     try:
         port.close()
-    except Exception:  # noqa: BLE001 - the other ports are to be closed too
+    except Exception:  # noqa: BLE001 - the other ports must be closed too
         _log.exception("%s could not be closed", port.address)

@@ -19,7 +19,7 @@ from symbiosis.split.executor.batch import Call, run_batch
 from symbiosis.split.executor.cost_model import CostModel
 from symbiosis.split.executor.cuda_graphs import BatchGraphs
 from symbiosis.split.executor.layers import Rows
-from symbiosis.split.executor.policies import BatchKey
+from symbiosis.split.executor.sessions import BatchKey
 
 _TIME_EVERY = 32  # batches: an event is cheap, not free
 _AT_ONCE = 8  # events whose time has not come
@@ -75,7 +75,7 @@ class StreamSelector:
     def _enter(self, calls: Sequence[Call]) -> None:
         lane = self._usual
         if all(call.work.places is not None for call in calls):
-            lane = self._calm if all(call.trains for call in calls) else self._urgent
+            lane = self._calm if all(call.is_training for call in calls) else self._urgent
         if lane is not self._now:
             torch.cuda.set_stream(lane)
             self._now = lane

@@ -133,7 +133,7 @@ class Node:
         self._public: Tensor | None = None
         """those that others have got: the same, or a copy if other nodes count on these."""
         self._length: int = (source._length if isinstance(source, Node) else 1) + (2 if isinstance(addend, Node) else 1)
-        """At most so many words are what leads here, and a `READ` after it."""
+        """At most so many words are what leads here, and a `HEADS` after it."""
         self._published = 0
         self.is_used = False
         for used in (source, addend):
@@ -209,14 +209,14 @@ class Node:
             if addend is None:
                 program.append(node.step.handle)
             elif isinstance(addend, Node) and addend.value is None:
-                program.append(ProgramOp.BACK)
+                program.append(ProgramOp.ADD_SAVED)
             else:
                 program.append(node.step.handle)
                 tensors.append(addend.value if isinstance(addend, Node) else addend)  # type: ignore[arg-type]
             if id(node) in added:
-                program.append(ProgramOp.KEEP)
+                program.append(ProgramOp.PUSH)
         if readers:
-            program += [ProgramOp.READ, *[reader.handle for reader in readers]]
+            program += [ProgramOp.HEADS, *[reader.handle for reader in readers]]
         is_norm = isinstance(self.step, LayerSpec)
         widths = [self.shape[-1]] * (2 if is_norm else 1) + [reader.layer.out_width for reader in readers]
         with ordinary(), torch._C._DisableFuncTorch():  # whoever looks, and from where, has no part in the numbers

@@ -371,7 +371,7 @@ def _end(total: _Node, made: _Node) -> Tensor | None:
         turns.append(at.turn)
         addends.append(at.addend)
         at = at.source
-    program = (half.me.handle, *turns[::-1], ProgramOp.SAVE, made.source.norm.handle, made.block.handle, ProgramOp.BACK)
+    program = (half.me.handle, *turns[::-1], ProgramOp.SAVE, made.source.norm.handle, made.block.handle, ProgramOp.ADD_SAVED)
     if len(program) > MAX_LAYERS:
         return None
     rows = cast(_Start, at).x, *addends[::-1]
