@@ -59,7 +59,7 @@ class Batcher:
             if session.request == message.request:
                 return  # sent again while queued: one reply
             raise TooManyCalls("the last call of this channel has no reply yet: send one call at a time")
-        work: BatchCall | None = message.note
+        work: BatchCall | None = message.receiver_state
         if work is None:
             work = self.validator.validate(session.peer, message)
         self._last_number = number = self._last_number + 1
@@ -202,8 +202,8 @@ class Batcher:
 
 def send_error(peer: Peer, request: int, error: SymbiosisError) -> None:
     """Reply to a request with an error."""
-    if peer.state is not None:
-        peer.state.totals.errors += 1
+    if peer.session is not None:
+        peer.session.totals.errors += 1
     body = {"code": error.code, "message": str(error)[:_MAX_ERROR_CHARS]}
     try:
         peer.port.reply(peer, Message(Kind.ERROR, request, body=body))

@@ -13,7 +13,7 @@ from symbiosis.split.executor.layer_program import LayerProgram, LayerProgramBac
 from symbiosis.split.executor.layers import BaseLayer, Matrix, Rows
 from symbiosis.split.executor.sessions import BatchKey
 from symbiosis.transport.base import Peer
-from symbiosis.transport.messages import Message, tensor_bytes
+from symbiosis.transport.messages import Message
 from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec, Limits
 
 _MAX_CACHED = 4096  # tenants choose programs and keys: the caches are bounded
@@ -50,12 +50,12 @@ class CallValidator:
         places = None
         if all(t.dtype is layers[0].input_dtype(i) and t.device == layers[0].device for i, t in enumerate(rows)):
             widths = _result_widths(layers, message.direction)
-            places = peer.port.places(peer, [(rows[0].shape[0], width) for width in widths], layers[0].dtype)
+            places = peer.port.reply_buffers(peer, [(rows[0].shape[0], width) for width in widths], layers[0].dtype)
         # Rows of tenants on this host lie in the memory of their channel, queued or not.
-        queued_bytes = 0 if peer.port.same_host else sum(tensor_bytes(t) for t in rows)
+        queued_bytes = 0 if peer.port.same_host else sum(t.nbytes for t in rows)
         work = BatchCall(layers, key, rows, places, queued_bytes)
         if all(t.is_floating_point() for t in rows):  # a tenant can change integers before it repeats the call
-            message.note = work
+            message.receiver_state = work
         return work
 
     def _check(self, layers: tuple[BaseLayer, ...], message: Message) -> Rows:
