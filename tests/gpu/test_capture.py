@@ -10,8 +10,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from symbiosis.gpu.cuda_graph import captured
-from symbiosis.gpu.driver import done_on
+from symbiosis.gpu.cuda_graph import capture
+from symbiosis.gpu.driver import synchronized
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def test_nobody_waits_for_the_device_while_another_captures():
         try:
             while not over.is_set():
                 x = x @ x / 256
-                with done_on(device):
+                with synchronized(device):
                     torch.cuda.empty_cache()
                 waits.append(1)
         except RuntimeError as error:
@@ -38,7 +38,7 @@ def test_nobody_waits_for_the_device_while_another_captures():
             x, pool = torch.ones(64, 64, device=device), torch.cuda.graph_pool_handle()
             _ = x @ x  # the library of products is ready: it cannot be made ready while a graph is captured
             for _ in range(50):
-                graph, found = captured(lambda: sum(x @ x for _ in range(20)), pool)
+                graph, found = capture(lambda: sum(x @ x for _ in range(20)), pool)
                 graph.replay()
                 torch.cuda.current_stream(device).synchronize()
                 assert found[0, 0].item() == 64 * 20
@@ -62,9 +62,9 @@ def test_after_a_capture_that_failed_everything_works_as_before(fail):
             return y
 
         with pytest.raises((RuntimeError, ZeroDivisionError)):
-            captured(compute, torch.cuda.graph_pool_handle())
+            capture(compute, torch.cuda.graph_pool_handle())
         assert torch.randn(1 << 20, device=device).isfinite().all()
-        graph, found = captured(lambda: x @ x, torch.cuda.graph_pool_handle())
+        graph, found = capture(lambda: x @ x, torch.cuda.graph_pool_handle())
         graph.replay()
         assert found[0, 0].item() == 64
 
@@ -81,6 +81,6 @@ def test_captures_that_failed_keep_no_memory():
         before = torch.cuda.memory_reserved(device)
         for _ in range(4):
             with pytest.raises(RuntimeError):
-                captured(compute, torch.cuda.graph_pool_handle())
+                capture(compute, torch.cuda.graph_pool_handle())
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved(device) < before + (1 << 28)

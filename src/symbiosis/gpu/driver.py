@@ -28,7 +28,7 @@ _MPS_ENABLED = 133
 _MULTIPROCESSORS = 1  # a kind of resource
 _RESOURCE_BYTES, _COUNT_AT = 256, 96  # more than any driver writes; where their number lies
 _NON_BLOCKING = _DEFAULT_STREAM = 1
-capturing = threading.Lock()
+capture_lock = threading.Lock()
 """Held by whoever captures a CUDA graph."""
 
 
@@ -91,9 +91,9 @@ def is_shared(device: torch.device) -> bool:
 
 
 @contextmanager
-def done_on(device: torch.device) -> Iterator[None]:
+def synchronized(device: torch.device) -> Iterator[None]:
     """All that was launched there is done, and nobody captures in here: waiting for the device would fail, and their graph."""
-    with capturing:
+    with capture_lock:
         torch.cuda.synchronize(device)
         yield
 
@@ -194,7 +194,7 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Waits for the work that uses the memory."""
-        with _on(self._device), done_on(self._device):
+        with _on(self._device), synchronized(self._device):
             _call("cuMemFree_v2", self._pointer)
 
 

@@ -179,7 +179,7 @@ class GpuChannel:
     def close(self) -> None:
         """Whoever waits here goes on, and finds that the executor is gone."""
         self._counters.host[_FAILED] = 0xFFFFFFFF
-        with suppress(RuntimeError), driver.done_on(self._device):
+        with suppress(RuntimeError), driver.synchronized(self._device):
             pass  # no stream of ours writes the counter after this; a broken context: the tenant goes on all the same
         self._let_go()
         self._counters.close()

@@ -61,7 +61,7 @@ def test_a_batch_that_came_often_has_the_plain_results(key, sizes):
 
 
 def test_any_company_of_a_size_has_one_graph_and_one_that_stays_its_own():
-    replays = BatchGraphs(torch.device("cpu"), making_share=1.0)
+    replays = BatchGraphs(torch.device("cpu"), capture_time_share=1.0)
     for number in range(20):
         company = [work(2), work(9), work(1 + number % 3)]
         results = replays.run(known_as(company))
@@ -69,21 +69,21 @@ def test_any_company_of_a_size_has_one_graph_and_one_that_stays_its_own():
         if results is not None:
             expected = _joined([BatchCall(w.layers, w.key, w.rows, None, 0) for w in company])
             torch.testing.assert_close(results, list(expected))
-    assert (len(replays._by_size), len(replays._joints)) == (1, 0)
+    assert (len(replays._by_size), len(replays._by_set)) == (1, 0)
     for _ in range(64):
         replays.run(known_as(company))
-    assert (len(replays._by_size), len(replays._joints)) == (1, 1)
+    assert (len(replays._by_size), len(replays._by_set)) == (1, 1)
 
 
 def test_graphs_of_companies_take_a_share_of_the_time():
-    replays = BatchGraphs(torch.device("cpu"), making_share=1e-9)
+    replays = BatchGraphs(torch.device("cpu"), capture_time_share=1e-9)
     company, other = [work(2), work(9)], [work(20), work(30)]
     for _ in range(20):
         first = replays.run(known_as(company))
     assert first is not None  # made at once
     for _ in range(20):
         assert replays.run(known_as(other)) is None  # not before years have gone by
-    assert (len(replays._by_size), len(replays._joints)) == (1, 0)
+    assert (len(replays._by_size), len(replays._by_set)) == (1, 0)
 
 
 def test_large_calls_are_not_kept():
@@ -95,14 +95,14 @@ def test_large_calls_are_not_kept():
 
 
 def test_what_comes_now_and_then_is_not_kept():
-    replays = BatchGraphs(torch.device("cpu"), soon_s=0.0)
+    replays = BatchGraphs(torch.device("cpu"), max_gap_s=0.0)
     one = work(1)
     for _ in range(12):
         assert replays.run(known_as([one])) is None
 
 
 def test_one_tenant_keeps_a_bounded_number():
-    replays = BatchGraphs(torch.device("cpu"), soon_s=3600.0)
+    replays = BatchGraphs(torch.device("cpu"), max_gap_s=3600.0)
     kept = [work(1) for _ in range(1030)]
     for _ in range(4):
         for each in kept:
@@ -115,12 +115,12 @@ def test_one_tenant_keeps_a_bounded_number():
 
 
 def test_calls_that_never_come_again_leave_no_room_taken():
-    replays = BatchGraphs(torch.device("cpu"), making_share=1.0)
+    replays = BatchGraphs(torch.device("cpu"), capture_time_share=1.0)
     for _ in range(9000):
         replays.run(known_as([work(1), work(1)]))
     first, second = work(1), work(2)
     for _ in range(80):
         replays.run(known_as([first, second]))
-    assert len(replays._joints) == 1
-    assert len(replays._seen) <= 8192
-    assert len(replays._parted) <= 2048
+    assert len(replays._by_set) == 1
+    assert len(replays._by_set._misses) <= 8192
+    assert len(replays._copies) <= 2048
