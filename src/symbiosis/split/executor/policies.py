@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from symbiosis.split.executor.cost_model import CostModel
+from symbiosis.common.cost_model import CostModel
 from symbiosis.types import WITH_BIAS, Direction
 
 
@@ -284,7 +284,7 @@ class Opportunistic:
         rows = sum(call.rows for call in calls)
         if rows + min(call.rows for call in calls) > self.max_rows or any(call.rows <= self.small_rows for call in calls):
             return first  # one more of its kind would not fit
-        gain, own_time = costs.saving(key.shape), costs.estimate(key.shape, rows)
+        gain, own_time = costs.estimate_saving(key.shape), costs.estimate(key.shape, rows)
         if gain < self.least_gain * own_time:
             return first
         return first + min(self.max_wait_s, gain, self.wait_share * own_time)

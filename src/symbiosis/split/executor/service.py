@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from symbiosis.common.cost_model import CostModel
 from symbiosis.device_sharing.cpu_turns import CpuTimeShare
 from symbiosis.errors import (
     BadCall,
@@ -29,7 +30,6 @@ from symbiosis.gpu import driver
 from symbiosis.models import blob_store
 from symbiosis.split.executor.batch import BatchCall, Call, SlicedBatch, run_batch
 from symbiosis.split.executor.calibration import time_layer
-from symbiosis.split.executor.cost_model import CostModel
 from symbiosis.split.executor.layer_program import LayerProgram, LayerProgramBackward, is_turn
 from symbiosis.split.executor.layers import BaseLayer, Rows, answer_widths, check_together
 from symbiosis.split.executor.memory_export import describe
@@ -77,7 +77,7 @@ class Service:
         devices = {layer.device for layer in layers}
         on_gpu = len(devices) == 1 and layers[0].device.type == "cuda"
         self._lanes = StreamSelector(layers[0].device) if on_gpu else None
-        self._change_s = 0.0 if self._lanes is None else self._lanes.change_s
+        self._change_s = 0.0 if self._lanes is None else self._lanes.context_switch_s
         self._sessions = Sessions(limits.max_sessions)
         self._queue: dict[int, Call] = {}
         self._cut: SlicedBatch | None = None
@@ -276,7 +276,7 @@ class Service:
         specs = [self._layer(handle).spec for handle in handles_alone]
         shape = (direction, *(x for spec in specs for x in (spec.kind, spec.in_width, spec.out_width)), *widths)
         if len(specs) > 1:  # each is as dear as alone until more is known
-            self._costs.consists(shape, [self._alone(spec, back=direction.is_back).shape for spec in specs])
+            self._costs.set_parts(shape, [self._alone(spec, back=direction.is_back).shape for spec in specs])
         return BatchKey(handles, direction, shape)
 
     def _alone(self, spec: LayerSpec, *, back: bool) -> BatchKey:
