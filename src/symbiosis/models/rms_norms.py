@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from symbiosis.kernels.rms_norm_reference import plain_norm
+from symbiosis.kernels.rms_norm_reference import rms_norm_reference
 
 TRITON = find_spec("triton") is not None
 
@@ -21,7 +21,7 @@ def normalised(x: Tensor, weight: Tensor, epsilon: float, *, twice: bool) -> Ten
 
         if fits(x, weight):
             return rms_norm(x, weight, epsilon, twice=twice)
-    return plain_norm(x, weight, epsilon, twice=twice)
+    return rms_norm_reference(x, weight, epsilon, twice=twice)
 
 
 def epsilon_of(norm: nn.Module) -> float:
@@ -46,7 +46,7 @@ def rounds_twice(module: nn.Module) -> bool | None:
     probe._parameters = {"weight": own}
     expected = probe(x)
     for twice in (True, False):
-        found = plain_norm(x, own, epsilon_of(module), twice=twice)
+        found = rms_norm_reference(x, own, epsilon_of(module), twice=twice)
         if found.dtype is expected.dtype and _alike(found, expected):
             return twice
     return None

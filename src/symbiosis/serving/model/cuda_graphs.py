@@ -57,7 +57,7 @@ class DecodeGraphs:
         from symbiosis.kernels.lora.shrink_expand import tile_rows
 
         size = next((size for size in _SIZES if size >= len(ids)), None)
-        if size is None or any(len(span.pages) > self._max_pages for span in spans):
+        if size is None or any(len(span.block_table) > self._max_pages for span in spans):
             return None
         rank = self._bank.table.rank if segments and self._bank.table is not None else 0
         key = (size, rank, tile_rows(size, len(segments), rank) if rank else 0)
@@ -95,14 +95,14 @@ class DecodeGraphs:
 
     def _build(self, size: int, tile: int) -> _Graph:
         """`tile` is 0 without adapters."""
-        from symbiosis.kernels.lora.shrink_expand import most_tiles
+        from symbiosis.kernels.lora.shrink_expand import max_tiles
         from symbiosis.kernels.paged_attention import AttentionBatch
 
         device = self._model.device
         inputs_2B = torch.zeros(2, size, dtype=torch.int64, device=device)
-        attention = AttentionBatch(rows=size, max_pages=self._max_pages, page_size=self._memory.page_size, device=device)
+        attention = AttentionBatch(rows=size, max_blocks=self._max_pages, block_size=self._memory.page_size, device=device)
         attention.fill([])
-        tiles = Tiles(most_tiles(size, tile), tile, device, reach=size) if tile else None
+        tiles = Tiles(max_tiles(size, tile), tile, device, reach=size) if tile else None
 
         def compute() -> Tensor:
             self._memory.use(attention)

@@ -42,7 +42,7 @@ class StreamSelector:
         self._pending_timings: list[tuple[torch.cuda.Event, torch.cuda.Event, BatchKey, int]] = []
 
     def run(self, calls: Sequence[Call], costs: CostModel) -> list[Rows | SymbiosisError]:
-        """Run a batch on its stream, which stays current until `leave`. Some batches are timed; `costs` gets the times later."""
+        """Run a batch on its stream, which stays current until `leave`. `costs` observes some batches, later."""
         self._enter(calls)
         self._batches += 1
         if self._batches % _TIME_EVERY:
