@@ -1,4 +1,4 @@
-"""Threads that capture, or wait for the whole device, do not break each other; a capture that fails breaks nothing."""
+"""Threads that capture or synchronize the device do not break each other. A failed capture leaves no state behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from symbiosis.gpu.driver import synchronized
 pytestmark = pytest.mark.gpu
 
 
-def test_nobody_waits_for_the_device_while_another_captures():
+def test_the_device_is_not_synchronized_during_a_capture():
     device = torch.device("cuda", 0)
     over, errors, waits = threading.Event(), [], []
 
@@ -36,7 +36,7 @@ def test_nobody_waits_for_the_device_while_another_captures():
     try:
         with torch.cuda.stream(torch.cuda.Stream(device)):
             x, pool = torch.ones(64, 64, device=device), torch.cuda.graph_pool_handle()
-            _ = x @ x  # the library of products is ready: it cannot be made ready while a graph is captured
+            _ = x @ x  # initializes cuBLAS, which cannot happen during a capture
             for _ in range(50):
                 graph, found = capture(lambda: sum(x @ x for _ in range(20)), pool)
                 graph.replay()
@@ -49,8 +49,8 @@ def test_nobody_waits_for_the_device_while_another_captures():
     assert waits
 
 
-@pytest.mark.parametrize("fail", [torch.cuda.synchronize, lambda: 1 / 0], ids=["the driver", "somebody"])
-def test_after_a_capture_that_failed_everything_works_as_before(fail):
+@pytest.mark.parametrize("fail", [torch.cuda.synchronize, lambda: 1 / 0], ids=["the driver", "Python"])
+def test_after_a_failed_capture_random_numbers_and_captures_work(fail):
     device = torch.device("cuda", 0)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         x = torch.ones(64, 64, device=device)
@@ -69,7 +69,7 @@ def test_after_a_capture_that_failed_everything_works_as_before(fail):
         assert found[0, 0].item() == 64
 
 
-def test_captures_that_failed_keep_no_memory():
+def test_failed_captures_release_their_memory():
     device = torch.device("cuda", 0)
     with torch.cuda.stream(torch.cuda.Stream(device)):
 

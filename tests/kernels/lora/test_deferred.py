@@ -55,7 +55,7 @@ def compute_deferred(widths, dtype, bias):
     add_lora(x, together, table, work, base_bias)
     assert not torch.equal(together, y)
     work.allocate_delta()
-    work.delta_RO.fill_(float("nan"))  # what is there of rows that nobody operands is not read
+    work.delta_RO.fill_(float("nan"))  # rows without an adapter are not read
     shrink(x, table, work, on_other_stream=True)
     return y, expand_deferred(table, work, like=x, base_bias_O=base_bias), together, operands
 
