@@ -23,21 +23,17 @@ def capture(compute: Callable[[], _Result], pool: Any) -> tuple[torch.cuda.CUDAG
         is_collecting = gc.isenabled()
         gc.disable()  # GPU memory must not be freed during a capture
         try:
-            return _capture(compute, pool)
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = compute()
+                graph.capture_end()
+            except BaseException:
+                _abort(graph, pool)
+                raise
         finally:
             if is_collecting:
                 gc.enable()
-
-
-def _capture(compute: Callable[[], _Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Result]:
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        result = compute()
-        graph.capture_end()
-    except BaseException:
-        _abort(graph, pool)
-        raise
     return graph, result
 
 

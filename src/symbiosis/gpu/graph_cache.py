@@ -51,19 +51,14 @@ class GraphCache(Generic[_Key, _Graph]):
         self._misses[key] = misses
         return misses >= self._min_uses and key not in self.rejected
 
-    def capture(self, key: _Key, capture: Callable[[], _Graph | None]) -> _Graph | None:
-        """Store what `capture` returns. None rejects the key: it is not admitted again."""
-        graph = capture()
+    def put(self, key: _Key, graph: _Graph | None) -> None:
+        """Store a graph. None rejects the key: it is not admitted again."""
         if graph is None:
-            self.reject(key)
+            drop_oldest(self.rejected, _MAX_REJECTED)
+            self.rejected[key] = None
         else:
             self._evict_for_one()
             self._graphs[key] = graph
-        return graph
-
-    def reject(self, key: _Key) -> None:
-        drop_oldest(self.rejected, _MAX_REJECTED)
-        self.rejected[key] = None
 
     def evict(self, is_obsolete: Callable[[_Key], bool]) -> None:
         for key in [key for key in self._graphs if is_obsolete(key)]:

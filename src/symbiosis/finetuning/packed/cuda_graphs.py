@@ -84,7 +84,8 @@ class PassGraphs:
         if found is None:
             if not (can_capture and own.graphs.admits(key)):
                 return self._run_eager(pack, run, own)
-            found = own.graphs.capture(key, lambda: self._capture(pack, run, own))
+            found = self._capture(pack, run, own)
+            own.graphs.put(key, found)
             if found is None:
                 with synchronized(self._device):
                     own.reset()  # its pool may be unusable
@@ -117,7 +118,7 @@ class PassGraphs:
             frame = pack.frame()  # frees what the pass caches when it ends
             losses_N = run(frame)
             if frame.by_lengths:
-                own.graphs.reject(pack.key)
+                own.graphs.put(pack.key, None)
             return losses_N
 
         if not (own.graphs and self._shares_pool):

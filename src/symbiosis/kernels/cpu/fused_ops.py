@@ -21,14 +21,8 @@ def rms_norm(x_RD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     if kernel is None:
         return rms_norm_reference(x_RD, weight_D, epsilon)
     out_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
-    kernel(
-        *_rows(x_RD),
-        _int64(x_RD.shape[1]),
-        _pointer(weight_D),
-        ctypes.c_float(epsilon),
-        _pointer(out_RD),
-        torch.get_num_threads(),
-    )
+    arguments = _int64(x_RD.shape[1]), _pointer(weight_D), ctypes.c_float(epsilon), _pointer(out_RD)
+    kernel(*_rows(x_RD), *arguments, torch.get_num_threads())
     return out_RD
 
 

@@ -78,20 +78,17 @@ class DecodeGraphs:
 
     def _add(self, key: tuple[int, int, int]) -> _Graph | None:
         """Capture a graph; None if this key cannot be captured."""
-        size, rank, tile = key
         if not self._graphs.admits(key):
             return None
-        graph = self._graphs.capture(key, functools.partial(self._try_build, size, tile))
-        if graph is not None:
-            self._graphs.evict(lambda old: 0 < old[1] < rank)  # ranks only grow
-        return graph
-
-    def _try_build(self, size: int, tile: int) -> _Graph | None:
+        size, rank, tile = key
+        graph = None
         try:
-            return self._build(size, tile)
+            graph = self._build(size, tile)
+            self._graphs.evict(lambda old: 0 < old[1] < rank)  # ranks only grow
         except Exception as error:  # noqa: BLE001 - the batch runs without a graph then, and reports its own errors
             _log.warning("%d rows of %s cannot be captured as a CUDA graph (%r)", size, type(self._model).__name__, error)
-            return None
+        self._graphs.put(key, graph)
+        return graph
 
     def _build(self, size: int, tile: int) -> _Graph:
         """`tile` is 0 without adapters."""

@@ -140,8 +140,9 @@ class BatchGraphs:
 
     def _capture(self, cache: GraphCache[_Key, Replay], key: _Key, record: Callable[[], Replay | None]) -> Replay | None:
         started = time.monotonic()
-        replay = cache.capture(key, record)
+        replay = record()
         ended = time.monotonic()
+        cache.put(key, replay)
         self._next_capture_at = ended + (ended - started) * (1.0 / self._capture_time_share - 1.0)
         return replay
 
