@@ -37,8 +37,8 @@ def _residual_norm(  # type: ignore[no-untyped-def]
     before = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(y + row * y_stride + column, mask=mask, other=0.0).to(tl.float32)
     if DEFERRED:
-        has, dora_scale = find_delta(table, slots, row, 0, table_stride)
-        value = add_delta(value, delta, base_bias, has, dora_scale, row, column, column, mask, delta_stride, kind, HAS_BIAS)
+        has, scale_at = find_delta(table, slots, row, 0, table_stride)
+        value = add_delta(value, delta, base_bias, has, scale_at, row, column, column, mask, delta_stride, kind, HAS_BIAS)
     value = rounded(before + value, kind)
     tl.store(total + row * width + column, value.to(kind), mask=mask)
     value *= tl.rsqrt(tl.sum(value * value, 0) / width + epsilon)

@@ -63,10 +63,10 @@ def _rope_and_store(  # type: ignore[no-untyped-def]
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
     if DEFERRED:
-        has, dora_scale = find_delta(table, slots, row, member, table_stride)
-        first = add_delta(first, delta, base_bias, has, dora_scale, row, column, own, mask, delta_stride, kind, HAS_BIAS)
+        has, scale_at = find_delta(table, slots, row, member, table_stride)
+        first = add_delta(first, delta, base_bias, has, scale_at, row, column, own, mask, delta_stride, kind, HAS_BIAS)
         second = add_delta(
-            second, delta, base_bias, has, dora_scale, row, column + half, own + half, mask, delta_stride, kind, HAS_BIAS
+            second, delta, base_bias, has, scale_at, row, column + half, own + half, mask, delta_stride, kind, HAS_BIAS
         )
     if member < 2:
         cos_at, sin_at, known = cos + row * cos_stride + d, sin + row * sin_stride + d, d < half

@@ -50,10 +50,10 @@ def delta_arguments(deferred: DeferredLora | None, like: Tensor) -> tuple[Any, .
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def apply_dora_scale(value, dora_scale, base_bias, column, own, mask, HAS_BIAS: tl.constexpr, SEVERAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """DoRA: scale `value` without the layer's own bias. `dora_scale` is an address or 0. One row or [rows, columns]."""
-    if dora_scale != 0:
-        scale = tl.load(tl.multiple_of(dora_scale.to(base_bias.dtype), 16) + own, mask=mask, other=1.0).to(tl.float32)
+def apply_mag_norm_scale(value, scale_at, base_bias, column, own, mask, HAS_BIAS: tl.constexpr, SEVERAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """DoRA: scale `value` without the layer's own bias. `scale_at` is the scale's address or 0. One row or [rows, columns]."""
+    if scale_at != 0:
+        scale = tl.load(tl.multiple_of(scale_at.to(base_bias.dtype), 16) + own, mask=mask, other=1.0).to(tl.float32)
         if SEVERAL:
             scale = scale[None, :]
         if HAS_BIAS:
@@ -77,11 +77,11 @@ def find_delta(table, slots, row, member, table_stride):  # type: ignore[no-unty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def add_delta(  # type: ignore[no-untyped-def]
-    value, delta, base_bias, has, dora_scale, row, column, own, mask, delta_stride, KIND: tl.constexpr, HAS_BIAS: tl.constexpr
+    value, delta, base_bias, has, scale_at, row, column, own, mask, delta_stride, KIND: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
     """`value`, part of an output row, with its delta, rounded as if it had been stored. `own`: columns within its layer."""
     found = tl.load(delta + row * delta_stride + column, mask=mask, other=0.0)
-    found = apply_dora_scale(value + found, dora_scale, base_bias, column, own, mask, HAS_BIAS, False)
+    found = apply_mag_norm_scale(value + found, scale_at, base_bias, column, own, mask, HAS_BIAS, False)
     return tl.where(has, rounded(found, KIND), value)
 
 
@@ -97,14 +97,14 @@ def _add_deferred(  # type: ignore[no-untyped-def]
     column, own, columns = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
     if ALIGNED:
         column, own, columns = tl.multiple_of(column, 16), tl.multiple_of(own, 16), tl.multiple_of(columns, 16)
-    has, dora_scale = find_delta(table, slots, row, member, table_stride)
+    has, scale_at = find_delta(table, slots, row, member, table_stride)
     if not has:
         return
     n = tl.arange(0, BLOCK_N)
     y_at, mask = y + row * y_stride + column + n, n < columns
     kind: tl.constexpr = y.dtype.element_ty
     value = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
-    value = add_delta(value, delta, base_bias, has, dora_scale, row, column + n, own + n, mask, delta_stride, kind, HAS_BIAS)
+    value = add_delta(value, delta, base_bias, has, scale_at, row, column + n, own + n, mask, delta_stride, kind, HAS_BIAS)
     tl.store(y_at, value.to(kind), mask=mask)
 
 

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from symbiosis.kernels.lora.deferred import DeferredLora, apply_dora_scale
+from symbiosis.kernels.lora.deferred import DeferredLora, apply_mag_norm_scale
 from symbiosis.kernels.lora.fused_widths import FusedWidths
 from symbiosis.kernels.programmatic_launch import launch_dependents, pdl_options, wait_for_previous
 from symbiosis.kernels.tiles import Segment, Tiles
@@ -46,12 +46,12 @@ class LoraOperand:
 
     a_rI: Tensor
     b_Or: Tensor
-    dora_scale_O: Tensor | None = None
+    mag_norm_scale_O: Tensor | None = None
     """DoRA: factor of the whole output without the layer's own bias."""
 
     def entry(self) -> tuple[int, int, int, int]:
         """Its table entry: addresses and rank. The owner of the table must keep the tensors alive."""
-        tensors = (self.a_rI, self.b_Or) if self.dora_scale_O is None else (self.a_rI, self.b_Or, self.dora_scale_O)
+        tensors = (self.a_rI, self.b_Or) if self.mag_norm_scale_O is None else (self.a_rI, self.b_Or, self.mag_norm_scale_O)
         rank = self.a_rI.shape[0]
         if self.b_Or.shape[1] != rank or len({t.dtype for t in tensors}) != 1:
             raise ValueError(
@@ -59,8 +59,8 @@ class LoraOperand:
             )
         if not all(t.is_contiguous() and t.data_ptr() % _ALIGNMENT == 0 for t in tensors):
             raise ValueError(f"weights must be contiguous and start at multiples of {_ALIGNMENT} bytes")
-        dora_scale = 0 if self.dora_scale_O is None else self.dora_scale_O.data_ptr()
-        return self.a_rI.data_ptr(), self.b_Or.data_ptr(), rank, dora_scale
+        scale_at = 0 if self.mag_norm_scale_O is None else self.mag_norm_scale_O.data_ptr()
+        return self.a_rI.data_ptr(), self.b_Or.data_ptr(), rank, scale_at
 
 
 EMPTY_ENTRY = (0, 0, 0, 0)
@@ -140,9 +140,9 @@ def reference(
                 continue
             low = (x_RI[rows].float() @ operand.a_rI.float().T).to(x_RI.dtype)
             y = y_RO[rows, columns].float() + low.float() @ operand.b_Or.float().T
-            if operand.dora_scale_O is not None:
+            if operand.mag_norm_scale_O is not None:
                 bias = 0.0 if base_bias_O is None else base_bias_O[columns].float()
-                y = (y - bias) * operand.dora_scale_O.float() + bias
+                y = (y - bias) * operand.mag_norm_scale_O.float() + bias
             y_RO[rows, columns] = y.to(y_RO.dtype)
 
 
@@ -196,19 +196,19 @@ def _shrink(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
-    y_at, delta, mask, dora_scale, base_bias, column, own, inside,
+    y_at, delta, mask, scale_at, base_bias, column, own, inside,
     FRESH: tl.constexpr, HAS_BIAS: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
     """Store a delta (`FRESH`), or add it to the output. One row or [rows, columns]; `inside` masks the columns."""
     if not FRESH:
         delta += tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
-        delta = apply_dora_scale(delta, dora_scale, base_bias, column, own, inside, HAS_BIAS, SEVERAL)
+        delta = apply_mag_norm_scale(delta, scale_at, base_bias, column, own, inside, HAS_BIAS, SEVERAL)
     tl.store(y_at, delta.to(y_at.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand_few(  # type: ignore[no-untyped-def]
-    y, b, parts, base_bias, dora_scale, column, own, columns, rank, splits, split_stride, max_rank, count, y_stride,
+    y, b, parts, base_bias, scale_at, column, own, columns, rank, splits, split_stride, max_rank, count, y_stride,
     PDL: tl.constexpr, FRESH: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -228,16 +228,16 @@ def _expand_few(  # type: ignore[no-untyped-def]
             weight_at += BLOCK_N * rank
             weight = tl.load(weight_at, mask=(n + BLOCK_N < columns)[:, None] & (r < rank)[None, :], other=0.0)
         y_at, delta = y + column + n, tl.sum(now * low[None, :], 1)
-        _write(y_at, delta, inside, dora_scale, base_bias, column + n, own + n, inside, FRESH, HAS_BIAS, False)
+        _write(y_at, delta, inside, scale_at, base_bias, column + n, own + n, inside, FRESH, HAS_BIAS, False)
         if count > 1:
             delta = tl.sum(now * other[None, :], 1)
-            _write(y_at + y_stride, delta, inside, dora_scale, base_bias, column + n, own + n, inside, FRESH, HAS_BIAS, False)
+            _write(y_at + y_stride, delta, inside, scale_at, base_bias, column + n, own + n, inside, FRESH, HAS_BIAS, False)
         n += BLOCK_N
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand_many(  # type: ignore[no-untyped-def]
-    y, b, parts, base_bias, dora_scale, column, own, columns, rank, splits, split_stride, max_rank, count, y_stride,
+    y, b, parts, base_bias, scale_at, column, own, columns, rank, splits, split_stride, max_rank, count, y_stride,
     PDL: tl.constexpr, FRESH: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -259,7 +259,7 @@ def _expand_many(  # type: ignore[no-untyped-def]
         total = tl.dot(low.to(weight.dtype), tl.trans(weight), total, input_precision="ieee")
     mask = rows[:, None] & (n < columns)[None, :]
     y_at = y + m.to(tl.int64)[:, None] * y_stride + (column + n)[None, :]
-    _write(y_at, total, mask, dora_scale, base_bias, column + n, own + n, n < columns, FRESH, HAS_BIAS, True)
+    _write(y_at, total, mask, scale_at, base_bias, column + n, own + n, n < columns, FRESH, HAS_BIAS, True)
 
 
 @triton.jit(do_not_specialize=["rows", "capacity", "splits", "table_stride"])  # type: ignore[untyped-decorator]
@@ -286,7 +286,7 @@ def _expand(  # type: ignore[no-untyped-def]
         return
     if ALIGNED:
         column, own, columns = tl.multiple_of(column, 16), tl.multiple_of(own, 16), tl.multiple_of(columns, 16)
-    dora_scale = tl.load(entry + 3)
+    scale_at = tl.load(entry + 3)
     y += start * y_stride
     b = tl.multiple_of(tl.load(entry + 1).to(base_bias.dtype), 16) + tl.multiple_of(own.to(tl.int64) * rank, 8)
     parts += (member.to(tl.int64) * rows + start) * max_rank
@@ -295,22 +295,22 @@ def _expand(  # type: ignore[no-untyped-def]
     if FEW:
         if even == rank:
             _expand_few(
-                y, b, parts, base_bias, dora_scale, column, own, columns, even, splits, split_stride, max_rank, count, y_stride,
+                y, b, parts, base_bias, scale_at, column, own, columns, even, splits, split_stride, max_rank, count, y_stride,
                 PDL, FRESH, HAS_BIAS, SPLITS, BLOCK_N, AHEAD, WIDE,
             )  # fmt: skip
         else:
             _expand_few(
-                y, b, parts, base_bias, dora_scale, column, own, columns, rank, splits, split_stride, max_rank, count, y_stride,
+                y, b, parts, base_bias, scale_at, column, own, columns, rank, splits, split_stride, max_rank, count, y_stride,
                 PDL, FRESH, HAS_BIAS, SPLITS, BLOCK_N, AHEAD, WIDE,
             )  # fmt: skip
     elif even == rank:
         _expand_many(
-            y, b, parts, base_bias, dora_scale, column, own, columns, even, splits, split_stride, max_rank, count, y_stride,
+            y, b, parts, base_bias, scale_at, column, own, columns, even, splits, split_stride, max_rank, count, y_stride,
             PDL, FRESH, HAS_BIAS, PARTS, BLOCK_M, BLOCK_N, WIDE,
         )  # fmt: skip
     else:
         _expand_many(
-            y, b, parts, base_bias, dora_scale, column, own, columns, rank, splits, split_stride, max_rank, count, y_stride,
+            y, b, parts, base_bias, scale_at, column, own, columns, rank, splits, split_stride, max_rank, count, y_stride,
             PDL, FRESH, HAS_BIAS, PARTS, BLOCK_M, BLOCK_N, 16,
         )  # fmt: skip
 
