@@ -79,6 +79,7 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 	PYTHONPATH=src $(PYTHON) -m benchmarks.lora 13b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.lora gemma27b --seconds 0.5
 	PYTHONPATH=src $(PYTHON) -m benchmarks.adapter_kernels
+	PYTHONPATH=src $(PYTHON) -m benchmarks.kernel_launch
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_serving 7b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b --mps

@@ -1,15 +1,15 @@
-"""How fast are the kernels of hosted serving, against the usual ways to compute the same?
+"""How fast are the kernels of hosted serving, against plain torch?
 
-Low-rank changes of a batch of rows (1 to 64 that decode with an adapter each,
-or all with the same; and prompts): by our two launches, by a loop over adapters
-of two products each, and by gathering the weights of each row for two batched
-products (the gathering is timed: the batch changes from pass to pass). Decoding
-over pages: by our kernel and by SDPA on gathered, padded keys and values. Each
-way goes through the weights of several layers in turn, so that they come from
-memory and not from the cache, as they do in a model. All take turns, replayed
-as CUDA graphs and, for rank 16, launched one by one; results are compared
-before anything is timed. TB/s counts the adapters' weights, or the keys and
-values, once.
+LoRA deltas of a batch (1 to 64 decode rows with an adapter each, or all with
+the same; and prefill): by shrink and expand, by a loop over adapters of two
+products each, and by gathering the weights of each row for two batched products
+(gathering is timed: each batch has other adapters). Decode attention over the
+KV cache: by our kernel and by SDPA on gathered, padded keys and values. Each
+method reads the weights of several layers one after the other, so that they
+come from memory and not from the cache, as in a model. Methods alternate,
+replayed as CUDA graphs and, for rank 16, launched one by one; results are
+compared before anything is timed. TB/s counts the adapters' weights, or the
+keys and values, once.
 
     python -m benchmarks.adapter_kernels           # under a minute on one H200
     python -m benchmarks.adapter_kernels --sweep   # other plans for the kernels, each compiled first
@@ -34,12 +34,12 @@ from rich.console import Console
 
 from benchmarks.results import FOLDER, compared, rotated, save
 
-FROM_MEMORY = 128 << 20  # bytes that a round must read: more than twice the cache
-Way = Callable[[], Any]
+MIN_BYTES = 128 << 20  # that a round must read: more than twice the cache
+Method = Callable[[], Any]
 
 
 class Bench:
-    """Where and how long is measured."""
+    """Device and repetitions of the measurements."""
 
     def __init__(self, *, tiny: bool, repetitions: int) -> None:
         import torch
@@ -49,40 +49,40 @@ class Bench:
         self.device = "cuda" if self.cuda else "cpu"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
 
-    def seconds(self, way: Way) -> float:
+    def seconds(self, method: Method) -> float:
         import torch
 
         if not self.cuda:
             started = time.perf_counter()
-            way()
+            method()
             return time.perf_counter() - started
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        way()
+        method()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    def replayed(self, way: Way) -> Way:
-        """The same as a CUDA graph; without a GPU just the same."""
+    def replayed(self, method: Method) -> Method:
+        """The method as a CUDA graph; without a GPU the method itself."""
         import torch
 
         if not self.cuda:
-            return way
-        way()
+            return method
+        method()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            way()
+            method()
         graph.replay()
         return graph.replay
 
-    def compare(self, ways: dict[str, Way], *, calls: int, read_bytes: int, baseline: str) -> dict[str, Any]:
-        """Seconds of one of the `calls` in each way, the ratio to the baseline, and TB/s."""
-        runs: dict[str, list[float]] = {name: [] for name in ways}
+    def compare(self, methods: dict[str, Method], *, calls: int, read_bytes: int, baseline: str) -> dict[str, Any]:
+        """Seconds of one of the `calls` by each method, the ratio to the baseline, and TB/s."""
+        runs: dict[str, list[float]] = {name: [] for name in methods}
         for repetition in range(self.repetitions):
-            for name in rotated(list(ways), repetition):
-                runs[name].append(self.seconds(ways[name]) / calls)
+            for name in rotated(list(methods), repetition):
+                runs[name].append(self.seconds(methods[name]) / calls)
         found = compared(runs, baseline)
         for each in found.values():
             each["tb_per_s"] = read_bytes / each["median"] / 1e12
@@ -90,13 +90,13 @@ class Bench:
 
 
 def same(found: Any, expected: Any, what: str) -> None:
-    """A way that computes something else fails the run."""
+    """Fail the run if a method computes something else."""
     error = (found.float() - expected.float()).abs().max().item() / expected.float().abs().max().item()
     if not error < 0.03:
         raise RuntimeError(f"{what}: results differ by {error:.3f} of the largest")
 
 
-class LowRank:
+class Lora:
     """One batch of rows and the adapters of several layers."""
 
     def __init__(self, bench: Bench, *, adapters: int, rows: int, rank: int, width: int, widths: Sequence[int]) -> None:
@@ -104,12 +104,13 @@ class LowRank:
         import torch
 
         from symbiosis.kernels.lora import shrink_expand
+        from symbiosis.kernels.lora.fused_widths import FusedWidths
         from symbiosis.kernels.tiles import Segment, Tiles
 
         self.kernels, self.rank, self.widths, self.rows = shrink_expand, rank, widths, rows
         options = {"device": bench.device, "dtype": bench.dtype}
         self.bytes = adapters * rank * sum(width + out for out in widths) * torch.empty((), **options).element_size()
-        self.layers = 2 if bench.tiny else max(4, min(32, -(-FROM_MEMORY // self.bytes)))
+        self.layers = 2 if bench.tiny else max(4, min(32, -(-MIN_BYTES // self.bytes)))
         torch.manual_seed(0)
         # [layer, member] of all adapters
         self.a = [[torch.randn(adapters, rank, width, **options) / width**0.5 for _ in widths] for _ in range(self.layers)]
@@ -117,13 +118,13 @@ class LowRank:
         self.x = torch.randn(adapters * rows, width, **options)
         self.y = torch.zeros(adapters * rows, sum(widths), **options)
         self.slots = torch.arange(adapters, device=bench.device)
-        self.rmax = -(-rank // 16) * 16
-        self.members = shrink_expand.FusedWidths(widths, bench.device)
+        self.max_rank = -(-rank // 16) * 16
+        self.members = FusedWidths(widths, bench.device)
         segments = [Segment(n, n * rows, rows) for n in range(adapters)]
-        tile = shrink_expand.tile_rows(adapters * rows, adapters, self.rmax)
+        tile = shrink_expand.tile_rows(adapters * rows, adapters, self.max_rank)
         self.tiles = Tiles.of(segments, tile, bench.device)
-        if rows * adapters <= 64:  # as a graph has it: room for any batch of so many rows
-            self.tiles = Tiles(shrink_expand.most_tiles(adapters * rows, tile), tile, bench.device)
+        if rows * adapters <= 64:  # as in a CUDA graph: tiles for any batch of so many rows
+            self.tiles = Tiles(shrink_expand.max_tiles(adapters * rows, tile), tile, bench.device)
             self.tiles.fill(segments)
         self.tables = [
             torch.tensor(
@@ -135,15 +136,15 @@ class LowRank:
             )
             for of_a, of_b in zip(self.a, self.b, strict=True)
         ]
-        self.use(shrink_expand.plan(self.tiles, width, widths, self.rmax))
+        self.use(shrink_expand.plan_launch(self.tiles, width, widths, self.max_rank))
 
     def use(self, plan: Any) -> None:
         self.plan = plan
-        self.work = self.kernels.Work(self.tiles, *self.x.shape, self.members, self.rmax, plan)
+        self.work = self.kernels.LoraBatch(self.tiles, *self.x.shape, self.members, self.max_rank, plan)
 
     def ours(self, layers: int | None = None) -> None:
         for table in self.tables[:layers]:
-            self.kernels.low_rank(self.x, self.y, table, self.work)
+            self.kernels.add_lora(self.x, self.y, table, self.work)
 
     def _columns(self) -> list[slice]:
         ends = list(itertools.accumulate(self.widths))
@@ -165,16 +166,16 @@ class LowRank:
 
     def check(self) -> None:
         results = []
-        for way in (self.loop, self.gathered, self.ours):
+        for method in (self.loop, self.gathered, self.ours):
             self.y.zero_()
-            way(1)
+            method(1)
             results.append(self.y.clone())
         same(results[1], results[0], "gathered")
         same(results[2], results[0], "ours")
 
 
-def low_rank_cases(tiny: bool) -> Iterator[dict[str, Any]]:
-    """`rows` of each of so many adapters."""
+def lora_cases(tiny: bool) -> Iterator[dict[str, Any]]:
+    """`rows` of each adapter."""
     if tiny:
         shapes = {"one": (64, [64]), "qkv": (64, [64, 32, 32])}
         batches, ranks, prompts = [(2, 1), (1, 2)], [8], [(2, 20)]
@@ -187,24 +188,24 @@ def low_rank_cases(tiny: bool) -> Iterator[dict[str, Any]]:
         yield {"shape": shape, "adapters": adapters, "rows": rows, "rank": rank, "width": width, "widths": widths}
 
 
-def measure_low_rank(bench: Bench, console: Console) -> list[dict[str, Any]]:
+def measure_lora(bench: Bench, console: Console) -> list[dict[str, Any]]:
     results = []
-    for case in low_rank_cases(bench.tiny):
+    for case in lora_cases(bench.tiny):
         sizes = {name: value for name, value in case.items() if name != "shape"}
-        work = LowRank(bench, **sizes)
+        work = Lora(bench, **sizes)
         work.check()
-        ways = {"loop": work.loop, "gathered": work.gathered, "ours": work.ours}
+        methods = {"loop": work.loop, "gathered": work.gathered, "ours": work.ours}
         given = {"calls": work.layers, "read_bytes": work.bytes, "baseline": "loop"}
         result = {
             **case,
             "layers": work.layers,
-            "graph": bench.compare({n: bench.replayed(w) for n, w in ways.items()}, **given),
+            "graph": bench.compare({n: bench.replayed(w) for n, w in methods.items()}, **given),
         }
         if case["rank"] == 16 or bench.tiny:
             few = min(4, work.layers)
-            result["launched"] = bench.compare({n: partial(w, few) for n, w in ways.items()}, **{**given, "calls": few})
+            result["launched"] = bench.compare({n: partial(w, few) for n, w in methods.items()}, **{**given, "calls": few})
         results.append(result)
-        told(
+        report(
             console,
             f"{case['shape']:4s} rank {case['rank']:2d}, {case['adapters']:2d} x {case['rows']:3d} rows",
             result["graph"],
@@ -212,15 +213,15 @@ def measure_low_rank(bench: Bench, console: Console) -> list[dict[str, Any]]:
     return results
 
 
-def told(console: Console, what: str, found: dict[str, Any]) -> None:
+def report(console: Console, what: str, found: dict[str, Any]) -> None:
     each = [f"{name} {1e6 * f['median']:7.1f} us ({f['ratio']:.2f}, {f['tb_per_s']:.2f} TB/s)" for name, f in found.items()]
     console.print(f"{what}: {', '.join(each)}")
 
 
 class Attention:
-    """A batch of sequences that decode, over the memory of several layers."""
+    """A batch of decoding sequences, over the KV cache of several layers."""
 
-    page_size = 16
+    block_size = 16
 
     def __init__(self, bench: Bench, *, lengths: Sequence[int], heads: int, key_heads: int, width: int) -> None:
         import torch
@@ -229,25 +230,25 @@ class Attention:
 
         self.kernels, self.scale = paged_attention, width**-0.5
         options = {"device": bench.device, "dtype": bench.dtype}
-        needed = [-(-length // self.page_size) for length in lengths]
+        needed = [-(-length // self.block_size) for length in lengths]
         torch.manual_seed(0)
         free = torch.randperm(sum(needed)).tolist()
         spans = [
-            paged_attention.Span(n, 1, length - 1, [free.pop() for _ in range(pages)])
-            for n, (length, pages) in enumerate(zip(lengths, needed, strict=True))
+            paged_attention.Span(n, 1, length - 1, [free.pop() for _ in range(blocks)])
+            for n, (length, blocks) in enumerate(zip(lengths, needed, strict=True))
         ]
         size = torch.empty((), **options).element_size()
         self.bytes = 2 * sum(lengths) * key_heads * width * size
-        self.layers = 2 if bench.tiny else max(2, min(8, -(-FROM_MEMORY // self.bytes)))
-        self.memory = torch.randn(self.layers, 2, sum(needed) * self.page_size, key_heads, width, **options)
+        self.layers = 2 if bench.tiny else max(2, min(8, -(-MIN_BYTES // self.bytes)))
+        self.memory = torch.randn(self.layers, 2, sum(needed) * self.block_size, key_heads, width, **options)
         self.q = torch.randn(len(lengths), heads, width, **options)
-        self.now = paged_attention.AttentionBatch(
-            rows=len(lengths), max_pages=max(needed), page_size=self.page_size, device=bench.device
+        self.batch = paged_attention.AttentionBatch(
+            rows=len(lengths), max_blocks=max(needed), block_size=self.block_size, device=bench.device
         )
-        self.now.fill(spans)
-        self.use(paged_attention.plan(len(lengths), key_heads, width, self.now.longest, size))
-        within = torch.arange(self.page_size)
-        slots = [(torch.tensor(s.pages)[:, None] * self.page_size + within).flatten()[: max(lengths)] for s in spans]
+        self.batch.fill(spans)
+        self.use(paged_attention.plan_launch(len(lengths), key_heads, width, self.batch.longest, size))
+        within = torch.arange(self.block_size)
+        slots = [(torch.tensor(s.block_table)[:, None] * self.block_size + within).flatten()[: max(lengths)] for s in spans]
         padded = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
         for row, found in zip(padded, slots, strict=True):
             row[: len(found)] = found
@@ -261,7 +262,7 @@ class Attention:
 
     def ours(self, layers: int | None = None) -> Any:
         for keys, values in self.memory[:layers]:
-            found = self.kernels.attend(self.q, keys, values, self.now, scale=self.scale, chosen=self.plan)
+            found = self.kernels.attend(self.q, keys, values, self.batch, scale=self.scale, chosen=self.plan)
         return found
 
     def gathered(self, layers: int | None = None) -> Any:
@@ -290,23 +291,23 @@ def measure_attention(bench: Bench, console: Console) -> list[dict[str, Any]]:
     for case in attention_cases(bench.tiny):
         work = Attention(bench, **case)
         same(work.ours(1), work.gathered(1), "attention")
-        ways = {"gathered": bench.replayed(work.gathered), "ours": bench.replayed(work.ours)}
-        found = bench.compare(ways, calls=work.layers, read_bytes=work.bytes, baseline="gathered")
+        methods = {"gathered": bench.replayed(work.gathered), "ours": bench.replayed(work.ours)}
+        found = bench.compare(methods, calls=work.layers, read_bytes=work.bytes, baseline="gathered")
         results.append({**case, "graph": found})
         lengths = case["lengths"]
-        told(console, f"attention {len(lengths)} x {min(lengths)} to {max(lengths)}, {case['key_heads']} key heads", found)
+        report(console, f"attention {len(lengths)} x {min(lengths)} to {max(lengths)}, {case['key_heads']} key heads", found)
     return results
 
 
 def sweep(bench: Bench, console: Console) -> list[dict[str, Any]]:
-    """Other plans than those the kernels pick, best last."""
+    """Other launch plans than the selected ones, fastest last."""
     size = 2 if bench.tiny else 32
     low = {"width": 64, "widths": [64]} if bench.tiny else {"width": 4096, "widths": [4096, 4096, 4096]}
     one, long = next(attention_cases(True)), {"lengths": [1024] * 32, "heads": 32, "key_heads": 8, "width": 128}
     jobs: list[tuple[str, Any, list[dict[str, int]]]] = [
         (
             f"rank {rank}, {adapters} x {rows} rows",
-            partial(LowRank, bench, adapters=adapters, rows=rows, rank=rank, **low),
+            partial(Lora, bench, adapters=adapters, rows=rows, rank=rank, **low),
             [
                 *({"block_n": block_n} for block_n in (64, 128, 256, 512)),
                 *({"block_n": block_n, "expand_warps": 2} for block_n in (64, 128, 256)),
@@ -322,21 +323,21 @@ def sweep(bench: Bench, console: Console) -> list[dict[str, Any]]:
             partial(Attention, bench, **(one if bench.tiny else long)),
             [
                 *({"splits": splits} for splits in (1, 2, 4, 8)),
-                *({"single_block": block, "stages": stages} for block in (32, 64, 128) for stages in (2, 3, 4)),
+                *({"decode_block": block, "stages": stages} for block in (32, 64, 128) for stages in (2, 3, 4)),
             ],
         )
     )
     results = []
     for what, make, changes in jobs:
         work = make()
-        picked, times = work.plan, list[tuple[float, dict[str, int]]]()
+        selected, times = work.plan, list[tuple[float, dict[str, int]]]()
         for change in [{}, *(changes[:2] if bench.tiny else changes)]:
-            work.use(replace(picked, **change))
-            way = bench.replayed(work.ours)
-            times.append((statistics.median(bench.seconds(way) for _ in range(bench.repetitions)) / work.layers, change))
+            work.use(replace(selected, **change))
+            method = bench.replayed(work.ours)
+            times.append((statistics.median(bench.seconds(method) for _ in range(bench.repetitions)) / work.layers, change))
         for seconds, change in sorted(times, key=lambda each: -each[0]):
             results.append({"what": what, "change": change, "seconds": seconds, "tb_per_s": work.bytes / seconds / 1e12})
-            console.print(f"{what}: {1e6 * seconds:7.1f} us, {results[-1]['tb_per_s']:.2f} TB/s: {change or 'as picked'}")
+            console.print(f"{what}: {1e6 * seconds:7.1f} us, {results[-1]['tb_per_s']:.2f} TB/s: {change or 'as selected'}")
     return results
 
 
@@ -346,7 +347,7 @@ def run(*, tiny: bool, swept: bool, repetitions: int, folder: Path = FOLDER) -> 
     if swept:
         figures["sweep"] = sweep(bench, console)
     else:
-        figures |= {"low_rank": measure_low_rank(bench, console), "attention": measure_attention(bench, console)}
+        figures |= {"low_rank": measure_lora(bench, console), "attention": measure_attention(bench, console)}
     name = f"adapter-kernels{'-sweep' if swept else ''}{'-tiny' if tiny else ''}"
     save(name, str(__doc__).splitlines()[0], figures, folder)
     return figures

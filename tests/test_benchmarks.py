@@ -18,6 +18,7 @@ from benchmarks import (
     gpu_serving,
     gpu_training,
     independence,
+    kernel_launch,
     lora,
     memory,
     mixed,
@@ -114,16 +115,26 @@ def test_queueing_completes_all_requests_and_reports_their_time(tmp_path):
     assert (tmp_path / "queueing-tiny.json").is_file()
 
 
-@pytest.mark.skipif(
+needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ),
     reason="needs a CUDA device or Triton's interpreter",
 )
+
+
+@needs_triton
 @pytest.mark.parametrize("options", [[], ["--sweep"]], ids=["compared", "swept"])
 def test_kernels_of_serving_are_measured(options, tmp_path):
     adapter_kernels.main(["--tiny", "--repetitions", "1", "--out", str(tmp_path), *options])
     (written,) = tmp_path.glob("*.json")
     record = json.loads(written.read_text())
     assert {"question", "machine", "script", "triton"} <= record.keys()
+
+
+@needs_triton
+def test_launches_are_measured(tmp_path):
+    figures = kernel_launch.run(tiny=True, repetitions=1, folder=tmp_path)
+    assert [each["kernel"] for each in figures["kernels"]] == ["rms_norm", "silu_mul"]
+    assert (tmp_path / "kernel-launch-tiny.json").is_file()
 
 
 def test_ratios_are_taken_within_one_repetition():

@@ -1,4 +1,4 @@
-"""Threads that capture, or wait for the whole device, do not break each other; a capture that fails breaks nothing."""
+"""Threads that capture or synchronize the device do not break each other. A failed capture leaves no state behind."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from symbiosis.gpu.cuda_graph import captured
-from symbiosis.gpu.driver import done_on
+from symbiosis.gpu.cuda_graph import capture
+from symbiosis.gpu.driver import synchronized
 
 pytestmark = pytest.mark.gpu
 
 
-def test_nobody_waits_for_the_device_while_another_captures():
+def test_the_device_is_not_synchronized_during_a_capture():
     device = torch.device("cuda", 0)
     over, errors, waits = threading.Event(), [], []
 
@@ -25,7 +25,7 @@ def test_nobody_waits_for_the_device_while_another_captures():
         try:
             while not over.is_set():
                 x = x @ x / 256
-                with done_on(device):
+                with synchronized(device):
                     torch.cuda.empty_cache()
                 waits.append(1)
         except RuntimeError as error:
@@ -36,9 +36,9 @@ def test_nobody_waits_for_the_device_while_another_captures():
     try:
         with torch.cuda.stream(torch.cuda.Stream(device)):
             x, pool = torch.ones(64, 64, device=device), torch.cuda.graph_pool_handle()
-            _ = x @ x  # the library of products is ready: it cannot be made ready while a graph is captured
+            _ = x @ x  # initializes cuBLAS, which cannot happen during a capture
             for _ in range(50):
-                graph, found = captured(lambda: sum(x @ x for _ in range(20)), pool)
+                graph, found = capture(lambda: sum(x @ x for _ in range(20)), pool)
                 graph.replay()
                 torch.cuda.current_stream(device).synchronize()
                 assert found[0, 0].item() == 64 * 20
@@ -49,8 +49,8 @@ def test_nobody_waits_for_the_device_while_another_captures():
     assert waits
 
 
-@pytest.mark.parametrize("fail", [torch.cuda.synchronize, lambda: 1 / 0], ids=["the driver", "somebody"])
-def test_after_a_capture_that_failed_everything_works_as_before(fail):
+@pytest.mark.parametrize("fail", [torch.cuda.synchronize, lambda: 1 / 0], ids=["the driver", "Python"])
+def test_after_a_failed_capture_random_numbers_and_captures_work(fail):
     device = torch.device("cuda", 0)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         x = torch.ones(64, 64, device=device)
@@ -62,14 +62,14 @@ def test_after_a_capture_that_failed_everything_works_as_before(fail):
             return y
 
         with pytest.raises((RuntimeError, ZeroDivisionError)):
-            captured(compute, torch.cuda.graph_pool_handle())
+            capture(compute, torch.cuda.graph_pool_handle())
         assert torch.randn(1 << 20, device=device).isfinite().all()
-        graph, found = captured(lambda: x @ x, torch.cuda.graph_pool_handle())
+        graph, found = capture(lambda: x @ x, torch.cuda.graph_pool_handle())
         graph.replay()
         assert found[0, 0].item() == 64
 
 
-def test_captures_that_failed_keep_no_memory():
+def test_failed_captures_release_their_memory():
     device = torch.device("cuda", 0)
     with torch.cuda.stream(torch.cuda.Stream(device)):
 
@@ -81,6 +81,6 @@ def test_captures_that_failed_keep_no_memory():
         before = torch.cuda.memory_reserved(device)
         for _ in range(4):
             with pytest.raises(RuntimeError):
-                captured(compute, torch.cuda.graph_pool_handle())
+                capture(compute, torch.cuda.graph_pool_handle())
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved(device) < before + (1 << 28)

@@ -145,7 +145,7 @@ def test_what_a_model_keeps_for_later_passes_is_not_written_over(monkeypatch, ca
     assert len(kept) == 4
     for rows, values in kept.items():
         assert torch.equal(values, torch.full_like(values, rows))
-    assert "keeps what training passes compute" in caplog.text
+    assert "stores results of training passes" in caplog.text
 
 
 def test_of_streams_the_two_that_were_used_last_keep_their_graphs():

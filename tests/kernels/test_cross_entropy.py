@@ -41,6 +41,6 @@ def test_strided_logits_and_infinities():
     torch.testing.assert_close(cross_entropy(logits, labels), reference(logits, labels, -100), equal_nan=True)
 
 
-def test_a_label_outside_the_vocabulary_is_no_number_and_reads_nothing():
+def test_the_loss_of_a_label_outside_the_vocabulary_is_nan():
     losses = cross_entropy(torch.randn(3, 50, device=DEVICE), torch.tensor([50, -5, 1 << 40], device=DEVICE))
     assert losses.isnan().all()

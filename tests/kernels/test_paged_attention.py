@@ -12,7 +12,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.paged_attention import AttentionBatch, attend, plan, reference, store
+from symbiosis.kernels.paged_attention import AttentionBatch, attend, plan_launch, reference, store
 from symbiosis.kernels.tiles import Span
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,50 +20,50 @@ pytestmark = pytest.mark.gpu if torch.cuda.is_available() else []
 # Triton's interpreter cuts bfloat16 instead of rounding
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-PAGE = 16
+BLOCK_SIZE = 16
 
 
-def spans_of(sizes, page_size=PAGE):
-    """Sequences of (tokens before, rows), on pages in random order; page 0 belongs to nobody."""
-    needed = [-(-(before + count) // page_size) for before, count in sizes]
+def spans_of(sizes, block_size=BLOCK_SIZE):
+    """Sequences of (tokens before, rows), on blocks in random order; block 0 belongs to no sequence."""
+    needed = [-(-(before + count) // block_size) for before, count in sizes]
     free = (1 + torch.randperm(sum(needed))).tolist()
     spans, row = [], 0
-    for (before, count), pages in zip(sizes, needed, strict=True):
-        spans.append(Span(row, count, before, [free.pop() for _ in range(pages)]))
+    for (before, count), blocks in zip(sizes, needed, strict=True):
+        spans.append(Span(row, count, before, [free.pop() for _ in range(blocks)]))
         row += count
-    return spans, row, (1 + sum(needed)) * page_size
+    return spans, row, (1 + sum(needed)) * block_size
 
 
 def memory_of(slots, key_heads, width, dtype):
-    """Of which nothing may be read that no sequence owns: all of it is NaN until written."""
+    """All NaN until written: slots that no sequence owns must not be read."""
     return torch.full((2, slots, key_heads, width), float("nan"), device=DEVICE, dtype=dtype)
 
 
-def fill(memory, spans, page_size=PAGE):
+def fill(memory, spans, block_size=BLOCK_SIZE):
     for span in spans:
-        for place in range(span.before):
-            slot = span.pages[place // page_size] * page_size + place % page_size
+        for position in range(span.before):
+            slot = span.block_table[position // block_size] * block_size + position % block_size
             memory[:, slot] = torch.randn(memory[:, slot].shape, device=DEVICE)
 
 
-def check(sizes, *, heads=4, key_heads=2, width=64, dtype=torch.float32, page_size=PAGE, splits=None, **options):
+def check(sizes, *, heads=4, key_heads=2, width=64, dtype=torch.float32, block_size=BLOCK_SIZE, splits=None, **options):
     torch.manual_seed(0)
-    spans, rows, slots = spans_of(sizes, page_size)
+    spans, rows, slots = spans_of(sizes, block_size)
     memory = memory_of(slots, key_heads, width, dtype)
-    fill(memory, spans, page_size)
+    fill(memory, spans, block_size)
     q, k, v = (torch.randn(rows, h, width, device=DEVICE).to(dtype) for h in (heads, key_heads, key_heads))
-    now = AttentionBatch.of(spans, page_size, DEVICE)
-    store(k, v, now.slots_R, *memory)
+    batch = AttentionBatch.of(spans, block_size, DEVICE)
+    store(k, v, batch.slots_R, *memory)
     for span in spans:
         for row in range(span.count):
-            page, offset = divmod(span.before + row, page_size)
-            slot = span.pages[page] * page_size + offset
+            block, offset = divmod(span.before + row, block_size)
+            slot = span.block_table[block] * block_size + offset
             assert torch.equal(memory[0, slot], k[span.start + row])
             assert torch.equal(memory[1, slot], v[span.start + row])
-    chosen = plan(now.single, key_heads, width, now.longest, q.element_size())
+    chosen = plan_launch(batch.num_decodes, key_heads, width, batch.longest, q.element_size())
     chosen = replace(chosen, splits=splits or chosen.splits)
-    found = attend(q, *memory, now, scale=width**-0.5, chosen=chosen, **options)
-    expected = reference(q, *memory, spans, page_size, width**-0.5, **options)
+    found = attend(q, *memory, batch, scale=width**-0.5, chosen=chosen, **options)
+    expected = reference(q, *memory, spans, block_size, width**-0.5, **options)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -80,63 +80,63 @@ def test_any_grouping_of_heads(heads, key_heads):
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 8])
 @pytest.mark.parametrize("window", [None, 1, 20, 64, 100])
-def test_splits_are_joined(splits, window):
+def test_splits_are_merged(splits, window):
     check([(0, 1), (63, 1), (64, 1), (200, 1)], splits=splits, window=window)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 40, 300])
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_windows_and_caps_of_prompts(window, cap):
+def test_windows_and_caps_of_prefill(window, cap):
     check([(100, 130), (0, 3), (17, 1), (0, 65)], window=window, cap=cap)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_caps_of_single_rows(splits):
+def test_caps_of_decode_rows(splits):
     check([(100, 1), (0, 1)], cap=1.5, splits=splits)
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 64, 128])
-def test_other_page_sizes(page_size):
-    check([(70, 1), (5, 20), (0, 1)], page_size=page_size)
+@pytest.mark.parametrize("block_size", [1, 8, 64, 128])
+def test_other_block_sizes(block_size):
+    check([(70, 1), (5, 20), (0, 1)], block_size=block_size)
 
 
 @pytest.mark.parametrize("sizes", [[(12, 4)], [(0, 16), (3, 2)], [(64, 64)], [(0, 129), (63, 65)]])
-def test_pieces_of_prompts(sizes):
+def test_chunked_prefill(sizes):
     check(sizes)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_rows_of_no_sequence_are_zeros_and_a_pass_is_filled_again_in_place(splits):
+def test_rows_of_no_sequence_are_zeros_and_a_batch_is_filled_again_in_place(splits):
     torch.manual_seed(0)
-    now = AttentionBatch(rows=5, max_pages=8, page_size=PAGE, device=DEVICE)
-    addresses = [part.data_ptr() for part in (now.facts_3B, now.slots_R, now.table_BP)]
+    batch = AttentionBatch(rows=5, max_blocks=8, block_size=BLOCK_SIZE, device=DEVICE)
+    addresses = [part.data_ptr() for part in (batch.spans_3B, batch.slots_R, batch.block_table_BP)]
     for sizes in ([(40, 1), (100, 1)], [], [(3, 1), (16, 1), (99, 1), (0, 1), (31, 1)], [(127, 1)]):
         spans, used, _ = spans_of(sizes)
-        memory = memory_of(30 * PAGE, 2, 64, torch.float32)
+        memory = memory_of(30 * BLOCK_SIZE, 2, 64, torch.float32)
         fill(memory, spans)
         q, k, v = (torch.randn(5, h, 64, device=DEVICE) for h in (4, 2, 2))
-        now.fill(spans)
-        store(k, v, now.slots_R, *memory)
-        found = attend(q, *memory, now, scale=0.1, chosen=replace(plan(5, 2, 64, now.longest, 4), splits=splits))
+        batch.fill(spans)
+        store(k, v, batch.slots_R, *memory)
+        found = attend(q, *memory, batch, scale=0.1, chosen=replace(plan_launch(5, 2, 64, batch.longest, 4), splits=splits))
         assert not found[used:].any()
-        torch.testing.assert_close(found, reference(q, *memory, spans, PAGE, 0.1), rtol=2e-5, atol=2e-5)
-    assert [part.data_ptr() for part in (now.facts_3B, now.slots_R, now.table_BP)] == addresses
+        torch.testing.assert_close(found, reference(q, *memory, spans, BLOCK_SIZE, 0.1), rtol=2e-5, atol=2e-5)
+    assert [part.data_ptr() for part in (batch.spans_3B, batch.slots_R, batch.block_table_BP)] == addresses
     with pytest.raises(ValueError, match="one row each"):
-        now.fill([Span(0, 2, 0, [1])])
+        batch.fill([Span(0, 2, 0, [1])])
 
 
-def test_queries_and_keys_that_are_parts_of_a_joined_projection():
+def test_queries_and_keys_that_are_parts_of_a_fused_projection():
     torch.manual_seed(0)
     spans, rows, slots = spans_of([(20, 1), (4, 3)])
     memory = memory_of(slots, 2, 64, torch.float32)
     fill(memory, spans)
     q, k, v = torch.randn(rows, 8, 64, device=DEVICE).split([4, 2, 2], dim=1)
-    q_turned = q.transpose(0, 1).contiguous().transpose(0, 1)
-    now = AttentionBatch.of(spans, PAGE, DEVICE)
-    store(k, v, now.slots_R.long(), *memory)
-    expected = reference(q, *memory, spans, PAGE, 0.125)
-    for queries in (q, q_turned):
-        found = attend(queries, *memory, now, scale=0.125)
+    q_transposed = q.transpose(0, 1).contiguous().transpose(0, 1)
+    batch = AttentionBatch.of(spans, BLOCK_SIZE, DEVICE)
+    store(k, v, batch.slots_R.long(), *memory)
+    expected = reference(q, *memory, spans, BLOCK_SIZE, 0.125)
+    for queries in (q, q_transposed):
+        found = attend(queries, *memory, batch, scale=0.125)
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -154,16 +154,16 @@ def test_rows_without_a_slot_are_not_stored():
 def test_a_graph_serves_other_sequences_when_replayed(splits):
     torch.manual_seed(0)
     dtype = torch.bfloat16
-    now = AttentionBatch(rows=4, max_pages=16, page_size=PAGE, device=DEVICE)
-    memory = memory_of(80 * PAGE, 2, 128, dtype)
+    batch = AttentionBatch(rows=4, max_blocks=16, block_size=BLOCK_SIZE, device=DEVICE)
+    memory = memory_of(80 * BLOCK_SIZE, 2, 128, dtype)
     q, k, v = (torch.randn(4, h, 128, device=DEVICE, dtype=dtype) for h in (8, 2, 2))
-    chosen = replace(plan(4, 2, 128, now.longest, 2), splits=splits)
+    chosen = replace(plan_launch(4, 2, 128, batch.longest, 2), splits=splits)
 
     def step():
-        store(k, v, now.slots_R, *memory)
-        return attend(q, *memory, now, scale=0.1, chosen=chosen)
+        store(k, v, batch.slots_R, *memory)
+        return attend(q, *memory, batch, scale=0.1, chosen=chosen)
 
-    now.fill([])
+    batch.fill([])
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -172,11 +172,11 @@ def test_a_graph_serves_other_sequences_when_replayed(splits):
     for sizes in ([(200, 1), (3, 1)], [], [(16, 1), (17, 1), (255, 1), (0, 1)]):
         spans, _, _ = spans_of(sizes)
         fill(memory, spans)
-        now.fill(spans)
+        batch.fill(spans)
         graph.replay()
-        torch.testing.assert_close(found, reference(q, *memory, spans, PAGE, 0.1), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(found, reference(q, *memory, spans, BLOCK_SIZE, 0.1), rtol=2e-2, atol=2e-2)
 
 
 def test_rows_between_spans_have_no_slot():
-    now = AttentionBatch.of([Span(1, 2, 15, [4, 2]), Span(5, 1, 3, [7])], PAGE, DEVICE)
-    assert now.slots_R.tolist() == [-1, 79, 32, -1, -1, 115]
+    batch = AttentionBatch.of([Span(1, 2, 15, [4, 2]), Span(5, 1, 3, [7])], BLOCK_SIZE, DEVICE)
+    assert batch.slots_R.tolist() == [-1, 79, 32, -1, -1, 115]

@@ -40,9 +40,9 @@ def test_results_and_gradients_are_those_of_the_reference(shape, kv_heads, dtype
         torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
 
 
-def test_queries_that_are_a_part_of_a_joined_projection():
-    joined = torch.randn(2, 5, 3, 4, 16, device=DEVICE)
-    q, k = joined[:, :, 0].transpose(1, 2), joined[:, :, 1].transpose(1, 2)
+def test_queries_that_are_a_part_of_a_fused_projection():
+    fused = torch.randn(2, 5, 3, 4, 16, device=DEVICE)
+    q, k = fused[:, :, 0].transpose(1, 2), fused[:, :, 1].transpose(1, 2)
     cos, sin = torch.randn(2, 5, 16, device=DEVICE), torch.randn(2, 5, 16, device=DEVICE)
     for ours, plain in zip(rotary(q, k, cos, sin), reference(q, k, cos, sin), strict=True):
         torch.testing.assert_close(ours, plain)

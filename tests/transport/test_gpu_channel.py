@@ -70,7 +70,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(driver, "OpenedMemory", Opened)
     monkeypatch.setattr(driver, "Counters", Counters)
     monkeypatch.setattr(driver, "current_stream", lambda device: 0)
-    monkeypatch.setattr(driver, "done_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(driver, "synchronized", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(driver, "export", lambda tensor: (Memory.handle(tensor), len(tensor), 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 

@@ -9,5 +9,5 @@ import torch
 
 
 def run_on(device: torch.device) -> bool:
-    """Whether kernels run there: on GPUs, if Triton is installed (on a CPU its interpreter can be asked for)."""
+    """Whether kernels run there: on GPUs, if Triton is installed; on a CPU with Triton's interpreter (TRITON_INTERPRET)."""
     return find_spec("triton") is not None and (device.type == "cuda" or "TRITON_INTERPRET" in os.environ)

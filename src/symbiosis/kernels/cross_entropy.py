@@ -1,8 +1,7 @@
-"""Cross entropy of each row of logits, in one pass forward and one back, without a float32 copy of the logits.
+"""Cross entropy of each row of logits, in one launch forward and one backward, without a float32 copy of the logits.
 
-R = rows, V = vocabulary. Plain reference: `reference`. The usual way makes
-several float32 copies of [R, V], which for a vocabulary of 128k is most of the
-memory and a good part of the GPU time of a small model's training step.
+R = rows, V = vocabulary. Plain reference: `reference`. It makes several float32 copies of [R, V]. For a vocabulary of
+128k these are most of the memory, and much of the GPU time, of a small model's optimizer step.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _forward(logits, labels, losses, sums, width, stride, ignore, BLOCK: tl.cons
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 0))
-        # as long as all is -inf there is nothing to subtract from
+        # while all is -inf, -inf must not be subtracted from itself
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe), 0)
         top = higher
@@ -40,7 +39,7 @@ def _forward(logits, labels, losses, sums, width, stride, ignore, BLOCK: tl.cons
     label = tl.load(labels + row)
     inside = (label >= 0) & (label < width)
     chosen = tl.load(logits + row * stride + tl.where(inside, label, 0)).to(tl.float32)
-    loss = tl.where(inside, log_sum - chosen, float("nan"))  # a label that is none: never read beside the row
+    loss = tl.where(inside, log_sum - chosen, float("nan"))  # an invalid label must not read outside of the row
     tl.store(losses + row, tl.where(label == ignore, 0.0, loss))
     tl.store(sums + row, log_sum)
 
@@ -52,8 +51,8 @@ def _backward(logits, labels, sums, upstream, grads, width, stride, ignore, BLOC
     mask = columns < width
     label = tl.load(labels + row)
     x = tl.load(logits + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
-    share = tl.exp(x - tl.load(sums + row)) - tl.where(columns == label, 1.0, 0.0)
-    grad = tl.where(label == ignore, 0.0, share * tl.load(upstream + row))
+    slope = tl.exp(x - tl.load(sums + row)) - tl.where(columns == label, 1.0, 0.0)
+    grad = tl.where(label == ignore, 0.0, slope * tl.load(upstream + row))
     tl.store(grads + row * width + columns, grad.to(grads.dtype.element_ty), mask=mask)
 
 

@@ -1,7 +1,7 @@
-"""A backward that cannot be differentiated again, and says so.
+"""A backward pass that cannot be differentiated again, and raises if it is.
 
-torch's `once_differentiable` says it only to some: `autograd.grad` with inputs
-goes around its error, and what depends on saved tensors alone is lost in silence.
+torch's `once_differentiable` does not always raise: `autograd.grad` with inputs bypasses its error, and gradients that
+depend on saved tensors alone are lost silently.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from symbiosis.errors import BadCall
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Of an autograd function, under `@staticmethod`."""
+    """Decorates `backward` of an autograd function, under `@staticmethod`."""
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise BadCall(
-                "second derivatives (create_graph=True) cannot be computed through this layer: expected first ones only. "
-                "Compute them with a full copy of the model"
+                "second derivatives (create_graph=True) are not supported by this layer: expected first derivatives only. "
+                "Compute second ones with a full copy of the model"
             )
         return backward(ctx, *grads)
 

@@ -1,14 +1,12 @@
-"""Attention of the rows of a pass over pages of keys and values.
+"""Attention of the rows of a batch over the blocks of the KV cache.
 
-R = rows of a pass, B = sequences, H = query heads, K = key heads (H = K × G), D = width of a head,
-S = slots of the memory (slot = page × page size + offset), P = most pages of a sequence, T = tiles, N = splits.
+R = rows of a batch, B = sequences, H = query heads, K = key heads (H = K × G), D = width of a head, S = slots of the KV
+cache (slot = block × block size + offset), P = most blocks of a sequence, T = tiles, N = splits.
 
-A sequence with one row (decoding) is read once for all query heads of a key
-head, by several programs where there are few sequences; `_join` puts their
-results together in a fixed order. Rows of a longer piece (a prompt) are
-computed in tiles. Lengths and pages are read from device memory, so that a CUDA
-graph can be replayed for other sequences. Nothing of another sequence is read.
-Plain reference: `reference`.
+A decoding sequence has one row. Its keys are read once for all query heads of a key head, by several programs where
+there are few sequences; `_merge_splits` combines their results in a fixed order. Rows of prefill are computed in tiles.
+Lengths and block tables are read from device memory, so that a CUDA graph can be replayed for other sequences. A row
+reads nothing of other sequences. Plain reference: `reference`.
 """
 
 from __future__ import annotations
@@ -24,76 +22,76 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from symbiosis.kernels.programmatic_launch import early, let_next_begin, wait_for_last
+from symbiosis.kernels.programmatic_launch import launch_dependents, pdl_options, wait_for_previous
 from symbiosis.kernels.tiles import Segment, Span, Tiles
 
-_PROCESSORS = 132  # of an H200
-_MOST_SPLITS = 64
+_MULTIPROCESSORS = 132  # of an H200
+_MAX_SPLITS = 64
 
 
 class AttentionBatch:
-    """Which rows see what, on the device. Made once, used by all layers.
+    """Rows, lengths and block tables of a batch on the device, used by all layers.
 
-    As `AttentionBatch(...)` it has room for so many rows that decode, one of a sequence
-    each, and can be filled again in place, between replays of a CUDA graph.
+    `AttentionBatch(...)` is allocated for `rows` decoding sequences. `fill` replaces them in place between replays of a
+    CUDA graph.
     """
 
     def __init__(
-        self, *, rows: int, max_pages: int, page_size: int, device: torch.device | str, sequences: int | None = None
+        self, *, rows: int, max_blocks: int, block_size: int, device: torch.device | str, sequences: int | None = None
     ) -> None:
         sequences = rows if sequences is None else sequences
-        self.page_size, self.longest = page_size, max_pages * page_size
-        shapes = ((3, sequences), (rows,), (sequences, max_pages))
+        self.block_size, self.longest = block_size, max_blocks * block_size
+        shapes = ((3, sequences), (rows,), (sequences, max_blocks))
         # each part starts at a multiple of 16 bytes: kernels are compiled for that
         sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes]
         self._host = torch.zeros(sum(sizes), dtype=torch.int32)
         self._device = self._host.to(device)
-        self.facts_3B, self.slots_R, self.table_BP = _cut(self._device, shapes, sizes)
-        self._facts, self._slots, self._table = (part.numpy() for part in _cut(self._host, shapes, sizes))
-        self._pages: list[list[int]] = [[] for _ in range(sequences)]
-        self.single = sequences
-        """The first so many sequences have one row each, or none."""
+        self.spans_3B, self.slots_R, self.block_table_BP = _cut(self._device, shapes, sizes)
+        self._spans, self._slots, self._block_table = (part.numpy() for part in _cut(self._host, shapes, sizes))
+        self._block_tables: list[list[int]] = [[] for _ in range(sequences)]
+        self.num_decodes = sequences
+        """The first `num_decodes` sequences have one row each, or none."""
         self.tiles: Tiles | None = None
 
     @classmethod
-    def of(cls, spans: Sequence[Span], page_size: int, device: torch.device | str) -> AttentionBatch:
-        """Just as large as these need; one or more rows each."""
+    def of(cls, spans: Sequence[Span], block_size: int, device: torch.device | str) -> AttentionBatch:
+        """Exactly as large as these spans need, of one or more rows each."""
         ordered = sorted(spans, key=lambda span: span.count > 1)
         rows = max((span.start + span.count for span in spans), default=0)
-        most = max((len(span.pages) for span in spans), default=0)
-        made = cls(rows=rows, max_pages=max(1, most), page_size=page_size, device=device, sequences=len(spans))
-        made.single = sum(span.count == 1 for span in spans)
-        several = [Segment(b, span.start, span.count) for b, span in enumerate(ordered) if span.count > 1]
-        if several:
-            longest = max(segment.count for segment in several)
-            made.tiles = Tiles.of(several, 16 if longest <= 16 else 64, device)
-        made._set(ordered)
-        return made
+        max_blocks = max((len(span.block_table) for span in spans), default=0)
+        batch = cls(rows=rows, max_blocks=max(1, max_blocks), block_size=block_size, device=device, sequences=len(spans))
+        batch.num_decodes = sum(span.count == 1 for span in spans)
+        prefills = [Segment(b, span.start, span.count) for b, span in enumerate(ordered) if span.count > 1]
+        if prefills:
+            longest = max(segment.count for segment in prefills)
+            batch.tiles = Tiles.of(prefills, 16 if longest <= 16 else 64, device)
+        batch._set(ordered)
+        return batch
 
     def fill(self, spans: Sequence[Span]) -> None:
-        """The next pass, in the order of the current stream: one row each; rows that nobody names become zeros."""
-        if len(spans) > len(self._pages) or any(span.count != 1 for span in spans):
-            raise ValueError(f"{len(spans)} sequences where there is room for {len(self._pages)} of one row each")
+        """Write the next batch, in the order of the current stream, of one row each. The output of other rows is zero."""
+        if len(spans) > len(self._block_tables) or any(span.count != 1 for span in spans):
+            raise ValueError(f"{len(spans)} sequences do not fit: expected at most {len(self._block_tables)}, of one row each")
         idle = set(range(len(self._slots))) - {span.start for span in spans}
         self._set([*spans, *(Span(row, 0, 0, ()) for row in sorted(idle))])
 
     def _set(self, spans: Sequence[Span]) -> None:
         if not spans:
             return
-        self._facts[:] = np.array([(span.start, span.count, span.before) for span in spans], dtype=np.int32).T
+        self._spans[:] = np.array([(span.start, span.count, span.before) for span in spans], dtype=np.int32).T
         for b, span in enumerate(spans):
-            pages = list(span.pages)
-            if pages != self._pages[b]:
-                self._table[b, : len(pages)] = pages
-                self._pages[b] = pages
+            blocks = list(span.block_table)
+            if blocks != self._block_tables[b]:
+                self._block_table[b, : len(blocks)] = blocks
+                self._block_tables[b] = blocks
         self._slots[:] = -1
-        start, count, before = self._facts
-        page, offset = np.divmod(before, self.page_size)
-        self._slots[start] = np.where(count > 0, self._table[np.arange(len(spans)), page] * self.page_size + offset, -1)
+        start, count, before = self._spans
+        block, offset = np.divmod(before, self.block_size)
+        self._slots[start] = np.where(count > 0, self._block_table[np.arange(len(spans)), block] * self.block_size + offset, -1)
         for b, span in enumerate(spans):
             if span.count > 1:
-                page, offset = np.divmod(np.arange(span.before, span.before + span.count), self.page_size)
-                self._slots[span.start : span.start + span.count] = self._table[b, page] * self.page_size + offset
+                block, offset = np.divmod(np.arange(span.before, span.before + span.count), self.block_size)
+                self._slots[span.start : span.start + span.count] = self._block_table[b, block] * self.block_size + offset
         host = self._host.pin_memory() if self._device.is_cuda else self._host
         self._device.copy_(host, non_blocking=True)
 
@@ -108,7 +106,7 @@ def reference(
     keys_SKD: Tensor,
     values_SKD: Tensor,
     spans: Sequence[Span],
-    page_size: int,
+    block_size: int,
     scale: float,
     window: int | None = None,
     cap: float | None = None,
@@ -117,24 +115,24 @@ def reference(
     groups = q_RHD.shape[1] // keys_SKD.shape[1]
     for span in spans:
         seen = torch.arange(span.before + span.count, device=q_RHD.device)
-        slots = torch.tensor(span.pages, device=q_RHD.device)[seen // page_size] * page_size + seen % page_size
+        slots = torch.tensor(span.block_table, device=q_RHD.device)[seen // block_size] * block_size + seen % block_size
         k, v = (memory[slots].float().repeat_interleave(groups, 1) for memory in (keys_SKD, values_SKD))
         rows = slice(span.start, span.start + span.count)
         scores_HRT = torch.einsum("rhd,thd->hrt", q_RHD[rows].float(), k) * scale
         if cap is not None:
             scores_HRT = cap * torch.tanh(scores_HRT / cap)
-        place = seen[span.before :, None]
-        allowed = seen <= place
+        position = seen[span.before :, None]
+        allowed = seen <= position
         if window is not None:
-            allowed &= seen > place - window
-        shares = scores_HRT.masked_fill(~allowed, float("-inf")).softmax(-1)
-        out_RHD[rows] = torch.einsum("hrt,thd->rhd", shares, v).to(q_RHD.dtype)
+            allowed &= seen > position - window
+        weights = scores_HRT.masked_fill(~allowed, float("-inf")).softmax(-1)
+        out_RHD[rows] = torch.einsum("hrt,thd->rhd", weights, v).to(q_RHD.dtype)
     return out_RHD
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scored(q, k, scale, cap, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores to the base of 2."""
+def _score(q, k, scale, cap, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores for exp2 instead of exp."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if CAP:
         scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scores / cap) + 1.0))  # cap × tanh
@@ -142,54 +140,54 @@ def _scored(q, k, scale, cap, CAP: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _step(  # type: ignore[no-untyped-def]
+def _attend_block(  # type: ignore[no-untyped-def]
     q, top, total, sums, keys, values, table, t, inside, allowed, d, scale, cap, key_slot, value_slot,
-    CAP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    CAP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys at places `t`; only those `inside` are read."""
-    page = tl.load(table + t // PAGE, mask=inside, other=0)
-    slot = page.to(tl.int64) * PAGE + t % PAGE
+    """Online softmax over the keys at positions `t`; only those `inside` are read."""
+    block = tl.load(table + t // BLOCK_SIZE, mask=inside, other=0)
+    slot = block.to(tl.int64) * BLOCK_SIZE + t % BLOCK_SIZE
     mask = inside[:, None] & (d < D)[None, :]
     k = tl.load(keys + slot[:, None] * key_slot + d[None, :], mask=mask, other=0.0)
     v = tl.load(values + slot[:, None] * value_slot + d[None, :], mask=mask, other=0.0)
-    scores = tl.where(allowed, _scored(q, k, scale, cap, CAP), float("-inf"))
+    scores = tl.where(allowed, _score(q, k, scale, cap, CAP), float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
-    safe = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
-    shares = tl.exp2(scores - safe[:, None])
+    safe = tl.where(higher == float("-inf"), 0.0, higher)  # rows without a key so far
+    weights = tl.exp2(scores - safe[:, None])
     keep = tl.exp2(top - safe)
-    total = total * keep + tl.sum(shares, 1)
-    sums = tl.dot(shares.to(v.dtype), v, sums * keep[:, None], input_precision="ieee")
+    total = total * keep + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(v.dtype), v, sums * keep[:, None], input_precision="ieee")
     return higher, total, sums
 
 
 @triton.jit(do_not_specialize=["window", "sequences", "splits", "table_row"])  # type: ignore[untyped-decorator]
-def _single(  # type: ignore[no-untyped-def]
-    q, keys, values, table, facts, out, parts, marks, scale, cap, window, sequences, splits,
+def _decode(  # type: ignore[no-untyped-def]
+    q, keys, values, table, spans, out, parts, stats, scale, cap, window, sequences, splits,
     q_row, q_head, out_row, out_head, key_slot, key_head, value_slot, value_head, table_row,
-    EARLY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One row of a sequence: all query heads of one key head, over one of the splits of what it sees."""
+    """One row of a sequence: all query heads of one key head, over one split of its keys."""
     b, key, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(facts + b).to(tl.int64)
-    count = tl.load(facts + sequences + b)
-    place = tl.load(facts + 2 * sequences + b)
+    row = tl.load(spans + b).to(tl.int64)
+    count = tl.load(spans + sequences + b)
+    position = tl.load(spans + 2 * sequences + b)
     g, d = tl.arange(0, GROUP), tl.arange(0, WIDTH)
     heads = key * G + g
     mask = (g < G)[:, None] & (d < D)[None, :]
     out_at = out + row * out_row + heads[:, None] * out_head + d[None, :]
-    wait_for_last(EARLY)
+    wait_for_previous(PDL)
     if count <= 0:
         if not SPLIT:
             tl.store(out_at, tl.zeros((GROUP, WIDTH), dtype=out.dtype.element_ty), mask=mask)
         return
     low = 0
     if WINDOW:
-        low = tl.maximum(place + 1 - window, 0)
+        low = tl.maximum(position + 1 - window, 0)
     first = low // BLOCK_T
-    each = tl.cdiv(tl.cdiv(place + 1, BLOCK_T) - first, splits)
+    each = tl.cdiv(tl.cdiv(position + 1, BLOCK_T) - first, splits)
     begin = (first + split * each) * BLOCK_T
-    end = tl.minimum(begin + each * BLOCK_T, place + 1)
+    end = tl.minimum(begin + each * BLOCK_T, position + 1)
     queries = tl.load(q + row * q_row + heads[:, None] * q_head + d[None, :], mask=mask, other=0.0)
     keys += key.to(tl.int64) * key_head
     values += key.to(tl.int64) * value_head
@@ -200,51 +198,52 @@ def _single(  # type: ignore[no-untyped-def]
     for start in range(begin, end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         inside = (t < end) & (t >= low)
-        top, total, sums = _step(
+        top, total, sums = _attend_block(
             queries, top, total, sums, keys, values, table, t, inside, inside[None, :], d, scale, cap, key_slot, value_slot,
-            CAP, D, PAGE,
+            CAP, D, BLOCK_SIZE,
         )  # fmt: skip
     if SPLIT:
         at = (b.to(tl.int64) * tl.num_programs(1) * G + heads) * splits + split
         tl.store(parts + at[:, None] * D + d[None, :], sums, mask=mask)
-        tl.store(marks + at * 2, top, mask=g < G)
-        tl.store(marks + at * 2 + 1, total, mask=g < G)
+        tl.store(stats + at * 2, top, mask=g < G)
+        tl.store(stats + at * 2 + 1, total, mask=g < G)
     else:
         tl.store(out_at, (sums / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["sequences", "splits"])  # type: ignore[untyped-decorator]
-def _join(  # type: ignore[no-untyped-def]
-    parts, marks, facts, out, sequences, splits, out_row, out_head,
+def _merge_splits(  # type: ignore[no-untyped-def]
+    parts, stats, spans, out, sequences, splits, out_row, out_head,
     D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One head of one row, from its splits."""
     b, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(facts + b).to(tl.int64)
-    count = tl.load(facts + sequences + b)
+    row = tl.load(spans + b).to(tl.int64)
+    count = tl.load(spans + sequences + b)
     n, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     at = (b.to(tl.int64) * tl.num_programs(1) + head) * splits + n
     real = (n < splits) & (count > 0)
-    top = tl.load(marks + at * 2, mask=real, other=float("-inf"))
-    total = tl.load(marks + at * 2 + 1, mask=real, other=0.0)
+    top = tl.load(stats + at * 2, mask=real, other=float("-inf"))
+    total = tl.load(stats + at * 2 + 1, mask=real, other=0.0)
     highest = tl.max(top, 0)
-    share = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
+    weight = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
     some = real & (top > float("-inf"))
     mask = some[:, None] & (d < D)[None, :]
-    sums = tl.sum(tl.load(parts + at[:, None] * D + d[None, :], mask=mask, other=0.0) * share[:, None], 0)
-    whole = tl.sum(total * share, 0)
+    sums = tl.sum(tl.load(parts + at[:, None] * D + d[None, :], mask=mask, other=0.0) * weight[:, None], 0)
+    whole = tl.sum(total * weight, 0)
     value = tl.where(count > 0, sums / tl.where(count > 0, whole, 1.0), 0.0)
     tl.store(out + row * out_row + head * out_head + d, value.to(out.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["window", "sequences", "capacity", "table_row"])  # type: ignore[untyped-decorator]
-def _several(  # type: ignore[no-untyped-def]
-    q, keys, values, table, facts, tiles, out, scale, cap, window, sequences, capacity,
+def _prefill(  # type: ignore[no-untyped-def]
+    q, keys, values, table, spans, tiles, out, scale, cap, window, sequences, capacity,
     q_row, q_head, out_row, out_head, key_slot, key_head, value_slot, value_head, table_row,
     WINDOW: tl.constexpr, CAP: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of one sequence, or a part of it, one head."""
+    """One head of a tile of rows of one sequence, or of a part of the tile."""
     tile, part, head = tl.program_id(0) // (TILE // BLOCK_M), tl.program_id(0) % (TILE // BLOCK_M), tl.program_id(1)
     b = tl.load(tiles + tile)
     start = tl.load(tiles + capacity + tile) + part * BLOCK_M
@@ -252,8 +251,8 @@ def _several(  # type: ignore[no-untyped-def]
     if (b < 0) | (count <= 0):
         return
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
-    first = tl.load(facts + 2 * sequences + b) + start - tl.load(facts + b)
-    place = first + m
+    first = tl.load(spans + 2 * sequences + b) + start - tl.load(spans + b)
+    position = first + m
     end = first + count
     begin = 0
     if WINDOW:
@@ -269,12 +268,12 @@ def _several(  # type: ignore[no-untyped-def]
     sums = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
     for block in range(begin, end, BLOCK_T):
         t = block + tl.arange(0, BLOCK_T)
-        allowed = t[None, :] <= place[:, None]
+        allowed = t[None, :] <= position[:, None]
         if WINDOW:
-            allowed = allowed & (t[None, :] > place[:, None] - window)
-        top, total, sums = _step(
+            allowed = allowed & (t[None, :] > position[:, None] - window)
+        top, total, sums = _attend_block(
             queries, top, total, sums, keys, values, table, t, t < end, allowed, d, scale, cap, key_slot, value_slot,
-            CAP, D, PAGE,
+            CAP, D, BLOCK_SIZE,
         )  # fmt: skip
     out_at = out + rows[:, None] * out_row + head * out_head + d[None, :]
     tl.store(out_at, (sums / total[:, None]).to(out.dtype.element_ty), mask=mask)
@@ -283,12 +282,12 @@ def _several(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _store(  # type: ignore[no-untyped-def]
     k, v, slots, keys, values, heads, k_row, k_head, v_row, v_head, key_slot, key_head, value_slot, value_head,
-    EARLY: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+    PDL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(EARLY)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    wait_for_last(EARLY)
+    wait_for_previous(PDL)
     if slot < 0:
         return
     head, d = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -300,44 +299,45 @@ def _store(  # type: ignore[no-untyped-def]
 
 
 def store(k_RKD: Tensor, v_RKD: Tensor, slots_R: Tensor, keys_SKD: Tensor, values_SKD: Tensor) -> None:
-    """Write the keys and values of a pass to their slots; -1: nowhere."""
+    """Store the keys and values of a batch to their slots; -1: not stored."""
     rows, heads, width = k_RKD.shape
     assert k_RKD.stride(2) == v_RKD.stride(2) == keys_SKD.stride(2) == values_SKD.stride(2) == 1
     wide = triton.next_power_of_2(width)
-    together = max(1, min(triton.next_power_of_2(heads), 4096 // wide))
+    heads_at_once = max(1, min(triton.next_power_of_2(heads), 4096 // wide))
     if rows:
         with torch.cuda.device_of(k_RKD):  # type: ignore[no-untyped-call]
-            _store[(rows, triton.cdiv(heads, together))](
+            _store[(rows, triton.cdiv(heads, heads_at_once))](
                 k_RKD, v_RKD, slots_R, keys_SKD, values_SKD, heads, *k_RKD.stride()[:2], *v_RKD.stride()[:2],
-                *keys_SKD.stride()[:2], *values_SKD.stride()[:2], D=width, WIDTH=wide, HEADS=together, **early(k_RKD.device),
+                *keys_SKD.stride()[:2], *values_SKD.stride()[:2], D=width, WIDTH=wide, HEADS=heads_at_once,
+                **pdl_options(k_RKD.device),
             )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How the kernels are launched; `plan` picks by size."""
+    """How the kernels are launched; `plan_launch` selects one by size."""
 
     splits: int
-    single_block: int
-    """Keys a step, of one row."""
-    several_block: int
-    several_rows: int
-    """Rows a program, at most."""
-    several_warps: int
+    decode_block: int
+    """Keys per iteration."""
+    prefill_block: int
+    prefill_rows: int
+    """Most rows of a program."""
+    prefill_warps: int
     stages: int
 
 
-def plan(sequences: int, key_heads: int, width: int, longest: int, itemsize: int) -> AttentionPlan:
-    splits = max(1, min(-(-longest // 256), -(-4 * _PROCESSORS // max(1, sequences * key_heads)), _MOST_SPLITS))
+def plan_launch(sequences: int, key_heads: int, width: int, longest: int, itemsize: int) -> AttentionPlan:
+    splits = max(1, min(-(-longest // 256), -(-4 * _MULTIPROCESSORS // max(1, sequences * key_heads)), _MAX_SPLITS))
     block = max(16, min(64, 16384 // (triton.next_power_of_2(width) * itemsize)))
-    small = itemsize == 2  # float32 has no tensor cores here: few rows, or registers do not suffice
+    is_half = itemsize == 2  # float32 runs without tensor cores: more rows would exceed the registers
     return AttentionPlan(
         splits=splits,
-        single_block=block,
-        several_block=block,
-        several_rows=64 if small else 16,
-        several_warps=4 if width <= 128 else 8,
-        stages=3 if small else 2,
+        decode_block=block,
+        prefill_block=block,
+        prefill_rows=64 if is_half else 16,
+        prefill_warps=4 if width <= 128 else 8,
+        stages=3 if is_half else 2,
     )
 
 
@@ -345,7 +345,7 @@ def attend(
     q_RHD: Tensor,
     keys_SKD: Tensor,
     values_SKD: Tensor,
-    now: AttentionBatch,
+    batch: AttentionBatch,
     *,
     scale: float,
     window: int | None = None,
@@ -353,46 +353,47 @@ def attend(
     out_RHD: Tensor | None = None,
     chosen: AttentionPlan | None = None,
 ) -> Tensor:
-    """What each row reads from its sequence, [R, H, D]; all of the pass's rows are written.
+    """The attention of each row over its sequence, [R, H, D]. All rows of the batch are written.
 
-    A row at place p sees the places up to p, of these the last `window` only. Keys and values of this pass are stored before.
+    A row at position p attends to the last `window` positions up to p. Keys and values of the batch must be stored before.
     """
     rows, heads, width = q_RHD.shape
     _, key_heads, _ = keys_SKD.shape
     assert q_RHD.stride(2) == keys_SKD.stride(2) == values_SKD.stride(2) == 1
     assert heads % key_heads == 0, (heads, key_heads)
     out_RHD = torch.empty(rows, heads, width, dtype=q_RHD.dtype, device=q_RHD.device) if out_RHD is None else out_RHD
-    chosen = chosen or plan(now.single, key_heads, width, now.longest, q_RHD.element_size())
-    groups, wide, sequences = heads // key_heads, max(16, triton.next_power_of_2(width)), now.facts_3B.shape[1]
+    chosen = chosen or plan_launch(batch.num_decodes, key_heads, width, batch.longest, q_RHD.element_size())
+    groups, wide, sequences = heads // key_heads, max(16, triton.next_power_of_2(width)), batch.spans_3B.shape[1]
     numbers = (scale, cap or 1.0, window or 0, sequences)
     strides = (
-        *q_RHD.stride()[:2], *out_RHD.stride()[:2], *keys_SKD.stride()[:2], *values_SKD.stride()[:2], now.table_BP.stride(0)
+        *q_RHD.stride()[:2], *out_RHD.stride()[:2], *keys_SKD.stride()[:2], *values_SKD.stride()[:2],
+        batch.block_table_BP.stride(0),
     )  # fmt: skip
     same = {
-        "WINDOW": window is not None, "CAP": cap is not None, "G": groups, "D": width, "WIDTH": wide, "PAGE": now.page_size,
-        "num_stages": chosen.stages,
+        "WINDOW": window is not None, "CAP": cap is not None, "G": groups, "D": width, "WIDTH": wide,
+        "BLOCK_SIZE": batch.block_size, "num_stages": chosen.stages,
     }  # fmt: skip
     with torch.cuda.device_of(q_RHD):  # type: ignore[no-untyped-call]
-        if now.single:
+        if batch.num_decodes:
             split = chosen.splits > 1
-            shape = (now.single, heads, chosen.splits)
+            shape = (batch.num_decodes, heads, chosen.splits)
             parts = torch.empty(*shape, width, dtype=torch.float32, device=q_RHD.device) if split else out_RHD
-            marks = torch.empty(*shape, 2, dtype=torch.float32, device=q_RHD.device) if split else out_RHD
-            _single[(now.single, key_heads, chosen.splits)](
-                q_RHD, keys_SKD, values_SKD, now.table_BP, now.facts_3B, out_RHD, parts, marks, *numbers,
+            stats = torch.empty(*shape, 2, dtype=torch.float32, device=q_RHD.device) if split else out_RHD
+            _decode[(batch.num_decodes, key_heads, chosen.splits)](
+                q_RHD, keys_SKD, values_SKD, batch.block_table_BP, batch.spans_3B, out_RHD, parts, stats, *numbers,
                 chosen.splits, *strides, SPLIT=split, GROUP=max(16, triton.next_power_of_2(groups)), 
-                BLOCK_T=chosen.single_block, num_warps=4, **same, **early(q_RHD.device),
+                BLOCK_T=chosen.decode_block, num_warps=4, **same, **pdl_options(q_RHD.device),
             )  # fmt: skip
             if split:
-                _join[(now.single, heads)](
-                    parts, marks, now.facts_3B, out_RHD, sequences, chosen.splits, *out_RHD.stride()[:2],
-                    D=width, WIDTH=wide, SPLITS=8 if chosen.splits <= 8 else _MOST_SPLITS, num_warps=4,
+                _merge_splits[(batch.num_decodes, heads)](
+                    parts, stats, batch.spans_3B, out_RHD, sequences, chosen.splits, *out_RHD.stride()[:2],
+                    D=width, WIDTH=wide, SPLITS=8 if chosen.splits <= 8 else _MAX_SPLITS, num_warps=4,
                 )  # fmt: skip
-        if now.tiles is not None:
-            several_rows = min(now.tiles.rows, chosen.several_rows)
-            _several[(now.tiles.capacity * (now.tiles.rows // several_rows), heads)](
-                q_RHD, keys_SKD, values_SKD, now.table_BP, now.facts_3B, now.tiles.device_3T, out_RHD, *numbers,
-                now.tiles.capacity, *strides, TILE=now.tiles.rows, BLOCK_M=several_rows, BLOCK_T=chosen.several_block,
-                num_warps=chosen.several_warps, **same,
+        if batch.tiles is not None:
+            prefill_rows = min(batch.tiles.rows, chosen.prefill_rows)
+            _prefill[(batch.tiles.capacity * (batch.tiles.rows // prefill_rows), heads)](
+                q_RHD, keys_SKD, values_SKD, batch.block_table_BP, batch.spans_3B, batch.tiles.device_3T, out_RHD, *numbers,
+                batch.tiles.capacity, *strides, TILE=batch.tiles.rows, BLOCK_M=prefill_rows, BLOCK_T=chosen.prefill_block,
+                num_warps=chosen.prefill_warps, **same,
             )  # fmt: skip
     return out_RHD

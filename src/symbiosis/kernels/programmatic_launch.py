@@ -1,9 +1,8 @@
-"""Kernels that begin while the one before them ends (programmatic dependent launch, from Hopper on).
+"""Programmatic dependent launch (PDL, from Hopper on): a kernel begins while the previous one ends.
 
-A kernel launched `early` finds out what it has to do, and fetches what nobody
-is writing, before `wait_for_last`; after that it may read what earlier kernels
-wrote, and write itself. Every program of it waits, also one with nothing to do:
-only so does its end say that everything before it has ended too.
+Before `wait_for_previous` a kernel finds out what it has to do and loads what no kernel is writing. After it, the kernel
+may read what earlier kernels wrote, and write itself. Every program waits, also one with nothing to do: only then does
+the end of the kernel imply the end of everything before it.
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def early(device: torch.device, *, waits: bool = False) -> dict[str, Any]:
-    """The settings of a launch there: `EARLY` for the kernel, and the driver's where it can.
+def pdl_options(device: torch.device, *, waits: bool = False) -> dict[str, Any]:
+    """Launch options: `PDL` for the kernel, and the driver's option where the device supports it.
 
-    `waits`: of a kernel that begins when all before it has ended, as where streams part; the next may still be early. Where
-    streams meet a kernel may be early: it waits for what came before it on both.
+    `waits`: the kernel begins when all before it have ended, as where streams fork; the next one may still begin early.
+    Where streams join, a kernel may begin early: it waits for both streams.
     """
-    able = can_be_early(device)
-    return {"EARLY": True, "launch_pdl": True} if able and not waits else {"EARLY": able}
+    is_supported = supports_pdl(device)
+    return {"PDL": True, "launch_pdl": True} if is_supported and not waits else {"PDL": is_supported}
 
 
-def can_be_early(device: torch.device) -> bool:
-    return device.type == "cuda" and _able(torch.cuda.current_device() if device.index is None else device.index)
+def supports_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and _is_hopper(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @cache
-def _able(index: int) -> bool:
+def _is_hopper(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def wait_for_last(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Until the kernel before has ended and what it wrote can be read."""
-    if EARLY:
+def wait_for_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until the previous kernel has ended and its results can be read."""
+    if PDL:
         gdc_wait()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The next kernel, if it is launched early, may begin once all programs of this one have said so or ended."""
-    if EARLY:
+def launch_dependents(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel begin, if it uses PDL, once all programs of this one have called this or ended."""
+    if PDL:
         gdc_launch_dependents()

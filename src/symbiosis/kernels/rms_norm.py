@@ -1,7 +1,7 @@
-"""RMS norm of rows with its weight, in one launch forward and one back. The weight is frozen: it gets no gradient.
+"""RMS norm with its weight, in one launch forward and one backward. The weight is frozen: it gets no gradient.
 
-R = rows, W = width. Models differ in where they round: most round the
-normalised row before it is multiplied with the weight. Plain reference: `plain_norm`.
+R = rows, W = width. Models differ in where they round: most round the normalised row before the product with the
+weight (`twice`). Plain reference: `rms_norm_reference`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from symbiosis.kernels.first_order import first_order
 from symbiosis.kernels.launcher import Launcher
-from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
+from symbiosis.kernels.programmatic_launch import launch_dependents, supports_pdl, wait_for_previous
 from symbiosis.kernels.rounding import rounded
 
-_WIDEST = 16384
+_MAX_WIDTH = 16384
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _norm(  # type: ignore[no-untyped-def]
-    x, weight, out, width, stride, epsilon, EARLY: tl.constexpr, TWICE: tl.constexpr, WIDTH: tl.constexpr
+def _rms_norm(  # type: ignore[no-untyped-def]
+    x, weight, out, width, stride, epsilon, PDL: tl.constexpr, TWICE: tl.constexpr, WIDTH: tl.constexpr
 ):
-    let_next_begin(EARLY)
+    launch_dependents(PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     mask = column < width
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    wait_for_last(EARLY)
+    wait_for_previous(PDL)
     value = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / width + epsilon)
     if TWICE:
@@ -38,7 +38,7 @@ def _norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _back(x, weight, upstream, out, width, stride, epsilon, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm_backward(x, weight, upstream, out, width, stride, epsilon, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     mask = column < width
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
@@ -51,9 +51,9 @@ def _back(x, weight, upstream, out, width, stride, epsilon, WIDTH: tl.constexpr)
 
 
 def fits(x: Tensor, weight_W: Tensor) -> bool:
-    """Whether the kernel takes these; nobody may ask for the weight's gradient."""
+    """Whether the kernel supports these. The weight must not need a gradient."""
     wide = x.shape[-1]
-    even = x.dim() >= 2 and x.stride(-1) == 1 and x.numel() > 0 and wide == weight_W.numel() <= _WIDEST
+    even = x.dim() >= 2 and x.stride(-1) == 1 and x.numel() > 0 and wide == weight_W.numel() <= _MAX_WIDTH
     return even and all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
 
 
@@ -61,15 +61,15 @@ def _warps(width: int) -> int:
     return min(16, max(1, int(triton.next_power_of_2(width)) // 512))
 
 
-_launch_norm, _launch_back = Launcher(_norm), Launcher(_back)
+_launch_forward, _launch_backward = Launcher(_rms_norm), Launcher(_rms_norm_backward)
 
 
 def _launch(x: Tensor, weight_W: Tensor, epsilon: float, twice: bool) -> Tensor:
-    width, early = weight_W.numel(), can_be_early(x.device)
+    width, pdl = weight_W.numel(), supports_pdl(x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch_norm(
-        (x.numel() // width, 1, 1), x, x, weight_W, out, width, x.stride(-2), epsilon, early, twice,
-        triton.next_power_of_2(width), warps=_warps(width), early=early,
+    _launch_forward(
+        (x.numel() // width, 1, 1), x, x, weight_W, out, width, x.stride(-2), epsilon, pdl, twice,
+        triton.next_power_of_2(width), warps=_warps(width), pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -87,7 +87,7 @@ class _RmsNorm(torch.autograd.Function):
         x, weight_W = ctx.saved_tensors
         width, upstream = weight_W.numel(), upstream.contiguous()
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _launch_back(
+        _launch_backward(
             (x.numel() // width, 1, 1), x, x, weight_W, upstream, out, width, x.stride(-2), ctx.epsilon,
             triton.next_power_of_2(width), warps=_warps(width),
         )  # fmt: skip
@@ -95,7 +95,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight_W: Tensor, epsilon: float, *, twice: bool) -> Tensor:
-    """What `plain_norm` computes, of [..., W] in rows at even distances."""
+    """Computes what `rms_norm_reference` does. x is [..., W], its rows at equal distances."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _RmsNorm.apply(x, weight_W, epsilon, twice)  # type: ignore[no-untyped-call,no-any-return]
     return _launch(x, weight_W, epsilon, twice)

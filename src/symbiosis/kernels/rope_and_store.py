@@ -1,7 +1,7 @@
-"""Queries, keys and values of rows enter attention in one launch: rotary positions, and keys and values to their pages.
+"""Rotary positions of queries and keys, and keys and values stored to the KV cache, in one launch.
 
-R = rows, H = query heads, K = key heads, D = width of a head, S = slots of the memory. The three lie side by side, as one
-product gives them; a low-rank change of them may lie beside (`kept`). For inference. Plain reference: `reference`.
+R = rows, H = query heads, K = key heads, D = width of a head, S = slots of the KV cache. The three are columns of one
+projection, which may have a LoRA delta (`deferred`). For inference: no gradient. Plain reference: `reference`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from symbiosis.kernels import rotary
 from symbiosis.kernels.launcher import Launcher
-from symbiosis.kernels.lora.deferred import DeferredLora, arguments, facts, joined
-from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
+from symbiosis.kernels.lora.deferred import DeferredLora, add_delta, delta_arguments, find_delta
+from symbiosis.kernels.programmatic_launch import launch_dependents, supports_pdl, wait_for_previous
 from symbiosis.kernels.rounding import rounded
 
-_AT_ONCE = 1024  # numbers of a program
+_BLOCK = 1024  # numbers of a program
 
 
 def reference(qkv_RO: Tensor, cos_RD: Tensor, sin_RD: Tensor, slots_R: Tensor, keys_SKD: Tensor, values_SKD: Tensor) -> Tensor:
-    """The queries, [R, H, D]; keys and values are written, but for rows whose slot is -1."""
+    """The queries, [R, H, D]. Keys and values are stored, except for rows whose slot is -1."""
     rows, (_, heads, width) = qkv_RO.shape[0], keys_SKD.shape
     q_RHD, k_RKD, v_RKD = qkv_RO.view(rows, -1, width).tensor_split([-2 * heads, -heads], dim=1)
-    turned = rotary.reference(q_RHD.transpose(0, 1)[None], k_RKD.transpose(0, 1)[None], cos_RD[None], sin_RD[None])
-    q_RHD, k_RKD = (x[0].transpose(0, 1) for x in turned)
+    rotated = rotary.reference(q_RHD.transpose(0, 1)[None], k_RKD.transpose(0, 1)[None], cos_RD[None], sin_RD[None])
+    q_RHD, k_RKD = (x[0].transpose(0, 1) for x in rotated)
     real = slots_R >= 0
     keys_SKD[slots_R[real].long()], values_SKD[slots_R[real].long()] = k_RKD[real], v_RKD[real]
     return q_RHD
@@ -33,20 +33,21 @@ def reference(qkv_RO: Tensor, cos_RD: Tensor, sin_RD: Tensor, slots_R: Tensor, k
 
 @triton.jit
 def _store(at, first, second, half, mask):  # type: ignore[no-untyped-def]
-    """Both halves of heads."""
+    """Store both halves of heads."""
     kind: tl.constexpr = at.dtype.element_ty
     tl.store(at, first.to(kind), mask=mask)
     tl.store(at + half, second.to(kind), mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # type: ignore[untyped-decorator]
-def _enter(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, places, q_out, keys, values, q_heads, k_heads, half, q_blocks, k_blocks, qkv_stride, cos_stride, sin_stride,
-    key_slot, key_head, value_slot, value_head, change, table, slots, own_bias, change_stride, table_stride,
-    KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+def _rope_and_store(  # type: ignore[no-untyped-def]
+    qkv, cos, sin, kv_slots, q_out, keys, values, q_heads, k_heads, half, q_blocks, k_blocks,
+    qkv_stride, cos_stride, sin_stride,
+    key_slot, key_head, value_slot, value_head, delta, table, slots, base_bias, delta_stride, table_stride,
+    DEFERRED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of queries, of keys or of values, of one row."""
-    let_next_begin(EARLY)
+    """Some heads of one row: queries, keys or values."""
+    launch_dependents(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     member = (block >= q_blocks).to(tl.int32) + (block >= q_blocks + k_blocks).to(tl.int32)
     block -= tl.where(member > 0, q_blocks, 0) + tl.where(member > 1, k_blocks, 0)
@@ -56,16 +57,16 @@ def _enter(  # type: ignore[no-untyped-def]
     own = head * (2 * half) + d
     column = before * (2 * half) + own
     kind: tl.constexpr = q_out.dtype.element_ty
-    place = tl.load(places + row).to(tl.int64)
-    wait_for_last(EARLY)
+    kv_slot = tl.load(kv_slots + row).to(tl.int64)
+    wait_for_previous(PDL)
     at = qkv + row * qkv_stride + column
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
-    if KEPT:
-        has, stretch = facts(table, slots, row, member, table_stride)
-        first = joined(first, change, own_bias, has, stretch, row, column, own, mask, change_stride, kind, HAS_BIAS)
-        second = joined(
-            second, change, own_bias, has, stretch, row, column + half, own + half, mask, change_stride, kind, HAS_BIAS
+    if DEFERRED:
+        has, scale_at = find_delta(table, slots, row, member, table_stride)
+        first = add_delta(first, delta, base_bias, has, scale_at, row, column, own, mask, delta_stride, kind, HAS_BIAS)
+        second = add_delta(
+            second, delta, base_bias, has, scale_at, row, column + half, own + half, mask, delta_stride, kind, HAS_BIAS
         )
     if member < 2:
         cos_at, sin_at, known = cos + row * cos_stride + d, sin + row * sin_stride + d, d < half
@@ -79,27 +80,27 @@ def _enter(  # type: ignore[no-untyped-def]
         first = above
     if member == 0:
         _store(q_out + row * q_heads * (2 * half) + own, first, second, half, mask)
-    elif place >= 0:
+    elif kv_slot >= 0:
         if member == 1:
-            _store(keys + place * key_slot + head * key_head + d, first, second, half, mask)
+            _store(keys + kv_slot * key_slot + head * key_head + d, first, second, half, mask)
         else:
-            _store(values + place * value_slot + head * value_head + d, first, second, half, mask)
+            _store(values + kv_slot * value_slot + head * value_head + d, first, second, half, mask)
 
 
-_launch = Launcher(_enter)
+_launch = Launcher(_rope_and_store)
 
 
-def enter(
+def rope_and_store(
     qkv_RO: Tensor,
     cos_RD: Tensor,
     sin_RD: Tensor,
     slots_R: Tensor,
     keys_SKD: Tensor,
     values_SKD: Tensor,
-    kept: DeferredLora | None = None,
+    deferred: DeferredLora | None = None,
 ) -> Tensor:
-    """The queries with their positions, [R, H, D]; keys and values of rows are in their slots then (-1: in none)."""
-    (rows, outputs), (_, k_heads, width), early = qkv_RO.shape, keys_SKD.shape, can_be_early(qkv_RO.device)
+    """The rotated queries, [R, H, D]. Keys and values are stored to their slots (-1: not stored)."""
+    (rows, outputs), (_, k_heads, width), pdl = qkv_RO.shape, keys_SKD.shape, supports_pdl(qkv_RO.device)
     q_heads = outputs // width - 2 * k_heads
     assert qkv_RO.stride(1) == cos_RD.stride(1) == sin_RD.stride(1) == keys_SKD.stride(2) == values_SKD.stride(2) == 1
     assert keys_SKD.dtype == values_SKD.dtype, (keys_SKD.dtype, values_SKD.dtype)
@@ -107,13 +108,13 @@ def enter(
     assert cos_RD.shape == sin_RD.shape == (rows, width), (cos_RD.shape, sin_RD.shape, rows, width)
     q_RHD = torch.empty(rows, q_heads, width, dtype=qkv_RO.dtype, device=qkv_RO.device)
     half = int(triton.next_power_of_2(width // 2))
-    heads = max(1, min(int(triton.next_power_of_2(q_heads)), _AT_ONCE // (2 * half)))
+    heads = max(1, min(int(triton.next_power_of_2(q_heads)), _BLOCK // (2 * half)))
     q_blocks, k_blocks = -(-q_heads // heads), -(-k_heads // heads)
     if rows:
         _launch(
             (rows, q_blocks + 2 * k_blocks, 1), qkv_RO, qkv_RO, cos_RD, sin_RD, slots_R, q_RHD, keys_SKD, values_SKD,
             q_heads, k_heads, width // 2, q_blocks, k_blocks, qkv_RO.stride(0), cos_RD.stride(0), sin_RD.stride(0),
-            *keys_SKD.stride()[:2], *values_SKD.stride()[:2], *arguments(kept, qkv_RO), early, heads, half,
-            early=early,
+            *keys_SKD.stride()[:2], *values_SKD.stride()[:2], *delta_arguments(deferred, qkv_RO), pdl, heads, half,
+            pdl=pdl,
         )  # fmt: skip
     return q_RHD

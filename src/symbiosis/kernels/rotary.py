@@ -1,7 +1,7 @@
-"""Rotary positions of queries and keys: both in one pass forward and one back.
+"""Rotary positions of queries and keys, in one launch forward and one backward.
 
-B = sequences, H = heads, T = tokens, D = width of a head. Plain reference:
-`reference`, which is what most models of transformers do in ten small steps.
+B = sequences, H = heads, T = tokens, D = width of a head. Plain reference: `reference`, which is what most models of
+transformers do in ten small kernels.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from torch import Tensor
 
 from symbiosis.kernels.first_order import first_order
 from symbiosis.kernels.launcher import Launcher
-from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
+from symbiosis.kernels.programmatic_launch import launch_dependents, supports_pdl, wait_for_previous
 from symbiosis.kernels.rounding import rounded
 
 
 def reference(q_BHTD: Tensor, k_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    def turned(x: Tensor) -> Tensor:
+    def rotate_half(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
 
     cos, sin = cos_BTD[:, None], sin_BTD[:, None]
-    return q_BHTD * cos + turned(q_BHTD) * sin, k_BHTD * cos + turned(k_BHTD) * sin
+    return q_BHTD * cos + rotate_half(q_BHTD) * sin, k_BHTD * cos + rotate_half(k_BHTD) * sin
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn(x, y, cos_1, cos_2, sin_1, sin_2, heads, half, xh, yh, BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """All heads of one token: from `x` to `y`."""
+def _rotate_heads(  # type: ignore[no-untyped-def]
+    x, y, cos_1, cos_2, sin_1, sin_2, heads, half, xh, yh, BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+):
+    """Rotate all heads of one token, from `x` to `y`."""
     head, column = tl.arange(0, HEADS)[:, None].to(tl.int64), tl.arange(0, HALF)[None, :]
     mask = (head < heads) & (column < half)
     first = tl.load(x + head * xh + column, mask=mask, other=0.0).to(tl.float32)
@@ -38,7 +40,7 @@ def _turn(x, y, cos_1, cos_2, sin_1, sin_2, heads, half, xh, yh, BACK: tl.conste
     # each product is rounded before the sum, as in the reference
     kind: tl.constexpr = y.dtype.element_ty
     above, below = rounded(first * cos_1, kind), rounded(second * cos_2, kind)
-    if BACK:
+    if BACKWARD:
         above += rounded(second * sin_2, kind)
         below -= rounded(first * sin_1, kind)
     else:
@@ -54,12 +56,12 @@ def _rotate(  # type: ignore[no-untyped-def]
     q_heads, qb, qh, qt, qob, qoh, qot,
     k_heads, kb, kh, kt, kob, koh, kot,
     cb, ct, sb, st,
-    EARLY: tl.constexpr, BACK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr, BACKWARD: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(EARLY)
-    wait_for_last(EARLY)
-    place = tl.program_id(0).to(tl.int64)
-    b, t = place // tokens, place % tokens
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    b, t = token // tokens, token % tokens
     column = tl.arange(0, HALF)[None, :]
     mask = column < half
     cos_1 = tl.load(cos + b * cb + t * ct + column, mask=mask, other=0.0).to(tl.float32)
@@ -67,28 +69,28 @@ def _rotate(  # type: ignore[no-untyped-def]
     sin_1 = tl.load(sin + b * sb + t * st + column, mask=mask, other=0.0).to(tl.float32)
     sin_2 = tl.load(sin + b * sb + t * st + column + half, mask=mask, other=0.0).to(tl.float32)
     q, q_out = q + b * qb + t * qt, q_out + b * qob + t * qot
-    _turn(q, q_out, cos_1, cos_2, sin_1, sin_2, q_heads, half, qh, qoh, BACK, Q_HEADS, HALF)
+    _rotate_heads(q, q_out, cos_1, cos_2, sin_1, sin_2, q_heads, half, qh, qoh, BACKWARD, Q_HEADS, HALF)
     k, k_out = k + b * kb + t * kt, k_out + b * kob + t * kot
-    _turn(k, k_out, cos_1, cos_2, sin_1, sin_2, k_heads, half, kh, koh, BACK, K_HEADS, HALF)
+    _rotate_heads(k, k_out, cos_1, cos_2, sin_1, sin_2, k_heads, half, kh, koh, BACKWARD, K_HEADS, HALF)
 
 
 _launch_rotate = Launcher(_rotate)
 
 
-def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
+def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batch, q_heads, tokens, width = q.shape
     if q.numel() + k.numel() == 0:
         return q_out, k_out
-    together = cos.shape[0] == 1  # one table for all sequences
-    early, strides = can_be_early(q.device), [x.stride()[:3] for x in (q, q_out, k, k_out)]
+    is_shared = cos.shape[0] == 1  # one table for all sequences
+    pdl, strides = supports_pdl(q.device), [x.stride()[:3] for x in (q, q_out, k, k_out)]
     _launch_rotate(
         (batch * tokens, 1, 1), q, q, k, q_out, k_out, cos, sin, tokens, width // 2,
         q_heads, *strides[0], *strides[1], k.shape[1], *strides[2], *strides[3],
-        0 if together else cos.stride(0), cos.stride(1), 0 if together else sin.stride(0), sin.stride(1),
-        early, back, triton.next_power_of_2(q_heads), triton.next_power_of_2(k.shape[1]), triton.next_power_of_2(width // 2),
-        early=early,
+        0 if is_shared else cos.stride(0), cos.stride(1), 0 if is_shared else sin.stride(0), sin.stride(1),
+        pdl, backward, triton.next_power_of_2(q_heads), triton.next_power_of_2(k.shape[1]), triton.next_power_of_2(width // 2),
+        pdl=pdl,
     )  # fmt: skip
     return q_out, k_out
 
@@ -97,16 +99,16 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _launch(q, k, cos, sin, back=False)
+        return _launch(q, k, cos, sin, backward=False)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *_launch(q, k, *ctx.saved_tensors, back=True), None, None
+        return *_launch(q, k, *ctx.saved_tensors, backward=True), None, None
 
 
 def fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel takes these."""
+    """Whether the kernel supports these."""
     if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and q.dtype is k.dtype is cos.dtype is sin.dtype):
         return False
     batch, _, tokens, width = q.shape
@@ -116,7 +118,7 @@ def fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def rotary(q_BHTD: Tensor, k_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Both rotated; cos and sin, [B or 1, T, D], are constants."""
+    """Both rotated. cos and sin, [B or 1, T, D], get no gradient."""
     if torch.is_grad_enabled() and (q_BHTD.requires_grad or k_BHTD.requires_grad):
         return _Rotary.apply(q_BHTD, k_BHTD, cos_BTD, sin_BTD)  # type: ignore[no-untyped-call,no-any-return]
-    return _launch(q_BHTD, k_BHTD, cos_BTD, sin_BTD, back=False)
+    return _launch(q_BHTD, k_BHTD, cos_BTD, sin_BTD, backward=False)

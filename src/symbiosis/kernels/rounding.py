@@ -1,4 +1,4 @@
-"""Numbers rounded in the middle of a kernel, where the model's own code rounds."""
+"""Rounding inside a kernel, where the model's own code rounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rounded(x, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A float32 as it is after a trip through `kind`. By hand for bfloat16: the compiler leaves such a trip out."""
+    """A float32 rounded to `kind` and back. By hand for bfloat16: the compiler removes such a conversion."""
     if kind == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000

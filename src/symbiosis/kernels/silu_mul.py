@@ -1,6 +1,7 @@
-"""The middle of a gated MLP, silu(gate) * up, in one launch forward and one back; only gate and up are kept.
+"""silu(gate) × up, the middle of a gated MLP, in one launch forward and one backward; only gate and up are saved.
 
-R = rows, W = width; gate and up may lie side by side, with a change of both beside them (`kept`). Plain reference: `reference`.
+R = rows, W = width. gate and up may be halves of one tensor, with a LoRA delta of both (`deferred`). Plain reference:
+`reference`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 
 from symbiosis.kernels.first_order import first_order
 from symbiosis.kernels.launcher import Launcher
-from symbiosis.kernels.lora.deferred import DeferredLora, arguments, facts, joined
-from symbiosis.kernels.programmatic_launch import can_be_early, let_next_begin, wait_for_last
+from symbiosis.kernels.lora.deferred import DeferredLora, add_delta, delta_arguments, find_delta
+from symbiosis.kernels.programmatic_launch import launch_dependents, supports_pdl, wait_for_previous
 from symbiosis.kernels.rounding import rounded
 
 _BLOCK = 1024
@@ -27,56 +28,56 @@ def reference(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # type: ignore[untyped-decorator]
-def _gated(  # type: ignore[no-untyped-def]
-    gate, up, out, width, gate_stride, up_stride, change, table, slots, own_bias, change_stride, table_stride,
-    KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+def _silu_mul(  # type: ignore[no-untyped-def]
+    gate, up, out, width, gate_stride, up_stride, delta, table, slots, base_bias, delta_stride, table_stride,
+    DEFERRED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(EARLY)
+    launch_dependents(PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     kind: tl.constexpr = out.dtype.element_ty
-    wait_for_last(EARLY)
+    wait_for_previous(PDL)
     g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if KEPT:
-        of_gate, gate_stretch = facts(table, slots, row, 0, table_stride)
-        of_up, up_stretch = facts(table, slots, row, 1, table_stride)
+    if DEFERRED:
+        gate_has, gate_scale = find_delta(table, slots, row, 0, table_stride)
+        up_has, up_scale = find_delta(table, slots, row, 1, table_stride)
         second = width + column
-        g = joined(g, change, own_bias, of_gate, gate_stretch, row, column, column, mask, change_stride, kind, HAS_BIAS)
-        u = joined(u, change, own_bias, of_up, up_stretch, row, second, column, mask, change_stride, kind, HAS_BIAS)
+        g = add_delta(g, delta, base_bias, gate_has, gate_scale, row, column, column, mask, delta_stride, kind, HAS_BIAS)
+        u = add_delta(u, delta, base_bias, up_has, up_scale, row, second, column, mask, delta_stride, kind, HAS_BIAS)
     value = rounded(g / (1.0 + tl.exp(-g)), kind) * u
     tl.store(out + row * width + column, value.to(kind), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _back(gate, up, upstream, gate_grad, up_grad, width, gate_stride, up_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul_backward(gate, up, upstream, gate_grad, up_grad, width, gate_stride, up_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(upstream + row * width + column, mask=mask, other=0.0).to(tl.float32)
     kind: tl.constexpr = gate_grad.dtype.element_ty
-    share = 1.0 / (1.0 + tl.exp(-g))
-    tl.store(up_grad + row * width + column, (grad * rounded(g * share, kind)).to(kind), mask=mask)
-    # the slope of silu; where the share is 0 it is 0, also of -inf
-    slope = tl.where(share == 0.0, 0.0, share * (1.0 + g * (1.0 - share)))
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    tl.store(up_grad + row * width + column, (grad * rounded(g * sigmoid, kind)).to(kind), mask=mask)
+    # the derivative of silu; 0 where the sigmoid is 0, also for -inf
+    slope = tl.where(sigmoid == 0.0, 0.0, sigmoid * (1.0 + g * (1.0 - sigmoid)))
     tl.store(gate_grad + row * width + column, (rounded(grad * u, kind) * slope).to(kind), mask=mask)
 
 
-_launch_gated, _launch_back = Launcher(_gated), Launcher(_back)
+_launch_forward, _launch_backward = Launcher(_silu_mul), Launcher(_silu_mul_backward)
 
 
-def _launch(gate_RW: Tensor, up_RW: Tensor, kept: DeferredLora | None = None) -> Tensor:
-    (rows, width), early = gate_RW.shape, can_be_early(gate_RW.device)
+def _launch(gate_RW: Tensor, up_RW: Tensor, deferred: DeferredLora | None = None) -> Tensor:
+    (rows, width), pdl = gate_RW.shape, supports_pdl(gate_RW.device)
     out = torch.empty(rows, width, dtype=gate_RW.dtype, device=gate_RW.device)
     if rows:
         grid, strides = (rows, triton.cdiv(width, _BLOCK), 1), (gate_RW.stride(0), up_RW.stride(0))
-        rest = arguments(kept, gate_RW)
-        _launch_gated(grid, out, gate_RW, up_RW, out, width, *strides, *rest, early, _BLOCK, early=early)
+        rest = delta_arguments(deferred, gate_RW)
+        _launch_forward(grid, out, gate_RW, up_RW, out, width, *strides, *rest, pdl, _BLOCK, pdl=pdl)
     return out
 
 
-class _Gated(torch.autograd.Function):
+class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_RW: Tensor, up_RW: Tensor) -> Tensor:
         ctx.save_for_backward(gate_RW, up_RW)
@@ -90,15 +91,15 @@ class _Gated(torch.autograd.Function):
         gate_grad, up_grad = (torch.empty(rows, width, dtype=gate_RW.dtype, device=gate_RW.device) for _ in range(2))
         if rows:
             grid, strides = (rows, triton.cdiv(width, _BLOCK), 1), (gate_RW.stride(0), up_RW.stride(0))
-            _launch_back(grid, gate_RW, gate_RW, up_RW, upstream_RW, gate_grad, up_grad, width, *strides, _BLOCK)
+            _launch_backward(grid, gate_RW, gate_RW, up_RW, upstream_RW, gate_grad, up_grad, width, *strides, _BLOCK)
         return gate_grad, up_grad
 
 
-def gated(gate_RW: Tensor, up_RW: Tensor, kept: DeferredLora | None = None) -> Tensor:
-    """Rows may lie at any distance, the numbers of a row next to each other. What is `kept` has no gradient."""
+def silu_mul(gate_RW: Tensor, up_RW: Tensor, deferred: DeferredLora | None = None) -> Tensor:
+    """Rows may have any stride, the numbers of a row are contiguous. `deferred` has no gradient."""
     assert gate_RW.shape == up_RW.shape, (gate_RW.shape, up_RW.shape)
     assert gate_RW.stride(1) == up_RW.stride(1) == 1, (gate_RW.stride(), up_RW.stride())
     if torch.is_grad_enabled() and (gate_RW.requires_grad or up_RW.requires_grad):
-        assert kept is None
-        return _Gated.apply(gate_RW, up_RW)  # type: ignore[no-untyped-call,no-any-return]
-    return _launch(gate_RW, up_RW, kept)
+        assert deferred is None
+        return _SiluMul.apply(gate_RW, up_RW)  # type: ignore[no-untyped-call,no-any-return]
+    return _launch(gate_RW, up_RW, deferred)

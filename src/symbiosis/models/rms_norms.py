@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from symbiosis.kernels.rms_norm_reference import plain_norm
+from symbiosis.kernels.rms_norm_reference import rms_norm_reference
 
 TRITON = find_spec("triton") is not None
 
@@ -21,7 +21,7 @@ def apply_rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, twice: bool) ->
 
         if fits(x, weight):
             return rms_norm(x, weight, epsilon, twice=twice)
-    return plain_norm(x, weight, epsilon, twice=twice)
+    return rms_norm_reference(x, weight, epsilon, twice=twice)
 
 
 def epsilon_of(norm: nn.Module) -> float:
@@ -46,7 +46,7 @@ def rounds_twice(module: nn.Module) -> bool | None:
     probe._parameters = {"weight": probe_weight}
     expected = probe(x)
     for twice in (True, False):
-        found = plain_norm(x, probe_weight, epsilon_of(module), twice=twice)
+        found = rms_norm_reference(x, probe_weight, epsilon_of(module), twice=twice)
         if found.dtype is expected.dtype and _is_close(found, expected):
             return twice
     return None

@@ -170,7 +170,7 @@ class GpuChannel:
     def close(self) -> None:
         """Unblocks a waiting tenant, whose next call raises `ExecutorLost`."""
         self._counters.host[_FAILED] = _LOST
-        with suppress(RuntimeError), driver.done_on(self._device):
+        with suppress(RuntimeError), driver.synchronized(self._device):
             pass  # no stream of this process writes the counter after this; with a broken context the tenant proceeds too
         self._unblock_tenant()
         self._counters.close()

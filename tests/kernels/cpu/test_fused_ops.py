@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products, against torch."""
+"""Ops of a decoder layer between its products, against torch."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def test_rotary(rows, heads, width):
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", [1, 7, 96, 1030])
-def test_gate(rows, width):
+def test_silu_mul(rows, width):
     torch.manual_seed(0)
     x = 30 * torch.randn(rows, 2 * width)
-    torch.testing.assert_close(fused_ops.gated(x), fused_ops.gated_reference(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fused_ops.silu_mul(x), fused_ops.silu_mul_reference(x), rtol=1e-5, atol=1e-6)
 
 
-def test_gates_that_are_no_numbers_or_too_large():
+def test_gates_that_are_nan_or_too_large():
     gates = torch.tensor([float("inf"), 3e38, 200.0, 88.0, 0.0, -0.0, -88.0, -200.0, -3e38, float("nan"), 1e-40, -1e-40])
     x = torch.cat((gates, torch.ones(12)))[None]
-    torch.testing.assert_close(fused_ops.gated(x), fused_ops.gated_reference(x), rtol=1e-5, atol=1e-35, equal_nan=True)
+    torch.testing.assert_close(fused_ops.silu_mul(x), fused_ops.silu_mul_reference(x), rtol=1e-5, atol=1e-35, equal_nan=True)
 
 
-def test_others_are_left_to_torch():
+def test_other_dtypes_use_the_reference():
     x, weight = torch.randn(4, 16).bfloat16(), torch.randn(16).bfloat16()
     assert torch.equal(fused_ops.rms_norm(x, weight, 1e-5), fused_ops.rms_norm_reference(x, weight, 1e-5))
-    assert torch.equal(fused_ops.gated(x), fused_ops.gated_reference(x))
+    assert torch.equal(fused_ops.silu_mul(x), fused_ops.silu_mul_reference(x))

@@ -1,4 +1,4 @@
-"""The compiled library: its threads are torch's, and an old one is not used."""
+"""The compiled library runs on torch's threads, and a stale one is not used."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from symbiosis.kernels.cpu import library
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler")
-def test_where_a_compiler_is_they_are_compiled():
-    """Else all tests of kernels would be skipped, and nobody would know. Install the package again: `make .venv/.ready`."""
+def test_kernels_are_compiled_where_there_is_a_compiler():
+    """Otherwise all tests of kernels would be skipped silently. Install the package again: `make .venv/.ready`."""
     assert library.is_compiled()
 
 
@@ -37,10 +37,10 @@ def test_there_is_one_openmp():
 
 
 def test_a_library_older_than_its_sources_is_not_used(tmp_path):
-    made, source = tmp_path / "_compiled.so", tmp_path / "numbers.h"
+    built, source = tmp_path / "_compiled.so", tmp_path / "numbers.h"
     shutil.copy(Path(library.__file__).parent / "numbers.h", source)
-    made.touch()
-    os.utime(source, (made.stat().st_mtime - 5,) * 2)
-    assert not library._is_stale(made)
-    os.utime(source, (made.stat().st_mtime + 5,) * 2)
-    assert library._is_stale(made)
+    built.touch()
+    os.utime(source, (built.stat().st_mtime - 5,) * 2)
+    assert not library._is_stale(built)
+    os.utime(source, (built.stat().st_mtime + 5,) * 2)
+    assert library._is_stale(built)

@@ -12,7 +12,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.lora.grouped import GroupedRows, grouped, reference
+from symbiosis.kernels.lora.grouped import GroupedRows, grouped_lora, reference
 from symbiosis.kernels.tiles import Segment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
 
 def both(counts, ranks, width, out, dtype, poison=None):
-    """Results and gradients of the kernels, and of autograd; rank 0 is no change."""
+    """Results and gradients of the kernels, and of autograd; rank 0 is no delta."""
     torch.manual_seed(0)
     rows = sum(counts)
     x = torch.randn(rows, width, device=DEVICE).to(dtype)
@@ -33,7 +33,7 @@ def both(counts, ranks, width, out, dtype, poison=None):
     segments = [Segment(slot, start, count) for slot, (start, count) in enumerate(zip(starts, counts, strict=True))]
     if poison is not None:
         x[starts[poison] : starts[poison] + counts[poison]] = float("nan")
-    changes = [
+    operands = [
         (
             (torch.randn(rank, width, device=DEVICE) / width**0.5).requires_grad_(),
             torch.randn(out, rank, device=DEVICE).requires_grad_(),
@@ -41,24 +41,24 @@ def both(counts, ranks, width, out, dtype, poison=None):
         )
         for slot, rank in enumerate(ranks)
     ]
-    gradients = [(torch.full_like(a, 7.0), torch.full_like(b, 7.0)) for a, b, _ in changes]
+    gradients = [(torch.full_like(a, 7.0), torch.full_like(b, 7.0)) for a, b, _ in operands]
     table = torch.tensor(
         [
             [a.data_ptr(), b.data_ptr(), len(a), ga.data_ptr(), gb.data_ptr()]
-            for (a, b, _), (ga, gb) in zip(changes, gradients, strict=True)
+            for (a, b, _), (ga, gb) in zip(operands, gradients, strict=True)
         ]
     ).to(DEVICE)
-    scales = torch.tensor([scale for *_, scale in changes], device=DEVICE)
+    scales = torch.tensor([scale for *_, scale in operands], device=DEVICE)
     anchor = torch.zeros((), device=DEVICE, requires_grad=True)
     plan = GroupedRows.of(segments, max(ranks), torch.device(DEVICE))
     mine = x.clone().requires_grad_()
-    y = grouped(mine, weight, None, table, scales, plan, anchor)
+    y = grouped_lora(mine, weight, None, table, scales, plan, anchor)
     y.backward(upstream)
     found = [y.detach(), mine.grad, *(g for pair in gradients for g in pair)]
     theirs = x.clone().requires_grad_()
-    plain = reference(theirs, F.linear(theirs, weight), segments, changes)
+    plain = reference(theirs, F.linear(theirs, weight), segments, operands)
     plain.backward(upstream)
-    expected = [plain.detach(), theirs.grad, *(g for a, b, _ in changes for g in (a.grad, b.grad))]
+    expected = [plain.detach(), theirs.grad, *(g for a, b, _ in operands for g in (a.grad, b.grad))]
     return found, expected
 
 
@@ -78,7 +78,7 @@ def test_forward_and_backward(counts, ranks, width, out, dtype):
         torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype] * max(scale, 1e-3))
 
 
-def test_rows_that_are_no_numbers_reach_nobody_else():
+def test_a_nan_stays_in_the_rows_of_its_adapter():
     clean, _ = both((40, 33, 20), (8, 4, 16), 96, 64, torch.float32)
     found, _ = both((40, 33, 20), (8, 4, 16), 96, 64, torch.float32, poison=1)
     for at, (mine, expected) in enumerate(zip(found, clean, strict=True)):
@@ -89,14 +89,14 @@ def test_rows_that_are_no_numbers_reach_nobody_else():
             assert torch.equal(mine, expected)
 
 
-def test_the_first_layer_gets_no_gradient_of_its_rows_and_still_gives_the_adapters():
+def test_adapters_get_gradients_where_the_input_needs_none():
     anchor = torch.zeros((), device=DEVICE, requires_grad=True)
     a, b = torch.randn(8, 32, device=DEVICE), torch.randn(16, 8, device=DEVICE)
     ga, gb = torch.zeros_like(a), torch.zeros_like(b)
     table = torch.tensor([[t.data_ptr() if isinstance(t, torch.Tensor) else t for t in (a, b, 8, ga, gb)]]).to(DEVICE)
     plan = GroupedRows.of([Segment(0, 0, 20)], 8, torch.device(DEVICE))
     x, weight = torch.randn(20, 32, device=DEVICE), torch.randn(16, 32, device=DEVICE)
-    y = grouped(x, weight, None, table, torch.ones(1, device=DEVICE), plan, anchor)
+    y = grouped_lora(x, weight, None, table, torch.ones(1, device=DEVICE), plan, anchor)
     assert torch.autograd.grad(y.sum(), [anchor], allow_unused=True) == (None,)
     assert ga.abs().sum() > 0
     assert gb.abs().sum() > 0

@@ -126,5 +126,5 @@ def test_graphs_of_larger_ranks_take_the_place_of_others(tmp_path):
             if core.passes == passes:
                 core.wait(1.0)
     decoder = core._runner._decoder
-    assert not decoder._failed
+    assert not decoder._graphs.rejected
     assert [rank for _, rank, _ in decoder._graphs] == [64]

@@ -1,4 +1,4 @@
-"""Known calls run again, against the plain way. Here without CUDA graphs: what they record is called instead."""
+"""Repeated calls against `run_batch`. Without CUDA graphs: the recorded function is called instead."""
 
 from __future__ import annotations
 
@@ -33,94 +33,94 @@ def work(rows: int, key: BatchKey = FORWARD) -> BatchCall:
     return BatchCall(LAYERS, key, given, places, 0)
 
 
-def known_as(works: list[BatchCall], tenant: str = "ann") -> list[tuple]:
+def members(works: list[BatchCall], tenant: str = "ann") -> list[tuple]:
     return [(tenant, each, each.places) for each in works]
 
 
 @pytest.mark.parametrize("key", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("sizes", [(3,), (1, 2), (5, 60, 100), (400, 100)])
-def test_a_batch_that_came_often_has_the_plain_results(key, sizes):
-    replays = BatchGraphs(torch.device("cpu"))
+def test_a_replayed_batch_has_the_results_of_a_plain_one(key, sizes):
+    graphs = BatchGraphs(torch.device("cpu"))
     works = [work(size, key) for size in sizes]
     known = []
     for number in range(70):
         if number % 2:
-            works.reverse()  # who came first does not matter
+            works.reverse()  # the order of calls does not matter
         for each in works:
             for rows in each.rows:
                 rows.normal_()  # a tenant's memory stays, its rows change
-        results = replays.run(known_as(works))
+        results = graphs.run(members(works))
         known.append(results is not None)
         if results is not None:
             expected = _joined([BatchCall(w.layers, w.key, w.rows, None, 0) for w in works])
             for found, plain in zip(results, expected, strict=True):
                 torch.testing.assert_close(found, plain)
             assert all(found is w.places for found, w in zip(results, works, strict=True))
-    unknown = 3  # by themselves, or as so many rows; in the end as this company
+    unknown = 3  # as one call, or by size; later as this set
     assert known == [False] * unknown + [True] * (70 - unknown)
 
 
-def test_any_company_of_a_size_has_one_graph_and_one_that_stays_its_own():
-    replays = BatchGraphs(torch.device("cpu"), making_share=1.0)
+def test_sets_of_a_size_share_a_graph_and_a_repeated_set_gets_its_own():
+    graphs = BatchGraphs(torch.device("cpu"), capture_time_share=1.0)
     for number in range(20):
-        company = [work(2), work(9), work(1 + number % 3)]
-        results = replays.run(known_as(company))
+        calls = [work(2), work(9), work(1 + number % 3)]
+        results = graphs.run(members(calls))
         assert (results is not None) == (number >= 3)
         if results is not None:
-            expected = _joined([BatchCall(w.layers, w.key, w.rows, None, 0) for w in company])
+            expected = _joined([BatchCall(w.layers, w.key, w.rows, None, 0) for w in calls])
             torch.testing.assert_close(results, list(expected))
-    assert (len(replays._by_size), len(replays._joints)) == (1, 0)
+    assert (len(graphs._by_size), len(graphs._by_set)) == (1, 0)
     for _ in range(64):
-        replays.run(known_as(company))
-    assert (len(replays._by_size), len(replays._joints)) == (1, 1)
+        graphs.run(members(calls))
+    assert (len(graphs._by_size), len(graphs._by_set)) == (1, 1)
 
 
-def test_graphs_of_companies_take_a_share_of_the_time():
-    replays = BatchGraphs(torch.device("cpu"), making_share=1e-9)
-    company, other = [work(2), work(9)], [work(20), work(30)]
+def test_captures_of_sets_take_a_bounded_share_of_the_time():
+    graphs = BatchGraphs(torch.device("cpu"), capture_time_share=1e-9)
+    calls, other = [work(2), work(9)], [work(20), work(30)]
     for _ in range(20):
-        first = replays.run(known_as(company))
-    assert first is not None  # made at once
+        first = graphs.run(members(calls))
+    assert first is not None  # captured at once
     for _ in range(20):
-        assert replays.run(known_as(other)) is None  # not before years have gone by
-    assert (len(replays._by_size), len(replays._joints)) == (1, 0)
+        assert graphs.run(members(other)) is None  # the next capture is years away
+    assert (len(graphs._by_size), len(graphs._by_set)) == (1, 0)
 
 
-def test_large_calls_are_not_kept():
-    replays = BatchGraphs(torch.device("cpu"))
+def test_large_calls_are_not_captured():
+    graphs = BatchGraphs(torch.device("cpu"))
     one, other = work(300), work(300)
     for _ in range(12):
-        assert replays.run(known_as([one])) is None
-        assert replays.run(known_as([one, other])) is None
+        assert graphs.run(members([one])) is None
+        assert graphs.run(members([one, other])) is None
 
 
-def test_what_comes_now_and_then_is_not_kept():
-    replays = BatchGraphs(torch.device("cpu"), soon_s=0.0)
+def test_rare_calls_are_not_captured():
+    graphs = BatchGraphs(torch.device("cpu"), max_gap_s=0.0)
     one = work(1)
     for _ in range(12):
-        assert replays.run(known_as([one])) is None
+        assert graphs.run(members([one])) is None
 
 
-def test_one_tenant_keeps_a_bounded_number():
-    replays = BatchGraphs(torch.device("cpu"), soon_s=3600.0)
-    kept = [work(1) for _ in range(1030)]
+def test_graphs_of_a_tenant_are_bounded():
+    graphs = BatchGraphs(torch.device("cpu"), max_gap_s=3600.0)
+    calls = [work(1) for _ in range(1030)]
     for _ in range(4):
-        for each in kept:
-            replays.run(known_as([each]))
-    assert sum(each.replay is not None for each in kept) == 1024
+        for each in calls:
+            graphs.run(members([each]))
+    assert sum(each.replay is not None for each in calls) == 1024
     other = work(1)
     for _ in range(4):
-        replays.run([("bob", other, other.places)])
+        graphs.run([("bob", other, other.places)])
     assert other.replay is not None
 
 
-def test_calls_that_never_come_again_leave_no_room_taken():
-    replays = BatchGraphs(torch.device("cpu"), making_share=1.0)
+def test_calls_that_never_repeat_do_not_grow_memory():
+    graphs = BatchGraphs(torch.device("cpu"), capture_time_share=1.0)
     for _ in range(9000):
-        replays.run(known_as([work(1), work(1)]))
+        graphs.run(members([work(1), work(1)]))
     first, second = work(1), work(2)
     for _ in range(80):
-        replays.run(known_as([first, second]))
-    assert len(replays._joints) == 1
-    assert len(replays._seen) <= 8192
-    assert len(replays._parted) <= 2048
+        graphs.run(members([first, second]))
+    assert len(graphs._by_set) == 1
+    assert len(graphs._by_set._misses) <= 8192
+    assert len(graphs._copies) <= 2048

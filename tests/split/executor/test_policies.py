@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis.split.executor.cost_model import CostModel
+from symbiosis.common.cost_model import CostModel
 from symbiosis.split.executor.policies import Lockstep, NoBatching, Opportunistic
 from symbiosis.split.executor.sessions import BatchKey, PendingCall, Session
 from symbiosis.types import Direction
@@ -240,11 +240,11 @@ def test_settings_are_frozen():
 
 def test_costs_fit_a_line_and_are_zero_at_first():
     costs = CostModel()
-    assert costs.estimate("x", 100) == costs.saving("x") == 0.0
+    assert costs.estimate("x", 100) == costs.estimate_saving("x") == 0.0
     for rows in (10, 100, 1000) * 10:
         costs.observe("x", rows, 0.002 + 1e-5 * rows)
     assert costs.estimate("x", 500) == pytest.approx(0.007, rel=1e-3)
-    assert costs.saving("x") == pytest.approx(0.002, rel=1e-3)
+    assert costs.estimate_saving("x") == pytest.approx(0.002, rel=1e-3)
 
 
 class TestAsyncCalls:

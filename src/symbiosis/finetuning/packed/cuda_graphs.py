@@ -1,13 +1,12 @@
-"""Passes as CUDA graphs: one launch instead of some thousands, for passes that differ in numbers only.
+"""Training passes as CUDA graphs: one launch instead of some thousands, for passes that differ in numbers only.
 
-A pass of a key that comes often (`favourites`) is captured; its pack becomes the frame into which later packs of that key
-are copied. What is computed by the lengths of its sequences cannot be one. A graph runs on the multiprocessors of the
-stream it was captured on, so each stream has graphs of its own. Gradients go to where each pack's tables say, which is
-memory of its own. Capturing takes about as long as a pass; what cannot be captured runs as it always did.
+A pass of a frequent key (`FrequencyGraphCache`) is captured. Its batch becomes the frame into which later batches of
+that key are copied. A pass that computes by the lengths of its sequences cannot be captured. A graph runs on the
+multiprocessors of the stream it was captured on, so each stream has graphs of its own. Gradients are written to where
+each batch's tables point, outside of the graph's memory. A capture takes about as long as a pass.
 
-All graphs of a stream, and the passes between them that are none, have the same memory, for only one of them runs at a
-time: as much as the largest needs. One that is larger than those before starts anew, since its parts would not fit
-into what theirs left.
+All graphs of a stream and the eager passes between them share one memory pool, since one of them runs at a time. The
+pool is as large as the largest pass needs. A larger pass starts a new pool: the old one is split into parts too small.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ import torch
 from torch import Tensor
 
 from symbiosis.finetuning.packed.batch import PackedBatch
-from symbiosis.finetuning.packed.graph_admission import GraphAdmission
-from symbiosis.gpu.cuda_graph import captured
-from symbiosis.gpu.driver import done_on
+from symbiosis.gpu.cuda_graph import capture
+from symbiosis.gpu.driver import synchronized
+from symbiosis.gpu.graph_cache import FrequencyGraphCache
 
 _log = logging.getLogger("symbiosis")
-_STREAMS = 2  # on all multiprocessors, and on a part of them
-_FAILURES = 3  # captures in a row, after which no more are tried
+_MAX_STREAMS = 2  # of all multiprocessors, and of a part of them
+_MAX_FAILURES = 3  # captures in a row, after which no more are tried
 
 Run: TypeAlias = Callable[[PackedBatch], Tensor]
-"""Computes a pass: returns its losses, and its backward has written the gradients."""
+"""Computes a pass: returns its losses, and its backward pass has written the gradients."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,60 +41,55 @@ class _Graph:
     frame: PackedBatch
     losses_N: Tensor
     pool: torch.cuda.MemPool
-    """Goes last."""
+    """Last field: freed after the graph."""
 
 
-class _Kept:
+class _StreamGraphs:
     """Graphs of one stream, and their memory."""
 
-    def __init__(self, most: int) -> None:
-        self.graphs: dict[Any, _Graph] = {}
-        self.favourites = GraphAdmission(most)
+    def __init__(self, capacity: int) -> None:
+        self.graphs: FrequencyGraphCache[Any, _Graph] = FrequencyGraphCache(capacity)
         self.pool = torch.cuda.MemPool()
-        self.rows = 0
-        """Of the largest."""
+        self.max_rows = 0
+        """Rows of the largest captured pass."""
 
-    def begin_anew(self) -> None:
-        """With another memory, and without graphs. Nothing may be running."""
+    def reset(self) -> None:
+        """Drop the graphs and their memory. The device must be idle."""
         self.graphs.clear()
-        self.favourites.keep_none()
         self.pool = torch.cuda.MemPool()
-        self.rows = 0
+        self.max_rows = 0
 
 
 class PassGraphs:
-    """One thread. The next pass of a stream writes over what the last one gave."""
+    """Used by one thread. The next pass of a stream overwrites the losses of the last one."""
 
-    def __init__(self, most: int, device: torch.device) -> None:
-        """At most so many graphs are kept of each stream, and those of two streams."""
-        self._most, self._device = most, device
-        self._streams: OrderedDict[int, _Kept] = OrderedDict()
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        """`capacity` graphs are stored for each of the two streams used last."""
+        self._capacity, self._device = capacity, device
+        self._streams: OrderedDict[int, _StreamGraphs] = OrderedDict()
         self.is_new = False
-        """The last pass was one of a key that may soon be a graph, or became one: the next will be faster."""
+        """The last pass was captured, or may soon be: later passes of its key are faster."""
         self._spare: torch.cuda.Stream | None = None
         self._failures = 0
-        self._shares = True
-        """Passes that are no graphs have the graphs' memory."""
-        self._rows = self._longest = 0
-        """Of such passes so far. A model that keeps something for later ones keeps more for one that is larger."""
+        self._shares_pool = True
+        """Eager passes allocate from the graphs' pool."""
+        self._max_rows = self._max_length = 0
+        """Of eager passes so far. A model that stores something for later passes stores more for a larger one."""
 
     def run(self, pack: PackedBatch, run: Run) -> Tensor:
-        kept, key = self._kept(), pack.key
-        kept.favourites.came(key)
-        found = kept.graphs.get(key)
-        tries = self._failures < _FAILURES
-        self.is_new = found is None and tries and kept.favourites.is_coming(key)
+        own, key = self._of_stream(), pack.key
+        found = own.graphs.get(key)
+        can_capture = self._failures < _MAX_FAILURES
+        self.is_new = found is None and can_capture and own.graphs.may_admit(key)
         if found is None:
-            if not (tries and kept.favourites.is_worth(key)):
-                return self._launched(pack, run, kept)
-            found = self._captured(pack, run, kept)
+            if not (can_capture and own.graphs.admits(key)):
+                return self._run_eager(pack, run, own)
+            found = self._capture(pack, run, own)
+            own.graphs.put(key, found)
             if found is None:
-                kept.favourites.refuse(key)
-                with done_on(self._device):
-                    kept.begin_anew()  # that memory may be unusable
+                with synchronized(self._device):
+                    own.reset()  # its pool may be unusable
                 return run(pack)
-            kept.graphs.pop(kept.favourites.keep(key), None)
-            kept.graphs[key] = found
         else:
             for old, new in zip(found.frame.tensors, pack.tensors, strict=True):
                 old.copy_(new)
@@ -103,101 +97,100 @@ class PassGraphs:
         return found.losses_N
 
     def clear(self) -> None:
-        """Let go of all graphs; what comes often is captured again."""
-        with done_on(self._device):
+        """Drop all graphs; frequent passes are captured again."""
+        with synchronized(self._device):
             self._streams.clear()
 
-    def _kept(self) -> _Kept:
+    def _of_stream(self) -> _StreamGraphs:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if stream not in self._streams:
-            while len(self._streams) >= _STREAMS:  # a part that is no longer used
-                with done_on(self._device):
+            while len(self._streams) >= _MAX_STREAMS:  # of a GPU partition that is no longer used
+                with synchronized(self._device):
                     self._streams.popitem(last=False)
-            self._streams[stream] = _Kept(self._most)
+            self._streams[stream] = _StreamGraphs(self._capacity)
         self._streams.move_to_end(stream)
         return self._streams[stream]
 
-    def _launched(self, pack: PackedBatch, run: Run, kept: _Kept) -> Tensor:
-        """A pass that is no graph, in the memory of those there are."""
+    def _run_eager(self, pack: PackedBatch, run: Run, own: _StreamGraphs) -> Tensor:
+        """Compute a pass without a graph, in the memory of the graphs."""
 
-        def computed() -> Tensor:
-            frame = pack.frame()  # what it works out on the way goes with it
+        def compute() -> Tensor:
+            frame = pack.frame()  # frees what the pass caches when it ends
             losses_N = run(frame)
             if frame.by_lengths:
-                kept.favourites.refuse(pack.key)
+                own.graphs.put(pack.key, None)
             return losses_N
 
-        if not (kept.graphs and self._shares):
-            return computed()
-        is_larger = pack.rows > self._rows or pack.longest > self._longest
-        self._rows, self._longest = max(self._rows, pack.rows), max(self._longest, pack.longest)
-        before = _held(kept.pool) if is_larger else 0
+        if not (own.graphs and self._shares_pool):
+            return compute()
+        is_larger = pack.rows > self._max_rows or pack.longest > self._max_length
+        self._max_rows, self._max_length = max(self._max_rows, pack.rows), max(self._max_length, pack.longest)
+        before = _allocated_bytes(own.pool) if is_larger else 0
         losses_N = None
         try:
-            with self._where_graphs_are():
-                with torch.cuda.use_mem_pool(kept.pool, self._device):
-                    found_N = computed()
+            with self._on_capture_stream():
+                with torch.cuda.use_mem_pool(own.pool, self._device):
+                    found_N = compute()
                 losses_N = found_N.clone()
             del found_N
         except torch.OutOfMemoryError:
-            pass  # in there, torch does not look for what could be given back elsewhere
-        if losses_N is None:  # not above: the error holds what the pass had
-            with done_on(self._device):
+            pass  # inside a pool, torch does not free cached memory of others
+        if losses_N is None:  # not above: the exception holds the tensors of the pass
+            with synchronized(self._device):
                 torch.cuda.empty_cache()
-            return computed()
-        if is_larger and _holds_more(kept.pool, before):  # graphs would write over what the model has kept for later passes
-            _log.warning("the model keeps what training passes compute: those that are no graphs get memory of their own now")
-            self._shares = False
+            return compute()
+        if is_larger and _has_grown(own.pool, before):  # graphs would overwrite what the model stores for later passes
+            _log.warning("the model stores results of training passes: passes without a graph get memory of their own now")
+            self._shares_pool = False
             self.clear()
         return losses_N
 
     @contextmanager
-    def _where_graphs_are(self) -> Iterator[None]:
-        """On the stream that they were captured on: memory belongs to a stream."""
-        here, there = torch.cuda.current_stream(self._device), self._capturing_stream()
+    def _on_capture_stream(self) -> Iterator[None]:
+        """A pool's memory belongs to the stream that the graphs were captured on."""
+        here, there = torch.cuda.current_stream(self._device), self._capture_stream()
         there.wait_stream(here)
         try:
             with torch.cuda.stream(there):
                 yield
-        finally:  # whatever it raises: what was launched writes to memory that is another's after it
+        finally:  # also after an error: launched kernels write to memory that is reused next
             here.wait_stream(there)
 
-    def _capturing_stream(self) -> torch.cuda.Stream:
+    def _capture_stream(self) -> torch.cuda.Stream:
         stream = torch.cuda.current_stream(self._device)
-        if stream == torch.cuda.default_stream(self._device):  # nothing can be captured there
+        if stream == torch.cuda.default_stream(self._device):  # the default stream cannot be captured
             stream = self._spare = self._spare or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return stream
 
-    def _captured(self, pack: PackedBatch, run: Run, kept: _Kept) -> _Graph | None:
-        stream = self._capturing_stream()
-        with done_on(self._device):
-            if pack.rows > kept.rows:
-                kept.begin_anew()
-            torch.cuda.empty_cache()  # what passes had is not needed beside the graph's own
+    def _capture(self, pack: PackedBatch, run: Run, own: _StreamGraphs) -> _Graph | None:
+        stream = self._capture_stream()
+        with synchronized(self._device):
+            if pack.rows > own.max_rows:
+                own.reset()
+            torch.cuda.empty_cache()  # cached memory of eager passes is not needed besides the graph's own
         frame = pack.frame()
         try:
             with torch.cuda.stream(stream):
-                graph, losses_N = captured(lambda: run(frame), kept.pool.id)
+                graph, losses_N = capture(lambda: run(frame), own.pool.id)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             self._failures += 1
-            last = "; no more are tried" if self._failures == _FAILURES else ""
-            _log.warning("a training pass cannot be a CUDA graph%s: %s", last, error)
+            last = "; no more are tried" if self._failures == _MAX_FAILURES else ""
+            _log.warning("a training pass cannot be captured as a CUDA graph%s: %s", last, error)
             return None
         finally:
             stream.synchronize()
-        self._failures, kept.rows = 0, max(kept.rows, pack.rows)
-        return None if frame.by_lengths else _Graph(graph, frame, losses_N, kept.pool)
+        self._failures, own.max_rows = 0, max(own.max_rows, pack.rows)
+        return None if frame.by_lengths else _Graph(graph, frame, losses_N, own.pool)
 
 
-def _holds_more(pool: torch.cuda.MemPool, before: int) -> bool:
-    if _held(pool) <= before:
+def _has_grown(pool: torch.cuda.MemPool, before: int) -> bool:
+    if _allocated_bytes(pool) <= before:
         return False
-    gc.collect()  # what nobody can reach is not kept
-    return _held(pool) > before
+    gc.collect()  # unreachable tensors do not count
+    return _allocated_bytes(pool) > before
 
 
-def _held(pool: torch.cuda.MemPool) -> int:
-    """Bytes that somebody has of it."""
+def _allocated_bytes(pool: torch.cuda.MemPool) -> int:
     return sum(segment["allocated_size"] for segment in pool.snapshot())  # type: ignore[no-untyped-call]

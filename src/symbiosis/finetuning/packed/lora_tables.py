@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.finetuning.packed.flat_lora import FlatParameters
-from symbiosis.kernels.lora.grouped import COLUMNS, GroupedRows, grouped
+from symbiosis.kernels.lora.grouped import COLUMNS, GroupedRows, grouped_lora
 from symbiosis.kernels.tiles import Segment
 
 
@@ -77,7 +77,7 @@ class LoraTables:
         weight_OI = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
         line = self.lines[path]
         rows = self._head_rows if of_head else self._rows
-        return grouped(x_RI, weight_OI, layer.bias, self._table_LJ[line], self._scales_LJ[line], rows, self.anchor)
+        return grouped_lora(x_RI, weight_OI, layer.bias, self._table_LJ[line], self._scales_LJ[line], rows, self.anchor)
 
 
 def _to(device: torch.device, tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from symbiosis.finetuning.packed.flat_lora import FlatGradients
 from symbiosis.finetuning.packed.lora_layers import adapt
 from symbiosis.finetuning.packed.loss import piece_losses, token_losses
 from symbiosis.finetuning.trained_adapter import NOTHING
-from symbiosis.gpu.driver import done_on
+from symbiosis.gpu.driver import synchronized
 from symbiosis.models.loading import frozen_copy
 from symbiosis.models.patches.fused_ops import fuse
 from symbiosis.models.patches.gated_mlp import gate
@@ -174,7 +174,7 @@ class PackedModel:
         if self._replays is not None:
             self._replays.clear()
         if self._model.device.type == "cuda":
-            with done_on(self._model.device):
+            with synchronized(self._model.device):
                 torch.cuda.empty_cache()
 
     def is_sound(self) -> bool:

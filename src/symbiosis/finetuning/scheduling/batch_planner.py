@@ -39,20 +39,20 @@ class BatchPlanner:
 
     def room(self, permit: PassBudget) -> int:
         """Rows of the next pass, at most."""
-        room = max(self._pace.room(self.rows, permit.kind, permit.max_s), min(self._least, self.rows))
+        room = max(self._pace.max_rows(self.rows, permit.kind, permit.max_s), min(self._least, self.rows))
         return room if room == self.rows or self._least == 1 else _round(room)
 
     def pick(self, waiting: Sequence[Candidate], permit: PassBudget) -> dict[str, int]:
         """How many examples of which sessions, in the order they were chosen."""
-        chosen, room = self._lengths[permit.kind].fair(waiting, self.room(permit))
+        chosen, room = self._lengths[permit.kind].limit(waiting, self.room(permit))
         return self.fairness.pick(chosen, room)
 
     def note(self, permit: PassBudget, rows: int, seconds: float, *, is_new: bool = False) -> None:
         """A pass took so long, the first ones of its kind longer than others will."""
         self._new = self._new + 1 if is_new else 0
-        self._lengths[permit.kind].note(rows, seconds)
+        self._lengths[permit.kind].observe(rows, seconds)
         if not is_new or self._new > _NEW:
-            self._pace.note(permit.kind, rows, seconds)
+            self._pace.observe(permit.kind, rows, seconds)
         self._fitted += 1
         if self._fitted % _FITTED == 0:
             self.rows = min(self._most, 2 * self.rows)

@@ -1,28 +1,27 @@
-"""How many rows a pass may have so that it takes no longer than it should."""
+"""Rows of a training pass that fit into a time budget."""
 
 from __future__ import annotations
 
 import math
 
-_WEIGHT = 0.3  # of the last pass
-_FIRST = 64  # rows, before anything was measured
+from symbiosis.common.cost_model import CostModel
+
+_FADE = 0.7  # by pass: the budget follows the load within a few passes
+_FIRST_ROWS = 64  # before a pass was measured
 
 
 class PassTimeBudget:
-    """Measured seconds by row. Kinds of passes count apart: a row of a short one takes longer than one of a full pass."""
+    """By measured seconds per row. Kinds of passes are measured apart: a row of a short pass takes longer."""
 
     def __init__(self) -> None:
-        self._per_row: dict[str, float] = {}
+        self._costs = CostModel(_FADE)
 
-    def room(self, most: int, kind: str, most_s: float) -> int:
-        """Rows of the next pass."""
-        if math.isinf(most_s):
-            return most
-        per_row = self._per_row.get(kind, min(self._per_row.values(), default=None))
-        return min(most, _FIRST) if per_row is None else max(1, min(most, int(most_s / per_row)))
+    def max_rows(self, limit: int, kind: str, budget_s: float) -> int:
+        """Rows of the next pass, at most `limit` and at least 1."""
+        if math.isinf(budget_s):
+            return limit
+        per_row_s = self._costs.seconds_per_row(kind)
+        return min(limit, _FIRST_ROWS) if per_row_s is None else max(1, min(limit, int(budget_s / per_row_s)))
 
-    def note(self, kind: str, rows: int, seconds: float) -> None:
-        """A pass took so long."""
-        found = seconds / max(1, rows)
-        before = self._per_row.get(kind, found)
-        self._per_row[kind] = before + _WEIGHT * (found - before)
+    def observe(self, kind: str, rows: int, seconds: float) -> None:
+        self._costs.observe(kind, rows, seconds)

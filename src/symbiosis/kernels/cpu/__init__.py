@@ -1,4 +1,4 @@
-"""Kernels for processors, each with its plain reference: C, compiled when the package is installed.
+"""CPU kernels in C, each with its plain reference. They are compiled when the package is installed.
 
-Where no compiler was at hand, or the processor's numbers are of another kind, the reference does their work.
+The reference runs where there was no compiler, and for other dtypes.
 """

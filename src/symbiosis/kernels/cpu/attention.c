@@ -1,24 +1,23 @@
-/* What single rows read from their sequences, whose keys and values lie in pages.
+/* Decode attention over the blocks of the KV cache.
 
-Plain reference: gather the pages, then transformers' own attention. Here pages
-are read where they lie, once for all queries that share a key head; nothing
-behind the end of a sequence is looked at. */
+Plain reference: gather the blocks, then transformers' own attention. Here blocks are read in position, once for all queries
+of a key head. Nothing beyond the end of a sequence contributes. */
 #include <float.h>
 #include <math.h>
 
 #include "numbers.h"
 
 #define QUERIES 4
-#define TOKENS 16              /* at a time */
-#define TOGETHER (16 / LANES) /* keys, or vectors of values, that are held in registers */
-#define MOST_WIDTH 256
+#define TOKENS 16             /* at a time */
+#define VECTORS (16 / LANES) /* keys, or vectors of values, in registers */
+#define MAX_WIDTH 256
 
 typedef struct {
-    int64_t spans, heads, key_heads, width, page_size, most_pages, window; /* no window: 0 */
+    int64_t sequences, heads, key_heads, width, block_size, max_blocks, window; /* no window: 0 */
     int64_t q_row, q_head;                                                /* strides */
-    const int64_t *rows, *places, *pages;
+    const int64_t *rows, *positions, *blocks;
     const void *q, *keys, *values; /* keys and values [slots, key heads, width] */
-    void *out;                     /* [spans, heads, width] */
+    void *out;                     /* [sequences, heads, width] */
     float scale, cap;              /* no cap: 0 */
 } Attention;
 

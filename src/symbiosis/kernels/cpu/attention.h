@@ -1,102 +1,102 @@
-/* Included once for each kind of NUMBER: see attention.c. */
-/* Scores of up to four queries with some keys. */
+/* Included once for each NUMBER type: see attention.c. */
+/* Scores of up to four queries with VECTORS keys. */
 INLINE void OF(score)(const float *q, const NUMBER *const *keys, int64_t width, const int queries, float *scores) {
-    Vec sums[QUERIES][TOGETHER] = {0};
+    Vec sums[QUERIES][VECTORS] = {0};
     for (int64_t d = 0; d < width; d += LANES) {
-        Vec key[TOGETHER];
-        for (int token = 0; token < TOGETHER; token++) key[token] = OF(load)(keys[token] + d);
+        Vec key[VECTORS];
+        for (int token = 0; token < VECTORS; token++) key[token] = OF(load)(keys[token] + d);
         for (int g = 0; g < queries; g++) {
             const Vec query = load_float(q + g * width + d);
-            for (int token = 0; token < TOGETHER; token++) sums[g][token] += query * key[token];
+            for (int token = 0; token < VECTORS; token++) sums[g][token] += query * key[token];
         }
     }
     for (int g = 0; g < queries; g++)
-        for (int token = 0; token < TOGETHER; token++) scores[g * TOKENS + token] = sum_of(sums[g][token]);
+        for (int token = 0; token < VECTORS; token++) scores[g * TOKENS + token] = sum_of(sums[g][token]);
 }
 
-/* What up to four queries read from some numbers of the values of some tokens, added to what they have read. */
-INLINE void OF(read)(const float (*shares)[TOKENS], const NUMBER *const *values, int64_t tokens, int64_t width, int64_t d,
-                     const int queries, const int vectors, const float *kept, float *read) {
-    Vec sums[QUERIES][TOGETHER];
+/* Weighted sums of values for up to four queries: out = out * rescale + weights * values, of some columns. */
+INLINE void OF(accumulate)(const float (*weights)[TOKENS], const NUMBER *const *values, int64_t tokens, int64_t width, int64_t d,
+                           const int queries, const int vectors, const float *rescale, float *out) {
+    Vec sums[QUERIES][VECTORS];
     for (int g = 0; g < queries; g++)
-        for (int v = 0; v < vectors; v++) sums[g][v] = load_float(read + g * width + d + v * LANES) * kept[g];
+        for (int v = 0; v < vectors; v++) sums[g][v] = load_float(out + g * width + d + v * LANES) * rescale[g];
     for (int64_t token = 0; token < tokens; token++) {
-        Vec value[TOGETHER];
+        Vec value[VECTORS];
         for (int v = 0; v < vectors; v++) value[v] = OF(load)(values[token] + d + v * LANES);
         for (int g = 0; g < queries; g++)
-            for (int v = 0; v < vectors; v++) sums[g][v] += value[v] * shares[g][token];
+            for (int v = 0; v < vectors; v++) sums[g][v] += value[v] * weights[g][token];
     }
     for (int g = 0; g < queries; g++)
-        for (int v = 0; v < vectors; v++) store_float(read + g * width + d + v * LANES, sums[g][v]);
+        for (int v = 0; v < vectors; v++) store_float(out + g * width + d + v * LANES, sums[g][v]);
 }
 
-/* All that up to four queries of one key head read from one sequence. */
-INLINE void OF(queries)(const Attention *now, int64_t span, int64_t head, int64_t query, const int queries) {
-    const int64_t width = now->width, place = now->places[span], size = now->page_size;
-    const int64_t *pages = now->pages + span * now->most_pages;
-    const int64_t offset = head * width, stride = now->key_heads * width;
-    const NUMBER *keys = (const NUMBER *)now->keys + offset, *values = (const NUMBER *)now->values + offset;
-    float q[QUERIES * MOST_WIDTH], read[QUERIES * MOST_WIDTH] = {0}, best[QUERIES], total[QUERIES] = {0};
+/* Attention of up to four queries of one key head over one sequence, by online softmax. */
+INLINE void OF(queries)(const Attention *args, int64_t sequence, int64_t head, int64_t query, const int queries) {
+    const int64_t width = args->width, position = args->positions[sequence], size = args->block_size;
+    const int64_t *blocks = args->blocks + sequence * args->max_blocks;
+    const int64_t offset = head * width, stride = args->key_heads * width;
+    const NUMBER *keys = (const NUMBER *)args->keys + offset, *values = (const NUMBER *)args->values + offset;
+    float q[QUERIES * MAX_WIDTH], out[QUERIES * MAX_WIDTH] = {0}, best[QUERIES], total[QUERIES] = {0};
     for (int g = 0; g < queries; g++) {
-        const NUMBER *from = (const NUMBER *)now->q + now->rows[span] * now->q_row + (query + g) * now->q_head;
-        for (int64_t d = 0; d < width; d++) q[g * width + d] = OF(one)(from + d) * (now->cap ? 1.0f : now->scale);
-        best[g] = -FLT_MAX; /* not infinite: its difference to itself is a number */
+        const NUMBER *from = (const NUMBER *)args->q + args->rows[sequence] * args->q_row + (query + g) * args->q_head;
+        for (int64_t d = 0; d < width; d++) q[g * width + d] = OF(one)(from + d) * (args->cap ? 1.0f : args->scale);
+        best[g] = -FLT_MAX; /* not infinite: inf - inf is NaN */
     }
-    int64_t token = now->window && place + 1 > now->window ? place + 1 - now->window : 0;
-    while (token <= place) {
+    int64_t token = args->window && position + 1 > args->window ? position + 1 - args->window : 0;
+    while (token <= position) {
         const NUMBER *value_of[TOKENS], *key_of[TOKENS];
-        float scores[QUERIES][TOKENS], kept[QUERIES];
+        float scores[QUERIES][TOKENS], rescale[QUERIES];
         int64_t count = 0;
-        for (; count < TOKENS && token <= place; count++, token++) {
-            const int64_t slot = pages[token / size] * size + token % size;
+        for (; count < TOKENS && token <= position; count++, token++) {
+            const int64_t slot = blocks[token / size] * size + token % size;
             key_of[count] = keys + slot * stride;
             value_of[count] = values + slot * stride;
         }
-        for (int64_t i = count; i < TOKENS; i++) key_of[i] = key_of[0]; /* not looked at, but read */
-        for (int64_t i = 0; i < count; i += TOGETHER)
+        for (int64_t i = count; i < TOKENS; i++) key_of[i] = key_of[0]; /* loaded, but masked below */
+        for (int64_t i = 0; i < count; i += VECTORS)
             OF(score)(q, key_of + i, width, queries, &scores[0][i]);
         for (int g = 0; g < queries; g++) {
-            if (now->cap)
-                for (int64_t i = 0; i < count; i++) scores[g][i] = now->cap * tanhf(scores[g][i] * now->scale / now->cap);
+            if (args->cap)
+                for (int64_t i = 0; i < count; i++) scores[g][i] = args->cap * tanhf(scores[g][i] * args->scale / args->cap);
             for (int64_t i = count; i < TOKENS; i++) scores[g][i] = -INFINITY;
             float highest = best[g];
             for (int i = 0; i < TOKENS; i++) highest = scores[g][i] > highest ? scores[g][i] : highest;
-            kept[g] = expf(best[g] - highest);
+            rescale[g] = expf(best[g] - highest);
             best[g] = highest;
             Vec sum = {0};
             for (int i = 0; i < TOKENS; i += LANES) {
-                const Vec share = exp_of(load_float(scores[g] + i) - highest);
-                store_float(scores[g] + i, share);
-                sum += share;
+                const Vec weight = exp_of(load_float(scores[g] + i) - highest);
+                store_float(scores[g] + i, weight);
+                sum += weight;
             }
-            total[g] = total[g] * kept[g] + sum_of(sum);
+            total[g] = total[g] * rescale[g] + sum_of(sum);
         }
         int64_t d = 0;
-        for (; d + TOGETHER * LANES <= width; d += TOGETHER * LANES)
-            OF(read)(scores, value_of, count, width, d, queries, TOGETHER, kept, read);
-        for (; d < width; d += LANES) OF(read)(scores, value_of, count, width, d, queries, 1, kept, read);
+        for (; d + VECTORS * LANES <= width; d += VECTORS * LANES)
+            OF(accumulate)(scores, value_of, count, width, d, queries, VECTORS, rescale, out);
+        for (; d < width; d += LANES) OF(accumulate)(scores, value_of, count, width, d, queries, 1, rescale, out);
     }
     for (int g = 0; g < queries; g++) {
-        NUMBER *to = (NUMBER *)now->out + (span * now->heads + query + g) * width;
-        for (int64_t d = 0; d < width; d++) OF(put)(to + d, read[g * width + d] / total[g]);
+        NUMBER *to = (NUMBER *)args->out + (sequence * args->heads + query + g) * width;
+        for (int64_t d = 0; d < width; d++) OF(put)(to + d, out[g * width + d] / total[g]);
     }
 }
 
-EVERY_PROCESSOR
-static void OF(head)(const Attention *now, int64_t span, int64_t head) {
-    const int64_t group = now->heads / now->key_heads, last = (head + 1) * group;
+EVERY_CPU
+static void OF(head)(const Attention *args, int64_t sequence, int64_t head) {
+    const int64_t group = args->heads / args->key_heads, last = (head + 1) * group;
     for (int64_t query = head * group; query < last; query += QUERIES) {
-        switch (last - query) { /* each with its numbers in registers */
-        case 1: OF(queries)(now, span, head, query, 1); break;
-        case 2: OF(queries)(now, span, head, query, 2); break;
-        case 3: OF(queries)(now, span, head, query, 3); break;
-        default: OF(queries)(now, span, head, query, QUERIES);
+        switch (last - query) { /* constant counts: sums stay in registers */
+        case 1: OF(queries)(args, sequence, head, query, 1); break;
+        case 2: OF(queries)(args, sequence, head, query, 2); break;
+        case 3: OF(queries)(args, sequence, head, query, 3); break;
+        default: OF(queries)(args, sequence, head, query, QUERIES);
         }
     }
 }
 
-void OF(symbiosis_attention)(const Attention *now, int threads) {
-    const int64_t count = now->spans * now->key_heads;
+void OF(symbiosis_attention)(const Attention *args, int threads) {
+    const int64_t count = args->sequences * args->key_heads;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (count > 1)
-    for (int64_t i = 0; i < count; i++) OF(head)(now, i / now->key_heads, i % now->key_heads);
+    for (int64_t i = 0; i < count; i++) OF(head)(args, i / args->key_heads, i % args->key_heads);
 }

@@ -1,7 +1,7 @@
-"""Attention of single rows over pages of keys and values. Plain reference: `engine.attention`, which gathers the pages.
+"""Decode attention over the blocks of the KV cache. Plain reference: `serving.model.paged_attention`, which gathers blocks.
 
-R = rows of a pass, B = those of them that are single, P = pages of the longest sequence, H = query heads, K = key heads,
-D = width of a head.
+R = rows of a batch, B = those of decoding sequences, P = blocks of the longest sequence, H = query heads, K = key heads,
+D = width of a head, S = slots of the KV cache.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from symbiosis.kernels.cpu.library import function
 
-_MOST_WIDTH = 256  # as in attention.c
-_LANES = 8  # of the widest vectors there are, those of x86-64
+_MAX_WIDTH = 256  # as in attention.c
+_LANES = 8  # of the widest vectors, on x86-64
 
 
 def fits(q_RHD: Tensor, keys_SKD: Tensor) -> bool:
-    """Whether the kernel does this."""
+    """Whether the kernel supports these."""
     width = keys_SKD.shape[2]
     return (
         q_RHD.shape[2] == width
-        and width <= _MOST_WIDTH
+        and width <= _MAX_WIDTH
         and width % _LANES == 0
         and q_RHD.dtype is keys_SKD.dtype
         and q_RHD.device.type == "cpu"
@@ -32,45 +32,45 @@ def fits(q_RHD: Tensor, keys_SKD: Tensor) -> bool:
     )
 
 
-class _Attention(ctypes.Structure):
+class _Args(ctypes.Structure):
     _fields_ = (
         [
             (name, ctypes.c_int64)
-            for name in ("spans", "heads", "key_heads", "width", "page_size", "most_pages", "window", "q_row", "q_head")
+            for name in ("sequences", "heads", "key_heads", "width", "block_size", "max_blocks", "window", "q_row", "q_head")
         ]
-        + [(name, ctypes.c_void_p) for name in ("rows", "places", "pages", "q", "keys", "values", "out")]
+        + [(name, ctypes.c_void_p) for name in ("rows", "positions", "blocks", "q", "keys", "values", "out")]
         + [(name, ctypes.c_float) for name in ("scale", "cap")]
     )
 
 
 class DecodeAttention:
-    """Single rows and where their sequences lie, for all layers of a pass."""
+    """Decode rows and the block tables of their sequences, for all layers of a batch."""
 
-    def __init__(self, rows_B: Tensor, places_B: Tensor, pages_BP: Tensor, page_size: int) -> None:
-        """Of each row its place in its sequence, from 0; its own key is in its page when it attends."""
-        self._tensors = rows_B, places_B, pages_BP.contiguous()  # the kernel knows only where they lie
+    def __init__(self, rows_B: Tensor, positions_B: Tensor, block_table_BP: Tensor, block_size: int) -> None:
+        """Positions count from 0. A row's own key must be stored before it attends."""
+        self._tensors = rows_B, positions_B, block_table_BP.contiguous()  # the kernel holds only their addresses
         assert all(tensor.dtype is torch.int64 for tensor in self._tensors)
-        self._count, self._most_pages, self._page_size = len(rows_B), pages_BP.shape[1], page_size
+        self._count, self._max_blocks, self._block_size = len(rows_B), block_table_BP.shape[1], block_size
 
     def attend(
         self, q_RHD: Tensor, keys_SKD: Tensor, values_SKD: Tensor, *, scale: float, window: int | None, cap: float | None
     ) -> Tensor:
-        """What each reads, [B, H, D]."""
+        """The attention of each row, [B, H, D]."""
         _, heads, width = q_RHD.shape
-        found_BHD = q_RHD.new_empty(self._count, heads, width)
-        now = _Attention(
+        out_BHD = q_RHD.new_empty(self._count, heads, width)
+        args = _Args(
             self._count,
             heads,
             keys_SKD.shape[1],
             width,
-            self._page_size,
-            self._most_pages,
+            self._block_size,
+            self._max_blocks,
             window or 0,
             q_RHD.stride(0),
             q_RHD.stride(1),
-            *[tensor.data_ptr() for tensor in (*self._tensors, q_RHD, keys_SKD, values_SKD, found_BHD)],
+            *[tensor.data_ptr() for tensor in (*self._tensors, q_RHD, keys_SKD, values_SKD, out_BHD)],
             scale,
             cap or 0.0,
         )
-        function("attention", q_RHD.dtype)(ctypes.byref(now), torch.get_num_threads())
-        return found_BHD
+        function("attention", q_RHD.dtype)(ctypes.byref(args), torch.get_num_threads())
+        return out_BHD

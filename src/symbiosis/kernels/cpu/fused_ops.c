@@ -1,65 +1,65 @@
-/* What a decoder layer does between its products, in float32: norms, rotary positions and the gate of its MLP.
+/* Ops of a decoder layer between its products, in float32: RMS norm, rotary positions and SiLU of its MLP.
 
-Plain references: in between.py. A pass of a few dozen rows has so little of each
-that their steps, one by one, take longer to begin than to do. */
+Plain references: in fused_ops.py. For a batch of a few dozen rows, dispatching torch's ops takes longer than computing
+them. */
 #include <math.h>
 
 #include "numbers.h"
 
-#define ENOUGH 8192 /* numbers that a second thread is worth its waking for */
+#define MIN_PARALLEL 8192 /* numbers, from which on a second thread pays off */
 
-EVERY_PROCESSOR
-static void normed(const float *x, const float *weight, float epsilon, int64_t width, float *to) {
+EVERY_CPU
+static void rms_norm(const float *x, const float *weight, float epsilon, int64_t width, float *out) {
     Vec squares = {0};
     float sum = 0;
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) squares += load_float(x + i) * load_float(x + i);
     for (int64_t j = i; j < width; j++) sum += x[j] * x[j];
     const float factor = 1.0f / sqrtf((sum + sum_of(squares)) / (float)width + epsilon);
-    for (i = 0; i + LANES <= width; i += LANES) store_float(to + i, load_float(x + i) * factor * load_float(weight + i));
-    for (; i < width; i++) to[i] = x[i] * factor * weight[i];
+    for (i = 0; i + LANES <= width; i += LANES) store_float(out + i, load_float(x + i) * factor * load_float(weight + i));
+    for (; i < width; i++) out[i] = x[i] * factor * weight[i];
 }
 
 void symbiosis_rms_norm_float(const float *x, int64_t rows, int64_t stride, int64_t width, const float *weight, float epsilon,
-                              float *to, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > ENOUGH)
-    for (int64_t row = 0; row < rows; row++) normed(x + row * stride, weight, epsilon, width, to + row * width);
+                              float *out, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > MIN_PARALLEL)
+    for (int64_t row = 0; row < rows; row++) rms_norm(x + row * stride, weight, epsilon, width, out + row * width);
 }
 
-EVERY_PROCESSOR
-static void turned(const float *x, int64_t heads, int64_t width, const float *cos, const float *sin, float *restrict to) {
+EVERY_CPU
+static void rotary(const float *x, int64_t heads, int64_t width, const float *cos, const float *sin, float *restrict out) {
     const int64_t half = width / 2;
-    for (int64_t head = 0; head < heads; head++, x += width, to += width) {
+    for (int64_t head = 0; head < heads; head++, x += width, out += width) {
         for (int64_t i = 0; i < half; i++) {
             const float first = x[i], second = x[i + half];
-            to[i] = first * cos[i] - second * sin[i];
-            to[i + half] = second * cos[i + half] + first * sin[i + half];
+            out[i] = first * cos[i] - second * sin[i];
+            out[i + half] = second * cos[i + half] + first * sin[i + half];
         }
     }
 }
 
 void symbiosis_rotary_float(const float *x, int64_t rows, int64_t stride, int64_t heads, int64_t width, const float *cos,
-                            const float *sin, float *to, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * heads * width > ENOUGH)
+                            const float *sin, float *out, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * heads * width > MIN_PARALLEL)
     for (int64_t row = 0; row < rows; row++)
-        turned(x + row * stride, heads, width, cos + row * width, sin + row * width, to + row * heads * width);
+        rotary(x + row * stride, heads, width, cos + row * width, sin + row * width, out + row * heads * width);
 }
 
-EVERY_PROCESSOR
-static void gated(const float *x, int64_t width, float *to) {
+EVERY_CPU
+static void silu_mul(const float *x, int64_t width, float *out) {
     const float *up = x + width;
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) {
         const Vec gate = load_float(x + i);
-        const Vec power = exp_of((Vec)((IVec)gate | INT32_MIN)); /* of minus its absolute value: never too large */
+        const Vec power = exp_of((Vec)((IVec)gate | INT32_MIN)); /* of minus its absolute value: cannot overflow */
         const IVec negative = gate < 0.0f;
-        const Vec share = (Vec)((negative & (IVec)power) | (~negative & (IVec)((Vec){0} + 1.0f))) / (power + 1.0f);
-        store_float(to + i, gate * share * load_float(up + i));
+        const Vec sigmoid = (Vec)((negative & (IVec)power) | (~negative & (IVec)((Vec){0} + 1.0f))) / (power + 1.0f);
+        store_float(out + i, gate * sigmoid * load_float(up + i));
     }
-    for (; i < width; i++) to[i] = x[i] / (1.0f + expf(-x[i])) * up[i];
+    for (; i < width; i++) out[i] = x[i] / (1.0f + expf(-x[i])) * up[i];
 }
 
-void symbiosis_gated_float(const float *x, int64_t rows, int64_t stride, int64_t width, float *to, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > ENOUGH)
-    for (int64_t row = 0; row < rows; row++) gated(x + row * stride, width, to + row * width);
+void symbiosis_silu_mul_float(const float *x, int64_t rows, int64_t stride, int64_t width, float *out, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > MIN_PARALLEL)
+    for (int64_t row = 0; row < rows; row++) silu_mul(x + row * stride, width, out + row * width);
 }

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products, for a few rows in float32, each beside its plain reference.
+"""Ops of a decoder layer between its products, for a few rows in float32, each with its plain reference.
 
 R = rows, D = width of the model, A = heads, W = width of a head, I = width of an MLP.
 """
@@ -16,13 +16,14 @@ from symbiosis.kernels.cpu.library import function
 
 
 def rms_norm(x_RD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Each row at its root mean square, times the weight."""
+    """RMS norm with its weight."""
     kernel = _kernel("rms_norm", x_RD, weight_D)
     if kernel is None:
         return rms_norm_reference(x_RD, weight_D, epsilon)
-    found_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
-    kernel(*_rows(x_RD), _whole(x_RD.shape[1]), _at(weight_D), ctypes.c_float(epsilon), _at(found_RD), torch.get_num_threads())
-    return found_RD
+    out_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
+    arguments = _int64(x_RD.shape[1]), _pointer(weight_D), ctypes.c_float(epsilon), _pointer(out_RD)
+    kernel(*_rows(x_RD), *arguments, torch.get_num_threads())
+    return out_RD
 
 
 def rms_norm_reference(x_RD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -30,15 +31,15 @@ def rms_norm_reference(x_RD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor
 
 
 def rotary(x_RAW: Tensor, cos_RW: Tensor, sin_RW: Tensor) -> Tensor:
-    """Heads turned to their places."""
+    """Rotary positions of all heads."""
     kernel = _kernel("rotary", x_RAW, cos_RW, sin_RW)
     rows, heads, width = x_RAW.shape
     if kernel is None or x_RAW.stride(1) != width or not (cos_RW.is_contiguous() and sin_RW.is_contiguous()):
         return rotary_reference(x_RAW, cos_RW, sin_RW)
-    found_RAW = x_RAW.new_empty(rows, heads, width)
-    places = _at(cos_RW), _at(sin_RW)
-    kernel(*_rows(x_RAW), _whole(heads), _whole(width), *places, _at(found_RAW), torch.get_num_threads())
-    return found_RAW
+    out_RAW = x_RAW.new_empty(rows, heads, width)
+    angles = _pointer(cos_RW), _pointer(sin_RW)
+    kernel(*_rows(x_RAW), _int64(heads), _int64(width), *angles, _pointer(out_RAW), torch.get_num_threads())
+    return out_RAW
 
 
 def rotary_reference(x_RAW: Tensor, cos_RW: Tensor, sin_RW: Tensor) -> Tensor:
@@ -46,18 +47,18 @@ def rotary_reference(x_RAW: Tensor, cos_RW: Tensor, sin_RW: Tensor) -> Tensor:
     return x_RAW * cos_RW[:, None] + torch.cat((-second, first), dim=-1) * sin_RW[:, None]
 
 
-def gated(gate_up_RI: Tensor) -> Tensor:
-    """SiLU of the first half of each row, times the second."""
-    kernel = _kernel("gated", gate_up_RI)
+def silu_mul(gate_up_RI: Tensor) -> Tensor:
+    """SiLU of the first half of each row, times the second half."""
+    kernel = _kernel("silu_mul", gate_up_RI)
     if kernel is None:
-        return gated_reference(gate_up_RI)
+        return silu_mul_reference(gate_up_RI)
     rows, width = gate_up_RI.shape[0], gate_up_RI.shape[1] // 2
-    found_RI = gate_up_RI.new_empty(rows, width)
-    kernel(*_rows(gate_up_RI), _whole(width), _at(found_RI), torch.get_num_threads())
-    return found_RI
+    out_RI = gate_up_RI.new_empty(rows, width)
+    kernel(*_rows(gate_up_RI), _int64(width), _pointer(out_RI), torch.get_num_threads())
+    return out_RI
 
 
-def gated_reference(gate_up_RI: Tensor) -> Tensor:
+def silu_mul_reference(gate_up_RI: Tensor) -> Tensor:
     gate_RI, up_RI = gate_up_RI.chunk(2, dim=1)
     return F.silu(gate_RI) * up_RI
 
@@ -68,11 +69,11 @@ def _kernel(name: str, *tensors: Tensor) -> Any:
 
 
 def _rows(x: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]:
-    return _at(x), _whole(x.shape[0]), _whole(x.stride(0))
+    return _pointer(x), _int64(x.shape[0]), _int64(x.stride(0))
 
 
-def _at(tensor: Tensor) -> ctypes.c_void_p:
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-_whole = ctypes.c_int64
+_int64 = ctypes.c_int64

@@ -1,4 +1,4 @@
-"""What was compiled, and its way to torch's threads."""
+"""The compiled kernels, which run on torch's threads."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-_NUMBERS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+_TYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
 
 def function(name: str, dtype: torch.dtype) -> Any:
-    """The kernel of this name for numbers of this kind; None if there is none."""
+    """The kernel of this name for this dtype; None if there is none."""
     library = _library()
-    return getattr(library, f"symbiosis_{name}_{_NUMBERS[dtype]}") if library is not None and dtype in _NUMBERS else None
+    return getattr(library, f"symbiosis_{name}_{_TYPES[dtype]}") if library is not None and dtype in _TYPES else None
 
 
 def is_compiled() -> bool:
-    """Whether there are any."""
+    """Whether the kernels can be used."""
     return _library() is not None
 
 
@@ -33,17 +33,17 @@ def _library() -> ctypes.CDLL | None:
     try:
         _share_threads()
         return ctypes.CDLL(found.origin)
-    except (OSError, AttributeError):  # made for another machine, or torch has no such threads
+    except (OSError, AttributeError):  # compiled for another machine, or torch runs without OpenMP
         return None
 
 
 def _is_stale(library: Path) -> bool:
-    """Whether it was made from other sources than those beside it: what we hand it may lie elsewhere now."""
+    """Whether a source is newer than the library: arguments may have changed."""
     return any(source.stat().st_mtime > library.stat().st_mtime for source in library.parent.glob("*.[ch]"))
 
 
-class _Place(ctypes.Structure):
-    """What the linker says of an address."""
+class _DlInfo(ctypes.Structure):
+    """The linker's description of an address."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -54,9 +54,9 @@ class _Place(ctypes.Structure):
 
 
 def _share_threads() -> None:
-    """Let the kernels find the OpenMP that torch uses: a second one would put as many threads again on the same cores."""
-    place = _Place()
-    # torch is loaded already, so its name is enough; a symbol is looked for in what it was linked with too
-    if not ctypes.CDLL(None).dladdr(ctypes.CDLL("libtorch_cpu.so").GOMP_parallel, ctypes.byref(place)):
-        raise OSError("the linker does not know where torch's threads are")
-    ctypes.CDLL(os.fsdecode(place.file), mode=ctypes.RTLD_GLOBAL)
+    """Load torch's OpenMP for the kernels: a second one would start as many threads again on the same cores."""
+    info = _DlInfo()
+    # torch is loaded already, so its name suffices; symbols of its dependencies are found too
+    if not ctypes.CDLL(None).dladdr(ctypes.CDLL("libtorch_cpu.so").GOMP_parallel, ctypes.byref(info)):
+        raise OSError("the linker does not find torch's OpenMP library")
+    ctypes.CDLL(os.fsdecode(info.file), mode=ctypes.RTLD_GLOBAL)

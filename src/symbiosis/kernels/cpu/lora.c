@@ -1,14 +1,13 @@
-/* y += (x a) b for a few rows of each of many adapters, a tile of up to four rows after the other.
+/* y += (x a) b for a few rows of each of many adapters, in tiles of up to four rows.
 
-Plain reference: two products for each adapter (`low_rank.reference`). Those pack
-weights that are used for a few rows only, and a pass of 32 rows over eight
-adapters is thousands of them. Here weights are read once, in place, by every
-core there is. Sums are in float32 and in one order, whoever else is in the pass. */
+Plain reference: two products for each adapter (`lora.reference`). Those repack weights that serve a few rows only, and a
+batch of 32 rows over eight adapters makes thousands of products. Here weights are read once, in place, by all cores.
+Sums are in float32 and in one order, whatever else is in the batch. */
 #include "numbers.h"
 
 #define ROWS 4
-#define MOST_RANK 512
-#define COLUMNS 512 /* sums of so many columns are kept close at a time */
+#define MAX_RANK 512
+#define COLUMNS 512 /* whose sums fit into the cache */
 
 typedef struct {
     int64_t row, rows, column, width, rank;

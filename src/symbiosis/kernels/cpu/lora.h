@@ -1,15 +1,15 @@
-/* Included once for each kind of NUMBER: see low_rank.c. */
+/* Included once for each NUMBER type: see lora.c. */
 /* Columns `column` to `column + vectors * LANES` of x a, into low. */
 INLINE void OF(shrink)(const NUMBER *const *x, const NUMBER *a, int64_t width, int64_t rank, int64_t column,
-                       const int rows, const int vectors, float (*low)[MOST_RANK]) {
+                       const int rows, const int vectors, float (*low)[MAX_RANK]) {
     Vec sums[ROWS][4] = {0};
     a += column;
     for (int64_t i = 0; i < width; i++, a += rank) {
-        Vec line[4];
-        for (int v = 0; v < vectors; v++) line[v] = OF(load)(a + v * LANES);
+        Vec weights[4];
+        for (int v = 0; v < vectors; v++) weights[v] = OF(load)(a + v * LANES);
         for (int row = 0; row < rows; row++) {
             const float factor = OF(one)(x[row] + i);
-            for (int v = 0; v < vectors; v++) sums[row][v] += line[v] * factor;
+            for (int v = 0; v < vectors; v++) sums[row][v] += weights[v] * factor;
         }
     }
     for (int row = 0; row < rows; row++)
@@ -17,7 +17,7 @@ INLINE void OF(shrink)(const NUMBER *const *x, const NUMBER *a, int64_t width, i
 }
 
 INLINE void OF(shrink_one)(const NUMBER *const *x, const NUMBER *a, int64_t width, int64_t rank, int64_t column,
-                           const int rows, float (*low)[MOST_RANK]) {
+                           const int rows, float (*low)[MAX_RANK]) {
     float sums[ROWS] = {0};
     for (int64_t i = 0; i < width; i++)
         for (int row = 0; row < rows; row++) sums[row] += OF(one)(x[row] + i) * OF(one)(a + i * rank + column);
@@ -25,16 +25,16 @@ INLINE void OF(shrink_one)(const NUMBER *const *x, const NUMBER *a, int64_t widt
 }
 
 /* sums += low[first to first + ranks] b, for `columns` of its columns. */
-INLINE void OF(expand)(const float (*low)[MOST_RANK], const NUMBER *b, int64_t width, int64_t columns, int64_t first,
+INLINE void OF(expand)(const float (*low)[MAX_RANK], const NUMBER *b, int64_t width, int64_t columns, int64_t first,
                        const int rows, const int ranks, float (*sums)[COLUMNS]) {
     int64_t column = 0;
     b += first * width;
     for (; column + LANES <= columns; column += LANES) {
-        Vec lines[4];
-        for (int k = 0; k < ranks; k++) lines[k] = OF(load)(b + k * width + column);
+        Vec weights[4];
+        for (int k = 0; k < ranks; k++) weights[k] = OF(load)(b + k * width + column);
         for (int row = 0; row < rows; row++) {
             Vec sum = load_float(sums[row] + column);
-            for (int k = 0; k < ranks; k++) sum += lines[k] * low[row][first + k];
+            for (int k = 0; k < ranks; k++) sum += weights[k] * low[row][first + k];
             store_float(sums[row] + column, sum);
         }
     }
@@ -45,7 +45,7 @@ INLINE void OF(expand)(const float (*low)[MOST_RANK], const NUMBER *b, int64_t w
 
 INLINE void OF(rows)(const Tile *tile, const NUMBER *x, int64_t x_stride, int64_t width, NUMBER *y, int64_t y_stride,
                      const int rows) {
-    float low[ROWS][MOST_RANK], sums[ROWS][COLUMNS];
+    float low[ROWS][MAX_RANK], sums[ROWS][COLUMNS];
     const NUMBER *x_rows[ROWS], *a = tile->a, *b = tile->b;
     const int64_t rank = tile->rank;
     for (int row = 0; row < rows; row++) x_rows[row] = x + (tile->row + row) * x_stride;
@@ -68,9 +68,9 @@ INLINE void OF(rows)(const Tile *tile, const NUMBER *x, int64_t x_stride, int64_
     }
 }
 
-EVERY_PROCESSOR
+EVERY_CPU
 static void OF(tile)(const Tile *tile, const NUMBER *x, int64_t x_stride, int64_t width, NUMBER *y, int64_t y_stride) {
-    switch (tile->rows) { /* each with its numbers in registers */
+    switch (tile->rows) { /* constant counts: sums stay in registers */
     case 1: OF(rows)(tile, x, x_stride, width, y, y_stride, 1); break;
     case 2: OF(rows)(tile, x, x_stride, width, y, y_stride, 2); break;
     case 3: OF(rows)(tile, x, x_stride, width, y, y_stride, 3); break;
@@ -78,7 +78,7 @@ static void OF(tile)(const Tile *tile, const NUMBER *x, int64_t x_stride, int64_
     }
 }
 
-void OF(symbiosis_low_rank)(const Tile *tiles, int64_t count, const NUMBER *x, int64_t x_stride, int64_t width, NUMBER *y,
+void OF(symbiosis_lora)(const Tile *tiles, int64_t count, const NUMBER *x, int64_t x_stride, int64_t width, NUMBER *y,
                             int64_t y_stride, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (count > 1)
     for (int64_t i = 0; i < count; i++) OF(tile)(tiles + i, x, x_stride, width, y, y_stride);

@@ -1,4 +1,4 @@
-/* Vectors of float32, and how numbers in memory become such. */
+/* Vectors of float32, and conversions of numbers in memory. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -7,16 +7,16 @@
 #if defined(__x86_64__)
 #define LANES 8
 #if __GNUC__ >= 12
-#define EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else /* which knows no such levels */
-#define EVERY_PROCESSOR __attribute__((target_clones("fma", "default")))
+#define EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else /* older compilers have no such levels */
+#define EVERY_CPU __attribute__((target_clones("fma", "default")))
 #endif
 #else
 #define LANES 4
-#define EVERY_PROCESSOR
+#define EVERY_CPU
 #endif
 
-/* The function of this name for the kind of NUMBER that is at hand. */
+/* The function of this name for the current NUMBER type. */
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
 #define OF(name) PASTE(name, NUMBER)
@@ -24,7 +24,7 @@
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t UVec __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef uint16_t Bits16 __attribute__((vector_size(2 * LANES)));
 typedef uint16_t bfloat16;
 
 INLINE Vec load_float(const float *from) {
@@ -36,16 +36,16 @@ INLINE Vec load_float(const float *from) {
 INLINE void store_float(float *to, Vec numbers) { memcpy(to, &numbers, sizeof numbers); }
 
 INLINE Vec load_bfloat16(const bfloat16 *from) {
-    Halves halves;
-    memcpy(&halves, from, sizeof halves);
-    return (Vec)(__builtin_convertvector(halves, UVec) << 16);
+    Bits16 bits16;
+    memcpy(&bits16, from, sizeof bits16);
+    return (Vec)(__builtin_convertvector(bits16, UVec) << 16);
 }
 
 INLINE void store_bfloat16(bfloat16 *to, Vec numbers) { /* to the nearest, ties to even; a NaN stays one */
     UVec bits = (UVec)numbers, nan = (UVec)(numbers != numbers);
     UVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    Halves halves = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), Halves);
-    memcpy(to, &halves, sizeof halves);
+    Bits16 bits16 = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), Bits16);
+    memcpy(to, &bits16, sizeof bits16);
 }
 
 INLINE float one_float(const float *from) { return *from; }
@@ -77,7 +77,7 @@ INLINE float sum_of(Vec x) {
     return x[0];
 }
 
-/* e to the power of numbers that are not positive, to the last bit but one. */
+/* exp of numbers that are not positive, accurate to all but the last bit. */
 INLINE Vec exp_of(Vec x) {
     const Vec least = (Vec){0} - 87.0f;
     const IVec tiny = x < least;

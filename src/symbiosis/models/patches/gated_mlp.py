@@ -23,10 +23,10 @@ class GatedMlp(nn.Module):
     """Mixed into the class of an MLP."""
 
     def forward(self, x: Tensor) -> Any:
-        from symbiosis.kernels.silu_mul import gated
+        from symbiosis.kernels.silu_mul import silu_mul
 
         gate, up = self.gate_proj(x), self.up_proj(x)  # type: ignore[operator]
-        rows = gated(gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1]))
+        rows = silu_mul(gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1]))
         return self.down_proj(rows.view(gate.shape))  # type: ignore[operator]
 
 

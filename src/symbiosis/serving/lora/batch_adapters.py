@@ -46,7 +46,7 @@ class DeferredDelta:
 
     def __init__(self, x_RI: Tensor, table: Tensor, work: Any, bias_O: Tensor | None, beside: Any) -> None:
         """`beside` is a stream on which it is computed while the product is, if any."""
-        from symbiosis.kernels.lora.shrink_expand import shrink, spread
+        from symbiosis.kernels.lora.shrink_expand import expand_deferred, shrink
 
         self._table, self._work, self._bias_O, self._beside = table, work, bias_O, beside
         self._rows: Tensor | None = x_RI  # read on another stream: nothing else may lie there until that is waited for
@@ -56,12 +56,12 @@ class DeferredDelta:
             return
         self._here = torch.cuda.current_stream(x_RI.device)
         if work.few:
-            work.make_room()  # here: memory belongs to a stream
+            work.allocate_delta()  # here: memory belongs to a stream
         beside.wait_stream(self._here)
         with torch.cuda.stream(beside):
-            shrink(x_RI, table, work, apart=True)
+            shrink(x_RI, table, work, on_other_stream=True)
             if work.few:
-                self._kept = spread(table, work, like=x_RI, own_bias_O=bias_O)
+                self._kept = expand_deferred(table, work, like=x_RI, base_bias_O=bias_O)
 
     def settle(self, y_RO: Tensor) -> Any:
         """Add it to the result, in place, or return it (`kernels.kept`) if it was kept: for a kernel that adds it by itself."""
@@ -76,11 +76,11 @@ class DeferredDelta:
 
     def add(self, y_RO: Tensor) -> None:
         """Add it to the result, in place."""
-        from symbiosis.kernels.lora.deferred import join
+        from symbiosis.kernels.lora.deferred import add_deferred
 
         kept = self.settle(y_RO)
         if kept is not None:
-            join(y_RO, kept, self._work.members)
+            add_deferred(y_RO, kept, self._work.members)
 
 
 class ActiveAdapters:

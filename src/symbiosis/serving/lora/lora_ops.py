@@ -34,7 +34,7 @@ class FusedProjection:
     @cached_property
     def members(self) -> Any:
         """For kernels."""
-        from symbiosis.kernels.lora.shrink_expand import FusedWidths
+        from symbiosis.kernels.lora.fused_widths import FusedWidths
 
         return FusedWidths(self.widths, self.weight_OI.device)
 

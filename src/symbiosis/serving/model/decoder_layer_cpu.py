@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from symbiosis.kernels.cpu.fused_ops import gated, rms_norm, rotary
+from symbiosis.kernels.cpu.fused_ops import rms_norm, rotary, silu_mul
 from symbiosis.models.rms_norms import epsilon_of
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_ops import AdapterOps, FusedProjection
@@ -44,7 +44,7 @@ class FusedDecoderLayerCpu:
         x_RD = _product(found.reshape(x_RD.shape[0], -1), usual.out, of_out).add_(x_RD)
         rows = rms_norm(x_RD, *self._next_norm)
         gate_up = _product(rows, usual.gate_up, of_gate_up)
-        return _product(gated(gate_up), usual.down, of_down).add_(x_RD)
+        return _product(silu_mul(gate_up), usual.down, of_down).add_(x_RD)
 
 
 def _product(x_RI: Tensor, together: FusedProjection, effect: AdapterOps | None) -> Tensor:

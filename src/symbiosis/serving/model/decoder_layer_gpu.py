@@ -38,7 +38,7 @@ class FusedDecoderLayerGpu:
         """Rows that come next, and their norm. Held so that nothing else can lie there; nobody writes to them in between."""
 
     def compute(self, x_RD: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor | None:
-        from symbiosis.kernels.silu_mul import gated
+        from symbiosis.kernels.silu_mul import silu_mul
 
         bank, usual, follower = self._bank, self.usual, self.follower
         parts = (usual.qkv, usual.out, usual.gate_up, usual.down)
@@ -52,7 +52,7 @@ class FusedDecoderLayerGpu:
         x_RD, rows = _summed(x_RD, y_RD, pending, usual.next_norm)
         gate_up, pending = self._product(rows, usual.gate_up)
         gate, up = gate_up.chunk(2, dim=1)
-        y_RD, pending = self._product(gated(gate, up, _settled(pending, gate_up)), usual.down)
+        y_RD, pending = self._product(silu_mul(gate, up, _settled(pending, gate_up)), usual.down)
         if follower is None:
             if pending is not None:
                 pending.add(y_RD)
@@ -83,7 +83,7 @@ def _summed(x_RD: Tensor, y_RD: Tensor, pending: DeferredDelta | None, norm: Any
     from symbiosis.kernels.residual_norm import residual_norm
 
     kept = _settled(pending, y_RD)
-    return residual_norm(x_RD, y_RD, norm.weight, epsilon_of(norm), twice=norm.symbiosis_twice, kept=kept)
+    return residual_norm(x_RD, y_RD, norm.weight, epsilon_of(norm), twice=norm.symbiosis_twice, deferred=kept)
 
 
 def _fits(norm: Any) -> bool:

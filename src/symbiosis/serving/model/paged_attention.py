@@ -154,7 +154,7 @@ class _Several:
         first, self._spans = spans[0], len(spans)
         self.start, self.count, self.end = first.start, first.count, first.start + first.count * len(spans)
         self._first = first.before
-        slots = [_slots(span.pages, page_size, 0, span.before + span.count) for span in spans]
+        slots = [_slots(span.block_table, page_size, 0, span.before + span.count) for span in spans]
         self._slots = torch.cat(slots).to(device)
         self._biases: dict[tuple[int | None, torch.dtype, int], Tensor] = {}
 
@@ -198,10 +198,10 @@ class _Pass:
         self.several = [_Several(alike, page_size, device) for alike in _alike(spans)]
         single = [span for span in spans if span.count == 1]
         if self.several:
-            slots = [_slots(span.pages, page_size, span.before, span.before + span.count) for span in spans]
+            slots = [_slots(span.block_table, page_size, span.before, span.before + span.count) for span in spans]
             self.slots_R = torch.cat(slots).to(device)
         else:
-            at = [span.pages[span.before // page_size] * page_size + span.before % page_size for span in single]
+            at = [span.block_table[span.before // page_size] * page_size + span.before % page_size for span in single]
             self.slots_R = torch.tensor(at, device=device)
         self.given = [(self.slots_R[each.start : each.start + each.keys_LTKD.shape[1]], each) for each in given]
         rows = torch.tensor([span.start for span in single], device=device)
@@ -213,7 +213,7 @@ class _Pass:
         if single:
             self._longest = longest = max(span.before for span in single) + 1
             most = -(-longest // page_size)
-            pages = [[*span.pages[:most], *[0] * (most - len(span.pages))] for span in single]
+            pages = [[*span.block_table[:most], *[0] * (most - len(span.block_table))] for span in single]
             self._pages = torch.tensor(pages, device=device)
             self._singles = DecodeAttention(rows, self._places, self._pages, page_size)
             if min(span.before for span in single) + 1 < longest:
@@ -295,9 +295,9 @@ class _KernelPass:
         cap: float | None,
     ) -> Tensor:
         from symbiosis.kernels.paged_attention import attend
-        from symbiosis.kernels.rope_and_store import enter
+        from symbiosis.kernels.rope_and_store import rope_and_store
 
-        q_RHD = enter(qkv_RO, embeddings[0][0], embeddings[1][0], self._now.slots_R, keys, values, kept)
+        q_RHD = rope_and_store(qkv_RO, embeddings[0][0], embeddings[1][0], self._now.slots_R, keys, values, kept)
         self._give(layer, keys, values)
         return attend(q_RHD, keys, values, self._now, scale=scale, window=window, cap=cap)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from symbiosis.common.cost_model import CostModel
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.errors import SymbiosisError, TooManyCalls
 from symbiosis.split.executor.batch import BatchCall, Call, SlicedBatch, run_batch
 from symbiosis.split.executor.call_validation import CallValidator
-from symbiosis.split.executor.cost_model import CostModel
 from symbiosis.split.executor.layers import BaseLayer, Rows
 from symbiosis.split.executor.policies import Decision, Policy
 from symbiosis.split.executor.sessions import BatchKey, PendingCall, Session, SessionTable

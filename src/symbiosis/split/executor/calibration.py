@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from symbiosis.common.cost_model import CostModel
 from symbiosis.split.executor.call_validation import CallValidator
-from symbiosis.split.executor.cost_model import CostModel
 from symbiosis.split.executor.layers import BaseLayer, run
 from symbiosis.types import Direction, LayerKind
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import cast
 
+from symbiosis.common.cost_model import CostModel
 from symbiosis.errors import BadCall, TooLarge, UnknownLayer
 from symbiosis.split.executor.batch import BatchCall
-from symbiosis.split.executor.cost_model import CostModel
 from symbiosis.split.executor.layer_program import LayerProgram, LayerProgramBackward, is_program_op
 from symbiosis.split.executor.layers import BaseLayer, Matrix, Rows
 from symbiosis.split.executor.sessions import BatchKey

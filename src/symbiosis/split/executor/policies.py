@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from symbiosis.split.executor.cost_model import CostModel
+from symbiosis.common.cost_model import CostModel
 from symbiosis.split.executor.sessions import BatchKey, PendingCall, Session
 
 _MAX_PASS_GAP = 5.0  # times `active_s`: a longer gap between two forward passes is a pause
@@ -126,7 +126,7 @@ class Opportunistic:
     wait_share: float = 0.1
     """Longest wait, as a share of the call's estimated time."""
     min_gain: float = 0.01
-    """Least saving worth a wait, as a share of the call's estimated time."""
+    """Least estimate_saving worth a wait, as a share of the call's estimated time."""
     decode_rows: int = 256
     """An inference call with more rows is no decoding: training does not pause for it."""
     training_share: float = 0.25
@@ -191,7 +191,7 @@ class Opportunistic:
         rows = sum(call.rows for call in calls)
         if rows + min(call.rows for call in calls) > self.max_rows or any(call.rows <= self.small_rows for call in calls):
             return arrived  # small, or one more call would not fit
-        saved_s, own_s = costs.saving(key.shape), costs.estimate(key.shape, rows)
+        saved_s, own_s = costs.estimate_saving(key.shape), costs.estimate(key.shape, rows)
         if saved_s < self.min_gain * own_s:
             return arrived
         return arrived + min(self.max_wait_s, saved_s, self.wait_share * own_s)
