@@ -20,7 +20,7 @@ from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.trainer import Trainer
 from symbiosis.models.loading import shared_copy
-from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.ipc_server import IpcServer
 from symbiosis.transport.shm import runtime_folder
 from tests.finetuning.tasks import Task, base

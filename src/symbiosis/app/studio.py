@@ -19,7 +19,7 @@ from symbiosis.finetuning.trainer import Trainer
 from symbiosis.models.device_dtype import device_of, dtype_of
 from symbiosis.models.fuse_projections import join
 from symbiosis.models.loading import ModelSource, check_plain, load_both, shared_copy
-from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_core import EngineCore
 
 _SHARE = 0.5
 
@@ -66,7 +66,7 @@ class Studio:
         if training_share is None and shared.device.type == "cpu":
             training_share = _SHARE
         trained, turns = shared_copy(shared), turns_on(shared.device, training_share)
-        self._sampler = SessionSampler(EngineCore(shared, turns=turns, **engine), tokenizer)
+        self._sampler = SessionSampler(EngineCore(shared, time_share=turns, **engine), tokenizer)
         try:
             self._host = Trainer(trained, training, turns, self._sampler)
         except BaseException:

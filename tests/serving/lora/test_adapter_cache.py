@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from symbiosis.errors import BadAdapter, UnknownAdapter, UnsupportedAdapter
-from symbiosis.serving.engine import Engine, EngineCore
+from symbiosis.serving.engine import Engine
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.serving.scheduling.sequence import FinishReason, Sampling
 from tests.serving.lora.residents import COUNT, PROMPTS, WISH, World, make_world, use_levels
@@ -44,11 +45,11 @@ def run(core: EngineCore, *requests, steps: int = 2000) -> None:
     for _ in range(steps):
         if all(request.reason is not None for request in requests):
             return
-        before = core.passes
+        before = core.num_steps
         core.step()
-        core._residency.check_integrity()
+        core._adapter_cache.check_integrity()
         core.scheduler.check_integrity()
-        if core.passes == before:
+        if core.num_steps == before:
             core.wait(0.5)
     raise AssertionError("hung")
 
@@ -56,8 +57,8 @@ def run(core: EngineCore, *requests, steps: int = 2000) -> None:
 def settle(core: EngineCore) -> None:
     """Until nothing is on its way."""
     for _ in range(200):
-        core.take_up()
-        if not core._residency._coming:
+        core.poll_adapters()
+        if not core._adapter_cache._coming:
             return
         core.wait(0.1)
 
@@ -69,7 +70,7 @@ def says(world: World, core: EngineCore, name: str, prompt: int = 0) -> None:
 
 
 def on_device(core: EngineCore) -> set[str]:
-    return {name for name, hash in core.adapters.items() if hash in core._residency.loaded}
+    return {name for name, hash in core.adapters.items() if hash in core._adapter_cache.loaded}
 
 
 def test_more_adapters_than_fit_are_served_each_with_its_own(world, size):
@@ -86,14 +87,14 @@ def test_more_adapters_than_fit_are_served_each_with_its_own(world, size):
         answers = engine.generate([PROMPTS[i % 4] for i in range(len(names))], names, WISH)
         for i, (name, answer) in enumerate(zip(names, answers, strict=True)):
             assert answer.tokens == world.says[name or "base"][i % 4], name
-    figures = engine._core.figures()
+    figures = engine._core.adapter_stats()
     assert figures.device_evictions > 0
     assert figures.device_bytes <= 2 * size
     assert (figures.registered, figures.device) == (5, 2)
     for name in list(engine._core.adapters):
         engine.remove_adapter(name)
     settle(engine._core)
-    figures = engine._core.figures()
+    figures = engine._core.adapter_stats()
     assert (figures.registered, figures.resident, figures.device_bytes, figures.host_bytes) == (0, 0, 0, 0)
 
 
@@ -144,8 +145,8 @@ def test_a_name_switches_at_once_and_who_was_accepted_keeps_the_version(world, s
     assert [request.outputs for request in old] == world.says["a0"]
     assert [request.outputs for request in new] == world.says["a1"]
     settle(core)
-    assert core.figures().registered == 1
-    assert core.figures().device_bytes <= size
+    assert core.adapter_stats().registered == 1
+    assert core.adapter_stats().device_bytes <= size
     again = core.put_adapter("mine", core.prepare(world.path("a1")))
     assert (again.hash, again.generation > second.generation) == (second.hash, True)
 
@@ -167,9 +168,9 @@ def test_who_waits_for_a_replaced_version_gets_it_from_disk(world, size):
 
 
 def run_once(core: EngineCore) -> None:
-    before = core.passes
+    before = core.num_steps
     core.step()
-    if core.passes == before and not core.is_idle():
+    if core.num_steps == before and not core.is_idle():
         core.wait(0.5)
 
 
@@ -184,7 +185,7 @@ def test_unloading_drains_and_frees(world, size):
     run(core, running)
     assert running.outputs == world.says["a0"][0]
     settle(core)
-    figures = core.figures()
+    figures = core.adapter_stats()
     assert (figures.registered, figures.resident, figures.device_bytes, figures.host_bytes) == (0, 0, 0, 0)
 
 
@@ -196,12 +197,12 @@ def test_equal_content_under_two_names_is_in_memory_once(world, size, tmp_path):
         request = core.add(PROMPTS[0], WISH, adapter=name)
         run(core, request)
         assert request.outputs == world.says["a0"][0]
-    assert core.figures().device_bytes == size
+    assert core.adapter_stats().device_bytes == size
     core.remove_adapter("one")
-    assert core.figures().device_bytes == size
+    assert core.adapter_stats().device_bytes == size
     core.remove_adapter("two")
     settle(core)
-    assert core.figures().device_bytes == core.figures().host_bytes == 0
+    assert core.adapter_stats().device_bytes == core.adapter_stats().host_bytes == 0
 
 
 def cold(world: World, size: int, folder) -> EngineCore:
@@ -233,7 +234,7 @@ def test_a_load_that_fails_ends_those_who_wait_for_it_and_nobody_else(world, siz
     again = core.add(PROMPTS[0], WISH, adapter="mine")
     run(core, again)
     assert again.outputs == world.says["a0"][0]
-    assert core.figures().failures == 1
+    assert core.adapter_stats().failures == 1
 
 
 def test_files_that_changed_since_they_were_loaded_are_not_served(world, size, tmp_path):
@@ -306,7 +307,7 @@ def test_whatever_happens_everything_adds_up(world, size, seed, tmp_path):
             request = core.add(PROMPTS[prompt], WISH, adapter=name, tenant=rng.choice("ab"))
             alive.append((request, names[name] if name else "base", prompt))
         run_once(core)
-        core._residency.check_integrity()
+        core._adapter_cache.check_integrity()
         core.scheduler.check_integrity()
     run(core, *(request for request, _, _ in alive))
     for request, content, prompt in alive:
@@ -317,10 +318,10 @@ def test_whatever_happens_everything_adds_up(world, size, seed, tmp_path):
         core.remove_adapter(name)
     for _ in range(200):
         settle(core)
-        if core.figures().host_bytes == 0:
+        if core.adapter_stats().host_bytes == 0:
             break
         core.wait(0.1)  # one that was just read is being kept, and let go when it is
-    figures = core.figures()
+    figures = core.adapter_stats()
     assert (figures.registered, figures.device_bytes, figures.host_bytes) == (0, 0, 0)
 
 
@@ -337,28 +338,28 @@ class TestTwoLevels:
         core.add_adapter("a0", world.path("a0"))
         core.add_adapter("a1", world.path("a1"))
         says(world, core, "a0")
-        core._residency._device.gate.clear()
+        core._adapter_cache._device.gate.clear()
         waits = core.add(PROMPTS[0], WISH, adapter="a1")
         others = [core.add(PROMPTS[1], WISH, adapter="a0"), core.add(PROMPTS[2], WISH)]
         run(core, *others, steps=3 * COUNT)
         assert [request.outputs for request in others] == [world.says["a0"][1], world.says["base"][2]]
         assert waits.outputs == []
-        core._residency._device.gate.set()
+        core._adapter_cache._device.gate.set()
         run(core, waits)
         assert waits.outputs == world.says["a1"][0]
 
     def test_what_is_unloaded_on_its_way_is_freed_when_it_arrives(self, world, size):
         core = core_for(world, 2 * size)
         core.add_adapter("a0", world.path("a0"))
-        core._residency._device.gate.clear()
+        core._adapter_cache._device.gate.clear()
         request = core.add(PROMPTS[0], WISH, adapter="a0")
         core.step()
-        assert core.figures().coming == 1
+        assert core.adapter_stats().coming == 1
         core.cancel(request)
         core.remove_adapter("a0")
-        core._residency._device.gate.set()
+        core._adapter_cache._device.gate.set()
         settle(core)
-        figures = core.figures()
+        figures = core.adapter_stats()
         assert (figures.coming, figures.device_bytes, figures.host_bytes, figures.loads) == (0, 0, 0, 0)
 
     def test_what_is_in_host_memory_is_not_read_again(self, world, size):
@@ -367,14 +368,14 @@ class TestTwoLevels:
             core.add_adapter(name, world.path(name))
         for name in ("a0", "a1", "a2", "a0", "a1"):
             says(world, core, name)
-        assert (core.figures().reads, core.figures().loads) == (0, 5)
+        assert (core.adapter_stats().reads, core.adapter_stats().loads) == (0, 5)
 
     def test_what_is_in_host_memory_does_not_wait_for_a_disk(self, world, size, monkeypatch):
         core = core_for(world, 4 * size, 2 * size, max_coming=1)
         for name in ("a0", "a1", "a2", "a3"):
             core.add_adapter(name, world.path(name))
-        core._residency._carrier._reader.submit(int).result()  # all that could be kept is kept
-        slow, carrier = threading.Event(), core._residency._carrier
+        core._adapter_cache._carrier._reader.submit(int).result()  # all that could be kept is kept
+        slow, carrier = threading.Event(), core._adapter_cache._carrier
         read = carrier.read
         monkeypatch.setattr(carrier, "read", lambda folder: slow.wait(60) and read(folder))
         waits = [core.add(PROMPTS[0], WISH, adapter=name) for name in ("a0", "a1")]
@@ -391,7 +392,7 @@ class TestTwoLevels:
         core = core_for(world, size)
         core.add_adapter("a0", world.path("a0"))
         with monkeypatch.context() as patch:
-            patch.setattr(type(core._residency._device), "bring", lambda *_: 1 / 0)
+            patch.setattr(type(core._adapter_cache._device), "bring", lambda *_: 1 / 0)
             request = core.add(PROMPTS[0], WISH, adapter="a0")
             run(core, request)
             ((_, error),) = core.take_failed()
@@ -404,7 +405,7 @@ def test_the_table_has_a_line_for_every_layer_of_every_adapter_here(world, size)
     for name in ("a0", "a1"):
         core.add_adapter(name, world.path(name))
         says(world, core, name)
-    slots, residency = core._residency.slots, core._residency
+    slots, residency = core._adapter_cache.slots, core._adapter_cache
     q, k, v = (f"model.layers.1.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj"))
     for hash in core.adapters.values():
         lines = slots.of(q, k, v)[residency.slot(residency.loaded[hash])].tolist()

@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from symbiosis.serving.engine import Engine, EngineCore
+from symbiosis.serving.engine import Engine
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.serving.lora.device_pool import CudaPool
 from symbiosis.serving.lora.host_pool import HostPool
@@ -73,7 +74,7 @@ def test_more_adapters_than_fit_are_served_and_found_by_the_table(tiny, tmp_path
         answers = engine.generate([PROMPTS[i % 4] for i in range(len(names))], names, WISH)
         for i, (name, answer) in enumerate(zip(names, answers, strict=True)):
             assert answer.tokens == world.says[name or "base"][i % 4], name
-    residency = engine._core._residency
+    residency = engine._core._adapter_cache
     residency.check_integrity()
     assert residency.figures().device_evictions > 0
     q, k, v = (f"model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj"))
@@ -86,7 +87,7 @@ def test_more_adapters_than_fit_are_served_and_found_by_the_table(tiny, tmp_path
     for name in list(engine._core.adapters):
         engine.remove_adapter(name)
     for _ in range(50):
-        engine._core.take_up()
+        engine._core.poll_adapters()
         engine._core.wait(0.02)
     figures = residency.figures()
     assert (figures.device_bytes, figures.host_bytes) == (0, 0)
@@ -119,7 +120,7 @@ def test_others_go_on_while_an_adapter_comes(tiny, tmp_path):
 
     steps(50, moving=False)
     quiet, moving = steps(100, moving=False), steps(200, moving=True)
-    loads = core.figures().loads
+    loads = core.adapter_stats().loads
     print(
         f"{loads} loads; a step {statistics.median(quiet) * 1e3:.2f} ms, the longest {max(moving) * 1e3:.2f} ms while they came"
     )

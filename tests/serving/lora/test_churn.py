@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from symbiosis.errors import UnknownAdapter
-from symbiosis.serving.engine import EngineCore
-from symbiosis.serving.engine_loop import Accepted, EngineLoop, Event, Finished, GenerateRequest, Rejected, Result, Token
+from symbiosis.serving.engine_core import EngineCore
+from symbiosis.serving.engine_loop import EngineLoop
+from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, Rejected, Result, Token
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.serving.lora.lora_weights import EngineAdapter
 from symbiosis.serving.lora.packed_adapter import PackedAdapter
@@ -119,7 +120,7 @@ class Churn:
     def seen(self) -> tuple[int, int, int]:
         """What must have happened for this to mean anything: adapters that made room, answers and loads."""
         counts = self.ledger.counts
-        return self.figures()["residency"]["device_evictions"], counts["answered"], counts["loads"]
+        return self.figures()["adapter_cache"]["device_evictions"], counts["answered"], counts["loads"]
 
     def _guarded(self, role, seed: int) -> None:
         try:
@@ -207,15 +208,20 @@ def test_every_answer_is_its_versions_while_adapters_come_and_go(world, monkeypa
     for name in NAMES:
         churn.change(name, None)
     until = time.monotonic() + 30
-    while (found := churn.figures()["residency"])["coming"] or found["resident"]:
+    while (found := churn.figures()["adapter_cache"])["coming"] or found["resident"]:
         assert time.monotonic() < until, found
         time.sleep(0.05)
     figures = churn.figures()
     print(ledger.counts, figures)
     assert (figures["running"], figures["waiting"], figures["pages_free"]) == (0, 0, figures["pages"])
-    assert figures["residency"]["registered"] == figures["residency"]["device_bytes"] == figures["residency"]["host_bytes"] == 0
+    assert (
+        figures["adapter_cache"]["registered"]
+        == figures["adapter_cache"]["device_bytes"]
+        == figures["adapter_cache"]["host_bytes"]
+        == 0
+    )
     assert min(churn.seen()) > 1
-    core._residency.check_integrity()
+    core._adapter_cache.check_integrity()
     core.scheduler.check_integrity()
     assert not core._requests
     churn.desk.close()

@@ -32,7 +32,7 @@ from symbiosis.serving.lora.host_pool import HostPool, NullHostPool
 from symbiosis.serving.lora.lora_weights import EngineAdapter
 from symbiosis.serving.lora.packed_adapter import PackedAdapter, aligned
 from symbiosis.serving.lora.slot_table import SlotTable
-from symbiosis.serving.scheduling.sequence import within
+from symbiosis.serving.scheduling.sequence import check_range
 from symbiosis.types import LayerKind
 
 
@@ -52,11 +52,11 @@ class AdapterCacheConfig:
     """Who has waited so long for room is made room for."""
 
     def __post_init__(self) -> None:
-        within("device_bytes", self.device_bytes, 1, 1 << 50, whole=True)
-        within("host_bytes", self.host_bytes, 1, 1 << 50, whole=True)
-        within("slots", self.slots, 1, 1 << 16, whole=True)
-        within("max_coming", self.max_coming, 1, 1 << 10, whole=True)
-        within("patience_s", self.patience_s, 0, 1e9)
+        check_range("device_bytes", self.device_bytes, 1, 1 << 50, integer=True)
+        check_range("host_bytes", self.host_bytes, 1, 1 << 50, integer=True)
+        check_range("slots", self.slots, 1, 1 << 16, integer=True)
+        check_range("max_coming", self.max_coming, 1, 1 << 10, integer=True)
+        check_range("patience_s", self.patience_s, 0, 1e9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,7 +99,7 @@ class DecodeGraphs:
 
         device = self._model.device
         inputs_2B = torch.zeros(2, size, dtype=torch.int64, device=device)
-        now = AttentionBatch(rows=size, max_pages=self._max_pages, page_size=self._memory.page_size, device=device)
+        now = AttentionBatch(rows=size, max_pages=self._max_pages, page_size=self._memory.block_size, device=device)
         now.fill([])
         tiles = Tiles(most_tiles(size, tile), tile, device, reach=size) if tile else None
 
