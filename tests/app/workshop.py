@@ -107,7 +107,7 @@ def site(**settings: Any) -> Iterator[Site]:
     """The engine and training over the very same weights."""
     model, turns = shared_copy(base()), CpuTimeShare(settings.pop("share", 0.1))
     host = Trainer(shared_copy(model), TrainerConfig(**settings), turns)
-    core = EngineCore(model, turns=turns)
+    core = EngineCore(model, time_share=turns)
     window = IpcServer(core, runtime_folder())
     workshop = TrainingService(window, core, host)
     peer = Peer(window.path)

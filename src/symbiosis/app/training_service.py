@@ -68,12 +68,14 @@ class TrainingService:
         """On a thread of its own: what a config names is looked for in the whole model."""
         try:
             self._host.check(adapter)
-            self._window.publish(Result(ticket, {}))
+            self._window.publish([Result(ticket, {})])
         except SymbiosisError as error:
-            self._window.publish(Rejected(ticket, error))
+            self._window.publish([Rejected(ticket, error)])
         except Exception:  # noqa: BLE001 - PEFT may raise anything, and who asked waits
             _log.exception("an adapter could not be checked")
-            self._window.publish(Rejected(ticket, BadAdapter("this adapter cannot be trained here: the server's log says why")))
+            self._window.publish(
+                [Rejected(ticket, BadAdapter("this adapter cannot be trained here: the server's log says why"))]
+            )
 
     def _serve(self, name: str, adapter: Adapter, folder: Path) -> int:
         """On a job's thread; only the name is changed by the stepping one."""
@@ -82,9 +84,9 @@ class TrainingService:
 
     def _say(self, id: str, event: events.Event) -> None:
         if isinstance(event, events.JobRejected):
-            self._window.publish(Rejected(id, event.error))
+            self._window.publish([Rejected(id, event.error)])
         else:
-            self._window.publish(JobEvent(id, {"training": events.written(event)}))
+            self._window.publish([JobEvent(id, {"training": events.written(event)})])
 
     def _figures(self) -> dict[str, Any]:
         passes, jobs = asdict(self._host.stats), asdict(self.jobs.stats)

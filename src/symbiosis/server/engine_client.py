@@ -5,22 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
+from contextlib import asynccontextmanager
 from typing import Any
 
 from symbiosis.errors import EngineLost
-from symbiosis.serving.engine_messages import (
-    Accepted,
-    Event,
-    Finished,
-    GenerateRequest,
-    JobEvent,
-    Rejected,
-    Result,
-    Token,
-    decode_event,
-    encode_request,
-)
+from symbiosis.serving import engine_messages as messages
+from symbiosis.serving.engine_messages import Event, Finished, GenerateRequest, JobEvent, Token
 from symbiosis.transport.engine_ipc import IpcClient
 
 _START_TIMEOUT_S = 60.0
@@ -56,9 +46,18 @@ class EngineClient:
     def is_alive(self) -> bool:
         return not self.lost.is_set()
 
-    def submit(self, requests: Sequence[GenerateRequest]) -> ActiveRequests:
-        """Requests whose events are read together. A context manager: its exit cancels unfinished ones."""
-        return ActiveRequests(self, requests)
+    @asynccontextmanager
+    async def submit(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[ActiveRequests]:
+        """Requests whose events are read together, once all are accepted; the exit cancels unfinished ones.
+
+        Raises why a request was rejected.
+        """
+        active = ActiveRequests(self, requests)
+        try:
+            await active.start()
+            yield active
+        finally:
+            await active.close()
 
     async def ask(self, op: str, **body: Any) -> dict[str, Any]:
         """The result of load, unload, pin, stats or check_adapter. Raises the engine's error."""
@@ -67,9 +66,9 @@ class EngineClient:
             event = _decode(await inbox.get())
         finally:
             self.forget(id)
-        if isinstance(event, Rejected):
+        if isinstance(event, messages.Rejected):
             raise event.error
-        assert isinstance(event, Result)
+        assert isinstance(event, messages.Result)
         return event.body
 
     async def open(self, body: dict[str, Any], inbox: asyncio.Queue[Any] | None = None) -> tuple[str, asyncio.Queue[Any]]:
@@ -115,7 +114,7 @@ class EngineClient:
 
 
 class ActiveRequests:
-    """Submitted requests. Entering waits until all are accepted, or raises why one was rejected."""
+    """Submitted requests and their events."""
 
     def __init__(self, client: EngineClient, requests: Sequence[GenerateRequest]) -> None:
         self._client, self._requests = client, requests
@@ -124,28 +123,19 @@ class ActiveRequests:
         self._early: list[Event | JobEvent] = []
         self._unfinished: set[tuple[str, int]] = set()
 
-    async def __aenter__(self) -> ActiveRequests:
-        try:
-            for index, request in enumerate(self._requests):
-                id, _ = await self._client.open(encode_request(request), self._inbox)
-                self._indices[id] = index
-                self._unfinished |= {(id, number) for number in range(request.n)}
-            num_accepted = 0
-            while num_accepted < len(self._requests):
-                event = await self._next()
-                if isinstance(event, Accepted):
-                    num_accepted += 1
-                else:  # the first request may have events before the last is accepted
-                    self._early.append(event)
-        except BaseException:
-            await self._close()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._close()
+    async def start(self) -> None:
+        """Send the requests; returns when all are accepted. Raises why one was rejected."""
+        for index, request in enumerate(self._requests):
+            id, _ = await self._client.open(messages.encode_request(request), self._inbox)
+            self._indices[id] = index
+            self._unfinished |= {(id, number) for number in range(request.n)}
+        num_accepted = 0
+        while num_accepted < len(self._requests):
+            event = await self._next()
+            if isinstance(event, messages.Accepted):
+                num_accepted += 1
+            else:  # the first request may have events before the last is accepted
+                self._early.append(event)
 
     async def events(self) -> AsyncIterator[tuple[int, Token | Finished]]:
         """(index of the request, event) until every completion has finished or was stopped.
@@ -170,12 +160,13 @@ class ActiveRequests:
 
     async def _next(self) -> Event | JobEvent:
         event = _decode(await self._inbox.get())
-        if isinstance(event, Rejected):
+        if isinstance(event, messages.Rejected):
             self._unfinished = {each for each in self._unfinished if each[0] != event.id}
             raise event.error
         return event
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Cancel unfinished requests."""
         for id in self._indices:
             self._client.forget(id)
             if any(each[0] == id for each in self._unfinished):
@@ -186,7 +177,7 @@ def _decode(raw: Any) -> Event | JobEvent:
     """An event of an inbox. Raises `EngineLost`."""
     if raw is None:
         raise _lost()
-    return decode_event(raw)
+    return messages.decode_event(raw)
 
 
 def _lost() -> EngineLost:

@@ -1,11 +1,9 @@
 """Incremental detokenization: text that was emitted is never taken back.
 
-`Detokenizer` emits only text that later tokens cannot change, so its output
-concatenates to the text of all tokens decoded at once. Later tokens can change the
-bytes of an unfinished character. With byte-fallback tokenizers (sentencepiece) they
-can change a whole run of byte tokens, since one invalid byte invalidates the run.
-`StopStrings` holds back text that may be the beginning of a stop string. `TextStream`
-combines both.
+`Detokenizer` emits only text that later tokens cannot change, so its output concatenates to the text of all tokens decoded
+at once. Later tokens can change the bytes of an unfinished character. With byte-fallback tokenizers (sentencepiece) they
+can change a whole run of byte tokens, since one invalid byte invalidates the run. `StopStrings` holds back text that may be
+the beginning of a stop string. `TextStream` combines both.
 """
 
 from __future__ import annotations
@@ -26,10 +24,9 @@ _WINDOW = 16
 class Detokenizer:
     """Decodes a window of the last tokens, never all.
 
-    A window's text can differ from the same tokens' text amid others only at its very
-    beginning, where a space is stripped. So the window begins with tokens whose text was
-    emitted before, and only the text after them is used. `tokenizer` is a transformers
-    tokenizer; its clean-up of spaces is off, since it rewrites earlier text.
+    A window's text can differ from the same tokens' text amid others only at its very beginning, where a space is stripped.
+    So the window begins with tokens whose text was emitted before, and only the text after them is used. `tokenizer` is a
+    transformers tokenizer; its clean-up of spaces is off, since it rewrites earlier text.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:

@@ -56,9 +56,9 @@ def _check_per_prompt(name: str, values: Any, num_prompts: int) -> Any:
 class Engine:
     """Offline serving: prompts in, completions out.
 
-    `Engine(model).generate(prompts, adapters=["pirate", None, …])` completes all prompts in shared
-    batches, each with its own adapter. `model` is a transformers model, which the engine owns from
-    now on, a folder, a hub id, or None: the default model. Used by one thread.
+    `Engine(model).generate(prompts, adapters=["pirate", None, …])` completes all prompts in shared batches, each with its
+    own adapter. `model` is a transformers model, which the engine owns from now on, a folder, a hub id, or None: the
+    default model. Used by one thread.
     """
 
     def __init__(

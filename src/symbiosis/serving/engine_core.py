@@ -55,8 +55,8 @@ class EngineCore:
     ) -> None:
         """`pages` is the number of KV-cache blocks, `page_size` the tokens of one; `cache_bytes` replaces `pages`.
 
-        `residency` configures the adapter cache, `limits` the scheduler. Each batch is computed
-        within `time_share`, which co-located work may share.
+        `residency` configures the adapter cache, `limits` the scheduler. Each batch is computed within `time_share`, which
+        co-located work may share.
 
         Raises `CannotServe` if this model cannot be served, `OutOfRange` if a setting is wrong.
         """
@@ -91,7 +91,6 @@ class EngineCore:
             self._runner.use_kernels(self._adapter_cache, max_blocks)
         self.scheduler = Scheduler(config, BlockManager(num_blocks, block_size), self._adapter_cache.is_here)
         self._async_decoder = AsyncDecoder(self._runner, self.scheduler.block_manager)
-        self._sequences: dict[str, dict[str, Sequence]] = {}  # unfinished, by adapter hash and id
         self._failed: list[tuple[Sequence, SymbiosisError]] = []
         self.num_steps = 0
         """Steps that computed a batch."""
@@ -152,7 +151,7 @@ class EngineCore:
     def poll_adapters(self) -> None:
         """Take over adapters that other threads have loaded; sequences of failed ones finish. `step` does this too."""
         for hash, error in self._adapter_cache.take_up():
-            for sequence in list(self._sequences.get(hash, {}).values()):
+            for sequence in self.scheduler.find_sequences(hash):
                 self._fail(sequence, error)
 
     def on_adapter_change(self, callback: Callable[[], None]) -> None:
@@ -203,7 +202,6 @@ class EngineCore:
         self.scheduler.add(*sequences)
         if record is not None:
             self._adapter_cache.hold(record.hash, n)
-            self._sequences.setdefault(record.hash, {}).update((each.id, each) for each in sequences)
         return sequences
 
     def cancel(self, sequence: Sequence, reason: FinishReason = FinishReason.CANCELLED) -> bool:
@@ -215,9 +213,6 @@ class EngineCore:
 
     def _release_adapter(self, sequence: Sequence) -> None:
         if sequence.adapter:
-            del self._sequences[sequence.adapter][sequence.id]
-            if not self._sequences[sequence.adapter]:
-                del self._sequences[sequence.adapter]
             self._adapter_cache.release(sequence.adapter)
 
     def _fail(self, sequence: Sequence, error: SymbiosisError) -> None:
@@ -232,9 +227,9 @@ class EngineCore:
     def step(self) -> list[tuple[Sequence, int, Logprobs | None]]:
         """Run one batch. Returns each sequence with its sampled token (-1: no token could be sampled, it failed).
 
-        Empty if there was nothing to compute. If the batch fails, its chunks are computed one by
-        one, and only those that fail again finish, for `take_failed`. Raises `PassFailed` if the
-        device has failed; the batch's sequences have finished then.
+        Empty if there was nothing to compute. If the batch fails, its chunks are computed one by one, and only those that
+        fail again finish, for `take_failed`. Raises `PassFailed` if the device has failed; the batch's sequences have
+        finished then.
         """
         self.poll_adapters()
         now = self._clock()

@@ -1,8 +1,7 @@
 """Runs the engine core on one thread: operations in, events out.
 
-Operations (requests, cancels, loaded adapters) run between two steps on the
-stepping thread, without locks. The events of one step leave as one batch. Adapters
-are read and checked on a loader thread.
+Operations (requests, cancels, loaded adapters) run between two steps on the stepping thread, without locks. The events of
+one step leave as one batch. Adapters are read and checked on a loader thread.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from symbiosis.serving.scheduling.sequence import FinishReason, Sequence
 _MAX_LOADS = 64
 _STALL_S = 0.01
 _log = logging.getLogger("symbiosis")
+_OnClosed = Callable[[SymbiosisError], None]
 
 
 class EngineLoop:
     """Steps a core until closed. Every method is thread-safe and returns at once.
 
-    `publish` receives events in order, a batch at a time. The stepping thread calls it:
-    it must be quick and must not raise.
+    `publish` receives events in order, a batch at a time. The stepping thread calls it: it must be quick and must not
+    raise.
     """
 
     def __init__(self, core: EngineCore, publish: Callable[[list[Event]], None]) -> None:
         self._core, self._publish = core, publish
-        self._inbox: SimpleQueue[tuple[str, Callable[[], None]] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[_OnClosed | None, Callable[[], None]] | None] = SimpleQueue()
         self._events: list[Event] = []
         self._requests: dict[str, list[Sequence]] = {}  # unfinished sequences by request id
         self._request_ids: dict[str, str] = {}  # by sequence id
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-adapters")
         self._loads: set[str] = set()  # operation ids
-        self._serving: list[Future[AdapterVersion]] = []
         self.extra_stats: Callable[[], dict[str, Any]] = dict
         """Statistics of other services of this process. Called by the stepping thread: quick."""
         self._num_loads = 0
@@ -54,44 +53,39 @@ class EngineLoop:
         self._closed = False
         self._is_stalled = False  # sequences wait, and the last step computed nothing
         self._lock = threading.Lock()
-        core.on_adapter_change(lambda: self._put("", self._poll_adapters))
+        core.on_adapter_change(lambda: self._put(None, self._poll_adapters))
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: GenerateRequest, unnamed: PreparedAdapter | None = None) -> None:
         """`Accepted` and a `Finished` for each completion, or `Rejected`. `unnamed` is an adapter without a name."""
-        self._put(request.id, lambda: self._add(request, unnamed))
+        self._put_operation(request.id, lambda: self._add(request, unnamed))
 
     def cancel(self, id: str, number: int | None = None) -> None:
         """Finish a request, or one of its completions; no effect on finished ones."""
-        self._put("", lambda: self._cancel(id, number))
+        self._put(None, lambda: self._cancel(id, number))
 
     def load(self, id: str, name: str, folder: str | Path, *, replace: bool = False) -> None:
         """Serve the adapter of a folder: `Result` with its hash, generation and seconds, or `Rejected`."""
-        self._put(id, lambda: self._begin_load(id, name, Path(folder), replace))
+        self._put_operation(id, lambda: self._begin_load(id, name, Path(folder), replace))
 
     def serve(self, name: str, prepared: PreparedAdapter) -> Future[AdapterVersion]:
         """Serve a prepared adapter under this name from the next step on. Fails with `Closed` if the loop is closed."""
         served: Future[AdapterVersion] = Future()
-        with self._lock:
-            if not self._closed:
-                self._serving.append(served)
-                self._inbox.put(("", lambda: self._serve(name, prepared, served)))
-                return served
-        served.set_exception(Closed("the engine was closed"))
+        self._put(served.set_exception, lambda: self._serve(name, prepared, served))
         return served
 
     def unload(self, id: str, name: str) -> None:
         """Remove a name; accepted requests keep the adapter. `Result` or `Rejected`."""
-        self._put(id, lambda: self._reply(id, lambda: self._core.remove_adapter(name)))
+        self._put_operation(id, lambda: self._reply(id, lambda: self._core.remove_adapter(name)))
 
     def pin(self, id: str, name: str, pinned: bool) -> None:
         """Pin an adapter to the device, or unpin it. `Result` or `Rejected`."""
-        self._put(id, lambda: self._reply(id, lambda: self._core.pin_adapter(name, pinned)))
+        self._put_operation(id, lambda: self._reply(id, lambda: self._core.pin_adapter(name, pinned)))
 
     def stats(self, id: str) -> None:
         """`Result` with statistics of scheduler, KV cache and adapters."""
-        self._put(id, lambda: self._events.append(Result(id, self._stats())))
+        self._put_operation(id, lambda: self._events.append(Result(id, self._stats())))
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -104,13 +98,17 @@ class EngineLoop:
         self._thread.join(timeout=60)
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _put(self, id: str, action: Callable[[], None]) -> None:
+    def _put(self, on_closed: _OnClosed | None, action: Callable[[], None]) -> None:
         with self._lock:  # nothing may enter the inbox after the thread has emptied it for the last time
             if not self._closed:
-                self._inbox.put((id, action))
+                self._inbox.put((on_closed, action))
                 return
-        if id:
-            self._publish([Rejected(id, Closed("the engine was closed"))])
+        if on_closed is not None:
+            on_closed(Closed("the engine was closed"))
+
+    def _put_operation(self, id: str, action: Callable[[], None]) -> None:
+        """An operation that ends in an event."""
+        self._put(lambda error: self._publish([Rejected(id, error)]), action)
 
     # On the stepping thread
 
@@ -245,7 +243,7 @@ class EngineLoop:
             _log.exception("an adapter could not be loaded")
             loaded = SymbiosisError(f"the adapter could not be loaded: {type(error).__name__}")
         seconds = time.monotonic() - start_s
-        self._put("", lambda: self._end_load(id, name, loaded, replace, seconds))
+        self._put(None, lambda: self._end_load(id, name, loaded, replace, seconds))
 
     def _end_load(self, id: str, name: str, loaded: PreparedAdapter | SymbiosisError, replace: bool, seconds: float) -> None:
         self._loads.discard(id)
@@ -260,13 +258,10 @@ class EngineLoop:
         self._events.append(Result(id, {"hash": version.hash, "generation": version.generation, "seconds": seconds}))
 
     def _serve(self, name: str, prepared: PreparedAdapter, served: Future[AdapterVersion]) -> None:
-        self._serving.remove(served)
         try:
-            version = self._core.put_adapter(name, prepared)
+            served.set_result(self._core.put_adapter(name, prepared))
         except SymbiosisError as error:
             served.set_exception(error)
-        else:
-            served.set_result(version)
 
     def _reply(self, id: str, action: Callable[[], None]) -> None:
         try:
@@ -308,11 +303,9 @@ class EngineLoop:
                 self._finish(sequence, closed)
         while not self._inbox.empty():
             operation = self._inbox.get()
-            if operation is not None and operation[0]:
-                self._events.append(Rejected(operation[0], closed))
+            if operation is not None and operation[0] is not None:
+                operation[0](closed)
         self._events += [Rejected(id, closed) for id in self._loads]
-        for served in self._serving:
-            served.set_exception(closed)
         self._send()
 
 

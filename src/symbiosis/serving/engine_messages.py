@@ -1,8 +1,8 @@
 """Messages between the engine process and HTTP processes: their types, and how they are encoded and decoded.
 
-Both processes import this module; it imports no torch. A message is a JSON object
-(`transport.engine_ipc`). An HTTP process sends operations: an `op`, an `id` of its own
-and the operation's fields. The engine sends batches of events, each with that id.
+Both processes import this module; it imports no torch. A message is a JSON object (`transport.engine_ipc`). An HTTP process
+sends operations: an `op`, an `id` of its own and the operation's fields. The engine sends batches of events, each with that
+id.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from symbiosis.errors import BadMessage, SymbiosisError, from_code
 from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, check_range
+from symbiosis.transport.engine_ipc import Body
 
-Body = dict[str, Any]
 _SAMPLING_FIELDS = {each.name for each in fields(Sampling)}
 _MAX_NAME = 256
 

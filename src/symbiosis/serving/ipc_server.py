@@ -1,7 +1,7 @@
 """Serves the engine loop to other processes: IPC messages become operations, events go back to the peer.
 
-A lost peer's requests are cancelled. Every message is checked although the peer is a
-process of this server: its content comes from outside.
+A lost peer's requests are cancelled. Every message is checked although the peer is a process of this server: its content
+comes from outside.
 """
 
 from __future__ import annotations
@@ -17,18 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from symbiosis.errors import BadMessage, SymbiosisError
+from symbiosis.serving import engine_messages as messages
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_loop import EngineLoop
-from symbiosis.serving.engine_messages import (
-    Event,
-    Finished,
-    JobEvent,
-    Rejected,
-    decode_request,
-    encode_event,
-    int_field,
-    text_field,
-)
+from symbiosis.serving.engine_messages import Event, JobEvent, int_field, text_field
 from symbiosis.transport.engine_ipc import HEARTBEAT_S, Body, IpcPort
 
 _MAX_ID = 64
@@ -72,7 +64,7 @@ class IpcServer:
         self._numbers: dict[bytes, str] = {}  # of the peers
         self._counter = itertools.count(1)
         self._stopping = False
-        self.engine_loop = EngineLoop(core, self._publish)
+        self.engine_loop = EngineLoop(core, self.publish)
         self.joined = threading.Event()
         """Set when the first peer has connected."""
         self._thread = threading.Thread(target=self._run, name="symbiosis-ipc", daemon=True)
@@ -85,9 +77,10 @@ class IpcServer:
         """Must precede the first of its operations."""
         self._handlers.append(handler)
 
-    def publish(self, event: Event | JobEvent) -> None:
-        """Send an event to its peer. Thread-safe."""
-        self._publish([event])
+    def publish(self, events: Sequence[Event | JobEvent]) -> None:
+        """Send events to their peers. Thread-safe."""
+        self._outbox.append(events)
+        self._port.wake()
 
     def close(self) -> None:
         """End all operations; peers receive their last events."""
@@ -97,10 +90,6 @@ class IpcServer:
         self._stopping = True
         self._port.wake()
         self._thread.join(timeout=30)
-
-    def _publish(self, events: Sequence[Event | JobEvent]) -> None:
-        self._outbox.append(events)
-        self._port.wake()
 
     # On the IPC thread
 
@@ -130,10 +119,10 @@ class IpcServer:
                 peer = self._peers.get(number)
                 if peer is None:
                     continue
-                by_peer.setdefault(number, []).append(encode_event(event, id))
-                if isinstance(event, Finished | Rejected) and id in peer.requests:
+                by_peer.setdefault(number, []).append(messages.encode_event(event, id))
+                if isinstance(event, messages.Finished | messages.Rejected) and id in peer.requests:
                     peer.requests[id] -= 1
-                    if isinstance(event, Rejected) or not peer.requests[id]:
+                    if isinstance(event, messages.Rejected) or not peer.requests[id]:
                         del peer.requests[id]
         for number, events in by_peer.items():
             self._send(number, {"events": events})
@@ -165,7 +154,7 @@ class IpcServer:
         try:
             self._handle(self._peers[number], id, f"{number}:{id}", body)
         except SymbiosisError as error:
-            self._send(number, {"events": [encode_event(Rejected("", error), id)]})
+            self._send(number, {"events": [messages.encode_event(messages.Rejected("", error), id)]})
 
     def _handle(self, peer: _Peer, id: str, full_id: str, body: Body) -> None:
         """`full_id` is unique over all peers."""
@@ -173,7 +162,7 @@ class IpcServer:
         if op == "submit":
             if id in peer.requests:
                 raise BadMessage(f"request {id!r} exists already: expected a new id")
-            request = decode_request(full_id, body)
+            request = messages.decode_request(full_id, body)
             peer.requests[id] = request.n
             loop.submit(request)
         elif op == "cancel":

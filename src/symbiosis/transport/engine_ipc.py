@@ -1,8 +1,7 @@
 """IPC between the engine process and HTTP processes: bounded JSON messages over a socket in a private folder.
 
-The engine's port never blocks and detects a lost peer: it sends a heartbeat every
-second, and ZeroMQ reports an unreachable peer. The client runs in asyncio and
-detects a lost engine: the connection breaks, or heartbeats stop.
+The engine's port never blocks and detects a lost peer: it sends a heartbeat every second, and ZeroMQ reports an unreachable
+peer. The client runs in asyncio and detects a lost engine: the connection breaks, or heartbeats stop.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Launches the next decode step before the scheduler has scheduled it.
 
-While a GPU computes a step, its sampled tokens exist only in device memory, and
-nearly every sequence continues from them. So the next step is launched at once, and
-the GPU does not wait for Python. When the scheduler schedules that step, the logits
-computed ahead are used. Rows of sequences that finished meanwhile are discarded:
-later writes to their blocks follow in stream order. Reference: a model runner alone.
+While a GPU computes a step, its sampled tokens exist only in device memory, and nearly every sequence continues from them.
+So the next step is launched at once, and the GPU does not wait for Python. When the scheduler schedules that step, the
+logits computed ahead are used. Rows of sequences that finished meanwhile are discarded: later writes to their blocks follow
+in stream order. Reference: a model runner alone.
 
 B = rows that sample a token, V = vocabulary.
 """

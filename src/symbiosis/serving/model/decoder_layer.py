@@ -1,8 +1,7 @@
 """Fused forward functions for decoder layers of the common kind: norm, attention, norm, gated MLP.
 
-Candidates are found by the names of their children, and verified. A fused function
-is compared with the layer's own code on random rows, with a stub for attention. The
-layer keeps its own code if the results differ.
+Candidates are found by the names of their children, and verified. A fused function is compared with the layer's own code on
+random rows, with a stub for attention. The layer keeps its own code if the results differ.
 
 R = rows of a batch, D = width of the model, H = query heads, K = key heads, W = width of a head.
 """

@@ -1,8 +1,7 @@
 """Decoder layers of the common kind as one function, for CPUs.
 
-A decode step of a small model spends a quarter of its time between the matrix
-products: in a dozen modules a layer, and in small operations such as rotary
-embedding. Reference: the layer's own code.
+A decode step of a small model spends a quarter of its time between the matrix products: in a dozen modules a layer, and in
+small operations such as rotary embedding. Reference: the layer's own code.
 
 R = rows of a batch, D = width of the model, H = query heads, K = key heads, W = width of a head, A = all heads.
 """

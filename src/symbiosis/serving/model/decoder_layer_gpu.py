@@ -1,8 +1,7 @@
 """Decoder layers of the common kind in nine kernel launches instead of twelve, for GPUs; with adapters, instead of sixteen.
 
-A decode step reads all weights once, and idles between any two kernels. So one
-kernel does all work between two matrix products: it adds the LoRA delta and the
-residual, and norms the sum, for the layer's MLP or for the next layer. Reference:
+A decode step reads all weights once, and idles between any two kernels. So one kernel does all work between two matrix
+products: it adds the LoRA delta and the residual, and norms the sum, for the layer's MLP or for the next layer. Reference:
 the layer's own code.
 
 R = rows of a batch, D = width of the model, W = width of a head.

@@ -1,8 +1,8 @@
 """Attention of an unmodified transformers model over a paged KV cache.
 
-transformers lets a model name its attention function. The function here writes the
-new rows' keys and values to their blocks and attends from each row to its own
-sequence. The sequences of a batch are concatenated; only this function distinguishes them.
+transformers lets a model name its attention function. The function here writes the new rows' keys and values to their
+blocks and attends from each row to its own sequence. The sequences of a batch are concatenated; only this function
+distinguishes them.
 
 R = rows of a batch, H = query heads, K = key heads, D = width of a head, P = blocks of a sequence.
 B = sequences, T = tokens of a sequence, L = layers. A slot is a token's place in the cache: block x block size + offset.
@@ -110,8 +110,8 @@ class PagedKVCache:
     ) -> Tensor:
         """The same by kernels, from concatenated queries, keys and values before rotary embedding.
 
-        `embeddings` are its cosines and sines, [1, R, D]. `delta` is a deferred LoRA delta of the three, if any.
-        `options` are those of `attend`.
+        `embeddings` are its cosines and sines, [1, R, D]. `delta` is a deferred LoRA delta of the three, if any. `options`
+        are those of `attend`.
         """
         assert isinstance(self._batch, _KernelBatch), "begin() must precede"
         keys, values = self._memory[layer, 0], self._memory[layer, 1]
@@ -140,7 +140,12 @@ def _store_prefixes(prefixes: Sequence[tuple[Tensor, PrefixKV]], layer: int, key
         values.index_copy_(0, slots, prefix.values_LTKD[layer].to(values.dtype))
 
 
-def _bias(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def _mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """The causal bias of rows at these positions over `length` tokens, -inf where masked: [rows, T]."""
+    other = torch.arange(length, device=positions.device)[None, :]
+    allowed = other <= positions[:, None]
+    if window is not None:
+        allowed &= other > positions[:, None] - window
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
@@ -163,12 +168,9 @@ class _PrefillGroup:
         """The causal mask of one chunk's rows, once for each query head of a group."""
         key = (window, dtype, groups)
         if key not in self._biases:
-            position = torch.arange(self._num_before, self._num_before + self.count, device=self._slots.device)[:, None]
-            other = torch.arange(self._num_before + self.count, device=self._slots.device)[None, :]
-            allowed = other <= position
-            if window is not None:
-                allowed &= other > position - window
-            self._biases[key] = _bias(allowed, dtype).repeat(groups, 1)[None, None]
+            end = self._num_before + self.count
+            positions = torch.arange(self._num_before, end, device=self._slots.device)
+            self._biases[key] = _mask(positions, end, window, dtype).repeat(groups, 1)[None, None]
         return self._biases[key]
 
 
@@ -243,11 +245,7 @@ class _TorchBatch:
         if self._padding_BT11 is None and (window is None or window >= self._max_length):
             return None
         if (window, dtype) not in self._biases:
-            other = torch.arange(self._max_length, device=self._positions.device)[None, :]
-            allowed = other <= self._positions[:, None]
-            if window is not None:
-                allowed &= other > self._positions[:, None] - window
-            self._biases[window, dtype] = _bias(allowed, dtype)[:, None, None]
+            self._biases[window, dtype] = _mask(self._positions, self._max_length, window, dtype)[:, None, None]
         return self._biases[window, dtype]
 
 
@@ -314,13 +312,5 @@ def _attention(
         raise CannotServe(f"{reason}, which paged attention does not support")
     kv_cache: PagedKVCache = module.symbiosis_kv_cache  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output_RHD = kv_cache.attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
-        query[0],
-        key[0],
-        value[0],
-        scale=scale,
-        window=sliding_window,
-        cap=softcap,
-    )
-    return output_RHD[None], None
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return kv_cache.attend(layer, query[0], key[0], value[0], scale=scale, window=sliding_window, cap=softcap)[None], None

@@ -1,17 +1,14 @@
 """Samples the next token of each sequence from its row of logits.
 
-A row's token depends only on the row and its sequence, not on the other rows, their
-number or their order. Every operation is therefore either exact in any order
-(maxima, integer sums) or elementwise. Float sums are neither: a GPU adds one row in
-another order than sixty-four. So probabilities are integers here (2**40 for the most
-likely token). A token is drawn by one uniform number: a hash of seed, completion
-number and position, equal on every machine and after every preemption.
+A row's token depends only on the row and its sequence, not on the other rows, their number or their order. Every operation
+is therefore either exact in any order (maxima, integer sums) or elementwise. Float sums are neither: a GPU adds one row in
+another order than sixty-four. So probabilities are integers here (2**40 for the most likely token). A token is drawn by one
+uniform number: a hash of seed, completion number and position, equal on every machine and after every preemption.
 
 Ties go to the lower token id.
 
-Logprobs are those of the model: log softmax of the raw logits, before penalties,
-bias, temperature and top-k/top-p/min-p (as in OpenAI's API and vLLM's
-`raw_logprobs`). The sampled token is reported even if it is not among the most likely.
+Logprobs are those of the model: log softmax of the raw logits, before penalties, bias, temperature and top-k/top-p/min-p
+(as in OpenAI's API and vLLM's `raw_logprobs`). The sampled token is reported even if it is not among the most likely.
 """
 # B = rows that sample a token; b, c = some of them; V = vocabulary; n = most likely tokens
 
@@ -230,8 +227,8 @@ def _draw_truncated(
 ) -> tuple[Tensor, Tensor]:
     """A token of the `top_k` most likely, and of these of the most likely that sum to `top_p`.
 
-    Only the `n` most likely tokens are sorted. The second result says whether the token
-    is exact, that is, no other token could have been in the selection.
+    Only the `n` most likely tokens are sorted. The second result says whether the token is exact, that is, no other token
+    could have been in the selection.
     """
     vocabulary = x_bV.shape[1]
     if n < vocabulary:

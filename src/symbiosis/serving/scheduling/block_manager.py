@@ -1,15 +1,12 @@
 """Blocks of the KV cache: reference counts, and prefix caching by content hash.
 
-Pure bookkeeping: blocks are numbers, the tensors belong to the model runner. A
-full block of computed tokens is hashed: SHA-256 of the cache salt, the adapter's
-content hash and all tokens up to the block's end. A sequence that begins with the
-same tokens under the same salt and adapter shares the block; no other sequence
-finds it. A hashed block without references stays cached until its memory is
-needed, evicted in LRU order.
+Pure bookkeeping: blocks are numbers, the tensors belong to the model runner. A full block of computed tokens is hashed:
+SHA-256 of the cache salt, the adapter's content hash and all tokens up to the block's end. A sequence that begins with the
+same tokens under the same salt and adapter shares the block; no other sequence finds it. A hashed block without references
+stays cached until its memory is needed, evicted in LRU order.
 
-Shared blocks are never written. A sequence copies a block instead in two cases:
-its last token lies in a cached block (it is always recomputed, for its logits), or
-it forks from a parent in the middle of a block.
+Shared blocks are never written. A sequence copies a block instead in two cases: its last token lies in a cached block (it
+is always recomputed, for its logits), or it forks from a parent in the middle of a block.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from symbiosis.serving.scheduling.sequence import Sequence, check_range
+from symbiosis.serving.scheduling.sequence import Sequence
 
 BlockCopy = tuple[int, int]
 """(source, destination). All sources are read before the step writes anything."""
@@ -28,8 +25,6 @@ class BlockManager:
     """`num_blocks` blocks of `block_size` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        check_range("num_blocks", num_blocks, 1, 1 << 31, integer=True)
-        check_range("block_size", block_size, 1, 1 << 16, integer=True)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
@@ -63,9 +58,8 @@ class BlockManager:
     ) -> list[BlockCopy] | None:
         """Allocate blocks for `length` tokens to a sequence without any, cached ones where possible.
 
-        Returns the copies to make before the step, or None (nothing has changed) if
-        fewer than `reserved` blocks would remain free. The partial block of `parent` is
-        copied; the tokens it has computed must stem from an earlier step.
+        Returns the copies to make before the step, or None (nothing has changed) if fewer than `reserved` blocks would
+        remain free. The partial block of `parent` is copied; the tokens it has computed must stem from an earlier step.
         """
         assert not sequence.block_table, f"{sequence.id} has blocks already"
         shared = self.find_prefix(sequence)

@@ -1,8 +1,7 @@
 """Waiting sequences by tenant and adapter, with fairness by virtual token counters (as in S-LoRA and VTC).
 
-A tenant's counter grows with the tokens computed for it, divided by its weight. A
-tenant that becomes active is lifted to the virtual time, the least counter of the
-waiting tenants, so that idle time earns no credit. Each tenant has one lane per
+A tenant's counter grows with the tokens computed for it, divided by its weight. A tenant that becomes active is lifted to
+the virtual time, the least counter of the waiting tenants, so that idle time earns no credit. Each tenant has one lane per
 adapter: an adapter that is still loading delays only its own lane.
 """
 

@@ -1,17 +1,15 @@
 """Continuous batching: selects the tokens of each step's batch. Pure bookkeeping with an injected clock.
 
-A step of the engine is `schedule`, the model's forward pass, `update`. Decoding
-sequences come first, one token each. The remaining token budget goes to prefill,
-in chunks. Both are the same operation: a sequence computes the tokens without keys
+A step of the engine is `schedule`, the model's forward pass, `update`. Decoding sequences come first, one token each. The
+remaining token budget goes to prefill, in chunks. Both are the same operation: a sequence computes the tokens without keys
 and values, and samples a token when none remain.
 
-Admission: preempted sequences first, then tenants in the order of their virtual
-token counters (`fair_queue`). A lane that was not served for `max_wait_s` precedes
-all counters, and no other sequence takes the blocks or the adapter slot it waits for.
+Admission: preempted sequences first, then tenants in the order of their virtual token counters (`fair_queue`). A lane that
+was not served for `max_wait_s` precedes all counters, and no other sequence takes the blocks or the adapter slot it waits
+for.
 
-Preemption: when blocks run out, the youngest sequence of the least weight is
-preempted. Its blocks are freed, its tokens are kept, and their keys and values are
-recomputed later. A sequence that was preempted once is not preempted again in
+Preemption: when blocks run out, the youngest sequence of the least weight is preempted. Its blocks are freed, its tokens
+are kept, and their keys and values are recomputed later. A sequence that was preempted once is not preempted again in
 favour of one that never was, so the oldest sequence always makes progress.
 """
 
@@ -83,8 +81,8 @@ def _rank(sequence: Sequence) -> tuple[bool, float, float, str]:
 class Scheduler:
     """Sequences in, batches out. Not thread-safe; one batch at a time.
 
-    `is_resident` returns whether an adapter is on the device. It is called at most once
-    a step for each adapter, and must stay true while a sequence of that adapter runs.
+    `is_resident` returns whether an adapter is on the device. It is called at most once a step for each adapter, and must
+    stay true while a sequence of that adapter runs.
     """
 
     def __init__(
@@ -126,6 +124,10 @@ class Scheduler:
         """The virtual token counter of a tenant; of an unknown one, the counter it would start with."""
         known = self._waiting.tenants.get(tenant)
         return self._waiting.virtual_time if known is None else known.counter
+
+    def find_sequences(self, adapter: str) -> list[Sequence]:
+        """The unfinished sequences of an adapter."""
+        return [sequence for sequence in self._sequences.values() if sequence.adapter == adapter]
 
     def add(self, *sequences: Sequence) -> None:
         """Queue sequences of one tenant: all, or none and an error.

@@ -38,8 +38,8 @@ class Logprobs:
 class Sampling:
     """How tokens are sampled, and when to stop. Every value is validated; `OutOfRange` names the field.
 
-    Applied in this order: penalties on the model's logits, `logit_bias`, the ban on
-    stop tokens before `min_tokens`, temperature, `min_p`, `top_k`, `top_p`.
+    Applied in this order: penalties on the model's logits, `logit_bias`, the ban on stop tokens before `min_tokens`,
+    temperature, `min_p`, `top_k`, `top_p`.
     """
 
     temperature: float = 1.0
