@@ -25,7 +25,7 @@ _ENGINE = {
     "residency.device": ("symbiosis_adapters_on_device", "Adapters that can be computed with now."),
     "residency.device_bytes": ("symbiosis_adapter_device_bytes", "Their bytes there."),
     "residency.host": ("symbiosis_adapters_on_host", "Adapters ready to be copied to a GPU."),
-    "residency.coming": ("symbiosis_adapters_coming", "Adapters on their way to the device."),
+    "residency.loading": ("symbiosis_adapters_coming", "Adapters on their way to the device."),
     "residency.loads": ("symbiosis_adapter_arrivals", "How often one was brought to the device."),
     "residency.load_s": ("symbiosis_adapter_arrival_seconds", "Seconds from being sent for to being there, all together."),
     "residency.device_evictions": ("symbiosis_adapter_evictions", "How often one left the device for another."),

@@ -23,8 +23,8 @@ from symbiosis.models.fuse_projections import join
 from symbiosis.models.loading import ModelSource, check_plain, load_both
 from symbiosis.models.max_length import most_tokens
 from symbiosis.serving.deferred_sigint import DeferredSigint
-from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats, PreparedAdapter
-from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterVersion
+from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats
+from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterVersion, PreparedAdapter
 from symbiosis.serving.model.async_decode import AsyncDecoder
 from symbiosis.serving.model.model_runner import ModelRunner
 from symbiosis.serving.model.paged_attention import PagedKVCache
@@ -101,11 +101,11 @@ class EngineCore:
             vocabulary=self.facts.vocab, max_length=longest, max_adapters=min(_MAX_ADAPTERS, residency.slots), **limits
         )
         self._residency = AdapterCache(
-            model, self.facts, residency, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
+            model, self.facts, residency, running=lambda: self.scheduler.adapters, on_evict=self._runner.forget
         )
         if kernels.run_on(model.device):
-            self._runner.use_kernels(self._residency, min(pages, -(-longest // page_size), _GRAPH_PAGES))
-        self.scheduler = Scheduler(config, BlockManager(pages, page_size), self._residency.is_here)
+            self._runner.use_kernels(self._residency.slots, min(pages, -(-longest // page_size), _GRAPH_PAGES))
+        self.scheduler = Scheduler(config, BlockManager(pages, page_size), self._residency.touch)
         self._forerunner = AsyncDecoder(self._runner, self.scheduler.pool)
         self._requests: dict[str, dict[str, Request]] = {}  # those that have not ended, by their adapter's hash
         self._failed: list[tuple[Request, SymbiosisError]] = []
@@ -127,11 +127,11 @@ class EngineCore:
 
     def prepare_held(self, adapter: Adapter, folder: Path | None = None) -> PreparedAdapter:
         """The same for an adapter in memory, which may lie in a folder too: nothing is read. Any thread may."""
-        return self._residency.take(adapter, folder)
+        return self._residency.prepare_loaded(adapter, folder)
 
     def put_adapter(self, name: str, prepared: PreparedAdapter) -> AdapterVersion:
         """Serve what `prepare` gave under `name` from now on. Who was accepted with an older version keeps that."""
-        return self._residency.put(name, prepared)
+        return self._residency.register(name, prepared)
 
     def add_adapter(self, name: str, folder: str | Path) -> str:
         """Serve the PEFT adapter in this folder under `name`; its content hash."""
@@ -139,25 +139,25 @@ class EngineCore:
 
     def remove_adapter(self, name: str) -> None:
         """Nobody new gets it; its memory is free when nobody runs with it. Raises `UnknownAdapter`."""
-        self._residency.remove(name)
+        self._residency.unregister(name)
 
     def pin_adapter(self, name: str, pinned: bool = True) -> None:
         """Let it stay on the device though nobody asks for it, if possible at all. Raises `UnknownAdapter`."""
-        self._residency.pin(name, pinned)
+        self._residency.registry.pin(name, pinned)
 
     @property
     def adapters(self) -> dict[str, str]:
         """The content hash behind each name."""
-        return {name: version.hash for name, version in self._residency.versions.items()}
+        return {name: version.hash for name, version in self._residency.registry.versions.items()}
 
     @property
     def pinned(self) -> frozenset[str]:
         """Names of adapters that stay on the device."""
-        return self._residency.pinned
+        return self._residency.registry.pinned
 
     def figures(self) -> AdapterCacheStats:
         """Where adapters are, and what was moved so far."""
-        return self._residency.figures()
+        return self._residency.stats()
 
     def add(self, prompt: Iterable[int], sampling: Sampling, *, adapter: str | None = None, tenant: str = "") -> Request:
         """Queue a request. Raises what is wrong with it."""
@@ -167,23 +167,23 @@ class EngineCore:
         self, n: int, prompt: Iterable[int], sampling: Sampling, *, adapter: str | None = None, tenant: str = ""
     ) -> list[Request]:
         """Queue `n` answers to one prompt: all, or none and an error."""
-        record = None if adapter is None else self._residency.find(adapter)
+        record = None if adapter is None else self._residency.lookup(adapter)
         return self._queue(n, prompt, sampling, record, tenant)
 
     def add_unnamed(
         self, n: int, prompt: Iterable[int], sampling: Sampling, prepared: PreparedAdapter, *, tenant: str
     ) -> list[Request]:
         """The same by an adapter without a name, which nobody else can ask for; it goes with the last of its requests."""
-        self._residency.put(_UNNAMED, prepared)
+        self._residency.register(_UNNAMED, prepared)
         try:
-            return self._queue(n, prompt, sampling, self._residency.find(_UNNAMED), tenant)
+            return self._queue(n, prompt, sampling, self._residency.lookup(_UNNAMED), tenant)
         finally:
-            self._residency.remove(_UNNAMED)
+            self._residency.unregister(_UNNAMED)
 
     def _queue(
         self, n: int, prompt: Iterable[int], sampling: Sampling, record: AdapterRecord | None, tenant: str
     ) -> list[Request]:
-        tokens = [_VIRTUAL] * (record.virtual if record else 0) + list(prompt)
+        tokens = [_VIRTUAL] * (record.virtual_tokens if record else 0) + list(prompt)
         request = Request(
             id=str(next(self._numbers)),
             tenant=tenant,
@@ -197,7 +197,7 @@ class EngineCore:
         answers = request.siblings(n)
         self.scheduler.add(*answers)
         if record is not None:
-            self._residency.hold(record.hash, n)
+            self._residency.registry.acquire(record.hash, n)
             self._requests.setdefault(record.hash, {}).update((answer.id, answer) for answer in answers)
         return answers
 
@@ -217,7 +217,7 @@ class EngineCore:
 
     def take_up(self) -> None:
         """What other threads have brought; those who wait for what could not be brought end. `step` does it too."""
-        for hash, error in self._residency.take_up():
+        for hash, error in self._residency.poll_loads():
             for request in list(self._requests.get(hash, {}).values()):
                 self.cancel(request, FinishReason.FAILED)
                 self._failed.append((request, error))
@@ -229,7 +229,7 @@ class EngineCore:
 
     def call_on_news(self, action: Callable[[], None]) -> None:
         """Have this called, by other threads, when there is something to take up."""
-        self._residency.call_on_news(action)
+        self._residency.set_load_callback(action)
 
     def wait(self, seconds: float) -> None:
         """Nothing can be computed now: return when that may have changed, or after so long."""
@@ -244,7 +244,7 @@ class EngineCore:
         self.take_up()
         now = self._clock()
         made = self.scheduler.plan(now)
-        self._residency.send_for(made.missing, now)
+        self._residency.start_loads(made.missing, now)
         self.scheduler.draining = self._residency.draining
         if not made.chunks:
             self.scheduler.done(made, [])
@@ -273,7 +273,7 @@ class EngineCore:
             return self._one_by_one(made, error)
 
     def _computed(self, made: Batch) -> Sampled:
-        adapters, sequences = self._residency.loaded, made.sampled
+        adapters, sequences = self._residency.resident, made.sampled
         logits_BV = self._forerunner.compute(made, adapters)
         chosen = choose(logits_BV, sequences)
         if self._decodes_on(made):
@@ -308,7 +308,7 @@ class EngineCore:
     def _alone(self, chunk: Chunk) -> Sampled | Exception:
         try:
             made = Batch(chunks=(chunk,))
-            return sample(self._runner.compute(made, self._residency.loaded), made.sampled)
+            return sample(self._runner.compute(made, self._residency.resident), made.sampled)
         except Exception as error:  # noqa: BLE001 - the first failure was logged, and its request is told of this one
             return error
 

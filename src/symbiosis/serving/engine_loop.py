@@ -21,8 +21,7 @@ from symbiosis.adapters.names import found
 from symbiosis.common import denormals
 from symbiosis.errors import AdapterExists, AnswerFailed, Closed, PassFailed, SymbiosisError, TooManyRequests
 from symbiosis.serving.engine import EngineCore
-from symbiosis.serving.lora.adapter_cache import PreparedAdapter
-from symbiosis.serving.lora.adapter_registry import AdapterVersion
+from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
 from symbiosis.serving.model.sampler import Logprobs
 from symbiosis.serving.scheduling.sequence import FinishReason, Sampling
 from symbiosis.serving.scheduling.sequence import Sequence as Answer

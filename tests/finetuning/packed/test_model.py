@@ -12,7 +12,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM,
 
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.adapter_factory import AdapterFactory
-from symbiosis.finetuning.packed.attention import batched
+from symbiosis.finetuning.packed.attention import attend_batched
 from symbiosis.finetuning.packed.model import PackedModel
 from tests.conftest import tiny_config
 from tests.finetuning.passes import by_peft, examples, share, worst
@@ -70,7 +70,7 @@ def test_every_method_in_one_pass(name, plain, crowd):
     _, losses, gradients = by_peft(plain, METHODS[name], data[name])
     assert outcomes[name].losses == pytest.approx(losses, rel=1e-5)
     assert worst(outcomes[name].gradients, gradients) < 5e-5
-    assert outcomes[name].finite
+    assert outcomes[name].is_finite
 
 
 def test_a_model_in_bfloat16_trains_adapters_in_float32():
@@ -139,9 +139,9 @@ def test_numbers_that_are_none_reach_nobody_else(poison, plain, packed):
             for parameter in bad.adapter.parameters.values():
                 parameter.fill_(poison)
         found = packed.compute(mixed)
-        assert poison == 3e38 or not found[2].finite
+        assert poison == 3e38 or not found[2].is_finite
         for at in (0, 1, 3, 4):
-            assert found[at].finite
+            assert found[at].is_finite
             assert found[at].losses == harmless[at].losses
             for parameter, gradient in harmless[at].gradients.items():
                 assert torch.equal(found[at].gradients[parameter], gradient)
@@ -152,7 +152,7 @@ def test_dropout_depends_on_the_example_and_not_on_the_pass(plain, packed):
     adapter = AdapterFactory(plain).make(config, seed=7)
     both = share(adapter, examples(5, 8))
     together = packed.compute([share(AdapterFactory(plain).make(config, seed=7), examples(4)), both])[1]
-    alone = [packed.compute([type(both)(adapter, (piece,))])[0] for piece in both.pieces]
+    alone = [packed.compute([type(both)(adapter, (piece,))])[0] for piece in both.examples]
     assert together.losses == pytest.approx([outcome.losses[0] for outcome in alone], rel=1e-5)
     summed = {name: alone[0].gradients[name] + alone[1].gradients[name] for name in together.gradients}
     assert worst(dict(together.gradients), summed) < 1e-5
@@ -176,6 +176,6 @@ def test_the_model_itself_is_not_touched(plain):
 def test_sequences_of_one_length_attend_as_a_batch():
     torch.manual_seed(0)
     q, k, v = (torch.randn(heads, 15, 8) for heads in (4, 2, 2))
-    found = batched(q, k, v, 3, 0.3)
-    parts = [batched(*(x[:, start : start + 5] for x in (q, k, v)), 1, 0.3) for start in (0, 5, 10)]
+    found = attend_batched(q, k, v, 3, 0.3)
+    parts = [attend_batched(*(x[:, start : start + 5] for x in (q, k, v)), 1, 0.3) for start in (0, 5, 10)]
     assert torch.allclose(found, torch.cat(parts, dim=1), atol=1e-6)

@@ -90,18 +90,18 @@ class CopyingDevice(CpuPool):
     def adopt(self, flat: PackedAdapter) -> PackedAdapter | None:
         return None
 
-    def bring(self, flat: PackedAdapter, offset: int, fence: object) -> PackedAdapter:
+    def copy_in(self, flat: PackedAdapter, offset: int, fence: object) -> PackedAdapter:
         assert self.gate.wait(60)
-        target = self._memory[offset : offset + flat.size]
+        target = self._memory[offset : offset + flat.nbytes]
         target.copy_(flat.memory)
-        return flat.at(target)
+        return flat.rebase(target)
 
 
 def use_levels(monkeypatch, *, copying: bool) -> None:
     """Let engines keep adapters on two levels, as with a GPU, or on one."""
     if copying:
         monkeypatch.setattr(
-            "symbiosis.serving.lora.adapter_cache.places",
+            "symbiosis.serving.lora.adapter_cache.make_pools",
             lambda device, config: (
                 HostPool(torch.empty(config.host_bytes, dtype=torch.uint8)),
                 CopyingDevice(config.device_bytes),

@@ -25,7 +25,7 @@ def world(tiny, tmp_path_factory) -> World:
 @pytest.fixture(scope="module")
 def size(world) -> int:
     """What one of them takes."""
-    return EngineCore(copy.deepcopy(world.base)).prepare(world.path("a0")).flat.size
+    return EngineCore(copy.deepcopy(world.base)).prepare(world.path("a0")).packed.nbytes
 
 
 @pytest.fixture(params=[False, True], ids=["one level", "two levels"], autouse=True)
@@ -57,7 +57,7 @@ def settle(core: EngineCore) -> None:
     """Until nothing is on its way."""
     for _ in range(200):
         core.take_up()
-        if not core._residency._coming:
+        if not core._residency._loading:
             return
         core.wait(0.1)
 
@@ -69,7 +69,7 @@ def says(world: World, core: EngineCore, name: str, prompt: int = 0) -> None:
 
 
 def on_device(core: EngineCore) -> set[str]:
-    return {name for name, hash in core.adapters.items() if hash in core._residency.loaded}
+    return {name for name, hash in core.adapters.items() if hash in core._residency.resident}
 
 
 def test_more_adapters_than_fit_are_served_each_with_its_own(world, size):
@@ -77,7 +77,7 @@ def test_more_adapters_than_fit_are_served_each_with_its_own(world, size):
         copy.deepcopy(world.base),
         pages=200,
         page_size=4,
-        residency=AdapterCacheConfig(device_bytes=2 * size, host_bytes=3 * size, slots=8, patience_s=0.05),
+        residency=AdapterCacheConfig(device_bytes=2 * size, host_bytes=3 * size, slots=8, max_wait_s=0.05),
     )
     for name in world.says.keys() - {"base"}:
         engine.add_adapter(name, world.path(name))
@@ -117,7 +117,7 @@ def test_the_least_recently_used_leaves_and_a_pinned_one_stays(world, size):
 
 
 def test_a_pin_gives_way_if_there_is_no_other_way(world, size):
-    core = core_for(world, size, patience_s=0.0)
+    core = core_for(world, size, max_wait_s=0.0)
     core.add_adapter("a0", world.path("a0"))
     core.add_adapter("a1", world.path("a1"))
     core.pin_adapter("a0")
@@ -151,7 +151,7 @@ def test_a_name_switches_at_once_and_who_was_accepted_keeps_the_version(world, s
 
 
 def test_who_waits_for_a_replaced_version_gets_it_from_disk(world, size):
-    core = core_for(world, size, size, patience_s=0.0)
+    core = core_for(world, size, size, max_wait_s=0.0)
     core.add_adapter("mine", world.path("a0"))
     core.add_adapter("other", world.path("a2"))
     blocker = core.add(PROMPTS[0], LONG, adapter="other")
@@ -245,7 +245,7 @@ def test_files_that_changed_since_they_were_loaded_are_not_served(world, size, t
     assert request.outputs == []
     ((failed, error),) = core.take_failed()
     assert failed is request
-    assert "not those" in str(error)
+    assert "changed" in str(error)
 
 
 def test_another_folder_with_the_same_content_will_do(world, size, tmp_path):
@@ -262,7 +262,7 @@ def test_another_folder_with_the_same_content_will_do(world, size, tmp_path):
 
 def test_an_adapter_that_runs_all_the_time_lets_another_have_its_turn(world, size):
     """Room for one: `a0` always has requests, and `a1` is asked for once."""
-    core = core_for(world, size, patience_s=0.0)
+    core = core_for(world, size, max_wait_s=0.0)
     for name in ("a0", "a1"):
         core.add_adapter(name, world.path(name))
     busy = [core.add(PROMPTS[i], WISH, adapter="a0", tenant="busy") for i in range(4)]
@@ -283,7 +283,7 @@ def test_an_adapter_that_runs_all_the_time_lets_another_have_its_turn(world, siz
 def test_whatever_happens_everything_adds_up(world, size, seed, tmp_path):
     """Random loads, reloads, unloads, requests and cancels: each answer is that of what it was accepted with."""
     rng = random.Random(seed)
-    core = core_for(world, 2 * size, 3 * size, slots=3, patience_s=0.0, max_coming=2)
+    core = core_for(world, 2 * size, 3 * size, slots=3, max_wait_s=0.0, max_disk_loads=2)
     names: dict[str, str] = {}
     alive: list[tuple[object, str, int]] = []
     done = 0
@@ -353,13 +353,13 @@ class TestTwoLevels:
         core._residency._device.gate.clear()
         request = core.add(PROMPTS[0], WISH, adapter="a0")
         core.step()
-        assert core.figures().coming == 1
+        assert core.figures().loading == 1
         core.cancel(request)
         core.remove_adapter("a0")
         core._residency._device.gate.set()
         settle(core)
         figures = core.figures()
-        assert (figures.coming, figures.device_bytes, figures.host_bytes, figures.loads) == (0, 0, 0, 0)
+        assert (figures.loading, figures.device_bytes, figures.host_bytes, figures.loads) == (0, 0, 0, 0)
 
     def test_what_is_in_host_memory_is_not_read_again(self, world, size):
         core = core_for(world, size, 3 * size)
@@ -370,11 +370,11 @@ class TestTwoLevels:
         assert (core.figures().reads, core.figures().loads) == (0, 5)
 
     def test_what_is_in_host_memory_does_not_wait_for_a_disk(self, world, size, monkeypatch):
-        core = core_for(world, 4 * size, 2 * size, max_coming=1)
+        core = core_for(world, 4 * size, 2 * size, max_disk_loads=1)
         for name in ("a0", "a1", "a2", "a3"):
             core.add_adapter(name, world.path(name))
-        core._residency._carrier._reader.submit(int).result()  # all that could be kept is kept
-        slow, carrier = threading.Event(), core._residency._carrier
+        core._residency._loader._reader.submit(int).result()  # all that could be kept is kept
+        slow, carrier = threading.Event(), core._residency._loader
         read = carrier.read
         monkeypatch.setattr(carrier, "read", lambda folder: slow.wait(60) and read(folder))
         waits = [core.add(PROMPTS[0], WISH, adapter=name) for name in ("a0", "a1")]
@@ -391,7 +391,7 @@ class TestTwoLevels:
         core = core_for(world, size)
         core.add_adapter("a0", world.path("a0"))
         with monkeypatch.context() as patch:
-            patch.setattr(type(core._residency._device), "bring", lambda *_: 1 / 0)
+            patch.setattr(type(core._residency._device), "copy_in", lambda *_: 1 / 0)
             request = core.add(PROMPTS[0], WISH, adapter="a0")
             run(core, request)
             ((_, error),) = core.take_failed()
@@ -407,11 +407,11 @@ def test_the_table_has_a_line_for_every_layer_of_every_adapter_here(world, size)
     slots, residency = core._residency.slots, core._residency
     q, k, v = (f"model.layers.1.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj"))
     for hash in core.adapters.values():
-        lines = slots.of(q, k, v)[residency.slot(residency.loaded[hash])].tolist()
-        lows = [residency.loaded[hash].parts[path][0] for path in (q, k, v)]
+        lines = slots.columns_of(q, k, v)[residency.slots.slot_of(residency.resident[hash])].tolist()
+        lows = [residency.resident[hash].parts[path][0] for path in (q, k, v)]
         assert lines == [[low.a_rI.data_ptr(), low.b_Or.data_ptr(), 4, 0] for low in lows]
-    with pytest.raises(ValueError, match="follow"):
-        slots.of(q, v)
-    slot = residency.slot(residency.loaded[core.adapters["a0"]])
+    with pytest.raises(ValueError, match="adjacent"):
+        slots.columns_of(q, v)
+    slot = residency.slots.slot_of(residency.resident[core.adapters["a0"]])
     core.remove_adapter("a0")
     assert not slots.table_SM4[slot].any()

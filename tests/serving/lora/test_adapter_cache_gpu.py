@@ -14,7 +14,7 @@ from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.serving.lora.device_pool import CudaPool
 from symbiosis.serving.lora.host_pool import HostPool
 from symbiosis.serving.lora.lora_weights import EngineAdapter, LoraWeights
-from symbiosis.serving.lora.packed_adapter import PackedAdapter, flatten
+from symbiosis.serving.lora.packed_adapter import PackedAdapter, pack
 from symbiosis.serving.scheduling.sequence import Sampling
 from tests.serving.lora.residents import PROMPTS, WISH, make_world
 
@@ -24,47 +24,45 @@ WIDTH, RANK, MEMBERS = 4096, 16, 224
 
 
 def pinned(flat: PackedAdapter) -> tuple[HostPool, PackedAdapter]:
-    host = HostPool(torch.empty(flat.size, dtype=torch.uint8, pin_memory=True))
-    return host, host.put(flat.loaded.hash, flat)
+    host = HostPool(torch.empty(flat.nbytes, dtype=torch.uint8, pin_memory=True))
+    return host, host.put(flat)
 
 
 def large(value: float) -> PackedAdapter:
     """As large as rank 16 on all layers of a 7B model, roughly."""
     low = [torch.full(shape, value, dtype=torch.bfloat16) for shape in ((RANK, WIDTH), (WIDTH, RANK))]
-    return flatten(
-        EngineAdapter(f"{value}", {f"{i}": (LoraWeights(low[0].clone(), low[1].clone()),) for i in range(MEMBERS)}), ()
-    )
+    return pack(EngineAdapter(f"{value}", {f"{i}": (LoraWeights(low[0].clone(), low[1].clone()),) for i in range(MEMBERS)}), ())
 
 
 def test_an_adapter_in_host_memory_is_on_the_gpu_within_10_ms():
     _, flat = pinned(large(1.0))
-    device = CudaPool(flat.size, CUDA)
-    device.bring(flat, 0, device.fence())
+    device = CudaPool(flat.nbytes, CUDA)
+    device.copy_in(flat, 0, device.record_fence())
     seconds = []
     for _ in range(9):
         begun = time.perf_counter()
-        there = device.bring(flat, 0, device.fence())
+        there = device.copy_in(flat, 0, device.record_fence())
         seconds.append(time.perf_counter() - begun)
     assert torch.equal(there.memory.cpu(), flat.memory)
-    print(f"{flat.size / 1e6:.0f} MB in {statistics.median(seconds) * 1e3:.2f} ms")
+    print(f"{flat.nbytes / 1e6:.0f} MB in {statistics.median(seconds) * 1e3:.2f} ms")
     assert statistics.median(seconds) < 0.010
 
 
 def test_what_still_reads_a_place_reads_what_was_there():
     (_, first), (_, second) = pinned(large(1.0)), pinned(large(2.0))
-    device = CudaPool(first.size, CUDA)
-    there = device.bring(first, 0, None)
+    device = CudaPool(first.nbytes, CUDA)
+    there = device.copy_in(first, 0, None)
     torch.cuda._sleep(200_000_000)  # a pass that takes its time
-    seen = there.loaded.parts["0"][0].a_rI.clone()
-    now = device.bring(second, 0, device.fence())
+    seen = there.adapter.parts["0"][0].a_rI.clone()
+    now = device.copy_in(second, 0, device.record_fence())
     assert seen.unique().item() == 1.0
-    assert now.loaded.parts["0"][0].a_rI.unique().item() == 2.0
+    assert now.adapter.parts["0"][0].a_rI.unique().item() == 2.0
 
 
 def test_more_adapters_than_fit_are_served_and_found_by_the_table(tiny, tmp_path):
     world = make_world(tiny, tmp_path, 5, same_kind=True)
-    size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).flat.size
-    config = AdapterCacheConfig(device_bytes=2 * size, host_bytes=3 * size, slots=4, patience_s=0.05)
+    size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).packed.nbytes
+    config = AdapterCacheConfig(device_bytes=2 * size, host_bytes=3 * size, slots=4, max_wait_s=0.05)
     engine = Engine(copy.deepcopy(tiny).to(CUDA), pages=200, page_size=4, residency=config)
     for number in range(5):
         engine.add_adapter(f"a{number}", world.path(f"a{number}"))
@@ -75,20 +73,20 @@ def test_more_adapters_than_fit_are_served_and_found_by_the_table(tiny, tmp_path
             assert answer.tokens == world.says[name or "base"][i % 4], name
     residency = engine._core._residency
     residency.check_integrity()
-    assert residency.figures().device_evictions > 0
+    assert residency.stats().device_evictions > 0
     q, k, v = (f"model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj"))
     assert residency.slots.table_SM4.is_cuda
-    for hash, loaded in residency.loaded.items():
+    for hash, loaded in residency.resident.items():
         lows = [loaded.parts[path][0] for path in (q, k, v)]
         assert all(low.a_rI.is_cuda and low.a_rI.is_contiguous() and low.b_Or.is_contiguous() for low in lows)
-        lines = residency.slots.of(q, k, v)[residency.slot(residency.loaded[hash])].tolist()
+        lines = residency.slots.columns_of(q, k, v)[residency.slots.slot_of(residency.resident[hash])].tolist()
         assert lines == [[low.a_rI.data_ptr(), low.b_Or.data_ptr(), 4, 0] for low in lows]
     for name in list(engine._core.adapters):
         engine.remove_adapter(name)
     for _ in range(50):
         engine._core.take_up()
         engine._core.wait(0.02)
-    figures = residency.figures()
+    figures = residency.stats()
     assert (figures.device_bytes, figures.host_bytes) == (0, 0)
     assert not residency.slots.table_SM4.any()
 
@@ -96,7 +94,7 @@ def test_more_adapters_than_fit_are_served_and_found_by_the_table(tiny, tmp_path
 def test_others_go_on_while_an_adapter_comes(tiny, tmp_path):
     """Steps of a running answer while others' adapters come and go, against steps while nothing moves."""
     world = make_world(tiny, tmp_path, 4, same_kind=True)
-    size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).flat.size
+    size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).packed.nbytes
     core = EngineCore(
         copy.deepcopy(tiny).to(CUDA),
         pages=400,

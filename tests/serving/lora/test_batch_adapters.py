@@ -8,11 +8,12 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
+from symbiosis.adapters.parts import Ia3Part
 from symbiosis.models.fuse_projections import join
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
-from symbiosis.serving.lora.lora_layers import adapt, adapt_together
+from symbiosis.serving.lora.lora_layers import install_lora_layers
 from symbiosis.serving.lora.lora_ops import FusedProjection
-from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, Ia3Weights, LoraWeights, ReplacedWeights
+from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, LoraWeights, ReplacedWeights
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]
@@ -39,9 +40,9 @@ def made(base, kind: str):
     return model
 
 
-def low(a_rI, b_Or, stretch_O=None) -> LoraWeights:
+def low(a_rI, b_Or, mag_norm_scale_O=None) -> LoraWeights:
     """As it is loaded on a CPU."""
-    return LoraWeights(a_rI.T.contiguous().T, b_Or.T.contiguous().T, stretch_O=stretch_O)
+    return LoraWeights(a_rI.T.contiguous().T, b_Or.T.contiguous().T, mag_norm_scale_O=mag_norm_scale_O)
 
 
 def loaded(model, kind: str) -> EngineAdapter:
@@ -57,7 +58,7 @@ def loaded(model, kind: str) -> EngineAdapter:
                 stretch = (module.lora_magnitude_vector["default"].weight / norm).detach()
             parts[name] = (low(a.detach(), module.scaling["default"] * b.detach(), stretch),)
         elif hasattr(module, "ia3_l") and "default" in module.ia3_l:
-            parts[name] = (Ia3Weights(module.ia3_l["default"].detach().flatten(), module.is_feedforward),)
+            parts[name] = (Ia3Part(module.ia3_l["default"].detach().pack(), module.is_feedforward),)
         elif hasattr(module, "modules_to_save") and "default" in module.modules_to_save:
             parts[name] = (ReplacedWeights(module.modules_to_save["default"].weight.detach()),)
     return EngineAdapter(kind, parts)
@@ -73,14 +74,13 @@ def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes, joined, pro
     served, bank = copy.deepcopy(base), ActiveAdapters()
     if joined:
         join(served)
-    adapt(served, bank)
-    adapt_together(served)
+    install_lora_layers(served, bank)
     ids = torch.randint(0, base.config.vocab_size, (sum(sizes) + 2, 1))  # two rows of nobody's at the end
     segments, at = [], 0
     for (kind, model), size in zip(adapters.items(), sizes, strict=True):
         segments.append(AdapterSegment(loaded(model, kind), at, at + size))
         at += size
-    bank.begin(segments, segments)
+    bank.begin_batch(segments, segments)
     found = served(ids).logits
     for segment, model in zip(segments, adapters.values(), strict=True):
         expected = model(ids[segment.start : segment.end]).logits
@@ -92,12 +92,12 @@ def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes, joined, pro
 def test_without_adapters_nothing_is_done():
     base = LLAMA.model().eval()
     served, bank = copy.deepcopy(base), ActiveAdapters()
-    adapt(served, bank)
-    bank.begin((), ())
+    install_lora_layers(served, bank)
+    bank.begin_batch((), ())
     ids = torch.arange(12).view(2, 6)
     assert torch.equal(served(ids).logits, base(ids).logits)
-    alone = served.get_submodule("model.layers.0.self_attn.q_proj").symbiosis_alone
-    assert bank.effect(alone, of_head=False) is None
+    alone = served.get_submodule("model.layers.0.self_attn.q_proj").symbiosis_single
+    assert bank.ops_at(alone, is_head=False) is None
 
 
 @torch.no_grad()
@@ -120,10 +120,10 @@ def test_adapters_of_any_rank_on_some_of_the_layers(processor):
             change = x_RI[segment.start : segment.end] @ part.a_rI.T @ part.b_Or.T
             expected[segment.start : segment.end, column : column + change.shape[1]] += change
     bank = ActiveAdapters()
-    bank.begin(segments, segments)
-    effect = bank.effect(together, of_head=False)
-    assert (effect._changes is not None) == (processor == "compiled")
-    effect.after(x_RI, y_RO, None)
+    bank.begin_batch(segments, segments)
+    effect = bank.ops_at(together, is_head=False)
+    assert (effect._cpu_batch is not None) == (processor == "compiled")
+    effect.apply(x_RI, y_RO, None)
     torch.testing.assert_close(y_RO, expected)
 
 
@@ -136,8 +136,8 @@ def test_what_overflows_in_one_adapter_stays_there(processor):
     )
     x, bank = torch.ones(4, 4), ActiveAdapters()
     segments = [AdapterSegment(calm, 0, 2), AdapterSegment(wild, 2, 4)]
-    bank.begin(segments, segments)
-    effect, y = bank.effect(together, of_head=False), torch.zeros(4, 8)
-    effect.after(x, y, None)
+    bank.begin_batch(segments, segments)
+    effect, y = bank.ops_at(together, is_head=False), torch.zeros(4, 8)
+    effect.apply(x, y, None)
     assert y[:2].isfinite().all()
     assert not y[2:].isfinite().all()

@@ -194,9 +194,9 @@ def alive(kind: type) -> int:
 def test_every_answer_is_its_versions_while_adapters_come_and_go(world, monkeypatch, copying, seconds):
     use_levels(monkeypatch, copying=copying)
     largest = max(
-        EngineCore(copy.deepcopy(world.base)).prepare(world.path(name)).flat.size for name in world.says.keys() - {"base"}
+        EngineCore(copy.deepcopy(world.base)).prepare(world.path(name)).packed.nbytes for name in world.says.keys() - {"base"}
     )
-    config = AdapterCacheConfig(device_bytes=largest + 4096, host_bytes=2 * largest, slots=4, patience_s=0.02)
+    config = AdapterCacheConfig(device_bytes=largest + 4096, host_bytes=2 * largest, slots=4, max_wait_s=0.02)
     flats, adapters, threads = alive(PackedAdapter), alive(EngineAdapter), threading.active_count()
     core = EngineCore(copy.deepcopy(world.base), pages=200, page_size=4, residency=config)
     churn = Churn(core, world)
@@ -207,7 +207,7 @@ def test_every_answer_is_its_versions_while_adapters_come_and_go(world, monkeypa
     for name in NAMES:
         churn.change(name, None)
     until = time.monotonic() + 30
-    while (found := churn.figures()["residency"])["coming"] or found["resident"]:
+    while (found := churn.figures()["residency"])["loading"] or found["resident"]:
         assert time.monotonic() < until, found
         time.sleep(0.05)
     figures = churn.figures()

@@ -12,7 +12,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GraniteConfig, Grani
 
 from symbiosis.models.fuse_projections import join
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
-from symbiosis.serving.lora.lora_layers import adapt, adapt_together
+from symbiosis.serving.lora.lora_layers import install_lora_layers
 from symbiosis.serving.model.decoder_layer import FusedDecoderLayer, restore
 from symbiosis.serving.model.decoder_layer_cpu import straighten
 from symbiosis.serving.model.paged_attention import PagedKVCache, Span, use_pages
@@ -40,8 +40,7 @@ def served(architecture, device="cpu", dtype=torch.float32):
     join(model)
     use_pages(model, memory)
     bank = ActiveAdapters()
-    adapt(model, bank)
-    adapt_together(model)
+    install_lora_layers(model, bank)
     return model, memory, bank
 
 
@@ -52,7 +51,7 @@ def test_a_straight_model_gives_what_its_own_code_gives(architecture, processor)
     ids = torch.arange(10)[None]
     places = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]])
     before = copy.deepcopy(memory._memory)
-    bank.begin((), ())
+    bank.begin_batch((), ())
     memory.begin(SPANS)
     expected = model(input_ids=ids, position_ids=places, use_cache=False).logits
     stored = copy.deepcopy(memory._memory)
@@ -122,7 +121,7 @@ UNUSUAL = [partly_turned, scaled_residuals, linear_of_its_own_kind]
 
 def logits(model, memory, bank):
     device = model.device
-    bank.begin((), ())
+    bank.begin_batch((), ())
     memory.begin(SPANS)
     places = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]], device=device)
     return model(input_ids=torch.arange(10, device=device)[None], position_ids=places, use_cache=False).logits

@@ -13,7 +13,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.models.patches.fused_ops import fuse
+from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.serving.model import decoder_layer_gpu
 from symbiosis.serving.model.decoder_layer import FusedDecoderLayer
 from symbiosis.serving.model.decoder_layer_gpu import shorten
@@ -33,8 +33,8 @@ def test_a_short_model_gives_what_its_own_code_gives(architecture, dtype, monkey
     ids = torch.arange(10, device=DEVICE)[None]
     places = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]], device=DEVICE)
     before = copy.deepcopy(memory._memory)
-    fuse(model)
-    bank.begin((), ())
+    patch_fused_ops(model)
+    bank.begin_batch((), ())
     memory.begin(SPANS)
     expected = model(input_ids=ids, position_ids=places, use_cache=False).logits
     stored = copy.deepcopy(memory._memory)
@@ -74,7 +74,7 @@ def test_a_layer_whose_code_does_something_else_keeps_it():
             return forward(self, *given, **named) * 1.01
 
     odd.__class__ = Scaled
-    fuse(model)
+    patch_fused_ops(model)
     shorten(model, bank)
     assert not isinstance(odd, FusedDecoderLayer)
     assert isinstance(plain, FusedDecoderLayer)
@@ -92,7 +92,7 @@ def test_without_fused_norms_nothing_is_short():
 @torch.inference_mode()
 def test_what_only_looks_usual_computes_what_its_own_code_computes(make, dtype):
     model, memory, bank = served(SimpleNamespace(model=make), DEVICE, dtype)
-    fuse(model)
+    patch_fused_ops(model)
     before = copy.deepcopy(memory._memory)
     expected = logits(model, memory, bank)
     shorten(model, bank)

@@ -35,10 +35,10 @@ class LayerParts:
         attention, mlp = layer.self_attn, layer.mlp
         self.width = int(attention.head_dim)
         self.heads = attention.q_proj.out_features // self.width
-        self.qkv: FusedProjection = attention.q_proj.symbiosis_together
-        self.out: FusedProjection = attention.o_proj.symbiosis_together
-        self.gate_up: FusedProjection = mlp.gate_proj.symbiosis_together
-        self.down: FusedProjection = mlp.down_proj.symbiosis_together
+        self.qkv: FusedProjection = attention.q_proj.symbiosis_fused
+        self.out: FusedProjection = attention.o_proj.symbiosis_fused
+        self.gate_up: FusedProjection = mlp.gate_proj.symbiosis_fused
+        self.down: FusedProjection = mlp.down_proj.symbiosis_fused
         self.norm, self.next_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.number, self.asked = witness.number, witness.asked
         self.memory: Any = witness
@@ -132,11 +132,11 @@ def _looks_usual(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     together = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
     linear = [*together[0], attention.o_proj, *together[1], mlp.down_proj]
-    if not all(isinstance(each, nn.Linear) and hasattr(each, "symbiosis_together") for each in linear):
+    if not all(isinstance(each, nn.Linear) and hasattr(each, "symbiosis_fused") for each in linear):
         return False  # a kind of its own, which adapters do not know either
     if len({each.weight.dtype for each in linear}) > 1:
         return False
-    return all(len({id(each.symbiosis_together) for each in group}) == 1 for group in together)
+    return all(len({id(each.symbiosis_fused) for each in group}) == 1 for group in together)
 
 
 def _turns_whole_heads(embeddings: Any, rows: int, width: int) -> bool:

@@ -30,10 +30,10 @@ class FusedDecoderLayerCpu:
     def compute(self, x_RD: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor | None:
         bank, usual, width = self._bank, self.usual, self.usual.width
         parts = (usual.qkv, usual.out, usual.gate_up, usual.down)
-        of_qkv, of_out, of_gate_up, of_down = [bank.effect(part, of_head=False) for part in parts]
+        of_qkv, of_out, of_gate_up, of_down = [bank.ops_at(part, is_head=False) for part in parts]
         if (of_qkv is not None and of_qkv.scaled_inputs) or (of_gate_up is not None and of_gate_up.scaled_inputs):
             return None
-        bank.check(x_RD.shape[0], of_head=False)
+        bank.check_rows(x_RD.shape[0], is_head=False)
         rows = rms_norm(x_RD, *self._norm)
         qkv_RAW = _product(rows, usual.qkv, of_qkv).view(x_RD.shape[0], -1, width)
         turned = (qkv_RAW.shape[1] + usual.heads) // 2
@@ -49,17 +49,17 @@ class FusedDecoderLayerCpu:
 
 def _product(x_RI: Tensor, together: FusedProjection, effect: AdapterOps | None) -> Tensor:
     if effect is None:
-        return together.product(x_RI)
-    x_RI = effect.before(x_RI)
-    y_RO = together.product(x_RI)
-    effect.after(x_RI, y_RO, together.bias_O)
+        return together.project(x_RI)
+    x_RI = effect.scale_inputs(x_RI)
+    y_RO = together.project(x_RI)
+    effect.apply(x_RI, y_RO, together.bias_O)
     return y_RO
 
 
 @torch.inference_mode()
 def straighten(model: PreTrainedModel, bank: ActiveAdapters) -> None:
     """Let the layers of this model that can be straight be so. They are adapted, and lie together, already."""
-    bank.begin((), ())
+    bank.begin_batch((), ())
     for layer in usual_layers(model):
         if layer.mlp.down_proj.weight.dtype is torch.float32:
             stand_in(layer, lambda usual: FusedDecoderLayerCpu(usual, bank), AttentionStub())

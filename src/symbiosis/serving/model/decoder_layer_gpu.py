@@ -42,10 +42,10 @@ class FusedDecoderLayerGpu:
 
         bank, usual, follower = self._bank, self.usual, self.follower
         parts = (usual.qkv, usual.out, usual.gate_up, usual.down)
-        if any(bank.effect(part, of_head=False) is not None for part in parts):
+        if any(bank.ops_at(part, is_head=False) is not None for part in parts):
             self._ready = None
             return None
-        bank.check(x_RD.shape[0], of_head=False)
+        bank.check_rows(x_RD.shape[0], is_head=False)
         qkv_RO, pending = self._product(self._normed(x_RD), usual.qkv)
         found = usual.memory.enter_and_attend(usual.number, qkv_RO, embeddings, _settled(pending, qkv_RO), **usual.asked)
         y_RD, pending = self._product(found.reshape(x_RD.shape[0], -1), usual.out)
@@ -69,13 +69,13 @@ class FusedDecoderLayerGpu:
 
     def _product(self, x_RI: Tensor, together: FusedProjection) -> tuple[Tensor, DeferredDelta | None]:
         """Of these layers, and what adapters do to it, which is not added yet."""
-        pending = self._bank.begin_change(x_RI, together, of_head=False)
-        return together.product(x_RI), pending
+        pending = self._bank.begin_delta(x_RI, together, is_head=False)
+        return together.project(x_RI), pending
 
 
 def _settled(pending: DeferredDelta | None, y_RO: Tensor) -> Any:
     """What is kept for the next kernel, if anything."""
-    return None if pending is None else pending.settle(y_RO)
+    return None if pending is None else pending.resolve(y_RO)
 
 
 def _summed(x_RD: Tensor, y_RD: Tensor, pending: DeferredDelta | None, norm: Any) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class _Witness(AttentionStub):
 @torch.inference_mode()
 def shorten(model: PreTrainedModel, bank: ActiveAdapters) -> None:
     """Let the layers of this model that can be short be so. They are adapted, lie together and have fused norms already."""
-    bank.begin((), ())
+    bank.begin_batch((), ())
     shorts: dict[Any, Any] = {
         layer: stand_in(layer, lambda usual: FusedDecoderLayerGpu(usual, bank), _Witness()) for layer in usual_layers(model)
     }

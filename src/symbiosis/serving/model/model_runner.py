@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from symbiosis import kernels
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
-from symbiosis.models.patches.fused_ops import fuse
-from symbiosis.models.patches.gated_mlp import gate
-from symbiosis.serving.lora.batch_adapters import ActiveAdapters, SlotWeights
-from symbiosis.serving.lora.lora_layers import adapt, adapt_together
+from symbiosis.models.patches.fused_ops import patch_fused_ops
+from symbiosis.models.patches.gated_mlp import patch_gated_mlps
+from symbiosis.serving.lora.batch_adapters import ActiveAdapters
+from symbiosis.serving.lora.lora_layers import install_lora_layers
 from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, VirtualTokens
+from symbiosis.serving.lora.slot_table import SlotTable
 from symbiosis.serving.model.cuda_graphs import DecodeGraphs
 from symbiosis.serving.model.decoder_layer import is_close, restore
 from symbiosis.serving.model.decoder_layer_cpu import straighten
@@ -42,11 +43,10 @@ class ModelRunner:
             ids = torch.arange(_PROBE, device=model.device).remainder(model.config.get_text_config().vocab_size)
             expected = model(input_ids=ids[None], use_cache=False).logits[0, -1]
             use_pages(model, memory)
-            adapt(model, self._bank)
-            adapt_together(model)
+            install_lora_layers(model, self._bank)
             if kernels.run_on(model.device):
-                fuse(model)
-                gate(model)
+                patch_fused_ops(model)
+                patch_gated_mlps(model)
             found = self._probe(ids)
             if kernels.run_on(model.device):
                 shorten(model, self._bank)
@@ -66,7 +66,7 @@ class ModelRunner:
         for start, end in ((0, 5), (5, _PROBE - 1), (_PROBE - 1, _PROBE)):
             spans = [Span(0, 1, 0, [others]), Span(1, end - start, start, pages)]
             self.memory.begin(spans)
-            self._bank.begin((), ())
+            self._bank.begin_batch((), ())
             rows, places = torch.cat([ids[:1], ids[start:end]]), torch.arange(start, end, device=ids.device)
             output = self.model(
                 input_ids=rows[None], position_ids=torch.cat([places.new_zeros(1), places])[None], use_cache=False
@@ -78,7 +78,7 @@ class ModelRunner:
         """Its memory is about to be another's. Between passes."""
         self._bank.forget(adapter)
 
-    def use_kernels(self, table: SlotWeights, max_pages: int) -> None:
+    def use_kernels(self, table: SlotTable, max_pages: int) -> None:
         """Let kernels apply adapters, by this table, and passes that only decode be CUDA graphs."""
         self._bank.table = table
         self._decoder = DecodeGraphs(self.model, self.memory, self._bank, max_pages)
@@ -143,7 +143,7 @@ class ModelRunner:
             if chunk.samples:
                 wanted.append(row + chunk.count - 1)
         self.memory.begin(spans, given)
-        self._bank.begin(segments, heads, (len(ids), len(wanted)))
+        self._bank.begin_batch(segments, heads, (len(ids), len(wanted)))
         device = self.model.device
         inputs = {"input_ids": torch.tensor(ids, device=device)[None]}
         if embeds:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from symbiosis.adapters.parts import Ia3Part
 from symbiosis.errors import BadCall
+from symbiosis.finetuning.flat_parameters import FlatGradients, FlatParameters, can_flatten
 from symbiosis.finetuning.optimizer import FlatOptimizer, Optimizer, StepSettings
-from symbiosis.finetuning.packed.flat_lora import FlatGradients, FlatParameters, fits
-from symbiosis.finetuning.packed.lora_math import TrainableIa3, TrainableLora
+from symbiosis.finetuning.trainable_parts import TrainableLora
 
 
 def adapter(seed=0):
@@ -77,13 +78,13 @@ def test_a_gradient_that_is_no_number_changes_nothing():
 
 def test_what_does_not_fit():
     parameters, parts = adapter()
-    assert fits(parameters, parts)
-    assert not fits(parameters, {})
-    assert not fits({**parameters, "more": nn.Parameter(torch.zeros(1))}, parts)
+    assert can_flatten(parameters, parts)
+    assert not can_flatten(parameters, {})
+    assert not can_flatten({**parameters, "more": nn.Parameter(torch.zeros(1))}, parts)
     a, b, *_ = parameters.values()
     for part in (
         TrainableLora(a, b, 1.0, dropout=0.1),
         TrainableLora(a, b, 1.0, magnitude_O=b),
-        TrainableIa3(a, of_input=True),
+        Ia3Part(a, of_input=True),
     ):
-        assert not fits(parameters, {**parts, "a": part})
+        assert not can_flatten(parameters, {**parts, "a": part})
