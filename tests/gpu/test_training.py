@@ -15,7 +15,7 @@ from symbiosis.finetuning.optimizer import StepSettings
 from symbiosis.finetuning.packed.model import PackedModel
 from symbiosis.finetuning.trainer import Trainer
 from tests.conftest import tiny_config
-from tests.finetuning.passes import examples, share, worst
+from tests.finetuning.passes import examples, session_slice, worst
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -40,7 +40,7 @@ def model_in(dtype):
 def shares_of(model, lengths, configs=CONFIGS, hidden=1):
     maker = AdapterFactory(model)
     return [
-        share(maker.make(config, seed=7 + at), examples(*some, hidden=hidden), items=9.0)
+        session_slice(maker.make(config, seed=7 + at), examples(*some, hidden=hidden), divisor=9.0)
         for at, (config, some) in enumerate(zip(configs, lengths, strict=False))
     ]
 

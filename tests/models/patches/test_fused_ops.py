@@ -24,7 +24,7 @@ class AtOnceRMSNorm(nn.Module):
 
 
 class BareRMSNorm(AtOnceRMSNorm):
-    """The same class with and without a weight, as some models have it."""
+    """One class with and without a weight, as in some models."""
 
     def __init__(self, width: int, *, scaled: bool) -> None:
         super().__init__(width)

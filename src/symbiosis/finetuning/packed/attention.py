@@ -37,12 +37,11 @@ def use_packed_attention(model: PreTrainedModel, context: PassContext) -> None:
         raise CannotTrain(f"{type(model).__name__} does not support another attention implementation: it cannot be packed")
 
 
-def attend(
+def _attend_packed(
     q_HRD: Tensor,
     k_KRD: Tensor,
     v_KRD: Tensor,
     batch: PackedBatch,
-    *,
     layer: int,
     scale: float,
     window: int | None,
@@ -123,14 +122,7 @@ def _attention(
     if reason is not None:
         raise CannotTrain(f"{reason}, which packed batches do not support")
     context: PassContext = module.symbiosis_context  # type: ignore[assignment]
-    result_HRD = attend(
-        query[0],
-        key[0],
-        value[0],
-        context.batch,
-        layer=int(module.layer_idx),  # type: ignore[arg-type]
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        cap=softcap,
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    result_HRD = _attend_packed(query[0], key[0], value[0], context.batch, layer, scale, sliding_window, softcap)
     return result_HRD.transpose(0, 1)[None], None

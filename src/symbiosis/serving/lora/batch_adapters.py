@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from torch import Tensor
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Segment as SlotSegment
 from symbiosis.kernels.tiles import Tiles
-from symbiosis.serving.lora.lora_ops import AdapterGroup, AdapterOps, FusedProjection
+from symbiosis.serving.lora.lora_ops import AdapterOps, FusedProjection
 from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
 
 _MAX_GROUPS = 4  # cached
+
+_Segments: TypeAlias = tuple[AdapterSegment, ...]
+_Ops: TypeAlias = dict[tuple[str, ...], AdapterOps]  # by layer
 
 
 class DeferredDelta:
@@ -77,10 +80,10 @@ class ActiveAdapters:
         self._head_tiles: Tiles | None = None
         self._lora_batches: dict[Any, Any] = {}  # kernels' work for this batch
         self._side_stream: Any = None
-        # By adapter, not by hash: a reloaded adapter has the same hash and other addresses.
-        self._groups: OrderedDict[tuple[tuple[EngineAdapter, int, int], ...], AdapterGroup] = OrderedDict()
-        self._group: AdapterGroup | None = None
-        self._head_group: AdapterGroup | None = None
+        # Keys hold adapters, not hashes: a reloaded adapter has the same hash and other addresses.
+        self._groups: OrderedDict[_Segments, _Ops] = OrderedDict()
+        self._group: tuple[_Segments, _Ops] | None = None
+        self._head_group: tuple[_Segments, _Ops] | None = None
 
     def begin_batch(
         self, segments: Sequence[AdapterSegment], head_segments: Sequence[AdapterSegment], counts: tuple[int, int] | None = None
@@ -136,22 +139,20 @@ class ActiveAdapters:
             self._lora_batches[key] = lora
         return DeferredDelta(x_RI, self.table.columns_of(*fused.paths), lora, fused.bias_O, self._side_stream)
 
-    def _find_group(self, segments: Sequence[AdapterSegment]) -> AdapterGroup | None:
+    def _find_group(self, segments: Sequence[AdapterSegment]) -> tuple[_Segments, _Ops] | None:
         if not segments:
             return None
-        key = tuple((s.adapter, s.start, s.end) for s in segments)
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = AdapterGroup(segments)
-            if len(self._groups) > _MAX_GROUPS:
-                self._groups.popitem(last=False)
+        key = tuple(segments)
+        ops = self._groups.setdefault(key, {})
         self._groups.move_to_end(key)
-        return group
+        if len(self._groups) > _MAX_GROUPS:
+            self._groups.popitem(last=False)
+        return key, ops
 
     def forget(self, adapter: EngineAdapter) -> None:
         """Drop cached ops of an adapter that is being evicted. Between batches."""
         self._group = self._head_group = None
-        for key in [key for key in self._groups if any(each[0] is adapter for each in key)]:
+        for key in [key for key in self._groups if any(each.adapter is adapter for each in key)]:
             del self._groups[key]
 
     def ops_at(self, fused: FusedProjection, *, is_head: bool) -> AdapterOps | None:
@@ -159,7 +160,8 @@ class ActiveAdapters:
         group = self._head_group if is_head else self._group
         if group is None:
             return None
-        ops = group.ops.get(fused.paths)
+        segments, ops_by_layer = group
+        ops = ops_by_layer.get(fused.paths)
         if ops is None:
-            ops = group.ops[fused.paths] = AdapterOps(fused, group.segments, by_table=self.table is not None)
+            ops = ops_by_layer[fused.paths] = AdapterOps(fused, segments, by_table=self.table is not None)
         return None if ops.is_empty else ops

@@ -59,14 +59,6 @@ class FusedProjection:
         return self._cached.pop(path)
 
 
-class AdapterGroup:
-    """The segments of a batch, and their ops by layer."""
-
-    def __init__(self, segments: Sequence[AdapterSegment]) -> None:
-        self.segments = list(segments)
-        self.ops: dict[tuple[str, ...], AdapterOps] = {}
-
-
 _Region = tuple[slice, slice]  # rows and columns of the result
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -84,8 +85,7 @@ class EngineAdapter:
         return lora if isinstance(lora, LoraWeights) and lora.bias_O is None and not lora.of_embedding else None
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSegment:
+class AdapterSegment(NamedTuple):
     """Rows of one adapter in a batch."""
 
     adapter: EngineAdapter
