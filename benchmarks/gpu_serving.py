@@ -242,7 +242,7 @@ class Serving:
         while not all(request.outputs for request in requests):
             self.step()
         steps: list[float] = []
-        self.core._adapter_cache._leave(self.core.adapters[name])  # to host memory, where it is too
+        self.core._adapter_cache._evict(self.core.adapters[name])  # to host memory, where it is too
         for number in range(self.plan.new // 2):
             if number == self.plan.new // 8:
                 self.ask([name], 1, 1)

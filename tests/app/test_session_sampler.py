@@ -352,7 +352,7 @@ def test_nobody_else_can_ask_for_what_is_sampled_from(studio, monkeypatch):
     running = session.sample(PROMPTS, max_tokens=400, ignore_eos=True)
     until(lambda: core.scheduler.num_running)
     assert core.adapters == {}
-    for number, name in enumerate(["", ":", "::", "ann", "session-1", next(iter(core._adapter_cache.loaded))]):
+    for number, name in enumerate(["", ":", "::", "ann", "session-1", next(iter(core._adapter_cache.resident))]):
         for tenant in ("", "ann", "eve"):
             desk.submit(GenerateRequest(id=f"x{number}{tenant}", prompt=[1], adapter=name, tenant=tenant))
     running.result(60)
@@ -362,7 +362,7 @@ def test_nobody_else_can_ask_for_what_is_sampled_from(studio, monkeypatch):
 
 def test_more_adapters_than_the_device_has_room_for(tmp_path):
     """They lie in no folder: those that do not fit wait in memory, and nobody's answer is another's."""
-    with opened(residency=AdapterCacheConfig(slots=2, patience_s=0.01), training_share=0.9) as studio:
+    with opened(residency=AdapterCacheConfig(slots=2, max_wait_s=0.01), training_share=0.9) as studio:
         sessions = [studio.open("ann", lora(), seed=seed) for seed in range(6)]
         for session in sessions:
             train(session)

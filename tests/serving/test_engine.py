@@ -137,7 +137,7 @@ MISTAKES = {
     "too long": (([[1, 2], [1] * 1000],), ContextTooLong, "1000"),
     "one name": (([[1, 2]], "mine"), OutOfRange, "adapters is 'mine', expected a list with one for each prompt, 1 here"),
     "too few": (([[1, 2], [3]], ["mine"]), OutOfRange, "expected a list with one for each prompt, 2 here"),
-    "unknown": (([[1, 2], [3]], ["mine", "yours"]), UnknownAdapter, "there is no adapter 'yours': there are mine"),
+    "unknown": (([[1, 2], [3]], ["mine", "yours"]), UnknownAdapter, "there is no adapter 'yours': loaded adapters are mine"),
 }
 
 

@@ -176,7 +176,7 @@ def test_an_adapter_that_cannot_be_read_again_fails_only_its_requests(model, tin
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     for name in ("one", "two"):
         get_peft_model(copy.deepcopy(tiny), config).save_pretrained(tmp_path / name)
-    size = EngineCore(copy.deepcopy(tiny)).prepare(tmp_path / "one").flat.size
+    size = EngineCore(copy.deepcopy(tiny)).prepare(tmp_path / "one").packed.nbytes
     inbox = Inbox()
     loop = EngineLoop(EngineCore(model, pages=400, page_size=4, residency=AdapterCacheConfig(device_bytes=size)), inbox)
     loop.load("1", "one", tmp_path / "one")

@@ -25,7 +25,7 @@ _ENGINE = {
     "adapter_cache.device": ("symbiosis_adapters_on_device", "Adapters that can be computed with now."),
     "adapter_cache.device_bytes": ("symbiosis_adapter_device_bytes", "Their bytes there."),
     "adapter_cache.host": ("symbiosis_adapters_on_host", "Adapters ready to be copied to a GPU."),
-    "adapter_cache.coming": ("symbiosis_adapters_coming", "Adapters on their way to the device."),
+    "adapter_cache.loading": ("symbiosis_adapters_coming", "Adapters on their way to the device."),
     "adapter_cache.loads": ("symbiosis_adapter_arrivals", "How often one was brought to the device."),
     "adapter_cache.load_s": ("symbiosis_adapter_arrival_seconds", "Seconds from being sent for to being there, all together."),
     "adapter_cache.device_evictions": ("symbiosis_adapter_evictions", "How often one left the device for another."),

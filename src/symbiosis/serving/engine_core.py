@@ -19,8 +19,8 @@ from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
 from symbiosis.errors import CannotServe, OutOfRange, PassFailed, SymbiosisError
 from symbiosis.models.max_length import most_tokens
-from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats, PreparedAdapter
-from symbiosis.serving.lora.adapter_registry import AdapterVersion
+from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats
+from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
 from symbiosis.serving.model.async_decode import AsyncDecoder
 from symbiosis.serving.model.model_runner import ModelRunner
 from symbiosis.serving.model.paged_attention import PagedKVCache
@@ -84,12 +84,12 @@ class EngineCore:
             vocab_size=self.facts.vocab, max_length=max_length, max_adapters=min(_MAX_ADAPTERS, residency.slots), **limits
         )
         self._adapter_cache = AdapterCache(
-            model, self.facts, residency, running=lambda: self.scheduler.adapters, on_leave=self._runner.forget
+            model, self.facts, residency, running=lambda: self.scheduler.adapters, on_evict=self._runner.forget
         )
         if kernels.run_on(model.device):
             max_blocks = min(num_blocks, -(-max_length // block_size), _MAX_GRAPH_BLOCKS)
-            self._runner.use_kernels(self._adapter_cache, max_blocks)
-        self.scheduler = Scheduler(config, BlockManager(num_blocks, block_size), self._adapter_cache.is_here)
+            self._runner.use_kernels(self._adapter_cache.slots, max_blocks)
+        self.scheduler = Scheduler(config, BlockManager(num_blocks, block_size), self._adapter_cache.touch)
         self._async_decoder = AsyncDecoder(self._runner, self.scheduler.block_manager)
         self._failed: list[tuple[Sequence, SymbiosisError]] = []
         self.num_steps = 0
@@ -113,11 +113,11 @@ class EngineCore:
 
     def prepare_held(self, adapter: Adapter, folder: Path | None = None) -> PreparedAdapter:
         """The same for an adapter in memory; `folder` is where it can be read again. Thread-safe."""
-        return self._adapter_cache.take(adapter, folder)
+        return self._adapter_cache.prepare_loaded(adapter, folder)
 
     def put_adapter(self, name: str, prepared: PreparedAdapter) -> AdapterVersion:
         """Serve a prepared adapter under `name` from now on. Accepted requests keep their version."""
-        return self._adapter_cache.put(name, prepared)
+        return self._adapter_cache.register(name, prepared)
 
     def add_adapter(self, name: str, folder: str | Path) -> str:
         """Serve the PEFT adapter in this folder under `name`; its content hash."""
@@ -125,38 +125,38 @@ class EngineCore:
 
     def remove_adapter(self, name: str) -> None:
         """Remove the name; the memory is free after its last request. Raises `UnknownAdapter`."""
-        self._adapter_cache.remove(name)
+        self._adapter_cache.unregister(name)
 
     def pin_adapter(self, name: str, pinned: bool = True) -> None:
         """Keep the adapter on the device without requests, if possible. Raises `UnknownAdapter`."""
-        self._adapter_cache.pin(name, pinned)
+        self._adapter_cache.registry.pin(name, pinned)
 
     @property
     def adapters(self) -> dict[str, str]:
         """The content hash of each name."""
-        return {name: version.hash for name, version in self._adapter_cache.versions.items()}
+        return {name: version.hash for name, version in self._adapter_cache.registry.versions.items()}
 
     @property
     def adapter_names(self) -> Collection[str]:
-        return self._adapter_cache.versions
+        return self._adapter_cache.registry.versions
 
     @property
     def pinned(self) -> frozenset[str]:
         """Names of pinned adapters."""
-        return self._adapter_cache.pinned
+        return self._adapter_cache.registry.pinned
 
     def adapter_stats(self) -> AdapterCacheStats:
-        return self._adapter_cache.figures()
+        return self._adapter_cache.stats()
 
     def poll_adapters(self) -> None:
         """Take over adapters that other threads have loaded; sequences of failed ones finish. `step` does this too."""
-        for hash, error in self._adapter_cache.take_up():
+        for hash, error in self._adapter_cache.poll_loads():
             for sequence in self.scheduler.find_sequences(hash):
                 self._fail(sequence, error)
 
     def on_adapter_change(self, callback: Callable[[], None]) -> None:
         """Set a callback that other threads call when `poll_adapters` has something to do."""
-        self._adapter_cache.call_on_news(callback)
+        self._adapter_cache.set_load_callback(callback)
 
     def wait(self, seconds: float) -> None:
         """Wait until `poll_adapters` has something to do, or for this long."""
@@ -182,16 +182,16 @@ class EngineCore:
         An adapter without a name, as prepared, is unloaded after the last of its requests.
         """
         if isinstance(adapter, PreparedAdapter):
-            self._adapter_cache.put(_UNNAMED, adapter)
+            self._adapter_cache.register(_UNNAMED, adapter)
             try:
                 return self.add_several(n, prompt, sampling, adapter=_UNNAMED, tenant=tenant)
             finally:
-                self._adapter_cache.remove(_UNNAMED)
-        record = None if adapter is None else self._adapter_cache.find(adapter)
+                self._adapter_cache.unregister(_UNNAMED)
+        record = None if adapter is None else self._adapter_cache.lookup(adapter)
         sequence = Sequence(
             id=str(next(self._ids)),
             tenant=tenant,
-            prompt=[_VIRTUAL_TOKEN] * (record.virtual if record else 0) + list(prompt),
+            prompt=[_VIRTUAL_TOKEN] * (record.virtual_tokens if record else 0) + list(prompt),
             sampling=sampling,
             arrival=self._clock(),
             adapter=record.hash if record else "",
@@ -201,7 +201,7 @@ class EngineCore:
         sequences = sequence.fork(n)
         self.scheduler.add(*sequences)
         if record is not None:
-            self._adapter_cache.hold(record.hash, n)
+            self._adapter_cache.registry.acquire(record.hash, n)
         return sequences
 
     def cancel(self, sequence: Sequence, reason: FinishReason = FinishReason.CANCELLED) -> bool:
@@ -234,7 +234,7 @@ class EngineCore:
         self.poll_adapters()
         now = self._clock()
         batch = self.scheduler.schedule(now)
-        self._adapter_cache.send_for(batch.missing_adapters, now)
+        self._adapter_cache.start_loads(batch.missing_adapters, now)
         self.scheduler.draining = self._adapter_cache.draining
         if not batch.chunks:
             self.scheduler.update(batch, [])
@@ -263,7 +263,7 @@ class EngineCore:
             return self._run_one_by_one(batch, error)
 
     def _compute(self, batch: Batch) -> SampledBatch:
-        adapters, sequences = self._adapter_cache.loaded, batch.sampled
+        adapters, sequences = self._adapter_cache.resident, batch.sampled
         logits_BV = self._async_decoder.compute(batch, adapters)
         sampled = sample_tokens(logits_BV, sequences)
         if self._can_run_ahead(batch):
@@ -297,7 +297,7 @@ class EngineCore:
     def _run_alone(self, chunk: Chunk) -> SampledBatch | Exception:
         try:
             batch = Batch(chunks=(chunk,))
-            return sample(self._runner.compute(batch, self._adapter_cache.loaded), batch.sampled)
+            return sample(self._runner.compute(batch, self._adapter_cache.resident), batch.sampled)
         except Exception as error:  # noqa: BLE001 - the first failure was logged, and this one finishes its sequence
             return error
 

@@ -21,8 +21,7 @@ from symbiosis.common import denormals
 from symbiosis.errors import AdapterExists, AnswerFailed, Closed, PassFailed, SymbiosisError, TooManyRequests
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, Rejected, Result, Token
-from symbiosis.serving.lora.adapter_cache import PreparedAdapter
-from symbiosis.serving.lora.adapter_registry import AdapterVersion
+from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
 from symbiosis.serving.scheduling.sequence import FinishReason, Sequence
 
 _MAX_LOADS = 64

@@ -12,7 +12,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GraniteConfig, Grani
 
 from symbiosis.models.fuse_projections import join
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
-from symbiosis.serving.lora.lora_layers import adapt, adapt_together
+from symbiosis.serving.lora.lora_layers import install_lora_layers
 from symbiosis.serving.model.decoder_layer import FusedDecoderLayer, unfuse_layers
 from symbiosis.serving.model.decoder_layer_cpu import fuse_layers_cpu
 from symbiosis.serving.model.paged_attention import PagedKVCache, Span, use_paged_attention
@@ -40,8 +40,7 @@ def served(architecture, device="cpu", dtype=torch.float32):
     join(model)
     use_paged_attention(model, kv_cache)
     adapters = ActiveAdapters()
-    adapt(model, adapters)
-    adapt_together(model)
+    install_lora_layers(model, adapters)
     return model, kv_cache, adapters
 
 
@@ -52,7 +51,7 @@ def test_a_fused_model_matches_its_own_code(architecture, processor):
     ids = torch.arange(10)[None]
     positions = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]])
     before = copy.deepcopy(kv_cache._memory)
-    adapters.begin((), ())
+    adapters.begin_batch((), ())
     kv_cache.begin(SPANS)
     expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     stored = copy.deepcopy(kv_cache._memory)
@@ -122,7 +121,7 @@ LOOKALIKES = [partial_rotary, scaled_residuals, linear_subclass]
 
 def logits(model, kv_cache, adapters):
     device = model.device
-    adapters.begin((), ())
+    adapters.begin_batch((), ())
     kv_cache.begin(SPANS)
     positions = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]], device=device)
     return model(input_ids=torch.arange(10, device=device)[None], position_ids=positions, use_cache=False).logits

@@ -13,7 +13,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.models.patches.fused_ops import fuse
+from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.serving.model import decoder_layer_gpu
 from symbiosis.serving.model.decoder_layer import FusedDecoderLayer
 from symbiosis.serving.model.decoder_layer_gpu import fuse_layers_gpu
@@ -33,8 +33,8 @@ def test_a_fused_model_matches_its_own_code(architecture, dtype, monkeypatch):
     ids = torch.arange(10, device=DEVICE)[None]
     positions = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]], device=DEVICE)
     before = copy.deepcopy(kv_cache._memory)
-    fuse(model)
-    adapters.begin((), ())
+    patch_fused_ops(model)
+    adapters.begin_batch((), ())
     kv_cache.begin(SPANS)
     expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     stored = copy.deepcopy(kv_cache._memory)
@@ -51,7 +51,7 @@ def test_a_fused_model_matches_its_own_code(architecture, dtype, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(kv_cache._memory, stored, rtol=tolerance, atol=tolerance)
     assert len(normed) == 1, "each layer norms the input of the next"
-    assert all(layer.symbiosis_fused._normed is None for layer in layers)
+    assert all(layer.symbiosis_fused_forward._normed is None for layer in layers)
     # rows that change between two layers are normed again
     layers[1].register_forward_pre_hook(lambda _, given: (given[0] * 2.0, *given[1:]))
     kv_cache.begin(SPANS)
@@ -74,7 +74,7 @@ def test_a_layer_with_other_code_is_not_fused():
             return forward(self, *given, **named) * 1.01
 
     odd.__class__ = Scaled
-    fuse(model)
+    patch_fused_ops(model)
     fuse_layers_gpu(model, adapters)
     assert not isinstance(odd, FusedDecoderLayer)
     assert isinstance(plain, FusedDecoderLayer)
@@ -92,7 +92,7 @@ def test_without_fused_norms_no_layer_is_fused():
 @torch.inference_mode()
 def test_a_layer_that_only_looks_common_matches_its_own_code(make, dtype):
     model, kv_cache, adapters = served(SimpleNamespace(model=make), DEVICE, dtype)
-    fuse(model)
+    patch_fused_ops(model)
     before = copy.deepcopy(kv_cache._memory)
     expected = logits(model, kv_cache, adapters)
     fuse_layers_gpu(model, adapters)

@@ -58,7 +58,7 @@ class DecodeGraphs:
         size = next((size for size in _SIZES if size >= len(ids)), None)
         if size is None or any(len(span.pages) > self._max_pages for span in spans):
             return None
-        rank = self._bank.table.rank if segments and self._bank.table is not None else 0
+        rank = self._bank.table.max_rank if segments and self._bank.table is not None else 0
         kind = (size, rank, tile_rows(size, len(segments), rank) if rank else 0)
         if kind in self._failed:
             return None
@@ -74,7 +74,7 @@ class DecodeGraphs:
             graph.inputs_2B[0, : len(ids)].copy_(ids)
         graph.now.fill(spans)
         if graph.tiles is not None:
-            graph.tiles.fill(self._bank.by_slot(segments))
+            graph.tiles.fill(self._bank.slot_segments(segments))
         return graph.replay()[: len(ids)]
 
     def _added(self, kind: tuple[int, int, int]) -> _Graph | None:
@@ -105,7 +105,7 @@ class DecodeGraphs:
 
         def compute() -> Tensor:
             self._memory.use(now)
-            self._bank.use(tiles, size, self._pair()[1] if device.type == "cuda" else None)
+            self._bank.use_tiles(tiles, size, self._pair()[1] if device.type == "cuda" else None)
             ids_1B, places_1B = inputs_2B[:1], inputs_2B[1:]
             logits: Tensor = self._model(input_ids=ids_1B, position_ids=places_1B, use_cache=False).logits[0]
             return logits

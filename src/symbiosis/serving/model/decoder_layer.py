@@ -34,10 +34,10 @@ class LayerParts:
         attention, mlp = layer.self_attn, layer.mlp
         self.width = int(attention.head_dim)
         self.heads = attention.q_proj.out_features // self.width
-        self.qkv: FusedProjection = attention.q_proj.symbiosis_together
-        self.out: FusedProjection = attention.o_proj.symbiosis_together
-        self.gate_up: FusedProjection = mlp.gate_proj.symbiosis_together
-        self.down: FusedProjection = mlp.down_proj.symbiosis_together
+        self.qkv: FusedProjection = attention.q_proj.symbiosis_fused
+        self.out: FusedProjection = attention.o_proj.symbiosis_fused
+        self.gate_up: FusedProjection = mlp.gate_proj.symbiosis_fused
+        self.down: FusedProjection = mlp.down_proj.symbiosis_fused
         self.norm, self.next_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.number, self.attention_options = stub.layer, stub.options
         self.kv_cache: Any = stub
@@ -80,7 +80,7 @@ def fuse_layer(layer: Any, make: Callable[[LayerParts], FusedForward], stub: Att
     fused = _verify(layer, make, stub)
     if fused is not None:
         mix_in(layer, FusedDecoderLayer)
-        object.__setattr__(layer, "symbiosis_fused", fused)
+        object.__setattr__(layer, "symbiosis_fused_forward", fused)
     return fused
 
 
@@ -131,11 +131,11 @@ def _has_common_parts(layer: Any) -> bool:
         return False
     fused = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
     linear = [*fused[0], attention.o_proj, *fused[1], mlp.down_proj]
-    if not all(isinstance(each, nn.Linear) and hasattr(each, "symbiosis_together") for each in linear):
+    if not all(isinstance(each, nn.Linear) and hasattr(each, "symbiosis_fused") for each in linear):
         return False  # another kind of layer, which adapters do not support either
     if len({each.weight.dtype for each in linear}) > 1:
         return False
-    return all(len({id(each.symbiosis_together) for each in group}) == 1 for group in fused)
+    return all(len({id(each.symbiosis_fused) for each in group}) == 1 for group in fused)
 
 
 def _covers_whole_heads(embeddings: Any, rows: int, width: int) -> bool:
@@ -146,7 +146,7 @@ def _covers_whole_heads(embeddings: Any, rows: int, width: int) -> bool:
 class FusedDecoderLayer(nn.Module):
     """Mixed into the class of a decoder layer with a fused forward."""
 
-    symbiosis_fused: FusedForward
+    symbiosis_fused_forward: FusedForward
 
     def forward(
         self,
@@ -156,7 +156,7 @@ class FusedDecoderLayer(nn.Module):
         position_embeddings: Any = None,
         **named: Any,
     ) -> Any:
-        fused, rows = self.symbiosis_fused, hidden_states.shape[1]
+        fused, rows = self.symbiosis_fused_forward, hidden_states.shape[1]
         if not more and attention_mask is None and _covers_whole_heads(position_embeddings, rows, fused.parts.width):
             found = fused.compute(hidden_states[0], position_embeddings)
             if found is not None:

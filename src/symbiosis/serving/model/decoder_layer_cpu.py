@@ -29,10 +29,10 @@ class FusedDecoderLayerCpu:
     def compute(self, x_RD: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor | None:
         adapters, parts, width = self._adapters, self.parts, self.parts.width
         projections = (parts.qkv, parts.out, parts.gate_up, parts.down)
-        of_qkv, of_out, of_gate_up, of_down = [adapters.effect(each, of_head=False) for each in projections]
+        of_qkv, of_out, of_gate_up, of_down = [adapters.ops_at(each, is_head=False) for each in projections]
         if (of_qkv is not None and of_qkv.scaled_inputs) or (of_gate_up is not None and of_gate_up.scaled_inputs):
             return None
-        adapters.check(x_RD.shape[0], of_head=False)
+        adapters.check_rows(x_RD.shape[0], is_head=False)
         rows = rms_norm(x_RD, *self._norm)
         qkv_RAW = _project(rows, parts.qkv, of_qkv).view(x_RD.shape[0], -1, width)
         num_rotated = (qkv_RAW.shape[1] + parts.heads) // 2
@@ -46,19 +46,19 @@ class FusedDecoderLayerCpu:
         return _project(gated(gate_up), parts.down, of_down).add_(x_RD)
 
 
-def _project(x_RI: Tensor, projection: FusedProjection, effect: AdapterOps | None) -> Tensor:
-    if effect is None:
-        return projection.product(x_RI)
-    x_RI = effect.before(x_RI)
-    y_RO = projection.product(x_RI)
-    effect.after(x_RI, y_RO, projection.bias_O)
+def _project(x_RI: Tensor, projection: FusedProjection, ops: AdapterOps | None) -> Tensor:
+    if ops is None:
+        return projection.project(x_RI)
+    x_RI = ops.scale_inputs(x_RI)
+    y_RO = projection.project(x_RI)
+    ops.apply(x_RI, y_RO, projection.bias_O)
     return y_RO
 
 
 @torch.inference_mode()
 def fuse_layers_cpu(model: PreTrainedModel, adapters: ActiveAdapters) -> None:
     """Fuse the float32 decoder layers of this model. Their projections must be adapted and fused already."""
-    adapters.begin((), ())
+    adapters.begin_batch((), ())
     for layer in find_decoder_layers(model):
         if layer.mlp.down_proj.weight.dtype is torch.float32:
             fuse_layer(layer, lambda parts: FusedDecoderLayerCpu(parts, adapters), AttentionStub())

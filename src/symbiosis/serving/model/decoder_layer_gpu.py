@@ -40,18 +40,18 @@ class FusedDecoderLayerGpu:
 
         adapters, parts, next_layer = self._adapters, self.parts, self.next_layer
         projections = (parts.qkv, parts.out, parts.gate_up, parts.down)
-        if any(adapters.effect(each, of_head=False) is not None for each in projections):
+        if any(adapters.ops_at(each, is_head=False) is not None for each in projections):
             self._normed = None
             return None
-        adapters.check(x_RD.shape[0], of_head=False)
+        adapters.check_rows(x_RD.shape[0], is_head=False)
         qkv_RO, deferred = self._project(self._norm(x_RD), parts.qkv)
-        delta = _settle(deferred, qkv_RO)
+        delta = _resolve(deferred, qkv_RO)
         found = parts.kv_cache.rotate_store_attend(parts.number, qkv_RO, embeddings, delta, **parts.attention_options)
         y_RD, deferred = self._project(found.reshape(x_RD.shape[0], -1), parts.out)
         x_RD, rows = _add_and_norm(x_RD, y_RD, deferred, parts.next_norm)
         gate_up, deferred = self._project(rows, parts.gate_up)
         gate, up = gate_up.chunk(2, dim=1)
-        y_RD, deferred = self._project(gated(gate, up, _settle(deferred, gate_up)), parts.down)
+        y_RD, deferred = self._project(gated(gate, up, _resolve(deferred, gate_up)), parts.down)
         if next_layer is None:
             if deferred is not None:
                 deferred.add(y_RD)
@@ -68,20 +68,20 @@ class FusedDecoderLayerGpu:
 
     def _project(self, x_RI: Tensor, projection: FusedProjection) -> tuple[Tensor, DeferredDelta | None]:
         """The product without the LoRA delta, and the delta."""
-        deferred = self._adapters.begin_change(x_RI, projection, of_head=False)
-        return projection.product(x_RI), deferred
+        deferred = self._adapters.begin_delta(x_RI, projection, is_head=False)
+        return projection.project(x_RI), deferred
 
 
-def _settle(deferred: DeferredDelta | None, y_RO: Tensor) -> Any:
+def _resolve(deferred: DeferredDelta | None, y_RO: Tensor) -> Any:
     """The delta that the next kernel has to add, if any."""
-    return None if deferred is None else deferred.settle(y_RO)
+    return None if deferred is None else deferred.resolve(y_RO)
 
 
 def _add_and_norm(x_RD: Tensor, y_RD: Tensor, deferred: DeferredDelta | None, norm: Any) -> tuple[Tensor, Tensor]:
     """The residual sum with its delta, and the norm of it."""
     from symbiosis.kernels.residual_norm import residual_norm
 
-    delta = _settle(deferred, y_RD)
+    delta = _resolve(deferred, y_RD)
     return residual_norm(x_RD, y_RD, norm.weight, epsilon_of(norm), twice=norm.symbiosis_twice, kept=delta)
 
 
@@ -107,7 +107,7 @@ class _GpuAttentionStub(AttentionStub):
 @torch.inference_mode()
 def fuse_layers_gpu(model: PreTrainedModel, adapters: ActiveAdapters) -> None:
     """Fuse decoder layers of this model. Their projections must be adapted and fused already, and their norms fused."""
-    adapters.begin((), ())
+    adapters.begin_batch((), ())
     fused: dict[Any, Any] = {
         layer: fuse_layer(layer, lambda parts: FusedDecoderLayerGpu(parts, adapters), _GpuAttentionStub())
         for layer in find_decoder_layers(model)

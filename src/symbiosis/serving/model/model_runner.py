@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from symbiosis import kernels
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
-from symbiosis.models.patches.fused_ops import fuse
-from symbiosis.models.patches.gated_mlp import gate
-from symbiosis.serving.lora.batch_adapters import ActiveAdapters, SlotWeights
-from symbiosis.serving.lora.lora_layers import adapt, adapt_together
+from symbiosis.models.patches.fused_ops import patch_fused_ops
+from symbiosis.models.patches.gated_mlp import patch_gated_mlps
+from symbiosis.serving.lora.batch_adapters import ActiveAdapters
+from symbiosis.serving.lora.lora_layers import install_lora_layers
 from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, VirtualTokens
+from symbiosis.serving.lora.slot_table import SlotTable
 from symbiosis.serving.model.cuda_graphs import DecodeGraphs
 from symbiosis.serving.model.decoder_layer import is_close, unfuse_layers
 from symbiosis.serving.model.decoder_layer_cpu import fuse_layers_cpu
@@ -42,11 +43,10 @@ class ModelRunner:
             ids = torch.arange(_PROBE_TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)
             expected = model(input_ids=ids[None], use_cache=False).logits[0, -1]
             use_paged_attention(model, kv_cache)
-            adapt(model, self._adapters)
-            adapt_together(model)
+            install_lora_layers(model, self._adapters)
             if kernels.run_on(model.device):
-                fuse(model)
-                gate(model)
+                patch_fused_ops(model)
+                patch_gated_mlps(model)
             found = self._probe(ids)
             if kernels.run_on(model.device):
                 fuse_layers_gpu(model, self._adapters)
@@ -65,7 +65,7 @@ class ModelRunner:
         num_blocks = -(-_PROBE_TOKENS // self.kv_cache.block_size) + 1
         for start, end in ((0, 5), (5, _PROBE_TOKENS - 1), (_PROBE_TOKENS - 1, _PROBE_TOKENS)):
             self.kv_cache.begin([Span(0, 1, 0, [num_blocks]), Span(1, end - start, start, range(num_blocks))])
-            self._adapters.begin((), ())
+            self._adapters.begin_batch((), ())
             rows, positions = torch.cat([ids[:1], ids[start:end]]), torch.arange(start, end, device=ids.device)
             output = self.model(
                 input_ids=rows[None], position_ids=torch.cat([positions.new_zeros(1), positions])[None], use_cache=False
@@ -77,7 +77,7 @@ class ModelRunner:
         """Drop references to an adapter whose memory is about to be reused. Between steps only."""
         self._adapters.forget(adapter)
 
-    def use_kernels(self, table: SlotWeights, max_blocks: int) -> None:
+    def use_kernels(self, table: SlotTable, max_blocks: int) -> None:
         """Apply adapters by kernels, with weights from this table, and decode by CUDA graphs."""
         self._adapters.table = table
         self._decode_graphs = DecodeGraphs(self.model, self.kv_cache, self._adapters, max_blocks)
@@ -142,7 +142,7 @@ class ModelRunner:
             if chunk.samples:
                 sampled_rows.append(row + chunk.count - 1)
         self.kv_cache.begin(spans, prefixes)
-        self._adapters.begin(segments, head_segments, (len(ids), len(sampled_rows)))
+        self._adapters.begin_batch(segments, head_segments, (len(ids), len(sampled_rows)))
         device = self.model.device
         inputs = {"input_ids": torch.tensor(ids, device=device)[None]}
         if embeds:

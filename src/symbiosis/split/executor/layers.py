@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from symbiosis.errors import BadCall
-from symbiosis.models.patches.linear import product, speed_up
+from symbiosis.models.patches.linear import linear, patch_linears
 from symbiosis.models.rms_norms import epsilon_of, normalised, rounds_twice
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
@@ -101,7 +101,7 @@ class Matrix(BaseLayer):
 
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         if out is None:
-            return (product(rows[0], self.weight_OI, self.bias),)
+            return (linear(rows[0], self.weight_OI, self.bias),)
         if self.bias is None:
             return (torch.mm(rows[0], self.weight_IO, out=out[0]),)
         return (torch.addmm(self.bias, rows[0], self.weight_IO, out=out[0]),)
@@ -147,7 +147,7 @@ class Block(BaseLayer):
 
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
         super().__init__(spec, {}, module)
-        speed_up(module)
+        patch_linears(module)
         self.module = module
 
     def widths(self, direction: Direction) -> tuple[int | None, ...]:
