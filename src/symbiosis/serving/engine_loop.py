@@ -179,25 +179,17 @@ class EngineLoop:
         try:
             if request.id in self._requests:
                 raise SymbiosisError(f"request {request.id!r} exists already: choose another id")
-            sequences = self._core.add_several(
-                request.n,
-                request.prompt,
-                request.sampling,
-                adapter=self._resolve_name(request) if unnamed is None else unnamed,
-                tenant=request.tenant,
-            )
+            adapter: str | PreparedAdapter | None = request.adapter if unnamed is None else unnamed
+            if isinstance(adapter, str):  # the version is fixed within this operation, when the request is queued
+                adapter = found(adapter, request.tenant, self._core.adapter_names)
+            n, prompt, tenant = request.n, request.prompt, request.tenant
+            sequences = self._core.add_several(n, prompt, request.sampling, adapter=adapter, tenant=tenant)
         except SymbiosisError as error:
             self._events.append(Rejected(request.id, error))
             return
         self._requests[request.id] = sequences
         self._request_ids.update((sequence.id, request.id) for sequence in sequences)
         self._events.append(Accepted(request.id))
-
-    def _resolve_name(self, request: GenerateRequest) -> str | None:
-        """The engine's name of the adapter. Its version is fixed in the same operation, when the request is queued."""
-        if request.adapter is None:
-            return None
-        return found(request.adapter, request.tenant, self._core.adapter_names)
 
     def _cancel(self, id: str, number: int | None) -> None:
         for sequence in list(self._requests.get(id, ())):

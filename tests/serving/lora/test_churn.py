@@ -224,7 +224,7 @@ def test_every_completion_is_that_of_its_version_under_churn(world, monkeypatch,
     assert min(churn.seen()) > 1
     core._adapter_cache.check_integrity()
     core.scheduler.check_integrity()
-    assert not core._requests
+    assert core.is_idle()
     churn.loop.close()
     assert (alive(PackedAdapter), alive(EngineAdapter)) == (flats, adapters), "unreferenced adapters are still alive"
     del core, churn, ledger
