@@ -25,7 +25,7 @@ from symbiosis.serving.model.async_decode import AsyncDecoder
 from symbiosis.serving.model.model_runner import ModelRunner
 from symbiosis.serving.model.paged_attention import PagedKVCache
 from symbiosis.serving.model.sampler import SampledBatch, has_logprobs, report, sample, sample_tokens
-from symbiosis.serving.scheduling.batch import Batch, Chunk
+from symbiosis.serving.scheduling.batch import Batch
 from symbiosis.serving.scheduling.block_manager import BlockManager
 from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
 from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, Sequence, check_range
@@ -68,7 +68,10 @@ class EngineCore:
             )
         num_blocks, block_size = pages, page_size
         if cache_bytes is not None:
-            num_blocks = self._count_blocks(cache_bytes, block_size, model.dtype.itemsize)
+            block_values = self.facts.layers * 2 * self.facts.kv_heads * self.facts.head_dim * block_size
+            num_blocks = cache_bytes // (block_values * model.dtype.itemsize)
+            if num_blocks < 8:
+                raise CannotServe(f"KV cache too small: {cache_bytes} bytes are {num_blocks} blocks, expected at least 8")
         kv_cache = PagedKVCache(
             layers=self.facts.layers,
             heads=self.facts.kv_heads,
@@ -98,12 +101,6 @@ class EngineCore:
         self._ids = itertools.count()
         eos = model.generation_config.eos_token_id
         self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
-
-    def _count_blocks(self, cache_bytes: int, block_size: int, itemsize: int) -> int:
-        block_bytes = self.facts.layers * 2 * self.facts.kv_heads * self.facts.head_dim * block_size * itemsize
-        if cache_bytes < 8 * block_bytes:
-            raise CannotServe(f"KV cache too small: {cache_bytes} bytes, expected at least 8 blocks of {block_bytes} bytes")
-        return cache_bytes // block_bytes
 
     # Adapters
 
@@ -283,23 +280,20 @@ class EngineCore:
         tokens: list[int] = []
         logprobs: list[Logprobs | None] = []
         for chunk in batch.chunks:
-            result = error if len(batch.chunks) == 1 else self._run_alone(chunk)
-            if isinstance(result, Exception):
+            try:
+                if len(batch.chunks) == 1:
+                    raise error
+                alone = Batch(chunks=(chunk,))
+                result = sample(self._runner.compute(alone, self._adapter_cache.resident), alone.sampled)
+            except Exception as failure:  # the first failure was logged, and this one finishes its sequence
                 if not self.is_sound():
-                    raise self._fail_batch(batch, result) from result
-                self._fail(chunk.sequence, _step_error(result))
+                    raise self._fail_batch(batch, failure) from failure
+                self._fail(chunk.sequence, _step_error(failure))
                 result = SampledBatch([-1], [None])
             if chunk.samples:
                 tokens += result.tokens
                 logprobs += result.logprobs
         return SampledBatch(tokens, logprobs)
-
-    def _run_alone(self, chunk: Chunk) -> SampledBatch | Exception:
-        try:
-            batch = Batch(chunks=(chunk,))
-            return sample(self._runner.compute(batch, self._adapter_cache.resident), batch.sampled)
-        except Exception as error:  # noqa: BLE001 - the first failure was logged, and this one finishes its sequence
-            return error
 
     def _fail_batch(self, batch: Batch, error: Exception) -> PassFailed:
         self.scheduler.preempt(batch)

@@ -52,7 +52,7 @@ class EngineLoop:
         self._closed = False
         self._is_stalled = False  # sequences wait, and the last step computed nothing
         self._lock = threading.Lock()
-        core.on_adapter_change(lambda: self._put(None, self._poll_adapters))
+        core.on_adapter_change(lambda: self._put(None, core.poll_adapters))
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
@@ -116,7 +116,6 @@ class EngineLoop:
         try:
             while self._run_operations():
                 self._step()
-                self._finish_failed()
                 self._send()
         except BaseException:
             _log.exception("the engine loop failed")
@@ -138,14 +137,6 @@ class EngineLoop:
             operation[1]()
             self._send()
             is_idle = self._core.is_idle()
-
-    def _poll_adapters(self) -> None:
-        self._core.poll_adapters()
-        self._finish_failed()
-
-    def _finish_failed(self) -> None:
-        for sequence, error in self._core.take_failed():
-            self._finish(sequence, error)
 
     def _step(self) -> None:
         self._is_stalled = False
@@ -171,6 +162,8 @@ class EngineLoop:
             self._is_stalled = True  # do not spin: wait a moment for operations
 
     def _send(self) -> None:
+        for sequence, error in self._core.take_failed():
+            self._finish(sequence, error)
         if self._events:
             events, self._events = self._events, []
             self._publish(events)

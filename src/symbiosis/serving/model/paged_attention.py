@@ -81,8 +81,13 @@ class PagedKVCache:
         assert batch is not None, "begin() must precede"
         keys, values = self._memory[layer, 0], self._memory[layer, 1]
         if isinstance(batch, _KernelBatch):
-            q_RHD, k_RKD, v_RKD = (x.transpose(0, 1) for x in (q_HRD, k_KRD, v_KRD))
-            return batch.attend(layer, q_RHD, k_RKD, v_RKD, keys, values, scale=scale, window=window, cap=cap)
+            from symbiosis.kernels.paged_attention import attend, store
+
+            by_row = (x.transpose(0, 1) for x in (q_HRD, k_KRD, v_KRD))
+            q_RHD, k_RKD, v_RKD = (x if x.stride(-1) == 1 else x.contiguous() for x in by_row)
+            store(k_RKD, v_RKD, batch.slots_R, keys, values)
+            _store_prefixes(batch.prefixes, layer, keys, values)
+            return attend(q_RHD, keys, values, batch.attention, scale=scale, window=window, cap=cap)
         keys.index_copy_(0, batch.slots_R, k_KRD.transpose(0, 1).to(keys.dtype))
         values.index_copy_(0, batch.slots_R, v_KRD.transpose(0, 1).to(values.dtype))
         _store_prefixes(batch.prefixes, layer, keys, values)
@@ -113,9 +118,15 @@ class PagedKVCache:
         `embeddings` are its cosines and sines, [1, R, D]. `delta` is a deferred LoRA delta of the three, if any. `options`
         are those of `attend`.
         """
-        assert isinstance(self._batch, _KernelBatch), "begin() must precede"
+        from symbiosis.kernels.paged_attention import attend
+        from symbiosis.kernels.rope_and_store import enter
+
+        batch = self._batch
+        assert isinstance(batch, _KernelBatch), "begin() must precede"
         keys, values = self._memory[layer, 0], self._memory[layer, 1]
-        return self._batch.rotate_store_attend(layer, qkv_RO, embeddings, delta, keys, values, **options)
+        q_RHD = enter(qkv_RO, embeddings[0][0], embeddings[1][0], batch.slots_R, keys, values, delta)
+        _store_prefixes(batch.prefixes, layer, keys, values)
+        return attend(q_RHD, keys, values, batch.attention, **options)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Tensor:
@@ -250,39 +261,11 @@ class _TorchBatch:
 
 
 class _KernelBatch:
-    """The same by kernels."""
+    """The same for kernels; `attention` is an `AttentionBatch`."""
 
-    def __init__(self, batch: Any, prefixes: Sequence[PrefixKV]) -> None:
-        self._batch = batch
-        slots_R = batch.slots_R
-        self._prefixes = [(slots_R[p.start : p.start + p.keys_LTKD.shape[1]].long(), p) for p in prefixes]
-
-    def attend(
-        self, layer: int, q_RHD: Tensor, k_RKD: Tensor, v_RKD: Tensor, keys: Tensor, values: Tensor, **options: Any
-    ) -> Tensor:
-        from symbiosis.kernels.paged_attention import attend, store
-
-        q_RHD, k_RKD, v_RKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_RHD, k_RKD, v_RKD))
-        store(k_RKD, v_RKD, self._batch.slots_R, keys, values)
-        _store_prefixes(self._prefixes, layer, keys, values)
-        return attend(q_RHD, keys, values, self._batch, **options)
-
-    def rotate_store_attend(
-        self,
-        layer: int,
-        qkv_RO: Tensor,
-        embeddings: tuple[Tensor, Tensor],
-        delta: Any,
-        keys: Tensor,
-        values: Tensor,
-        **options: Any,
-    ) -> Tensor:
-        from symbiosis.kernels.paged_attention import attend
-        from symbiosis.kernels.rope_and_store import enter
-
-        q_RHD = enter(qkv_RO, embeddings[0][0], embeddings[1][0], self._batch.slots_R, keys, values, delta)
-        _store_prefixes(self._prefixes, layer, keys, values)
-        return attend(q_RHD, keys, values, self._batch, **options)
+    def __init__(self, attention: Any, prefixes: Sequence[PrefixKV]) -> None:
+        self.attention, self.slots_R = attention, attention.slots_R
+        self.prefixes = [(self.slots_R[p.start : p.start + p.keys_LTKD.shape[1]].long(), p) for p in prefixes]
 
 
 def use_paged_attention(model: PreTrainedModel, kv_cache: PagedKVCache) -> None:
