@@ -93,13 +93,13 @@ class Serving:
     """An engine that is stepped by a thread of its own while `with` lasts; knows when each token came."""
 
     def __init__(self, model: Any, plan: Plan, load: str, folder: Path, turns: Any) -> None:
-        from symbiosis.serving.engine import EngineCore
+        from symbiosis.serving.engine_core import EngineCore
         from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 
         pages = (plan.sequences + 2) * (-(-(plan.prompt + plan.new) // 16) + 1)
         memory = AdapterCacheConfig(device_bytes=plan.adapter_bytes, host_bytes=plan.adapter_bytes)
         self._plan, self.load, self._vocabulary = plan, load, model.config.vocab_size
-        self._core = EngineCore(model, pages=pages, residency=memory, turns=turns)
+        self._core = EngineCore(model, pages=pages, residency=memory, time_share=turns)
         for number in range(plan.adapters):
             self._core.add_adapter(f"a{number}", folder / f"a{number}")
         self._came: list[tuple[float, float]] = []
@@ -163,10 +163,10 @@ class Serving:
             while len(running) < len(names) and (full or time.monotonic() - started >= coming):
                 ask(names[asked % len(names)])
                 asked, coming = asked + 1, coming + random.expovariate(1 / plan.chat_s)
-            passes = core.passes
+            passes = core.num_steps
             made = core.step()
             now = time.monotonic()
-            if core.passes == passes:
+            if core.num_steps == passes:
                 core.wait(0.002)
             for request, _, _ in made:
                 if request.id in last:
@@ -269,7 +269,7 @@ def run(
     shares: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as place:
         write_adapters(model, plan.adapters, plan.rank, Path(place))
-        training = Shared(shared_copy(model), shape, "graphs", [size] * plan.jobs, turns=turns)
+        training = Shared(shared_copy(model), shape, "graphs", [size] * plan.jobs, time_share=turns)
         serving = Serving(model, plan, load, Path(place), turns)
         try:
             training.steps(5)

@@ -169,7 +169,7 @@ class Serving:
 
     def __init__(self, model: Any, plan: Plan, device: str, folder: Path) -> None:
         from symbiosis.models.fuse_projections import fuse_projections
-        from symbiosis.serving.engine import EngineCore
+        from symbiosis.serving.engine_core import EngineCore
         from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
         from symbiosis.serving.scheduling.sequence import Sampling
 
@@ -196,9 +196,9 @@ class Serving:
         return [self.core.add(ids, wish, adapter=name) for ids, name in zip(prompts, names, strict=True)]
 
     def step(self) -> list[Any]:
-        passes = self.core.passes
+        passes = self.core.num_steps
         made = self.core.step()
-        if self.core.passes == passes and not self.core.is_idle():
+        if self.core.num_steps == passes and not self.core.is_idle():
             self.core.wait(1.0)
         return made
 
@@ -237,12 +237,12 @@ class Serving:
 
     def arrival(self, name: str, names: Sequence[str | None]) -> dict[str, float]:
         """One adapter comes from host memory while others decode."""
-        figures = self.core.figures()
+        figures = self.core.adapter_stats()
         requests = self.ask(names, self.plan.prompt, self.plan.new)
         while not all(request.outputs for request in requests):
             self.step()
         steps: list[float] = []
-        self.core._residency._leave(self.core.adapters[name])  # to host memory, where it is too
+        self.core._adapter_cache._evict(self.core.adapters[name])  # to host memory, where it is too
         for number in range(self.plan.new // 2):
             if number == self.plan.new // 8:
                 self.ask([name], 1, 1)
@@ -250,7 +250,7 @@ class Serving:
             self.step()
             steps.append(time.perf_counter() - started)
         self.finish()
-        after = self.core.figures()
+        after = self.core.adapter_stats()
         loads = max(1, after.loads - figures.loads)
         return {
             "load_s": (after.load_s - figures.load_s) / loads,

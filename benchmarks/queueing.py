@@ -56,7 +56,7 @@ def host(count: int, names: Sequence[str], running: int) -> float:
     from symbiosis.serving.scheduling.sequence import Sampling
     from symbiosis.serving.scheduling.sequence import Sequence as Request
 
-    config = SchedulerConfig(vocabulary=1000, max_length=1000, max_running=running)
+    config = SchedulerConfig(vocab_size=1000, max_length=1000, max_running=running)
     scheduler = Scheduler(config, BlockManager(4 * running, PROMPT))
     wish = Sampling(temperature=0.0, max_tokens=NEW)
     for number in range(count):
@@ -64,10 +64,10 @@ def host(count: int, names: Sequence[str], running: int) -> float:
         who = {"tenant": f"t{number % TENANTS}", "adapter": names[number % len(names)]}
         scheduler.add(Request(id=str(number), prompt=prompt, sampling=wish, arrival=0.0, **who))
     seconds: list[float] = []
-    while scheduler.running or scheduler.waiting:
+    while scheduler.num_running or scheduler.num_waiting:
         started = time.perf_counter()
-        made = scheduler.plan(0.0)
-        scheduler.done(made, [1] * len(made.sampled))
+        made = scheduler.schedule(0.0)
+        scheduler.update(made, [1] * len(made.sampled))
         seconds.append(time.perf_counter() - started)
     return statistics.mean(seconds)
 
@@ -76,7 +76,7 @@ def run(*, tiny: bool, repetitions: int, folder: Path = FOLDER) -> dict[str, Any
     import torch
 
     from symbiosis.models.fuse_projections import fuse_projections
-    from symbiosis.serving.engine import EngineCore
+    from symbiosis.serving.engine_core import EngineCore
 
     console = Console(width=120)
     counts, adapters, rank, running = ((4, 8, 16), 2, 4, 4) if tiny else ((32, 64, 128, 256, 512), 8, 16, 32)

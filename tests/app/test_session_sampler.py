@@ -27,8 +27,8 @@ from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.optimizer import StepSettings
 from symbiosis.finetuning.trained_adapter import TrainedAdapter
 from symbiosis.finetuning.trainer import Trainer
-from symbiosis.serving.engine import EngineCore
-from symbiosis.serving.engine_loop import GenerateRequest
+from symbiosis.serving.engine_core import EngineCore
+from symbiosis.serving.engine_messages import GenerateRequest
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from tests.finetuning.passes import examples
 from tests.finetuning.tasks import TASKS, base, lora
@@ -49,7 +49,7 @@ def studio():
         assert emptied(studio)
         core = studio._sampler._core
         assert not core.adapters
-        core._residency.check_integrity()
+        core._adapter_cache.check_integrity()
 
 
 def plain(folder, prompts=PROMPTS, count=8):
@@ -85,7 +85,7 @@ def emptied(studio, seconds=30.0):
     end = time.monotonic() + seconds
     core = studio._sampler._core
     while time.monotonic() < end:
-        figures = core.figures()
+        figures = core.adapter_stats()
         if core.is_idle() and not (figures.registered or figures.device_bytes or studio._sampler._places):
             return True
         time.sleep(0.01)
@@ -252,7 +252,7 @@ def test_who_closes_a_session_waits_for_no_answer_and_nothing_stays(studio):
     session = studio.open("ann", lora(), seed=7)
     running = session.sample(PROMPTS, max_tokens=200, ignore_eos=True)
     waiting = session.sample(PROMPTS, max_tokens=200, number=3)
-    until(lambda: studio._sampler._core.scheduler.running)
+    until(lambda: studio._sampler._core.scheduler.num_running)
     session.close()
     for future in (running, waiting):
         with pytest.raises(Closed):
@@ -345,12 +345,14 @@ def test_nobody_else_can_ask_for_what_is_sampled_from(studio, monkeypatch):
     train(session)
     core, refused = studio._sampler._core, []
     desk = studio._sampler._desk
-    out = desk._out
-    monkeypatch.setattr(desk, "_out", lambda events: (refused.extend(e for e in events if e.id.startswith("x")), out(events)))
+    out = desk._publish
+    monkeypatch.setattr(
+        desk, "_publish", lambda events: (refused.extend(e for e in events if e.id.startswith("x")), out(events))
+    )
     running = session.sample(PROMPTS, max_tokens=400, ignore_eos=True)
-    until(lambda: core.scheduler.running)
+    until(lambda: core.scheduler.num_running)
     assert core.adapters == {}
-    for number, name in enumerate(["", ":", "::", "ann", "session-1", next(iter(core._residency.loaded))]):
+    for number, name in enumerate(["", ":", "::", "ann", "session-1", next(iter(core._adapter_cache.resident))]):
         for tenant in ("", "ann", "eve"):
             desk.submit(GenerateRequest(id=f"x{number}{tenant}", prompt=[1], adapter=name, tenant=tenant))
     running.result(60)
@@ -360,7 +362,7 @@ def test_nobody_else_can_ask_for_what_is_sampled_from(studio, monkeypatch):
 
 def test_more_adapters_than_the_device_has_room_for(tmp_path):
     """They lie in no folder: those that do not fit wait in memory, and nobody's answer is another's."""
-    with opened(residency=AdapterCacheConfig(slots=2, patience_s=0.01), training_share=0.9) as studio:
+    with opened(residency=AdapterCacheConfig(slots=2, max_wait_s=0.01), training_share=0.9) as studio:
         sessions = [studio.open("ann", lora(), seed=seed) for seed in range(6)]
         for session in sessions:
             train(session)
@@ -370,7 +372,7 @@ def test_more_adapters_than_the_device_has_room_for(tmp_path):
             for future in asked[2 * at : 2 * at + 2]:
                 assert tokens(future.result(60)) == plain(tmp_path / str(at), count=12)
         assert emptied(studio)
-        figures = studio._sampler._core.figures()
+        figures = studio._sampler._core.adapter_stats()
         assert figures.loads > 0  # some had no room when they came
         assert figures.reads == 0
 

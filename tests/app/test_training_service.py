@@ -74,7 +74,7 @@ def test_eight_jobs_of_all_methods_and_a_wild_one_beside_serving(tmp_path):
             assert read_adapter(Path(end["folder"]), facts).hash == end["hash"] == here.core.adapters[f"{task.name}:mine"]
             assert peer.ask(f"after {name}", PROMPT, "mine", task.name) == greedy(end["folder"])
             assert [each["step"] for each in peer.said(name, "checkpoint")] == [20, 40]
-        assert here.core.figures().reads == 0, "what is served was never read"
+        assert here.core.adapter_stats().reads == 0, "what is served was never read"
         figures = peer.stats()["training"]
         assert figures["jobs"]["trained"] == 8
         assert figures["jobs"]["failed"] == 1
@@ -441,7 +441,7 @@ def test_a_checkpoint_of_another_step_is_refused(tmp_path, there):
 
 def test_where_nothing_can_be_trained_the_reason_is_said(tmp_path):
     with site() as here:
-        here.window._rooms.clear()
+        here.window._handlers.clear()
         NoTrainingService(here.window, CannotTrain("this model cannot be packed"))
         here.peer.send(**order(PLAIN, tmp_path, "job"))
         here.peer.wait("job")

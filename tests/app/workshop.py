@@ -20,7 +20,7 @@ from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.trainer import Trainer
 from symbiosis.models.loading import shared_copy
-from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.ipc_server import IpcServer
 from symbiosis.transport.shm import runtime_folder
 from tests.finetuning.tasks import Task, base
@@ -107,7 +107,7 @@ def site(**settings: Any) -> Iterator[Site]:
     """The engine and training over the very same weights."""
     model, turns = shared_copy(base()), CpuTimeShare(settings.pop("share", 0.1))
     host = Trainer(shared_copy(model), TrainerConfig(**settings), turns)
-    core = EngineCore(model, turns=turns)
+    core = EngineCore(model, time_share=turns)
     window = IpcServer(core, runtime_folder())
     workshop = TrainingService(window, core, host)
     peer = Peer(window.path)

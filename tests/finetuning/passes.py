@@ -1,4 +1,4 @@
-"""One packed pass beside PEFT's own model, for comparing losses and gradients."""
+"""Inputs of packed batches, and PEFT's own losses and gradients as the reference."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def examples(*lengths: int, vocabulary: int = 96, hidden: int = 1) -> list[Examp
     return [Example(ids, (-100,) * min(hidden, length) + ids[hidden:]) for ids, length in zip(found, lengths, strict=True)]
 
 
-def share(adapter: TrainedAdapter, data: list[Example], items: float = 5.0) -> SessionSlice:
-    return SessionSlice(adapter, tuple(PackedExample(example, items, f"1/{number}") for number, example in enumerate(data)))
+def session_slice(adapter: TrainedAdapter, data: list[Example], divisor: float = 5.0) -> SessionSlice:
+    return SessionSlice(adapter, tuple(PackedExample(example, divisor, f"1/{number}") for number, example in enumerate(data)))
 
 
 def by_peft(
-    plain: PreTrainedModel, config: PeftConfig, data: list[Example], items: float = 5.0, seed: int = 7
+    plain: PreTrainedModel, config: PeftConfig, data: list[Example], divisor: float = 5.0, seed: int = 7
 ) -> tuple[PeftModel, list[float], dict[str, Tensor]]:
     """A PEFT model, its losses one by one, and the gradients of their sum."""
     twin = copy.deepcopy(plain)
@@ -36,7 +36,10 @@ def by_peft(
     for example in data:
         ids = torch.tensor([example.ids])
         loss = model(
-            input_ids=ids, attention_mask=torch.ones_like(ids), labels=torch.tensor([example.labels]), num_items_in_batch=items
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            labels=torch.tensor([example.labels]),
+            num_items_in_batch=divisor,
         ).loss
         loss.backward()
         losses.append(float(loss))

@@ -15,7 +15,7 @@ from symbiosis.finetuning.optimizer import StepSettings
 from symbiosis.finetuning.packed.model import PackedModel
 from symbiosis.finetuning.trainer import Trainer
 from tests.conftest import tiny_config
-from tests.finetuning.passes import examples, share, worst
+from tests.finetuning.passes import examples, session_slice, worst
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -40,18 +40,18 @@ def model_in(dtype):
 def shares_of(model, lengths, configs=CONFIGS, hidden=1):
     maker = AdapterFactory(model)
     return [
-        share(maker.make(config, seed=7 + at), examples(*some, hidden=hidden), items=9.0)
+        session_slice(maker.make(config, seed=7 + at), examples(*some, hidden=hidden), divisor=9.0)
         for at, (config, some) in enumerate(zip(configs, lengths, strict=False))
     ]
 
 
 def graphs_of(packed):
-    return sum(len(kept.graphs) for kept in packed._replays._streams.values())
+    return sum(len(kept.graphs) for kept in packed._graphs._streams.values())
 
 
 def assert_alike(found, expected, close):
     for mine, theirs in zip(found, expected, strict=True):
-        assert mine.finite
+        assert mine.is_finite
         assert mine.losses == pytest.approx(theirs.losses, rel=close)
         assert worst(dict(mine.gradients), dict(theirs.gradients)) < 5 * close
 
@@ -159,7 +159,7 @@ def test_of_streams_the_two_that_were_used_last_keep_their_graphs():
             for _ in range(times):
                 packed.compute(shares)
             assert not packed.is_new
-        return id(packed._replays._streams[stream.cuda_stream])
+        return id(packed._graphs._streams[stream.cuda_stream])
 
     kept = compute(whole, 4)
     compute(part, 4)
@@ -198,7 +198,7 @@ def test_numbers_that_are_none_reach_nobody_else(lengths):
         for parameter in shares[1].adapter.parameters.values():
             parameter.fill_(float("nan"))
     found = packed.compute(shares)
-    assert [each.finite for each in found] == [True, False, True]
+    assert [each.is_finite for each in found] == [True, False, True]
     for at in (0, 2):
         assert found[at].losses == clean[at].losses
         assert all(torch.equal(found[at].gradients[name], g) for name, g in clean[at].gradients.items())

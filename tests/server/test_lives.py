@@ -62,7 +62,7 @@ def test_a_client_that_leaves_cancels_its_request(site, stream):
 
 
 def test_a_request_that_makes_passes_fail_is_500_and_the_others_are_answered(site, world):
-    model = site.hosting._window.desk._core._runner.model
+    model = site.hosting._window.engine_loop._core._runner.model
     poison = 9
 
     def refuse(module, args, kwargs):

@@ -50,8 +50,8 @@ def test_more_at_once_or_in_a_minute_is_429_in_openais_shape(small):
 
 def test_the_engines_settings_act(small):
     page = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, width, tokens, bytes
-    core = small.hosting._window.desk._core
-    assert core.scheduler.pool.count == (1 << 20) // page
+    core = small.hosting._window.engine_loop._core
+    assert core.scheduler.block_manager.num_blocks == (1 << 20) // page
     with pytest.raises(openai.RateLimitError, match="at most 8"):
         small.client(BOB).completions.create(model="tiny", prompt="x", n=9, max_tokens=1)
 

@@ -42,7 +42,7 @@ def test_a_split_tenant_computes_the_same_while_adapters_are_served(site, world,
 
 
 def test_the_engine_has_the_very_tensors_of_the_executor(site):
-    engine = site.hosting._window.desk._core._runner.model
+    engine = site.hosting._window.engine_loop._core._runner.model
     held = {weight.data_ptr() for layer in site.executor.split.layers for weight in layer.weights.values()}
     held |= {tensor.data_ptr() for tensor in site.executor.split.client_tensors.values()}
     assert {parameter.data_ptr() for parameter in engine.parameters()} <= held

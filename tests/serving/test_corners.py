@@ -1,4 +1,4 @@
-"""Corners of architectures and adapters: biases, scaled embeddings, windows, long positions, numbers that are none."""
+"""Corner cases of architectures and adapters: biases, scaled embeddings, windows, long positions, NaN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from transformers import (
 
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
-from symbiosis.serving.engine import Engine, EngineCore
+from symbiosis.serving.engine import Engine
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.model.paged_attention import PagedKVCache
 from symbiosis.serving.scheduling.sequence import Sampling
 from tests.serving.test_engine import greedy
@@ -29,7 +30,7 @@ SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": 0,
 }  # fmt: skip
-WISH = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+SAMPLING = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def shaken(model, size=0.3):
@@ -66,10 +67,10 @@ def test_biases_of_layers_and_of_adapters(kind, tmp_path):
     engine = Engine(copy.deepcopy(base), pages=64, page_size=4)
     engine.add_adapter("a", tmp_path / "a")
     prompts = [[5, 6, 7], list(range(1, 12))]
-    answers = engine.generate([*prompts, [4, 4]], ["a", "a", None], WISH)
-    for prompt, answer in zip(prompts, answers, strict=False):
-        assert answer.tokens == greedy(model, prompt, 8)
-    assert answers[2].tokens == greedy(base, [4, 4], 8)
+    completions = engine.generate([*prompts, [4, 4]], ["a", "a", None], SAMPLING)
+    for prompt, completion in zip(prompts, completions, strict=False):
+        assert completion.tokens == greedy(model, prompt, 8)
+    assert completions[2].tokens == greedy(base, [4, 4], 8)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +89,12 @@ def test_embeddings_that_scale_their_rows_scale_an_adapters_too(config, tmp_path
     model.save_pretrained(tmp_path / "a")
     engine = Engine(copy.deepcopy(base), pages=64, page_size=4)
     engine.add_adapter("a", tmp_path / "a")
-    answers = engine.generate([[5, 9, 20, 11], [5, 9]], ["a", None], WISH)
-    assert answers[0].tokens == greedy(model, [5, 9, 20, 11], 8)
-    assert answers[1].tokens == greedy(base, [5, 9], 8)
+    completions = engine.generate([[5, 9, 20, 11], [5, 9]], ["a", None], SAMPLING)
+    assert completions[0].tokens == greedy(model, [5, 9, 20, 11], 8)
+    assert completions[1].tokens == greedy(base, [5, 9], 8)
 
 
-def test_a_window_that_is_only_in_the_mask_is_refused():
+def test_a_window_that_is_only_in_the_mask_is_rejected():
     window = {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention"] * 2}
     experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **window, **experts))
@@ -101,7 +102,7 @@ def test_a_window_that_is_only_in_the_mask_is_refused():
         EngineCore(model.eval(), pages=16, page_size=4)
 
 
-def test_positions_that_change_for_all_are_not_reached_by_anybody():
+def test_positions_that_would_change_the_embedding_of_all_are_not_reached():
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
     lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 32}
     config = Phi3Config(**SIZES, **lengths, rope_parameters=rope, tie_word_embeddings=False)
@@ -109,17 +110,19 @@ def test_positions_that_change_for_all_are_not_reached_by_anybody():
     assert core.scheduler.config.max_length == 32
 
 
-def test_what_is_no_number_in_anothers_page_reaches_nobody():
-    memory = PagedKVCache(layers=1, heads=1, width=8, pages=8, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
+def test_nan_in_another_sequences_block_has_no_effect():
+    kv_cache = PagedKVCache(
+        layers=1, heads=1, width=8, num_blocks=8, block_size=4, dtype=torch.float32, device=torch.device("cpu")
+    )
     found = []
     for poison in (0.0, float("nan"), float("inf")):
         torch.manual_seed(1)
-        memory._memory.normal_()
-        memory._memory[:, :, :4] = poison  # page 0 is another's
-        memory._memory[:, :, 6:8] = poison  # of page 1, what comes after the end
-        memory.begin([Span(0, 1, 1, [1]), Span(1, 1, 9, [2, 3, 4])])
+        kv_cache._memory.normal_()
+        kv_cache._memory[:, :, :4] = poison  # block 0 belongs to another sequence
+        kv_cache._memory[:, :, 6:8] = poison  # after the end of the sequence in block 1
+        kv_cache.begin([Span(0, 1, 1, [1]), Span(1, 1, 9, [2, 3, 4])])
         q, k, v = (torch.randn(1, 2, 8) for _ in range(3))
-        found.append(memory.attend(0, q, k, v, scale=1.0, window=None, cap=None))
+        found.append(kv_cache.attend(0, q, k, v, scale=1.0, window=None, cap=None))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

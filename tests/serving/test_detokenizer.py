@@ -1,4 +1,4 @@
-"""Whatever the tokens and however they come, the pieces of text together are what the tokenizer says."""
+"""The emitted text concatenates to the tokenizer's text of all tokens at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def byte_level():
 
 
 def sentencepiece_with_bytes():
-    """As Llama 2 and Mistral have it."""
+    """As in Llama 2 and Mistral."""
     pieces = [
         *SPECIAL,
         *(f"<0x{byte:02X}>" for byte in range(256)),
@@ -67,7 +67,7 @@ def sentencepiece_with_bytes():
 
 
 def unigram():
-    """As T5 and XLM-R have it."""
+    """As in T5 and XLM-R."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -107,7 +107,7 @@ def streamed(tokenizer, ids, skip=True):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("text", CORPUS[:6])
-def test_text_comes_out_as_it_went_in(name, text):
+def test_text_survives_encoding_and_decoding(name, text):
     tokenizer = TOKENIZERS[name]
     ids = tokenizer(text, add_special_tokens=False).input_ids * 5
     assert "".join(streamed(tokenizer, ids)) == whole(tokenizer, ids)
@@ -116,7 +116,7 @@ def test_text_comes_out_as_it_went_in(name, text):
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 1 << 32), skip=st.booleans(), length=st.integers(0, 120))
-def test_any_tokens_at_all_give_the_text_of_all_at_once(name, seed, skip, length):
+def test_arbitrary_tokens_decode_as_at_once(name, seed, skip, length):
     tokenizer, rng = TOKENIZERS[name], random.Random(seed)
     size = len(tokenizer)
     few = [rng.randrange(size) for _ in range(4)] + list(range(6))
@@ -127,7 +127,7 @@ def test_any_tokens_at_all_give_the_text_of_all_at_once(name, seed, skip, length
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece_with_bytes"])
 @settings(max_examples=100, deadline=None)
 @given(data=st.lists(st.one_of(st.binary(max_size=40), st.text(max_size=8).map(str.encode), st.just(b"\x80" * 90)), max_size=4))
-def test_any_bytes_at_all(name, data):
+def test_arbitrary_bytes_decode_as_at_once(name, data):
     tokenizer = TOKENIZERS[name]
     if name == "byte_level":
         ids = [tokenizer.convert_tokens_to_ids(LETTERS[byte]) for chunk in data for byte in chunk]
@@ -136,7 +136,7 @@ def test_any_bytes_at_all(name, data):
     assert "".join(streamed(tokenizer, ids)) == whole(tokenizer, ids)
 
 
-def test_no_piece_holds_a_broken_character():
+def test_no_delta_holds_an_incomplete_character():
     tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer("a🦀🧪b你ß").input_ids
     assert len(ids) > 6
@@ -146,7 +146,7 @@ def test_no_piece_holds_a_broken_character():
     assert "" in pieces[:-1]
 
 
-def test_text_comes_as_soon_as_it_is_certain():
+def test_text_is_emitted_as_soon_as_it_is_certain():
     tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer("Hello, world!").input_ids
     pieces = streamed(tokenizer, ids)
@@ -179,7 +179,7 @@ class TestStopStrings:
         assert self.parts("one END two", ["END"], [5, 6]) == ("one ", "END")
         assert self.parts("one END two", ["END"], [5, 6], include=True) == ("one END", "END")
 
-    def test_what_could_be_its_beginning_is_held_back_and_no_more(self):
+    def test_only_a_possible_beginning_is_held_back(self):
         watch = StopStrings(["STOP", "aab"])
         assert watch.push("xST") == "x"
         assert watch.push("Sa") == "STS"
@@ -190,7 +190,7 @@ class TestStopStrings:
         assert watch.push("ST") == ""
         assert watch.flush() == "ST"
 
-    def test_nothing_comes_after_it(self):
+    def test_nothing_is_emitted_after_the_stop_string(self):
         watch = StopStrings(["."])
         assert watch.push("a.b") == "a"
         assert watch.push("c") == watch.flush() == ""
@@ -202,19 +202,19 @@ class TestStopStrings:
     @given(
         st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.lists(st.integers(0, 30))
     )
-    def test_how_the_text_is_cut_does_not_matter(self, text, stops, cuts):
+    def test_the_split_of_the_text_does_not_matter(self, text, stops, cuts):
         ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
         expected = text[: min(ends)[0] + min(ends)[1]] if ends else text
         assert self.parts(text, stops, [min(cut, len(text)) for cut in cuts])[0] == expected
 
     @pytest.mark.parametrize("stops", [[""], ["x" * 1025], ["a"] * 17, [3]])
-    def test_they_have_limits(self, stops):
+    def test_stop_strings_have_limits(self, stops):
         with pytest.raises(OutOfRange, match="stop"):
             StopStrings(stops)
 
 
 class TestTextStream:
-    def test_a_stop_string_across_tokens_is_met(self):
+    def test_a_stop_string_across_tokens_is_found(self):
         tokenizer = TOKENIZERS["byte_level"]
         ids = tokenizer("Hello, world! How are you?").input_ids
         stream = TextStream(tokenizer, ["ld! H"])
@@ -222,14 +222,14 @@ class TestTextStream:
         assert "".join(pieces) + stream.finish() == "Hello, wor"
         assert stream.stopped == "ld! H"
 
-    def test_without_one_all_text_comes(self):
+    def test_without_a_stop_string_all_text_is_emitted(self):
         tokenizer = TOKENIZERS["byte_level"]
         ids = tokenizer("Hello, wor").input_ids
         stream = TextStream(tokenizer, ["world"])
         assert "".join(stream.push(token) for token in ids) + stream.finish() == "Hello, wor"
         assert stream.stopped is None
 
-    def test_special_tokens_are_left_out_unless_asked_for(self):
+    def test_special_tokens_are_skipped_unless_requested(self):
         tokenizer = TOKENIZERS["byte_level"]
         ids = [*tokenizer("Hello").input_ids, tokenizer.eos_token_id]
         for skip, text in ((True, "Hello"), (False, "Hello</s>")):
@@ -238,7 +238,7 @@ class TestTextStream:
 
 
 @pytest.mark.real
-def test_the_default_model_too(real_cache):
+def test_detokenizer_of_the_default_model(real_cache):
     from transformers import AutoTokenizer
 
     from symbiosis.models.default_model import default_model_folder

@@ -1,4 +1,4 @@
-"""Requests with every kind of adapter in shared passes: each gets what plain PEFT gives it alone."""
+"""Requests with every kind of adapter in shared batches: each matches plain PEFT alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
 from symbiosis.errors import CannotServe, ContextTooLong, OutOfRange, UnknownAdapter
-from symbiosis.serving.engine import Engine, EngineCore
+from symbiosis.serving.engine import Engine
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.scheduling.sequence import FinishReason, Sampling
 from tests.parity.architectures import ARCHITECTURES
 
@@ -56,7 +57,7 @@ def adapters(tmp_path_factory):
 
 
 def greedy(model, prompt: list[int], count: int) -> list[int]:
-    """Greedy tokens by whole forward passes, without any cache."""
+    """Greedy tokens by whole forward num_steps, without any cache."""
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -64,8 +65,8 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize(("pages", "max_rows"), [(400, 2048), (60, 300)], ids=["room", "crowded"])
-def test_a_mixed_batch_gives_every_request_what_peft_gives_it_alone(adapters, pages, max_rows):
+@pytest.mark.parametrize(("pages", "max_rows"), [(400, 2048), (60, 300)], ids=["many blocks", "few blocks"])
+def test_a_mixed_batch_matches_peft_for_every_request(adapters, pages, max_rows):
     base, models, folder = adapters
     engine = Engine(copy.deepcopy(base), pages=pages, page_size=4, max_rows=max_rows)
     for name in models:
@@ -73,52 +74,52 @@ def test_a_mixed_batch_gives_every_request_what_peft_gives_it_alone(adapters, pa
     names = [None, *models] * 2
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 90, (3 + 5 * (i % 7),), generator=generator).tolist() for i in range(len(names))]
-    wish = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
-    answers = engine.generate(prompts, names, wish)
-    for name, prompt, answer in zip(names, prompts, answers, strict=True):
-        assert answer.tokens == greedy(models[name] if name else base, prompt, 12), name
-        assert answer.reason is FinishReason.LENGTH
-    again = engine.generate(prompts, names, wish)  # now with cached prefixes
-    assert [answer.tokens for answer in again] == [answer.tokens for answer in answers]
+    sampling = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
+    completions = engine.generate(prompts, names, sampling)
+    for name, prompt, completion in zip(names, prompts, completions, strict=True):
+        assert completion.tokens == greedy(models[name] if name else base, prompt, 12), name
+        assert completion.reason is FinishReason.LENGTH
+    again = engine.generate(prompts, names, sampling)  # now with cached prefixes
+    assert [completion.tokens for completion in again] == [completion.tokens for completion in completions]
 
 
 @pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES if a.name not in ("bert", "t5", "llama")])
 def test_every_decoder_serves(name):
     base = BY_NAME[name].model().eval()
     prompts = [[5, 6, 7], list(range(1, 24)), [9]]
-    wish = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
-    answers = Engine(copy.deepcopy(base), pages=64, page_size=4).generate(prompts, sampling=wish)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == greedy(base, prompt, 10)
+    sampling = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
+    completions = Engine(copy.deepcopy(base), pages=64, page_size=4).generate(prompts, sampling=sampling)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.tokens == greedy(base, prompt, 10)
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
-def test_models_that_are_no_decoders_are_refused_with_the_reason(name):
+def test_models_that_are_no_decoders_are_rejected_with_the_reason(name):
     with pytest.raises(CannotServe, match="cannot be served"):
         EngineCore(BY_NAME[name].model())
 
 
-def test_seeds_reproduce_whatever_the_company(adapters):
+def test_seeds_reproduce_in_any_batch(adapters):
     base, _, folder = adapters
     engine = Engine(copy.deepcopy(base), pages=400, page_size=4)
     engine.add_adapter("rank4", folder / "rank4")
-    wish = Sampling(temperature=1.0, seed=7, max_tokens=16, ignore_eos=True)
-    alone = engine.generate([[1, 2, 3]], ["rank4"], wish)[0].tokens
+    sampling = Sampling(temperature=1.0, seed=7, max_tokens=16, ignore_eos=True)
+    alone = engine.generate([[1, 2, 3]], ["rank4"], sampling)[0].tokens
     other = Sampling(temperature=1.0, seed=8, max_tokens=9, ignore_eos=True)
-    crowd = engine.generate([[4, 5], [1, 2, 3], [6] * 20], [None, "rank4", "rank4"], [other, wish, other])
-    assert crowd[1].tokens == alone
+    batch = engine.generate([[4, 5], [1, 2, 3], [6] * 20], [None, "rank4", "rank4"], [other, sampling, other])
+    assert batch[1].tokens == alone
 
 
 def test_an_adapter_reloaded_under_its_name_is_the_new_one_and_an_unknown_one_an_error(adapters):
     base, models, folder = adapters
     engine = Engine(copy.deepcopy(base), pages=100, page_size=4)
-    wish = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+    sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
     for name in ("rank4", "rslora"):
         engine.add_adapter("mine", folder / name)
-        assert engine.generate([[1, 2, 3]], ["mine"], wish)[0].tokens == greedy(models[name], [1, 2, 3], 8)
+        assert engine.generate([[1, 2, 3]], ["mine"], sampling)[0].tokens == greedy(models[name], [1, 2, 3], 8)
     engine.remove_adapter("mine")
     with pytest.raises(UnknownAdapter, match="mine"):
-        engine.generate([[1, 2, 3]], ["mine"], wish)
+        engine.generate([[1, 2, 3]], ["mine"], sampling)
 
 
 def tiny_engine(adapters) -> Engine:
@@ -132,28 +133,28 @@ MISTAKES = {
     "one text": (("Hello",), OutOfRange, "prompts is 'Hello', expected a list of prompts"),
     "nothing": ((None,), OutOfRange, "prompts is None, expected a list of prompts"),
     "no prompt": (([[1, 2], 5],), OutOfRange, "a prompt is 5, expected a text, or a list of token ids"),
-    "empty": (([[1, 2], []],), OutOfRange, "the prompt has no tokens, expected one at least"),
+    "empty": (([[1, 2], []],), OutOfRange, "the prompt has no tokens, expected at least one"),
     "too long": (([[1, 2], [1] * 1000],), ContextTooLong, "1000"),
     "one name": (([[1, 2]], "mine"), OutOfRange, "adapters is 'mine', expected a list with one for each prompt, 1 here"),
     "too few": (([[1, 2], [3]], ["mine"]), OutOfRange, "expected a list with one for each prompt, 2 here"),
-    "unknown": (([[1, 2], [3]], ["mine", "yours"]), UnknownAdapter, "there is no adapter 'yours': there are mine"),
+    "unknown": (([[1, 2], [3]], ["mine", "yours"]), UnknownAdapter, "there is no adapter 'yours': loaded adapters are mine"),
 }
 
 
 @pytest.mark.parametrize("kind", MISTAKES)
 def test_a_list_with_a_mistake_leaves_nothing_behind(adapters, kind):
-    arguments, error, says = MISTAKES[kind]
-    engine, wish = tiny_engine(adapters), Sampling(temperature=0.0, max_tokens=4, logprobs=1, ignore_eos=True)
-    expected = engine.generate([[7, 8]], ["mine"], wish)
-    with pytest.raises(error, match=re.escape(says)):
-        engine.generate(*arguments, sampling=wish)
+    arguments, error, message = MISTAKES[kind]
+    engine, sampling = tiny_engine(adapters), Sampling(temperature=0.0, max_tokens=4, logprobs=1, ignore_eos=True)
+    expected = engine.generate([[7, 8]], ["mine"], sampling)
+    with pytest.raises(error, match=re.escape(message)):
+        engine.generate(*arguments, sampling=sampling)
     assert engine._core.is_idle()
-    assert engine.generate([[7, 8]], ["mine"], wish) == expected
+    assert engine.generate([[7, 8]], ["mine"], sampling) == expected
 
 
 @pytest.fixture
 def interruptible():
-    """Whoever started the tests in the background ignores the signal, and so would they."""
+    """Processes in the background inherit an ignored SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -161,22 +162,22 @@ def interruptible():
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_call_and_not_the_engine(adapters):
-    engine, wish = tiny_engine(adapters), Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
-    expected = engine.generate([[7, 8]], ["mine"], wish)
+    engine, sampling = tiny_engine(adapters), Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+    expected = engine.generate([[7, 8]], ["mine"], sampling)
     step = engine._core.step
 
     def interrupted() -> object:
-        if engine._core.passes == passes + 1:
+        if engine._core.num_steps == num_steps + 1:
             signal.raise_signal(signal.SIGINT)
         return step()
 
     for _ in range(3):
-        passes, engine._core.step = engine._core.passes, interrupted
+        num_steps, engine._core.step = engine._core.num_steps, interrupted
         with pytest.raises(KeyboardInterrupt):
-            engine.generate([[1, 2, 3], [4]], ["mine", None], replace(wish, max_tokens=50))
+            engine.generate([[1, 2, 3], [4]], ["mine", None], replace(sampling, max_tokens=50))
         engine._core.step = step
-        assert engine._core.passes == passes + 2
+        assert engine._core.num_steps == num_steps + 2
         assert engine._core.is_idle()
         engine._core.scheduler.check_integrity()
-        assert engine.generate([[7, 8]], ["mine"], wish) == expected
+        assert engine.generate([[7, 8]], ["mine"], sampling) == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

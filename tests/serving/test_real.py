@@ -1,7 +1,7 @@
-"""The default model with every kind of adapter in shared passes: each chat gets the text of transformers + PEFT alone.
+"""The default model with every kind of adapter in shared batches: each chat matches transformers + PEFT alone.
 
-Weights are small, so that adapters change what is said and it stays text. The two likeliest tokens are nowhere so close
-that the order of a sum decides.
+Weights are small, so that adapters change the completion and it stays text. The two most likely tokens are nowhere so
+close that the order of a sum decides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 
 from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.models.loading import load_model_and_tokenizer, shared_copy
-from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.scheduling.sequence import Sampling
 
 NEW = 14
@@ -57,8 +57,8 @@ def adapted(base, kind):
     return model
 
 
-def said(model, prompt):
-    """Its greedy answer, and how close the two likeliest tokens were where they were closest."""
+def complete(model, prompt):
+    """Its greedy completion, and the least margin between the two most likely tokens."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
         found = model.generate(
@@ -75,14 +75,14 @@ def said(model, prompt):
 
 def run(core):
     while not core.is_idle():
-        passes = core.passes
+        num_steps = core.num_steps
         core.step()
-        if core.passes == passes:
+        if core.num_steps == num_steps:
             core.wait(1.0)
 
 
 @pytest.mark.real
-def test_chats_with_every_kind_of_adapter_say_what_they_say_alone(real_cache, tmp_path):
+def test_chats_with_every_kind_of_adapter_match_peft_alone(real_cache, tmp_path):
     base, tokenizer = load_model_and_tokenizer(None, device=torch.device("cpu"), dtype=torch.float32)
     base.eval().requires_grad_(False)
     prompts = [
@@ -95,7 +95,7 @@ def test_chats_with_every_kind_of_adapter_say_what_they_say_alone(real_cache, tm
         model = base if name is None else adapted(base, name)
         if name is not None:
             model.save_pretrained(tmp_path / name)
-        tokens, margin = said(model, prompt)
+        tokens, margin = complete(model, prompt)
         assert margin > 1e-2, f"{name} says {tokenizer.decode(tokens)!r}: choose another seed, rounding might decide"
         expected.append(tokens)
         del model
@@ -104,19 +104,19 @@ def test_chats_with_every_kind_of_adapter_say_what_they_say_alone(real_cache, tm
     core = EngineCore(base, pages=26, page_size=16)
     for name in KINDS:
         core.add_adapter(name, tmp_path / name)
-    wish = Sampling(temperature=0.0, max_tokens=NEW)
+    sampling = Sampling(temperature=0.0, max_tokens=NEW)
     first = []
-    for name, prompt in zip(names, prompts, strict=True):  # one comes while others decode
-        first.append(core.add(prompt, wish, adapter=name))
+    for name, prompt in zip(names, prompts, strict=True):  # each arrives while others decode
+        first.append(core.add(prompt, sampling, adapter=name))
         core.step()
     run(core)
     assert any(request.preemptions for request in first)
-    again = [core.add(prompt, wish, adapter=name) for name, prompt in zip(names, prompts, strict=True)]
-    plain = [core.add(prompt, wish) for prompt in prompts[1:]]
+    again = [core.add(prompt, sampling, adapter=name) for name, prompt in zip(names, prompts, strict=True)]
+    plain = [core.add(prompt, sampling) for prompt in prompts[1:]]
     run(core)
-    assert any(request.cached for request in again)
-    for answers in (first, again):
-        for name, request, tokens in zip(names, answers, expected, strict=True):
+    assert any(request.num_cached_tokens for request in again)
+    for requests in (first, again):
+        for name, request, tokens in zip(names, requests, expected, strict=True):
             assert tokenizer.decode(request.outputs) == tokenizer.decode(tokens), name
             assert request.outputs == tokens
     for name, request, tokens in zip(KINDS, plain, expected[1:], strict=True):

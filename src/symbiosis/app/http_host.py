@@ -43,7 +43,7 @@ from symbiosis.models.loading import shared_copy
 from symbiosis.server import adapter_store
 from symbiosis.server.rate_limits import RequestLimits
 from symbiosis.server.settings import Settings
-from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.ipc_server import IpcServer
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.transport.shm import runtime_folder
@@ -128,7 +128,7 @@ class HttpHost:
         turns = turns or create_device_share(model.device)
         try:
             self._trains = _training(model, training, turns)
-            core = EngineCore(model, residency=residency or AdapterCacheConfig(), turns=turns, **engine)
+            core = EngineCore(model, residency=residency or AdapterCacheConfig(), time_share=turns, **engine)
             for adapter, folder in (adapters or {}).items():
                 try:
                     core.add_adapter(adapter, folder)
@@ -140,7 +140,7 @@ class HttpHost:
             self._told = {
                 "line": str(self._window.path),
                 "tokenizer": None if tokenizer is None else str(tokenizer),
-                "settings": {**asdict(settings), "longest": core.scheduler.longest, **trained},
+                "settings": {**asdict(settings), "longest": core.scheduler.max_model_len, **trained},
             }
             self._process.tell(self._told)
             self._wait()

@@ -18,10 +18,11 @@ from symbiosis.adapters.reader import read_adapter_from_memory
 from symbiosis.errors import OutOfRange
 from symbiosis.finetuning.sampler_protocol import SampledAnswer as AnyAnswer
 from symbiosis.finetuning.trained_adapter import AdapterSnapshot
-from symbiosis.serving.engine import Completion, EngineCore, tokens_of
-from symbiosis.serving.engine_loop import EngineLoop, Event, Finished, GenerateRequest, Rejected, Token
-from symbiosis.serving.model.sampler import Logprobs
-from symbiosis.serving.scheduling.sequence import FinishReason, Sampling, within
+from symbiosis.serving.engine import Completion, tokens_of
+from symbiosis.serving.engine_core import EngineCore
+from symbiosis.serving.engine_loop import EngineLoop
+from symbiosis.serving.engine_messages import Event, Finished, GenerateRequest, Rejected, Token
+from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, check_range
 from symbiosis.serving.scheduling.sequence import Sequence as Request
 
 _SETTINGS = [each.name for each in fields(Sampling)]
@@ -49,7 +50,7 @@ class SamplerRequest:
         found = hashlib.blake2b(digest_size=32)
         for prompt in prompts:
             request = Request(id="", tenant=tenant, prompt=[0] * virtual + prompt, sampling=sampling, arrival=0.0)
-            request.check(vocabulary=sampler.vocabulary, longest=sampler.longest)
+            request.check(vocab_size=sampler.vocabulary, max_length=sampler.longest)
             most = sampler.longest - request.prompt_length if sampling.max_tokens is None else sampling.max_tokens
             self.tokens += n * (request.prompt_length + most * (1 + (sampling.logprobs or 0)))
             found.update(array("q", (len(prompt), *prompt)))
@@ -74,7 +75,7 @@ class SessionSampler:
 
     def __init__(self, core: EngineCore, tokenizer: Any = None) -> None:
         self._core, self._tokenizer = core, tokenizer
-        self.vocabulary, self.longest = core.facts.vocab, core.scheduler.longest
+        self.vocabulary, self.longest = core.facts.vocab, core.scheduler.max_model_len
         self._lock = threading.Lock()
         self._places: dict[str, tuple[SamplerRequest, int]] = {}  # of an order: whose, and its first answer
         self._ids = itertools.count(1)
@@ -85,7 +86,7 @@ class SessionSampler:
     def ask(
         self, tenant: str, prompts: Sequence[str | Sequence[int]], n: int, virtual: int, settings: Mapping[str, Any]
     ) -> SamplerRequest:
-        within("n", n, 1, 128, whole=True)
+        check_range("n", n, 1, 128, integer=True)
         for name in settings:
             if name not in _SETTINGS:
                 raise OutOfRange(f"{name!r} is no setting", field=name, expected=f"some of n, number, {', '.join(_SETTINGS)}")

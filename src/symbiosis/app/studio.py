@@ -19,7 +19,7 @@ from symbiosis.finetuning.trainer import Trainer
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
 from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.models.loading import ModelSource, check_no_adapters, load_model_and_tokenizer, shared_copy
-from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_core import EngineCore
 
 _SHARE = 0.5
 
@@ -66,7 +66,7 @@ class Studio:
         if training_share is None and shared.device.type == "cpu":
             training_share = _SHARE
         trained, turns = shared_copy(shared), create_device_share(shared.device, training_share)
-        self._sampler = SessionSampler(EngineCore(shared, turns=turns, **engine), tokenizer)
+        self._sampler = SessionSampler(EngineCore(shared, time_share=turns, **engine), tokenizer)
         try:
             self._host = Trainer(trained, training, turns, self._sampler)
         except BaseException:

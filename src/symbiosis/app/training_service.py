@@ -15,9 +15,9 @@ from symbiosis.finetuning.loop import events
 from symbiosis.finetuning.loop.job_runner import JobRunner, JobSpec
 from symbiosis.finetuning.loop.recipe import Recipe
 from symbiosis.finetuning.trainer import Trainer
-from symbiosis.serving.engine import EngineCore
-from symbiosis.serving.engine_loop import Rejected, Result
-from symbiosis.serving.ipc_server import IpcServer, JobEvent, text, whole
+from symbiosis.serving.engine_core import EngineCore
+from symbiosis.serving.engine_messages import JobEvent, Rejected, Result, int_field, text_field
+from symbiosis.serving.ipc_server import IpcServer
 
 _MAX_PATH = 4096
 _MAX_COUNT = (1 << 31) - 1
@@ -35,10 +35,10 @@ class TrainingService:
         self._window, self._core, self._host = window, core, host
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-checks")
         self.jobs = JobRunner(host, self._say, self._serve)
-        window.desk.more_figures = self._figures
-        window.add(self)
+        window.engine_loop.extra_stats = self._figures
+        window.add_handler(self)
 
-    def do(self, ticket: str, body: Mapping[str, Any]) -> None:
+    def handle(self, ticket: str, body: Mapping[str, Any]) -> None:
         if body.get("op") == "stop_training":
             (self.jobs.abandon if body.get("at_once") is True else self.jobs.stop)(ticket)
         elif body.get("op") == "check_adapter":
@@ -54,7 +54,7 @@ class TrainingService:
                 raise BadMessage(f"train: {type(error).__name__}: {error!s:.200}") from None
             self.jobs.train(order)
 
-    def leave(self, peer: str) -> None:
+    def drop_peer(self, peer: str) -> None:
         for id in self.jobs.ids():
             if id.startswith(f"{peer}:"):
                 self.jobs.abandon(id)
@@ -68,23 +68,25 @@ class TrainingService:
         """On a thread of its own: what a config names is looked for in the whole model."""
         try:
             self._host.check(adapter)
-            self._window.say(Result(ticket, {}))
+            self._window.publish([Result(ticket, {})])
         except SymbiosisError as error:
-            self._window.say(Rejected(ticket, error))
+            self._window.publish([Rejected(ticket, error)])
         except Exception:  # noqa: BLE001 - PEFT may raise anything, and who asked waits
             _log.exception("an adapter could not be checked")
-            self._window.say(Rejected(ticket, BadAdapter("this adapter cannot be trained here: the server's log says why")))
+            self._window.publish(
+                [Rejected(ticket, BadAdapter("this adapter cannot be trained here: the server's log says why"))]
+            )
 
     def _serve(self, name: str, adapter: Adapter, folder: Path) -> int:
         """On a job's thread; only the name is changed by the stepping one."""
         prepared = self._core.prepare_held(adapter, folder)
-        return self._window.desk.serve(name, prepared).result().generation
+        return self._window.engine_loop.serve(name, prepared).result().generation
 
     def _say(self, id: str, event: events.Event) -> None:
         if isinstance(event, events.JobRejected):
-            self._window.say(Rejected(id, event.error))
+            self._window.publish([Rejected(id, event.error)])
         else:
-            self._window.say(JobEvent(id, {"training": events.written(event)}))
+            self._window.publish([JobEvent(id, {"training": events.written(event)})])
 
     def _figures(self) -> dict[str, Any]:
         passes, jobs = asdict(self._host.stats), asdict(self.jobs.stats)
@@ -98,13 +100,13 @@ class NoTrainingService:
 
     def __init__(self, window: IpcServer, why: SymbiosisError) -> None:
         self._why = why
-        window.add(self)
+        window.add_handler(self)
 
-    def do(self, ticket: str, body: Mapping[str, Any]) -> None:
+    def handle(self, ticket: str, body: Mapping[str, Any]) -> None:
         if body.get("op") != "stop_training":
             raise self._why
 
-    def leave(self, peer: str) -> None:
+    def drop_peer(self, peer: str) -> None:
         """Nothing of anybody's is here."""
 
     def close(self) -> None:
@@ -131,10 +133,10 @@ def _order(ticket: str, raw: Mapping[str, Any]) -> JobSpec:
         raise BadMessage("serve_checkpoints: expected true or false")
     return JobSpec(
         id=ticket,
-        tenant=text(body, "tenant"),
+        tenant=text_field(body, "tenant"),
         adapter=adapter,
         recipe=Recipe(**recipe),
-        seed=whole(body["seed"], "seed"),
+        seed=int_field(body["seed"], "seed"),
         weight=weight,
         data=_path(body, "data"),
         validation=_path_or_none(body, "validation"),
@@ -144,7 +146,7 @@ def _order(ticket: str, raw: Mapping[str, Any]) -> JobSpec:
         resume=resume,
         after=after,
         final=_path(body, "final"),
-        serve_as=None if body["serve_as"] is None else text(body, "serve_as"),
+        serve_as=None if body["serve_as"] is None else text_field(body, "serve_as"),
         serve_checkpoints=body["serve_checkpoints"],
     )
 
@@ -156,14 +158,14 @@ def _adapter(value: Any) -> dict[str, Any]:
 
 
 def _count(body: dict[str, Any], name: str, least: int) -> int:
-    value = whole(body[name], name)
+    value = int_field(body[name], name)
     if not least <= value <= _MAX_COUNT:
         raise BadMessage(f"{name}: expected {least} to {_MAX_COUNT}")
     return value
 
 
 def _path(body: dict[str, Any], name: str) -> Path:
-    path = Path(text(body, name, _MAX_PATH))
+    path = Path(text_field(body, name, _MAX_PATH))
     if not path.is_absolute() or ".." in path.parts or "\0" in str(path):
         raise BadMessage(f"{name}: expected a whole path without ..")
     return path

@@ -32,9 +32,10 @@ from symbiosis import kernels
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, PeftMethod, PromptSettings, Settings, parse_config
 from symbiosis.adapters.files import CONFIG, FileLimits, quote
 from symbiosis.adapters.model_facts import ModelFacts
+from symbiosis.adapters.parts import Ia3Part
 from symbiosis.errors import BadAdapter, SymbiosisError, TooLarge, UnsupportedAdapter
-from symbiosis.finetuning.packed.flat_lora import FlatParameters, fits
-from symbiosis.finetuning.packed.lora_math import Part, TrainableIa3, TrainableLora
+from symbiosis.finetuning.flat_parameters import FlatParameters, can_flatten
+from symbiosis.finetuning.trainable_parts import Part, TrainableLora
 from symbiosis.finetuning.trained_adapter import TrainedAdapter, TrainedVirtualTokens
 from symbiosis.models.loading import frozen_copy
 
@@ -93,7 +94,7 @@ class AdapterFactory:
         stored = get_peft_model_state_dict(made, save_embedding_layers=False)
         files = {file: by_memory[tensor.data_ptr()] for file, tensor in stored.items()}
         method = "ia3" if isinstance(settings, Ia3Settings) else "dora" if settings.dora else "lora"
-        by_kernels = kernels.run_on(self._model.device) and fits(parameters, parts)
+        by_kernels = kernels.run_on(self._model.device) and can_flatten(parameters, parts)
         return TrainedAdapter(
             parts=parts,
             virtual=None,
@@ -279,7 +280,7 @@ def _parts(made: PeftModel) -> Iterator[tuple[str, Part]]:
                 ),
             )
         elif isinstance(module, IA3Layer):
-            yield path, TrainableIa3(module.ia3_l[_NAME], of_input=module.is_feedforward)
+            yield path, Ia3Part(module.ia3_l[_NAME], of_input=module.is_feedforward)
 
 
 @contextmanager

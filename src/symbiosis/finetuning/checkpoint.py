@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from symbiosis.adapters.files import CONFIG, TENSORS, quote
 from symbiosis.adapters.model_facts import ModelFacts
@@ -25,7 +25,7 @@ from symbiosis.adapters.parts import LoraPart as StoredLowRank
 from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter, Diverged, NotStored, OutOfRange
 from symbiosis.finetuning.optimizer import KEPT
-from symbiosis.finetuning.packed.lora_math import TrainableIa3, TrainableLora
+from symbiosis.finetuning.trainable_parts import TrainableLora
 from symbiosis.finetuning.trained_adapter import AdapterSnapshot, TrainedAdapter
 
 STATE = "training_state.safetensors"
@@ -125,7 +125,7 @@ def load(folder: Path, adapter: TrainedAdapter, model: ModelFacts) -> Resumed:
     with torch.no_grad():
         for name, value in given.items():
             adapter.parameters[name].copy_(value)
-    adapter.changed()
+    adapter.clear_caches()
     return Resumed(progress, {name: tensor for name, tensor in state.items() if not name.endswith("/value")})
 
 
@@ -146,13 +146,13 @@ def _values(adapter: TrainedAdapter, found: Adapter) -> dict[str, Tensor]:
     given: dict[str, Tensor] = {}
     for path, part in adapter.parts.items():
         (stored,) = found.parts[path]
-        pairs: list[tuple[nn.Parameter | None, Tensor | None]]
+        pairs: list[tuple[Tensor | None, Tensor | None]]
         if isinstance(part, TrainableLora) and isinstance(stored, StoredLowRank):
             if part.scale != stored.scale:
                 raise BadAdapter(f"{CONFIG} scales {path} by {stored.scale}, the session by {part.scale}")
             pairs = [(part.a_rI, stored.a_RI), (part.b_Or, stored.b_OR)]
             pairs += [(part.magnitude_O, stored.magnitude_O), (part.bias_O, stored.bias_O)]
-        elif isinstance(part, TrainableIa3) and isinstance(stored, Ia3Part) and part.of_input == stored.of_input:
+        elif isinstance(part, Ia3Part) and isinstance(stored, Ia3Part) and part.of_input == stored.of_input:
             pairs = [(part.vector, stored.vector.view(part.vector.shape))]
         else:
             raise BadAdapter(f"{CONFIG} does something else to {path} than the session")

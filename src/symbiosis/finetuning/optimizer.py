@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import BadCall, OutOfRange
-from symbiosis.finetuning.packed.flat_lora import FlatGradients, FlatParameters
+from symbiosis.finetuning.flat_parameters import FlatGradients, FlatParameters
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names of parameters that Trainer's weight decay leaves alone."""
@@ -133,7 +133,7 @@ class FlatOptimizer:
         """By what AdamW keeps; empty before the first step."""
         self._runs: list[tuple[int, int, bool]] = []
         """Parameters that lie together: where they begin and end, and whether they decay."""
-        for name, place in flat.places.items():
+        for name, place in flat.slices.items():
             decays = not _NO_DECAY.search(name.lower())
             if self._runs and self._runs[-1][2] == decays:
                 self._runs[-1] = (self._runs[-1][0], place.end, decays)
@@ -200,8 +200,8 @@ class FlatOptimizer:
         found: dict[str, Tensor] = {}
         for kept, flat in self._kept.items():
             whole = flat.to("cpu", copy=True)
-            for name in self._flat.places:
-                found[f"{name}/{kept}"] = whole.clone() if kept == "step" else self._flat.part_of(whole, name).clone()
+            for name in self._flat.slices:
+                found[f"{name}/{kept}"] = whole.clone() if kept == "step" else self._flat.view_of(whole, name).clone()
         return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -211,11 +211,11 @@ class FlatOptimizer:
         if not state:
             return
         whole = {kept: torch.zeros_like(self._flat.values_N) for kept in KEPT[:2]}
-        for name in self._flat.places:
+        for name in self._flat.slices:
             for kept, flat in whole.items():
                 if f"{name}/{kept}" in state:
-                    self._flat.part_of(flat, name).copy_(state[f"{name}/{kept}"])
-        steps = [float(state[f"{name}/step"]) for name in self._flat.places if f"{name}/step" in state]
+                    self._flat.view_of(flat, name).copy_(state[f"{name}/{kept}"])
+        steps = [float(state[f"{name}/step"]) for name in self._flat.slices if f"{name}/step" in state]
         self._kept = {**whole, "step": self._flat.values_N.new_tensor(max(steps, default=0.0))}
 
 

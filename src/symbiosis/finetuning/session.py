@@ -29,9 +29,9 @@ from symbiosis.finetuning.checkpoint import Progress
 from symbiosis.finetuning.dataset import Dataset
 from symbiosis.finetuning.examples import Example, check, digest
 from symbiosis.finetuning.optimizer import Optimizer, StepSettings, optimizer_of
-from symbiosis.finetuning.packed.batch import PackedExample, predicted
+from symbiosis.finetuning.packed.batch import PackedExample, count_target_tokens
 from symbiosis.finetuning.sampler_protocol import SampledAnswer, SamplerProtocol
-from symbiosis.finetuning.trained_adapter import NOTHING, AdapterSnapshot, TrainedAdapter
+from symbiosis.finetuning.trained_adapter import NO_ADAPTER, AdapterSnapshot, TrainedAdapter
 
 Submit: TypeAlias = Callable[["TrainingSession", Call, int | None], Future[Any]]
 
@@ -118,7 +118,7 @@ class TrainingSession:
         size = sum(len(example.ids) for example in examples)
         if size > self._bounds.tokens:
             raise OutOfRange(f"{size} tokens in a batch", field="batch", expected=f"at most {self._bounds.tokens}")
-        tokens = sum(predicted(adapter, example) for example in examples)
+        tokens = sum(count_target_tokens(adapter, example) for example in examples)
         if items is None:
             if not tokens:
                 raise OutOfRange("there is nothing to learn in this batch", field="batch", expected="a label that is not -100")
@@ -282,7 +282,7 @@ class TrainingSession:
 
     def release(self) -> None:
         """Once nothing of it is computed any more: whoever keeps a closed session keeps no tensor by it."""
-        self.adapter, self.optimizer, self.size = NOTHING, Optimizer({}), 0
+        self.adapter, self.optimizer, self.size = NO_ADAPTER, Optimizer({}), 0
         self.line.forget()
 
 

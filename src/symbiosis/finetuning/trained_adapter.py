@@ -1,4 +1,4 @@
-"""An adapter while it is trained: PEFT's own parameters, by what they do to the frozen model.
+"""An adapter in training: PEFT's own parameters, by their part of the frozen model.
 
 T = virtual tokens, D = width of the model or a head, L = layers, H = key/value heads.
 """
@@ -11,47 +11,43 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from symbiosis.finetuning.packed.flat_lora import FlatParameters
-from symbiosis.finetuning.packed.lora_math import Part
+from symbiosis.finetuning.flat_parameters import FlatParameters
+from symbiosis.finetuning.trainable_parts import Part, TrainableLora
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedVirtualTokens:
-    """Virtual tokens in front of every sequence, as an encoder of PEFT's gives them."""
+    """Virtual tokens before every sequence, computed by an encoder of PEFT."""
 
     encoder: nn.Module
     count: int
     cache: tuple[int, int, int] | None = None
-    """Layers, heads and width of a head if they are keys and values (prefix tuning); None if they are embeddings."""
+    """Layers, heads and head width of keys and values (prefix tuning); None for embeddings."""
 
     @property
     def rows(self) -> int:
-        """How many rows of the pass they are: keys and values are none."""
+        """Their rows of a packed batch: keys and values have none."""
         return 0 if self.cache else self.count
 
-    def stored(self) -> Tensor:
-        """What PEFT stores of it, [T, …]."""
+    def encode(self) -> Tensor:
+        """The encoder's output, which PEFT stores, [T, …]."""
         device = next(self.encoder.parameters()).device
-        made: Tensor = self.encoder(torch.arange(self.count, device=device)[None])
-        return made[0]
-
-    def embeddings_TD(self) -> Tensor:
-        assert self.cache is None
-        return self.stored()
+        encoded: Tensor = self.encoder(torch.arange(self.count, device=device)[None])
+        return encoded[0]
 
     def keys_values_L2HTD(self) -> Tensor:
         assert self.cache is not None
         layers, heads, width = self.cache
-        return self.stored().view(self.count, layers, 2, heads, width).permute(1, 2, 3, 0, 4)
+        return self.encode().view(self.count, layers, 2, heads, width).permute(1, 2, 3, 0, 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterSnapshot:
-    """An adapter as it was at a moment: what PEFT's two files have."""
+    """A copy of an adapter: the contents of PEFT's two files."""
 
     config: str
     tensors: Mapping[str, Tensor]
-    """On the CPU; nobody changes them."""
+    """On the CPU; immutable."""
 
     @property
     def is_finite(self) -> bool:
@@ -60,47 +56,48 @@ class AdapterSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainedAdapter:
-    """What a session trains. The parameters are changed in place; everything else stays."""
+    """What a session trains. Only the values of the parameters change."""
 
     parts: Mapping[str, Part]
     """By path of the layer in the plain model."""
     virtual: TrainedVirtualTokens | None
     parameters: Mapping[str, nn.Parameter]
-    """By the name they have in PEFT's model, in its order."""
+    """By their name in PEFT's model, in its order."""
     files: Mapping[str, str]
-    """Names of tensors in PEFT's file, and of the parameters they are; without what an encoder gives."""
+    """Tensor names in PEFT's file and their parameters, without an encoder's output."""
     config: str
     """`adapter_config.json` as PEFT writes it."""
     method: str
     flat: FlatParameters | None = None
-    """All parameters as one tensor, if kernels are to take this adapter together with others."""
+    """All parameters as one tensor, if the grouped kernels compute this adapter."""
 
     @property
     def size(self) -> int:
-        """How many numbers are trained."""
+        """Number of trained values."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
-    def changed(self) -> None:
-        """To be called after the parameters were changed."""
+    def clear_caches(self) -> None:
+        """Must be called after the parameters changed."""
         for part in self.parts.values():
-            part.forget()
+            if isinstance(part, TrainableLora):
+                part.clear_cache()
 
     def rows_of(self, tokens: int) -> int:
-        """How many rows a sequence of so many tokens is in a pass."""
+        """Rows of a packed batch for a sequence of so many tokens."""
         return tokens + (self.virtual.rows if self.virtual else 0)
 
     def cost_of(self, tokens: int) -> int:
-        """As `rows_of`, with all virtual tokens: keys and values are no rows, but every sequence has its own in memory."""
+        """As `rows_of`, plus virtual keys and values: they are no rows, but every sequence has a copy in memory."""
         return tokens + (self.virtual.count if self.virtual else 0)
 
     def snapshot(self) -> AdapterSnapshot:
-        """What PEFT would store, as it is now."""
-        found = {file: self.parameters[name].detach().to("cpu", copy=True).contiguous() for file, name in self.files.items()}
+        """The current values as PEFT would store them."""
+        tensors = {file: self.parameters[name].detach().to("cpu", copy=True).contiguous() for file, name in self.files.items()}
         if self.virtual is not None:
             with torch.no_grad():
-                found["prompt_embeddings"] = self.virtual.stored().to("cpu", copy=True).contiguous()
-        return AdapterSnapshot(self.config, found)
+                tensors["prompt_embeddings"] = self.virtual.encode().to("cpu", copy=True).contiguous()
+        return AdapterSnapshot(self.config, tensors)
 
 
-NOTHING = TrainedAdapter(parts={}, virtual=None, parameters={}, files={}, config="", method="")
-"""What a sequence has that nobody trains on, and a session that was closed."""
+NO_ADAPTER = TrainedAdapter(parts={}, virtual=None, parameters={}, files={}, config="", method="")
+"""The adapter of probes and of closed sessions."""

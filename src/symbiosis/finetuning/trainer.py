@@ -49,7 +49,7 @@ from symbiosis.finetuning.config import TrainerConfig, TrainerStats
 from symbiosis.finetuning.optimizer import AnyOptimizer
 from symbiosis.finetuning.packed.async_copy import AsyncCopy
 from symbiosis.finetuning.packed.batch import SessionSlice
-from symbiosis.finetuning.packed.loss import takes_items
+from symbiosis.finetuning.packed.loss import accepts_loss_kwargs
 from symbiosis.finetuning.packed.model import PackedModel, PassResult
 from symbiosis.finetuning.sampler_protocol import SamplerProtocol
 from symbiosis.finetuning.scheduling.batch_planner import BatchPlanner
@@ -105,7 +105,7 @@ class Trainer:
         self._packed = PackedModel(model, graphs=config.graphs)
         self._maker = AdapterFactory(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
         self._step_rows = _STEP / sum(parameter.numel() for parameter in model.parameters())
-        self._takes_items = takes_items(model)
+        self._takes_items = accepts_loss_kwargs(model)
         text = model.config.get_text_config()
         self._bounds = SessionLimits(
             vocabulary=int(text.vocab_size),
@@ -358,7 +358,7 @@ class Trainer:
                 self._check_device(error)
                 self._end(session, PassFailed(f"a step failed: {type(error).__name__}: {error}"))
             else:
-                session.adapter.changed()
+                session.adapter.clear_caches()
                 with self._changed:
                     if session.line.ended is not None:
                         continue  # it was answered when the session ended
@@ -500,12 +500,12 @@ class Trainer:
         self._deliver()
         if failed is None:
             try:
-                return [*launched.outcomes()]
+                return [*launched.results()]
             except Exception as error:  # noqa: BLE001 - as above
                 failed = error
         if isinstance(failed, torch.OutOfMemoryError):
             failed = failed.with_traceback(None)
-            if trimmed or sum(len(share.pieces) for share in shares) > 1:
+            if trimmed or sum(len(share.examples) for share in shares) > 1:
                 raise failed
             self._packed.trim()  # one example: what is kept for later passes may be what is in its way
             try:
@@ -523,7 +523,7 @@ class Trainer:
             raise PassFailed(f"the device fails, hosted training has stopped: {type(error).__name__}: {error}") from None
 
     def _settle(self, session: TrainingSession, calls: list[ForwardBackward], outcome: PassResult | Exception) -> None:
-        if isinstance(outcome, Exception) or not outcome.finite:
+        if isinstance(outcome, Exception) or not outcome.is_finite:
             session.optimizer.clear()
             self._end(session, _failure(outcome))
             return

@@ -20,7 +20,7 @@ from symbiosis.errors import ContextTooLong, EngineLost, OutOfRange, UnknownAdap
 from symbiosis.server import metrics as figures
 from symbiosis.server.adapter_store import AdapterStore
 from symbiosis.server.auth import ApiKeys, AuthMiddleware, Caller
-from symbiosis.server.engine_client import EngineClient, Order
+from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.generation import Generation, TextDelta
 from symbiosis.server.metrics import Metrics
 from symbiosis.server.openai.errors import BadRequest, body_of, response_of
@@ -40,6 +40,7 @@ from symbiosis.server.routes.adapters import AdapterRoutes
 from symbiosis.server.routes.fine_tuning import FineTuningRoutes
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
+from symbiosis.serving.engine_messages import GenerateRequest, parse_sampling
 
 _DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat goes on until it ends
 _CLIENT_LEFT = 499
@@ -144,7 +145,7 @@ class Server:
     async def _models(self, request: Request) -> dict[str | None, dict[str, Any]]:
         """By adapter; None is the base model."""
         found = await self._remote.ask("stats")
-        about = {"object": "model", "created": self._created, "owned_by": "symbiosis", "max_model_len": found["longest"]}
+        about = {"object": "model", "created": self._created, "owned_by": "symbiosis", "max_model_len": found["max_model_len"]}
         base = self._settings.base
         adapters = self._adapters.visible(request.state.caller, found["adapters"])
         return {None: {"id": base, "root": base, "parent": None, **about}} | {
@@ -161,7 +162,7 @@ class Server:
                 messages = [message.plain() for message in wish.messages or ()]
                 ids = await self._tokens.encode_chat(tenant, messages, answer=wish.add_generation_prompt)
         found = await self._remote.ask("stats")
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": found["longest"]})
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": found["max_model_len"]})
 
     async def detokenize(self, request: Request) -> Response:
         wish = await read_json(request, DetokenizeRequest)
@@ -219,29 +220,30 @@ class Server:
             # here: millions of tokens on their way to the engine would hold up everybody's
             if (most := max(map(len, prompts))) > self._settings.longest:
                 raise ContextTooLong(f"a prompt has {most} tokens, at most {self._settings.longest} are taken. Shorten it")
-            orders = [
-                Order(prompt=prompt, sampling=sampling, adapter=adapter, tenant=caller.tenant, n=wish.n or 1)
+            params = parse_sampling(sampling)
+            requests = [
+                GenerateRequest(prompt=prompt, sampling=params, adapter=adapter, tenant=caller.tenant, n=wish.n or 1)
                 for prompt in prompts
             ]
             generation = Generation(
-                orders,
+                requests,
                 lambda: self._tokens.stream(
                     wish.stops, include_stop=wish.include_stop_str_in_output, skip_special=wish.skip_special_tokens
                 ),
                 self._metrics,
-                every_piece=bool(wish.stream),
+                stream=bool(wish.stream),
             )
             try:
-                begun = await stack.enter_async_context(self._remote.begin(orders))
+                begun = await stack.enter_async_context(self._remote.submit(requests))
             except UnknownAdapter:
                 raise _unknown(wish.model) from None
             if not wish.stream:
-                pieces = [piece async for piece in generation.pieces(begun)]
+                pieces = [piece async for piece in generation.deltas(begun)]
                 pieces.sort(key=lambda piece: piece.index)
                 return JSONResponse(shape.whole(pieces, generation.usage))
             # accepted: the answer can begin, and errors from now on are events in it
             later = stack.pop_all()
-        return _Stream(_events(generation.pieces(begun), generation, shape, _with_usage(wish)), later)
+        return _Stream(_events(generation.deltas(begun), generation, shape, _with_usage(wish)), later)
 
 
 def _unknown(model: str) -> UnknownAdapter:

@@ -1,128 +1,106 @@
-"""The engine as this process sees it: orders go out over the line, events come back, and each order ends once."""
+"""The engine, seen from an HTTP process: operations go out over IPC, events come back, and each request ends once."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from contextlib import asynccontextmanager
 from typing import Any
 
-from symbiosis.errors import EngineLost, SymbiosisError, from_code
+from symbiosis.errors import EngineLost
+from symbiosis.serving import engine_messages as messages
+from symbiosis.serving.engine_messages import Event, Finished, GenerateRequest, JobEvent, Token
 from symbiosis.transport.engine_ipc import IpcClient
 
-_START_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """`n` answers to one prompt. `sampling` has fields of `engine.sequences.Sampling`."""
-
-    prompt: Sequence[int]
-    sampling: dict[str, Any]
-    adapter: str | None
-    tenant: str
-    n: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    order: int
-    """Which of the orders begun together."""
-    number: int
-    """Which of its answers."""
-    token: int
-    chosen: float | None = None
-    """Its logprob, if asked for."""
-    top: Sequence[tuple[int, float]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    order: int
-    number: int
-    reason: str
-    cached: int
+_START_TIMEOUT_S = 60.0
 
 
 class EngineClient:
-    """One for a process. Every method raises `EngineLost` once the engine is gone."""
+    """One per process. Every method raises `EngineLost` once the engine is gone."""
 
-    def __init__(self, line: IpcClient) -> None:
-        self._line = line
-        self._numbers = itertools.count()
+    def __init__(self, ipc: IpcClient) -> None:
+        self._ipc = ipc
+        self._ids = itertools.count()
         self._inboxes: dict[str, asyncio.Queue[Any]] = {}
         self._reader: asyncio.Task[None] | None = None
-        self._heard = asyncio.Event()
+        self._connected = asyncio.Event()
         self.lost = asyncio.Event()
 
     async def start(self) -> None:
-        """Returns when the engine has answered."""
+        """Returns when the engine has replied."""
         self._reader = asyncio.create_task(self._read())
-        await self._line.send({"op": "hello", "id": "hello"})
+        await self._ipc.send({"op": "hello", "id": "hello"})
         try:
-            async with asyncio.timeout(_START_S):
-                await self._heard.wait()
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await self._connected.wait()
         except TimeoutError:
-            raise EngineLost("the engine does not answer") from None
+            raise EngineLost(f"the engine did not reply within {_START_TIMEOUT_S:g} s") from None
 
     async def close(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait({self._reader})
-        self._line.close()
+        self._ipc.close()
 
     def is_alive(self) -> bool:
         return not self.lost.is_set()
 
-    def begin(self, orders: Sequence[Order]) -> ActiveRequests:
-        """Orders whose events come together. A context manager: what has not ended at its end is cancelled."""
-        return ActiveRequests(self, orders)
+    @asynccontextmanager
+    async def submit(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[ActiveRequests]:
+        """Requests whose events are read together, once all are accepted; the exit cancels unfinished ones.
+
+        Raises why a request was rejected.
+        """
+        active = ActiveRequests(self, requests)
+        try:
+            await active.start()
+            yield active
+        finally:
+            await active.close()
 
     async def ask(self, op: str, **body: Any) -> dict[str, Any]:
-        """load, unload, pin, stats or check_adapter; raises what the engine answers with."""
+        """The result of load, unload, pin, stats or check_adapter. Raises the engine's error."""
         id, inbox = await self.open({"op": op, **body})
         try:
-            event = await inbox.get()
+            event = _decode(await inbox.get())
         finally:
             self.forget(id)
-        if event is None:
-            raise _lost()
-        if "refused" in event:
-            raise error_of(event["refused"])
-        settled: dict[str, Any] = event["settled"]
-        return settled
+        if isinstance(event, messages.Rejected):
+            raise event.error
+        assert isinstance(event, messages.Result)
+        return event.body
 
     async def open(self, body: dict[str, Any], inbox: asyncio.Queue[Any] | None = None) -> tuple[str, asyncio.Queue[Any]]:
-        """Send a message with an id of its own; what answers it goes to the inbox. None in it: the engine is lost."""
+        """Send an operation with a new id; its encoded events go to the inbox. None in it: the engine is lost."""
         if self.lost.is_set():
             raise _lost()
-        id = str(next(self._numbers))
+        id = str(next(self._ids))
         self._inboxes[id] = inbox = inbox or asyncio.Queue()
         try:
-            await self._line.send({**body, "id": id})
+            await self._ipc.send({**body, "id": id})
         except BaseException:
             self.forget(id)
             raise
         return id, inbox
 
     def forget(self, id: str) -> None:
+        """Drop further events of this id."""
         self._inboxes.pop(id, None)
 
     async def cancel(self, id: str, number: int | None = None) -> None:
         if not self.lost.is_set():
-            await self._line.send({"op": "cancel", "id": id, "number": number})
+            await self._ipc.send({"op": "cancel", "id": id, "number": number})
 
     async def stop_training(self, id: str, *, at_once: bool = False) -> None:
-        """Let a job stop after the step under way, or after the pass under way; its end comes to its inbox."""
+        """Stop a job after its current step, or after the current batch; its end goes to its inbox."""
         if not self.lost.is_set():
-            await self._line.send({"op": "stop_training", "id": id, "at_once": at_once})
+            await self._ipc.send({"op": "stop_training", "id": id, "at_once": at_once})
 
     async def _read(self) -> None:
         try:
-            async for message in self._line.messages():
-                self._heard.set()
+            async for message in self._ipc.messages():
+                self._connected.set()
                 if message.get("beat") is False:
                     return
                 for event in message.get("events", ()):
@@ -136,85 +114,71 @@ class EngineClient:
 
 
 class ActiveRequests:
-    """Orders under way. Entering waits until all are accepted, or raises why one was not."""
+    """Submitted requests and their events."""
 
-    def __init__(self, remote: EngineClient, orders: Sequence[Order]) -> None:
-        self._remote, self._orders = remote, orders
+    def __init__(self, client: EngineClient, requests: Sequence[GenerateRequest]) -> None:
+        self._client, self._requests = client, requests
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
-        self._ids: dict[str, int] = {}
-        self._early: list[Any] = []
-        self._left: set[tuple[int, int]] = set()
+        self._indices: dict[str, int] = {}  # by id
+        self._early: list[Event | JobEvent] = []
+        self._unfinished: set[tuple[str, int]] = set()
 
-    async def __aenter__(self) -> ActiveRequests:
-        try:
-            for place, order in enumerate(self._orders):
-                body: dict[str, Any] = {"op": "submit", "prompt": order.prompt, "sampling": order.sampling}
-                body |= {"adapter": order.adapter, "tenant": order.tenant, "n": order.n}
-                id, _ = await self._remote.open(body, self._inbox)
-                self._ids[id] = place
-                self._left |= {(place, number) for number in range(order.n)}
-            accepted = 0
-            while accepted < len(self._orders):
-                event = await self._next()
-                if isinstance(event, dict) and "accepted" in event:
-                    accepted += 1
-                else:  # others may speak before the last is accepted
-                    self._early.append(event)
-        except BaseException:
-            await self._close()
-            raise
-        return self
+    async def start(self) -> None:
+        """Send the requests; returns when all are accepted. Raises why one was rejected."""
+        for index, request in enumerate(self._requests):
+            id, _ = await self._client.open(messages.encode_request(request), self._inbox)
+            self._indices[id] = index
+            self._unfinished |= {(id, number) for number in range(request.n)}
+        num_accepted = 0
+        while num_accepted < len(self._requests):
+            event = await self._next()
+            if isinstance(event, messages.Accepted):
+                num_accepted += 1
+            else:  # the first request may have events before the last is accepted
+                self._early.append(event)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._close()
+    async def events(self) -> AsyncIterator[tuple[int, Token | Finished]]:
+        """(index of the request, event) until every completion has finished or was stopped.
 
-    async def events(self) -> AsyncIterator[Token | End]:
-        """Until every answer has ended or been cancelled; raises if one failed, or the engine is lost."""
-        while self._left:
+        Raises the error of a completion that failed, or `EngineLost`.
+        """
+        while self._unfinished:
             event = self._early.pop(0) if self._early else await self._next()
-            if isinstance(event, list):
-                place = self._ids[event[0]]
-                if (place, event[1]) in self._left:
-                    yield Token(place, *event[1:])
+            assert isinstance(event, Token | Finished)
+            if (event.id, event.number) not in self._unfinished:
                 continue
-            place, number = self._ids[event["id"]], event["number"]
-            if (place, number) in self._left:
-                self._left.discard((place, number))
-                if "error" in event:
-                    raise error_of(event["error"])
-                yield End(place, number, event["end"], event["cached"])
+            if isinstance(event, Finished):
+                self._unfinished.discard((event.id, event.number))
+                if event.error is not None:
+                    raise event.error
+            yield self._indices[event.id], event
 
-    async def stop(self, place: int, number: int) -> None:
-        """This answer is complete: nothing more comes of it."""
-        self._left.discard((place, number))
-        id = next(id for id, each in self._ids.items() if each == place)
-        await self._remote.cancel(id, number)
+    async def stop(self, event: Token) -> None:
+        """The completion of this token is complete: cancel it and drop its further events."""
+        self._unfinished.discard((event.id, event.number))
+        await self._client.cancel(event.id, event.number)
 
-    async def _next(self) -> Any:
-        event = await self._inbox.get()
-        if event is None:
-            raise _lost()
-        if isinstance(event, dict) and "refused" in event:
-            place = self._ids[event["id"]]
-            self._left = {each for each in self._left if each[0] != place}
-            raise error_of(event["refused"])
+    async def _next(self) -> Event | JobEvent:
+        event = _decode(await self._inbox.get())
+        if isinstance(event, messages.Rejected):
+            self._unfinished = {each for each in self._unfinished if each[0] != event.id}
+            raise event.error
         return event
 
-    async def _close(self) -> None:
-        for id, place in self._ids.items():
-            self._remote.forget(id)
-            if any(each[0] == place for each in self._left):
-                await asyncio.shield(self._remote.cancel(id))
+    async def close(self) -> None:
+        """Cancel unfinished requests."""
+        for id in self._indices:
+            self._client.forget(id)
+            if any(each[0] == id for each in self._unfinished):
+                await asyncio.shield(self._client.cancel(id))
 
 
-def error_of(body: dict[str, Any]) -> SymbiosisError:
-    error = from_code(body["code"], body["message"])
-    if body.get("field"):
-        error.field = body["field"]  # type: ignore[attr-defined]
-    return error
+def _decode(raw: Any) -> Event | JobEvent:
+    """An event of an inbox. Raises `EngineLost`."""
+    if raw is None:
+        raise _lost()
+    return messages.decode_event(raw)
 
 
 def _lost() -> EngineLost:
-    return EngineLost("the serving engine is gone; it may be started again")
+    return EngineLost("the serving engine is gone; it may be restarted")

@@ -1,4 +1,4 @@
-"""Orders in, pieces of text out: what both kinds of completions do, streamed or not."""
+"""From requests to deltas of text: what both kinds of completions share, streamed or not."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from symbiosis.server.engine_client import ActiveRequests, End, Order, Token
+from symbiosis.server.engine_client import ActiveRequests
 from symbiosis.server.metrics import Metrics
 from symbiosis.serving.detokenizer import TextStream
+from symbiosis.serving.engine_messages import Finished, GenerateRequest, Token
 
-_LEAST = -9999.0  # JSON has no -Infinity
+_MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The next piece of one answer; the last has a `finish`."""
+    """The next text of one completion; the last delta has a `finish` reason."""
 
     index: int
     text: str
@@ -32,76 +33,77 @@ class TextDelta:
 
 @dataclass(slots=True)
 class Usage:
+    """Numbers of tokens."""
+
     prompt: int = 0
     completion: int = 0
     cached: int = 0
 
 
 @dataclass(slots=True)
-class _Answer:
-    text: TextStream
+class _Completion:
+    stream: TextStream
+    text: str = ""
+    """Not sent yet, as are `logprobs`."""
     logprobs: list[Logprob] = field(default_factory=list)
-    """Not given out yet."""
-    last: float | None = None
-    """When its last token came."""
+    last_token_s: float | None = None
+    """Time of its last token."""
 
 
 class Generation:
-    """The answers of one request. Answer `a` of prompt `p` has the index `p * n + a`."""
+    """The completions of one HTTP request. Completion `c` of prompt `p` has the index `p * n + c`."""
 
     def __init__(
         self,
-        orders: Sequence[Order],
+        requests: Sequence[GenerateRequest],
         make_stream: Callable[[], TextStream],
         metrics: Metrics,
         *,
-        every_piece: bool,
+        stream: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`every_piece`: give out pieces as they come; otherwise an answer is one piece."""
-        self._n = orders[0].n
-        self._answers = [_Answer(make_stream()) for _ in range(len(orders) * self._n)]
-        self._tenant = orders[0].tenant
-        self._metrics, self._clock, self._every_piece = metrics, clock, every_piece
-        self._begun = clock()
-        self._whole = [""] * len(self._answers)
-        self.usage = Usage(prompt=sum(len(order.prompt) for order in orders))
+        """`stream`: yield a delta for each new text; otherwise one delta for each completion."""
+        self._n, self._tenant = requests[0].n, requests[0].tenant
+        self._completions = [_Completion(make_stream()) for _ in range(len(requests) * self._n)]
+        self._metrics, self._clock, self._stream = metrics, clock, stream
+        self._start_s = clock()
+        self.usage = Usage(prompt=sum(len(request.prompt) for request in requests))
 
-    async def pieces(self, begun: ActiveRequests) -> AsyncIterator[TextDelta]:
+    async def deltas(self, active: ActiveRequests) -> AsyncIterator[TextDelta]:
         self._metrics.count_prompt(self._tenant, self.usage.prompt)
-        async for event in begun.events():
-            index = event.order * self._n + event.number
-            answer = self._answers[index]
-            if isinstance(event, End):
+        async for request_index, event in active.events():
+            index = request_index * self._n + event.number
+            completion = self._completions[index]
+            if isinstance(event, Finished):
                 if event.number == 0:
                     self.usage.cached += event.cached
-                yield self._piece(index, answer.text.finish(), "length" if event.reason == "length" else "stop")
+                completion.text += completion.stream.finish()
+                yield self._take_delta(index, "length" if event.reason == "length" else "stop")
                 continue
-            self._count(answer, event)
-            new = answer.text.push(event.token)
-            if answer.text.stopped is not None:
-                yield self._piece(index, new, "stop")
-                await begun.stop(event.order, event.number)
-            elif self._every_piece and (new or answer.logprobs):
-                yield self._piece(index, new)
-            else:
-                self._whole[index] += new
+            self._count(completion, event)
+            text = completion.stream.push(event.token)
+            completion.text += text
+            if completion.stream.stopped is not None:
+                yield self._take_delta(index, "stop")
+                await active.stop(event)
+            elif self._stream and (text or completion.logprobs):
+                yield self._take_delta(index)
 
-    def _piece(self, index: int, text: str, finish: str | None = None) -> TextDelta:
-        answer = self._answers[index]
-        logprobs, answer.logprobs = tuple(answer.logprobs), []
-        before, self._whole[index] = self._whole[index], ""
-        return TextDelta(index, before + text, logprobs, finish)
+    def _take_delta(self, index: int, finish: str | None = None) -> TextDelta:
+        completion = self._completions[index]
+        delta = TextDelta(index, completion.text, tuple(completion.logprobs), finish)
+        completion.text, completion.logprobs = "", []
+        return delta
 
-    def _count(self, answer: _Answer, event: Token) -> None:
+    def _count(self, completion: _Completion, event: Token) -> None:
         now = self._clock()
-        if answer.last is not None:
-            self._metrics.time_next(now - answer.last)
+        if completion.last_token_s is not None:
+            self._metrics.time_next(now - completion.last_token_s)
         elif self.usage.completion == 0:
-            self._metrics.time_first(now - self._begun)
-        answer.last = now
+            self._metrics.time_first(now - self._start_s)
+        completion.last_token_s = now
         self.usage.completion += 1
         self._metrics.count_token(self._tenant)
-        if event.chosen is not None:
-            top = tuple((token, max(logprob, _LEAST)) for token, logprob in event.top)
-            answer.logprobs.append(Logprob(event.token, max(event.chosen, _LEAST), top))
+        if event.logprobs is not None:
+            top = tuple((token, max(logprob, _MIN_LOGPROB)) for token, logprob in event.logprobs.top)
+            completion.logprobs.append(Logprob(event.token, max(event.logprobs.chosen, _MIN_LOGPROB), top))

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits: what it would leave half done is done first."""
+"""Defers Ctrl-C while an operation must not be interrupted."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Self
 
 
 class DeferredSigint:
-    """A context manager. Within, SIGINT is kept until `take`; at the end it is let through.
+    """A context manager: SIGINT is held until `deliver` or the exit.
 
-    Only the main thread is interrupted, and only if somebody handles the signal: elsewhere this does nothing.
+    Has an effect only on the main thread, which alone is interrupted, and only if SIGINT has a Python handler.
     """
 
     def __init__(self) -> None:
         self._handler = signal.getsignal(signal.SIGINT)
-        self._came: tuple[int, FrameType | None] | None = None
-        self._keeps = threading.current_thread() is threading.main_thread() and callable(self._handler)
+        self._pending: tuple[int, FrameType | None] | None = None
+        self._is_active = threading.current_thread() is threading.main_thread() and callable(self._handler)
 
     def __enter__(self) -> Self:
-        if self._keeps:
-            signal.signal(signal.SIGINT, self._keep)
+        if self._is_active:
+            signal.signal(signal.SIGINT, self._hold)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._keeps:
+        if self._is_active:
             signal.signal(signal.SIGINT, self._handler)
-        self.take()
+        self.deliver()
 
-    def take(self) -> None:
-        """What came is handled now; by default, it raises `KeyboardInterrupt`."""
-        came, self._came = self._came, None
-        if came is not None and callable(self._handler):
-            self._handler(*came)
+    def deliver(self) -> None:
+        """Handle a held signal now; the default handler raises `KeyboardInterrupt`."""
+        pending, self._pending = self._pending, None
+        if pending is not None and callable(self._handler):
+            self._handler(*pending)
 
-    def _keep(self, number: int, frame: FrameType | None) -> None:
-        self._came = (number, frame)
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        self._pending = (number, frame)

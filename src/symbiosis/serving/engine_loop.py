@@ -1,8 +1,7 @@
-"""Where requests come in and answers go out, while one thread steps the engine.
+"""Runs the engine core on one thread: operations in, events out.
 
-Whatever arrives (requests, cancels, adapters that were read) is done between
-two passes, on the stepping thread: nothing needs a lock. What a pass made goes
-out as one batch. Adapters are read and checked on a thread of their own.
+Operations (requests, cancels, loaded adapters) run between two steps on the stepping thread, without locks. The events of
+one step leave as one batch. Adapters are read and checked on a loader thread.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,352 +19,277 @@ from typing import Any
 from symbiosis.adapters.names import resolve_adapter_name
 from symbiosis.common import denormals
 from symbiosis.errors import AdapterExists, AnswerFailed, Closed, PassFailed, SymbiosisError, TooManyRequests
-from symbiosis.serving.engine import EngineCore
-from symbiosis.serving.lora.adapter_cache import PreparedAdapter
-from symbiosis.serving.lora.adapter_registry import AdapterVersion
-from symbiosis.serving.model.sampler import Logprobs
-from symbiosis.serving.scheduling.sequence import FinishReason, Sampling
-from symbiosis.serving.scheduling.sequence import Sequence as Answer
+from symbiosis.serving.engine_core import EngineCore
+from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, Rejected, Result, Token
+from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
+from symbiosis.serving.scheduling.sequence import FinishReason, Sequence
 
 _MAX_LOADS = 64
-_STUCK_S = 0.01
+_STALL_S = 0.01
 _log = logging.getLogger("symbiosis")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateRequest:
-    """A request: `n` answers to one prompt."""
-
-    id: str
-    """Chosen by whoever asks; no two at once."""
-    prompt: Sequence[int]
-    sampling: Sampling = field(default_factory=Sampling)
-    adapter: str | None = None
-    """As its tenant names it; whose it is, `names.found` says."""
-    tenant: str = ""
-    n: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The order is queued; each of its answers will end once."""
-
-    id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """The order never began: this is all there will be of it. Or: what a ticket stood for failed."""
-
-    id: str
-    error: SymbiosisError
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    id: str
-    number: int
-    token: int
-    logprobs: Logprobs | None
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The one end of one answer; with the error if it failed."""
-
-    id: str
-    number: int
-    reason: FinishReason
-    cached: int = 0
-    """Tokens of its prompt that were found in the cache."""
-    error: SymbiosisError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a ticket (load, unload, stats) came to."""
-
-    id: str
-    body: dict[str, Any]
-
-
-Event = Accepted | Rejected | Token | Finished | Result
+_OnClosed = Callable[[SymbiosisError], None]
 
 
 class EngineLoop:
-    """Runs a core until closed. Every method may be called by any thread and returns at once.
+    """Steps a core until closed. Every method is thread-safe and returns at once.
 
-    `out` gets what happened, in order, a batch at a time: from the stepping
-    thread, so it must be quick, and it must not raise.
+    `publish` receives events in order, a batch at a time. The stepping thread calls it: it must be quick and must not
+    raise.
     """
 
-    def __init__(self, core: EngineCore, out: Callable[[list[Event]], None]) -> None:
-        self._core, self._out = core, out
-        self._inbox: SimpleQueue[tuple[str, Callable[[], None]] | None] = SimpleQueue()
+    def __init__(self, core: EngineCore, publish: Callable[[list[Event]], None]) -> None:
+        self._core, self._publish = core, publish
+        self._inbox: SimpleQueue[tuple[_OnClosed | None, Callable[[], None]] | None] = SimpleQueue()
         self._events: list[Event] = []
-        self._orders: dict[str, list[Answer]] = {}  # answers that have not ended
-        self._places: dict[str, tuple[str, int]] = {}  # sequence -> order, number
+        self._requests: dict[str, list[Sequence]] = {}  # unfinished sequences by request id
+        self._request_ids: dict[str, str] = {}  # by sequence id
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-adapters")
-        self._loads: set[str] = set()  # tickets
-        self._serving: list[Future[AdapterVersion]] = []
-        self.more_figures: Callable[[], dict[str, Any]] = dict
-        """What others of this process want to be known by `stats`; quick, and called by the stepping thread."""
-        self._loaded = 0
+        self._loads: set[str] = set()  # operation ids
+        self.extra_stats: Callable[[], dict[str, Any]] = dict
+        """Statistics of other services of this process. Called by the stepping thread: quick."""
+        self._num_loads = 0
         self._load_s = 0.0
         self._closed = False
-        self._stuck = False  # somebody waits, and nothing could be computed
+        self._is_stalled = False  # sequences wait, and the last step computed nothing
         self._lock = threading.Lock()
-        core.call_on_news(lambda: self._put("", self._take_up))
+        core.on_adapter_change(lambda: self._put(None, core.poll_adapters))
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, order: GenerateRequest, unnamed: PreparedAdapter | None = None) -> None:
-        """`Accepted` and then an `Finished` for each answer, or `Rejected`. `unnamed`: by this adapter, which has no name."""
-        self._put(order.id, lambda: self._add(order, unnamed))
+    def submit(self, request: GenerateRequest, unnamed: PreparedAdapter | None = None) -> None:
+        """`Accepted` and a `Finished` for each completion, or `Rejected`. `unnamed` is an adapter without a name."""
+        self._put_operation(request.id, lambda: self._add(request, unnamed))
 
     def cancel(self, id: str, number: int | None = None) -> None:
-        """End an order, or one of its answers; nothing happens if it has ended."""
-        self._put("", lambda: self._cancel(id, number))
+        """Finish a request, or one of its completions; no effect on finished ones."""
+        self._put(None, lambda: self._cancel(id, number))
 
-    def load(self, ticket: str, name: str, folder: str | Path, *, replace: bool = False) -> None:
-        """Serve the adapter of a folder: `Result` with its hash and seconds, or `Rejected`."""
-        self._put(ticket, lambda: self._begin_load(ticket, name, Path(folder), replace))
+    def load(self, id: str, name: str, folder: str | Path, *, replace: bool = False) -> None:
+        """Serve the adapter of a folder: `Result` with its hash, generation and seconds, or `Rejected`."""
+        self._put_operation(id, lambda: self._begin_load(id, name, Path(folder), replace))
 
     def serve(self, name: str, prepared: PreparedAdapter) -> Future[AdapterVersion]:
-        """Serve what was prepared under this name, before the next pass. Ends in `Closed` if the engine was closed."""
+        """Serve a prepared adapter under this name from the next step on. Fails with `Closed` if the loop is closed."""
         served: Future[AdapterVersion] = Future()
-        with self._lock:
-            if not self._closed:
-                self._serving.append(served)
-                self._inbox.put(("", lambda: self._serve(name, prepared, served)))
-                return served
-        served.set_exception(Closed("the engine was closed"))
+        self._put(served.set_exception, lambda: self._serve(name, prepared, served))
         return served
 
-    def unload(self, ticket: str, name: str) -> None:
-        """Who runs with it ends with it; nobody new gets it. `Result` or `Rejected`."""
-        self._put(ticket, lambda: self._settle(ticket, lambda: self._core.remove_adapter(name)))
+    def unload(self, id: str, name: str) -> None:
+        """Remove a name; accepted requests keep the adapter. `Result` or `Rejected`."""
+        self._put_operation(id, lambda: self._reply(id, lambda: self._core.remove_adapter(name)))
 
-    def pin(self, ticket: str, name: str, pinned: bool) -> None:
-        """Let it stay on the device, or leave like any other. `Result` or `Rejected`."""
-        self._put(ticket, lambda: self._settle(ticket, lambda: self._core.pin_adapter(name, pinned)))
+    def pin(self, id: str, name: str, pinned: bool) -> None:
+        """Pin an adapter to the device, or unpin it. `Result` or `Rejected`."""
+        self._put_operation(id, lambda: self._reply(id, lambda: self._core.pin_adapter(name, pinned)))
 
-    def stats(self, ticket: str) -> None:
-        self._put(ticket, lambda: self._events.append(Result(ticket, self._figures())))
+    def stats(self, id: str) -> None:
+        """`Result` with statistics of scheduler, KV cache and adapters."""
+        self._put_operation(id, lambda: self._events.append(Result(id, self._stats())))
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """End everything: whatever has not ended fails with `Closed`."""
+        """Unfinished requests and operations fail with `Closed`."""
         with self._lock:
             self._closed = True
             self._inbox.put(None)
         self._thread.join(timeout=60)
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _put(self, id: str, action: Callable[[], None]) -> None:
-        with self._lock:  # after the thread's last look nothing may be put in
+    def _put(self, on_closed: _OnClosed | None, action: Callable[[], None]) -> None:
+        with self._lock:  # nothing may enter the inbox after the thread has emptied it for the last time
             if not self._closed:
-                self._inbox.put((id, action))
+                self._inbox.put((on_closed, action))
                 return
-        if id:
-            self._out([Rejected(id, Closed("the engine was closed"))])
+        if on_closed is not None:
+            on_closed(Closed("the engine was closed"))
+
+    def _put_operation(self, id: str, action: Callable[[], None]) -> None:
+        """An operation that ends in an event."""
+        self._put(lambda error: self._publish([Rejected(id, error)]), action)
 
     # On the stepping thread
 
     def _run(self) -> None:
         denormals.flush_to_zero()
         try:
-            while self._take():
+            while self._run_operations():
                 self._step()
-                self._end_failed()
                 self._send()
         except BaseException:
-            _log.exception("the engine's loop failed")
+            _log.exception("the engine loop failed")
             raise
         finally:
-            self._end_all()
+            self._close_all()
 
-    def _take(self) -> bool:
-        """Do what has arrived; waits if there is nothing else to do. False: the end."""
-        wait = self._core.is_idle()
+    def _run_operations(self) -> bool:
+        """Run the operations in the inbox; waits for one if the core is idle. False: the loop was closed."""
+        is_idle = self._core.is_idle()
         while True:
             try:
-                arrived = self._inbox.get(block=wait or self._stuck, timeout=None if wait else _STUCK_S)
+                operation = self._inbox.get(block=is_idle or self._is_stalled, timeout=None if is_idle else _STALL_S)
             except Empty:
                 return True
-            self._stuck = False  # no reason to wait for more before trying
-            if arrived is None:
+            self._is_stalled = False  # the operation may have changed what can be computed
+            if operation is None:
                 return False
-            arrived[1]()
+            operation[1]()
             self._send()
-            wait = self._core.is_idle()
-
-    def _take_up(self) -> None:
-        self._core.take_up()
-        self._end_failed()
-
-    def _end_failed(self) -> None:
-        for answer, error in self._core.take_failed():
-            self._end(answer, error)
+            is_idle = self._core.is_idle()
 
     def _step(self) -> None:
-        self._stuck = False
-        before = self._core.passes
+        self._is_stalled = False
+        num_steps = self._core.num_steps
         try:
-            made = self._core.step()
+            sampled = self._core.step()
         except PassFailed as failure:
-            _log.exception("a pass failed; its %d answers fail with it", len(failure.requests))
-            for answer in failure.requests:
-                self._end(answer, PassFailed(str(failure)))
+            _log.exception("a step failed, and with it its %d completions", len(failure.requests))
+            for sequence in failure.requests:
+                self._finish(sequence, PassFailed(str(failure)))
             if not self._core.is_sound():
                 raise
             return
-        for answer, token, logprobs in made:
-            place = self._places.get(answer.id)
-            if place is None:
+        for sequence, token, logprobs in sampled:
+            id = self._request_ids.get(sequence.id)
+            if id is None:
                 continue
             if token >= 0:
-                self._events.append(Token(*place, token, logprobs))
-            if answer.reason is not None:
-                self._end(answer)
-        if self._core.passes == before and not self._core.is_idle():
-            self._stuck = True  # no reason to turn at full speed: what arrives wakes
+                self._events.append(Token(id, sequence.number, token, logprobs))
+            if sequence.reason is not None:
+                self._finish(sequence)
+        if self._core.num_steps == num_steps and not self._core.is_idle():
+            self._is_stalled = True  # do not spin: wait a moment for operations
 
     def _send(self) -> None:
+        for sequence, error in self._core.take_failed():
+            self._finish(sequence, error)
         if self._events:
             events, self._events = self._events, []
-            self._out(events)
+            self._publish(events)
 
-    def _add(self, order: GenerateRequest, unnamed: PreparedAdapter | None) -> None:
+    def _add(self, request: GenerateRequest, unnamed: PreparedAdapter | None) -> None:
         try:
-            if order.id in self._orders:
-                raise SymbiosisError(f"there is an order {order.id!r} already: choose another id")
-            answers = self._queued(order, unnamed)
+            if request.id in self._requests:
+                raise SymbiosisError(f"request {request.id!r} exists already: choose another id")
+            adapter: str | PreparedAdapter | None = request.adapter if unnamed is None else unnamed
+            if isinstance(adapter, str):  # the version is fixed within this operation, when the request is queued
+                adapter = resolve_adapter_name(adapter, request.tenant, self._core.adapter_names)
+            n, prompt, tenant = request.n, request.prompt, request.tenant
+            sequences = self._core.add_several(n, prompt, request.sampling, adapter=adapter, tenant=tenant)
         except SymbiosisError as error:
-            self._events.append(Rejected(order.id, error))
+            self._events.append(Rejected(request.id, error))
             return
-        self._orders[order.id] = answers
-        for answer in answers:
-            self._places[answer.id] = (order.id, answer.number)
-        self._events.append(Accepted(order.id))
-
-    def _queued(self, order: GenerateRequest, unnamed: PreparedAdapter | None) -> list[Answer]:
-        if unnamed is not None:
-            return self._core.add_unnamed(order.n, order.prompt, order.sampling, unnamed, tenant=order.tenant)
-        adapter = None if order.adapter is None else resolve_adapter_name(order.adapter, order.tenant, self._core.adapters)
-        return self._core.add_several(order.n, order.prompt, order.sampling, adapter=adapter, tenant=order.tenant)
+        self._requests[request.id] = sequences
+        self._request_ids.update((sequence.id, request.id) for sequence in sequences)
+        self._events.append(Accepted(request.id))
 
     def _cancel(self, id: str, number: int | None) -> None:
-        for answer in list(self._orders.get(id, ())):
-            if number is None or answer.number == number:
-                self._core.cancel(answer)
-                self._end(answer)
+        for sequence in list(self._requests.get(id, ())):
+            if number is None or sequence.number == number:
+                self._core.cancel(sequence)
+                self._finish(sequence)
 
-    def _end(self, answer: Answer, error: SymbiosisError | None = None) -> None:
-        place = self._places.pop(answer.id, None)
-        if place is None:
+    def _finish(self, sequence: Sequence, error: SymbiosisError | None = None) -> None:
+        id = self._request_ids.pop(sequence.id, None)
+        if id is None:
             return
-        left = self._orders[place[0]]
-        left.remove(answer)
-        if not left:
-            del self._orders[place[0]]
-        reason = answer.reason or FinishReason.FAILED
+        unfinished = self._requests[id]
+        unfinished.remove(sequence)
+        if not unfinished:
+            del self._requests[id]
+        reason = sequence.reason or FinishReason.FAILED
         if reason is FinishReason.FAILED and error is None:
-            error = AnswerFailed("the model gave NaN or infinity where numbers were expected, so no token could be chosen")
-        self._events.append(Finished(*place, reason, answer.cached or 0, error))
+            error = AnswerFailed("no token could be sampled: the model's logits are NaN or infinite")
+        self._events.append(Finished(id, sequence.number, reason, sequence.num_cached_tokens or 0, error))
 
-    def _begin_load(self, ticket: str, name: str, folder: Path, replace: bool) -> None:
+    def _begin_load(self, id: str, name: str, folder: Path, replace: bool) -> None:
         if len(self._loads) >= _MAX_LOADS:
-            error = TooManyRequests(f"{len(self._loads)} adapters are being loaded, at most {_MAX_LOADS} may. Try again later")
-            self._events.append(Rejected(ticket, error))
-        elif name in self._core.adapters and not replace:
-            self._events.append(Rejected(ticket, _exists(name)))
+            message = (
+                f"too many adapters are loading: 1 new + {len(self._loads)} loading > {_MAX_LOADS} allowed. Try again later"
+            )
+            self._events.append(Rejected(id, TooManyRequests(message)))
+        elif name in self._core.adapter_names and not replace:
+            self._events.append(Rejected(id, _exists(name)))
         else:
-            self._loads.add(ticket)
-            self._loader.submit(self._load, ticket, name, folder, replace)
+            self._loads.add(id)
+            self._loader.submit(self._load, id, name, folder, replace)
 
-    def _load(self, ticket: str, name: str, folder: Path, replace: bool) -> None:
-        """On the loader's thread."""
-        begun = time.monotonic()
-        found: PreparedAdapter | SymbiosisError
+    def _load(self, id: str, name: str, folder: Path, replace: bool) -> None:
+        """On the loader thread."""
+        start_s = time.monotonic()
+        loaded: PreparedAdapter | SymbiosisError
         try:
-            found = self._core.prepare(folder)
+            loaded = self._core.prepare(folder)
         except SymbiosisError as error:
-            found = error
-        except Exception as error:  # noqa: BLE001 - somebody waits for an answer
+            loaded = error
+        except Exception as error:  # noqa: BLE001 - every operation has a reply
             _log.exception("an adapter could not be loaded")
-            found = SymbiosisError(f"the adapter could not be loaded: {type(error).__name__}")
-        seconds = time.monotonic() - begun
-        self._put("", lambda: self._end_load(ticket, name, found, replace, seconds))
+            loaded = SymbiosisError(f"the adapter could not be loaded: {type(error).__name__}")
+        seconds = time.monotonic() - start_s
+        self._put(None, lambda: self._end_load(id, name, loaded, replace, seconds))
 
-    def _end_load(self, ticket: str, name: str, found: PreparedAdapter | SymbiosisError, replace: bool, seconds: float) -> None:
-        self._loads.discard(ticket)
-        if isinstance(found, PreparedAdapter) and name in self._core.adapters and not replace:
-            found = _exists(name)
-        if isinstance(found, SymbiosisError):
-            self._events.append(Rejected(ticket, found))
+    def _end_load(self, id: str, name: str, loaded: PreparedAdapter | SymbiosisError, replace: bool, seconds: float) -> None:
+        self._loads.discard(id)
+        if isinstance(loaded, PreparedAdapter) and name in self._core.adapter_names and not replace:
+            loaded = _exists(name)
+        if isinstance(loaded, SymbiosisError):
+            self._events.append(Rejected(id, loaded))
             return
-        version = self._core.put_adapter(name, found)
-        self._loaded += 1
+        version = self._core.put_adapter(name, loaded)
+        self._num_loads += 1
         self._load_s += seconds
-        self._events.append(Result(ticket, {"hash": version.hash, "generation": version.generation, "seconds": seconds}))
+        self._events.append(Result(id, {"hash": version.hash, "generation": version.generation, "seconds": seconds}))
 
     def _serve(self, name: str, prepared: PreparedAdapter, served: Future[AdapterVersion]) -> None:
-        self._serving.remove(served)
         try:
-            version = self._core.put_adapter(name, prepared)
+            served.set_result(self._core.put_adapter(name, prepared))
         except SymbiosisError as error:
             served.set_exception(error)
-        else:
-            served.set_result(version)
 
-    def _settle(self, ticket: str, action: Callable[[], None]) -> None:
+    def _reply(self, id: str, action: Callable[[], None]) -> None:
         try:
             action()
         except SymbiosisError as error:
-            self._events.append(Rejected(ticket, error))
+            self._events.append(Rejected(id, error))
         else:
-            self._events.append(Result(ticket, {}))
+            self._events.append(Result(id, {}))
 
-    def _figures(self) -> dict[str, Any]:
-        scheduler, pool = self._core.scheduler, self._core.scheduler.pool
-        adapters = self._core.figures()
+    def _stats(self) -> dict[str, Any]:
+        scheduler, block_manager = self._core.scheduler, self._core.scheduler.block_manager
+        adapters = self._core.adapter_stats()
         return {
             "adapters": self._core.adapters,
             "adapters_pinned": sorted(self._core.pinned),
             "adapters_resident": adapters.resident,
             "adapters_loading": len(self._loads),
-            "adapter_loads": self._loaded,
+            "adapter_loads": self._num_loads,
             "adapter_load_s": self._load_s,
-            "residency": asdict(adapters),
-            "running": scheduler.running,
-            "waiting": scheduler.waiting,
-            "pages": pool.count,
-            "pages_free": pool.available,
-            "pages_cached": pool.cached,
-            "page_size": pool.page_size,
-            "longest": scheduler.longest,
-            "passes": self._core.passes,
-            **self.more_figures(),
+            "adapter_cache": asdict(adapters),
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "blocks": block_manager.num_blocks,
+            "blocks_free": block_manager.num_free_blocks,
+            "blocks_cached": block_manager.num_cached_blocks,
+            "block_size": block_manager.block_size,
+            "max_model_len": scheduler.max_model_len,
+            "steps": self._core.num_steps,
+            **self.extra_stats(),
         }
 
-    def _end_all(self) -> None:
+    def _close_all(self) -> None:
         with self._lock:
             self._closed = True
         closed = Closed("the engine was closed")
-        for answers in list(self._orders.values()):
-            for answer in list(answers):
-                self._core.cancel(answer)
-                self._end(answer, closed)
+        for sequences in list(self._requests.values()):
+            for sequence in list(sequences):
+                self._core.cancel(sequence)
+                self._finish(sequence, closed)
         while not self._inbox.empty():
-            arrived = self._inbox.get()
-            if arrived is not None and arrived[0]:
-                self._events.append(Rejected(arrived[0], closed))
-        self._events += [Rejected(ticket, closed) for ticket in self._loads]
-        for served in self._serving:
-            served.set_exception(closed)
+            operation = self._inbox.get()
+            if operation is not None and operation[0] is not None:
+                operation[0](closed)
+        self._events += [Rejected(id, closed) for id in self._loads]
         self._send()
 
 

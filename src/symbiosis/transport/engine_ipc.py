@@ -1,9 +1,7 @@
-"""The line between the engine's process and those that speak HTTP: bounded JSON over a socket in a private folder.
+"""IPC between the engine process and HTTP processes: bounded JSON messages over a socket in a private folder.
 
-The engine's end never blocks and knows when a peer is gone: it says something
-to everybody once a second, and ZeroMQ tells if nobody is there. The other end
-is for asyncio, and knows when the engine is gone: the connection breaks, or
-nothing is heard for a while.
+The engine's port never blocks and detects a lost peer: it sends a heartbeat every second, and ZeroMQ reports an unreachable
+peer. The client runs in asyncio and detects a lost engine: the connection breaks, or heartbeats stop.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from symbiosis.errors import BadMessage, TooLarge
 from symbiosis.transport.poller import Poller, Wakeup
 
 MAX_BYTES = 64 << 20
-"""Of one message: a prompt of a million tokens, or the answers of one pass, take less."""
-BEAT_S = 1.0
-SILENCE_S = 15.0
-"""An engine not heard for so long is lost: it beats every second, also while it computes."""
-_WAITING = 4096  # messages per peer and direction
-_DRAIN_AT_ONCE = 256
+"""Most bytes of one message: enough for a prompt of a million tokens, or for the events of one step."""
+HEARTBEAT_S = 1.0
+TIMEOUT_S = 15.0
+"""The engine is lost after this long without a message: it sends heartbeats even while it computes."""
+_MAX_QUEUED = 4096  # messages per peer and direction
+_MAX_DRAINED = 256  # messages received at once
 _POLLIN = int(zmq.POLLIN)
 
 Body = dict[str, Any]
@@ -40,7 +38,7 @@ def encode(body: Body) -> bytes:
     """Raises `TooLarge`."""
     frame = json.dumps(body, separators=(",", ":")).encode()
     if len(frame) > MAX_BYTES:
-        raise TooLarge(f"a message of {len(frame)} bytes: at most {MAX_BYTES} go over the line")
+        raise TooLarge(f"message too large: {len(frame)} bytes > {MAX_BYTES} allowed")
     return frame
 
 
@@ -49,49 +47,49 @@ def decode(frame: bytes) -> Body:
     try:
         body = json.loads(frame)
     except (ValueError, RecursionError):
-        raise BadMessage("a frame that is no JSON") from None
+        raise BadMessage("the frame is not JSON: expected a JSON object") from None
     if not isinstance(body, dict):
-        raise BadMessage("a frame that is no JSON object")
+        raise BadMessage(f"the frame is a JSON {type(body).__name__}: expected a JSON object")
     return body
 
 
 class IpcPort:
-    """The engine's end. One thread uses it; `ring` is for all."""
+    """The engine's endpoint. Used by one thread, except for `wake`."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` belongs to this user alone: who can reach the socket may do everything."""
-        self.path = folder / f"line-{os.getpid()}-{secrets.token_hex(4)}"
+        """`folder` must be private to this user: access to the socket is access to every operation."""
+        self.path = folder / f"ipc-{os.getpid()}-{secrets.token_hex(4)}"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, _WAITING)
-        self._socket.setsockopt(zmq.RCVHWM, _WAITING)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         self._socket.bind(f"ipc://{self.path}")
-        self._wakeup, self._waiter = Wakeup(), Poller()
-        self._waiter.add(self._socket)
-        self._waiter.add(self._wakeup.fileno())
+        self._wakeup, self._poller = Wakeup(), Poller()
+        self._poller.add(self._socket)
+        self._poller.add(self._wakeup.fileno())
 
-    def ring(self) -> None:
-        """Let `wait` return."""
+    def wake(self) -> None:
+        """Make `receive` return. Thread-safe."""
         self._wakeup.notify()
 
-    def wait(self, timeout_s: float) -> list[tuple[bytes, Body | BadMessage]]:
-        """What has arrived, by peer; waits until something has, somebody rings, or the time is up."""
-        self._waiter.wait(timeout_s)
+    def receive(self, timeout_s: float) -> list[tuple[bytes, Body | BadMessage]]:
+        """Messages by peer. Waits for a message, for `wake`, or for the timeout."""
+        self._poller.wait(timeout_s)
         self._wakeup.clear()
-        arrived: list[tuple[bytes, Body | BadMessage]] = []
-        while len(arrived) < _DRAIN_AT_ONCE and int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+        received: list[tuple[bytes, Body | BadMessage]] = []
+        while len(received) < _MAX_DRAINED and int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
             peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
-                arrived.append((peer, decode(frames[0] if len(frames) == 1 else b"")))
+                received.append((peer, decode(frames[0] if len(frames) == 1 else b"")))
             except BadMessage as error:
-                arrived.append((peer, error))
-        return arrived
+                received.append((peer, error))
+        return received
 
     def send(self, peer: bytes, body: Body) -> bool:
-        """False if the peer is gone, or has not read thousands of messages: forget it."""
+        """False if the peer is lost, or has thousands of unread messages."""
         try:
             self._socket.send_multipart([peer, encode(body)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -105,50 +103,49 @@ class IpcPort:
 
 
 class IpcClient:
-    """The other end, in an asyncio loop. Once lost, it stays lost."""
+    """The endpoint of an HTTP process, in an asyncio loop. It does not reconnect."""
 
     def __init__(self, path: str | Path) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, _WAITING)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # read at once, whatever comes; the engine bounds what it sends
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # unlimited: the engine bounds what it sends
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._heard = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._socket.connect(f"ipc://{path}")
 
     async def send(self, body: Body) -> None:
         await self._socket.send(encode(body))
 
     async def messages(self) -> AsyncIterator[Body]:
-        """What the engine says, until it is gone."""
-        gone = asyncio.ensure_future(self._gone())
-        heard: asyncio.Future[bytes] | None = None
+        """The engine's messages, until the engine is lost."""
+        lost = asyncio.ensure_future(self._wait_until_lost())
+        received: asyncio.Future[bytes] | None = None
         try:
             while True:
-                heard = asyncio.ensure_future(self._socket.recv())
-                await asyncio.wait({gone, heard}, return_when=asyncio.FIRST_COMPLETED)
-                if not heard.done():
+                received = asyncio.ensure_future(self._socket.recv())
+                await asyncio.wait({lost, received}, return_when=asyncio.FIRST_COMPLETED)
+                if not received.done():
                     return
-                self._heard = time.monotonic()
-                yield decode(heard.result())
+                self._last_message_s = time.monotonic()
+                yield decode(received.result())
         finally:
-            gone.cancel()
-            if heard is not None:
-                heard.cancel()
+            lost.cancel()
+            if received is not None:
+                received.cancel()
 
-    async def _gone(self) -> None:
-        """Returns when the engine is."""
-        broken = asyncio.ensure_future(self._monitor.recv_multipart())
+    async def _wait_until_lost(self) -> None:
+        disconnected = asyncio.ensure_future(self._monitor.recv_multipart())
         try:
-            while time.monotonic() - self._heard < SILENCE_S:
-                done, _ = await asyncio.wait({broken}, timeout=BEAT_S)
+            while time.monotonic() - self._last_message_s < TIMEOUT_S:
+                done, _ = await asyncio.wait({disconnected}, timeout=HEARTBEAT_S)
                 if done:
-                    parse_monitor_message(broken.result())
+                    parse_monitor_message(disconnected.result())
                     return
         finally:
-            broken.cancel()
+            disconnected.cancel()
 
     def close(self) -> None:
         self._socket.disable_monitor()

@@ -1,4 +1,4 @@
-"""A packed pass gives every session the losses and gradients it would have alone, whatever the model and the method."""
+"""Every session's losses and gradients in a packed batch are those of PEFT alone, for all methods and architectures."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM,
 
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.adapter_factory import AdapterFactory
-from symbiosis.finetuning.packed.attention import batched
+from symbiosis.finetuning.packed.attention import attend_batched
 from symbiosis.finetuning.packed.model import PackedModel
 from tests.conftest import tiny_config
-from tests.finetuning.passes import by_peft, examples, share, worst
+from tests.finetuning.passes import by_peft, examples, session_slice, worst
 from tests.parity.architectures import ARCHITECTURES, MORE
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 METHODS = {
     "LoRA": LoraConfig(r=3, target_modules=ALL, init_lora_weights=False),
-    "rsLoRA with a bias of its own": LoraConfig(r=3, target_modules=ALL, use_rslora=True, lora_bias=True),
+    "rsLoRA with a bias": LoraConfig(r=3, target_modules=ALL, use_rslora=True, lora_bias=True),
     "LoRA on the head": LoraConfig(r=3, target_modules=["v_proj", "lm_head"], init_lora_weights=False),
     "orthogonal start": LoraConfig(r=4, target_modules="all-linear", init_lora_weights="orthogonal"),
     "DoRA": LoraConfig(r=3, target_modules=ALL, use_dora=True, init_lora_weights=False),
@@ -41,7 +41,7 @@ BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, 
 
 @pytest.fixture(scope="module")
 def plain():
-    """With biases, which DoRA and IA3 treat each in their way."""
+    """With biases: DoRA and IA3 treat them differently."""
     torch.manual_seed(3)
     model = LlamaForCausalLM(tiny_config(attention_bias=True, mlp_bias=True)).eval()
     for parameter in model.parameters():
@@ -56,49 +56,52 @@ def packed(plain):
 
 
 @pytest.fixture(scope="module")
-def crowd(plain, packed):
-    """All methods in one pass, two examples or more each."""
-    maker = AdapterFactory(plain)
+def all_methods(plain, packed):
+    """All methods in one batch, two examples or more each."""
+    factory = AdapterFactory(plain)
     data = {name: examples(5 + at, 9, 2 + at) for at, name in enumerate(METHODS)}
-    shares = [share(maker.make(config, seed=7), data[name]) for name, config in METHODS.items()]
-    return data, dict(zip(METHODS, packed.compute(shares), strict=True))
+    slices = [session_slice(factory.make(config, seed=7), data[name]) for name, config in METHODS.items()]
+    return data, dict(zip(METHODS, packed.compute(slices), strict=True))
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_in_one_pass(name, plain, crowd):
-    data, outcomes = crowd
+def test_every_method_in_one_batch(name, plain, all_methods):
+    data, results = all_methods
     _, losses, gradients = by_peft(plain, METHODS[name], data[name])
-    assert outcomes[name].losses == pytest.approx(losses, rel=1e-5)
-    assert worst(outcomes[name].gradients, gradients) < 5e-5
-    assert outcomes[name].finite
+    assert results[name].losses == pytest.approx(losses, rel=1e-5)
+    assert worst(results[name].gradients, gradients) < 5e-5
+    assert results[name].is_finite
 
 
 def test_a_model_in_bfloat16_trains_adapters_in_float32():
     torch.manual_seed(3)
     model = LlamaForCausalLM(tiny_config(attention_bias=True)).to(torch.bfloat16).eval()
-    maker, data = AdapterFactory(model), examples(5, 9)
-    shares = [share(maker.make(config, seed=7), data) for config in METHODS.values()]
-    assert all(p.dtype is torch.float32 for each in shares for p in each.adapter.parameters.values())
-    for config, outcome in zip(METHODS.values(), PackedModel(model).compute(shares), strict=True):
+    factory, data = AdapterFactory(model), examples(5, 9)
+    slices = [session_slice(factory.make(config, seed=7), data) for config in METHODS.values()]
+    assert all(p.dtype is torch.float32 for each in slices for p in each.adapter.parameters.values())
+    for config, result in zip(METHODS.values(), PackedModel(model).compute(slices), strict=True):
         _, losses, gradients = by_peft(model, config, data)
-        assert outcome.losses == pytest.approx(losses, rel=1e-2)
-        assert worst(outcome.gradients, gradients) < 0.2
+        assert result.losses == pytest.approx(losses, rel=1e-2)
+        assert worst(result.gradients, gradients) < 0.2
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_architectures(name):
     model, config = BY_NAME[name].model(), LoraConfig(r=4, target_modules=list(BY_NAME[name].targets), init_lora_weights=False)
     config.task_type = "CAUSAL_LM"
-    maker, data = AdapterFactory(model), examples(9, 4, 12)
-    shares = [share(maker.make(config, seed=seed), rows) for seed, rows in ((3, examples(6, 7)), (7, data), (4, examples(5)))]
-    outcome = PackedModel(model).compute(shares)[1]
+    factory, data = AdapterFactory(model), examples(9, 4, 12)
+    slices = [
+        session_slice(factory.make(config, seed=seed), rows)
+        for seed, rows in ((3, examples(6, 7)), (7, data), (4, examples(5)))
+    ]
+    result = PackedModel(model).compute(slices)[1]
     _, losses, gradients = by_peft(model, config, data)
-    assert outcome.losses == pytest.approx(losses, rel=1e-5)
-    assert worst(outcome.gradients, gradients) < 5e-5
+    assert result.losses == pytest.approx(losses, rel=1e-5)
+    assert worst(result.gradients, gradients) < 5e-5
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_be_packed_is_refused(name):
+def test_a_model_that_cannot_be_packed_is_rejected(name):
     with pytest.raises(CannotTrain):
         PackedModel(BY_NAME[name].model())
 
@@ -106,7 +109,7 @@ def test_a_model_that_cannot_be_packed_is_refused(name):
 @pytest.mark.parametrize(
     ("said", "reason"), [({}, "window"), ({"layer_types": ["full_attention"] * 2}, "attn_temperature_tuning")]
 )
-def test_chunks_and_temperatures_by_row_are_refused(said, reason):
+def test_chunked_attention_and_temperature_tuning_are_rejected(said, reason):
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     more = {"num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8, "attention_chunk_size": 8, "pad_token_id": 0}
     model = Llama4ForCausalLM(Llama4TextConfig(**sizes, **more, **said, num_hidden_layers=2)).eval()
@@ -120,53 +123,55 @@ def test_a_prefix_before_a_window():
     model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_hidden_layers=6, head_dim=8, sliding_window=6)).eval()
     config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     data = examples(9, 14)
-    outcome = PackedModel(model).compute([share(AdapterFactory(model).make(config, seed=7), data)])[0]
+    result = PackedModel(model).compute([session_slice(AdapterFactory(model).make(config, seed=7), data)])[0]
     _, losses, gradients = by_peft(model, config, data)
-    assert outcome.losses == pytest.approx(losses, rel=1e-4)
-    assert worst(outcome.gradients, gradients) < 1e-4
+    assert result.losses == pytest.approx(losses, rel=1e-4)
+    assert worst(result.gradients, gradients) < 1e-4
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
-def test_numbers_that_are_none_reach_nobody_else(poison, plain, packed):
-    """To the bit: the others get what they get beside harmless rows."""
-    maker = AdapterFactory(plain)
-    good = [share(maker.make(METHODS[name], seed=7), examples(5, 8)) for name in ("LoRA", "DoRA", "IA3", "prefix tuning")]
+def test_nan_and_overflow_stay_in_their_session(poison, plain, packed):
+    """Bitwise: the other sessions' results do not depend on the bad session's values."""
+    factory = AdapterFactory(plain)
+    good = [
+        session_slice(factory.make(METHODS[name], seed=7), examples(5, 8)) for name in ("LoRA", "DoRA", "IA3", "prefix tuning")
+    ]
     for name in ("LoRA", "IA3", "prefix tuning", "prompt tuning"):
-        bad = share(maker.make(METHODS[name], seed=1), examples(6, 3))
+        bad = session_slice(factory.make(METHODS[name], seed=1), examples(6, 3))
         mixed = [*good[:2], bad, *good[2:]]
         harmless = packed.compute(mixed)
         with torch.no_grad():
             for parameter in bad.adapter.parameters.values():
                 parameter.fill_(poison)
         found = packed.compute(mixed)
-        assert poison == 3e38 or not found[2].finite
+        assert poison == 3e38 or not found[2].is_finite
         for at in (0, 1, 3, 4):
-            assert found[at].finite
+            assert found[at].is_finite
             assert found[at].losses == harmless[at].losses
             for parameter, gradient in harmless[at].gradients.items():
                 assert torch.equal(found[at].gradients[parameter], gradient)
 
 
-def test_dropout_depends_on_the_example_and_not_on_the_pass(plain, packed):
+def test_dropout_depends_on_the_example_and_not_on_the_batch(plain, packed):
     config = LoraConfig(r=3, target_modules=ALL, init_lora_weights=False, lora_dropout=0.4, task_type="CAUSAL_LM")
     adapter = AdapterFactory(plain).make(config, seed=7)
-    both = share(adapter, examples(5, 8))
-    together = packed.compute([share(AdapterFactory(plain).make(config, seed=7), examples(4)), both])[1]
-    alone = [packed.compute([type(both)(adapter, (piece,))])[0] for piece in both.pieces]
-    assert together.losses == pytest.approx([outcome.losses[0] for outcome in alone], rel=1e-5)
+    both = session_slice(adapter, examples(5, 8))
+    together = packed.compute([session_slice(AdapterFactory(plain).make(config, seed=7), examples(4)), both])[1]
+    alone = [packed.compute([type(both)(adapter, (example,))])[0] for example in both.examples]
+    assert together.losses == pytest.approx([result.losses[0] for result in alone], rel=1e-5)
     summed = {name: alone[0].gradients[name] + alone[1].gradients[name] for name in together.gradients}
     assert worst(dict(together.gradients), summed) < 1e-5
     still = LoraConfig(r=3, target_modules=ALL, init_lora_weights=False, task_type="CAUSAL_LM")
-    undropped = packed.compute([share(AdapterFactory(plain).make(still, seed=7), examples(5, 8))])[0]
+    undropped = packed.compute([session_slice(AdapterFactory(plain).make(still, seed=7), examples(5, 8))])[0]
     assert together.losses != pytest.approx(undropped.losses, rel=1e-3)
     assert together.losses == pytest.approx(undropped.losses, rel=0.5)
 
 
-def test_the_model_itself_is_not_touched(plain):
+def test_the_original_model_is_unchanged(plain):
     model = copy.deepcopy(plain).requires_grad_(True)
     kinds, before = {name: type(m) for name, m in model.named_modules()}, copy.deepcopy(model.state_dict())
     adapter = AdapterFactory(model).make(METHODS["DoRA"], seed=7)
-    PackedModel(model).compute([share(adapter, examples(5))])
+    PackedModel(model).compute([session_slice(adapter, examples(5))])
     assert {name: type(m) for name, m in model.named_modules()} == kinds
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -176,6 +181,6 @@ def test_the_model_itself_is_not_touched(plain):
 def test_sequences_of_one_length_attend_as_a_batch():
     torch.manual_seed(0)
     q, k, v = (torch.randn(heads, 15, 8) for heads in (4, 2, 2))
-    found = batched(q, k, v, 3, 0.3)
-    parts = [batched(*(x[:, start : start + 5] for x in (q, k, v)), 1, 0.3) for start in (0, 5, 10)]
+    found = attend_batched(q, k, v, 3, 0.3)
+    parts = [attend_batched(*(x[:, start : start + 5] for x in (q, k, v)), 1, 0.3) for start in (0, 5, 10)]
     assert torch.allclose(found, torch.cat(parts, dim=1), atol=1e-6)

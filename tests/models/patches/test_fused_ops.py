@@ -1,4 +1,4 @@
-"""Which norms are fused, decided by trying. The kernels themselves: tests/kernels and tests/gpu."""
+"""Which norms are patched, by a probe. Tests of the kernels: tests/kernels and tests/gpu."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from symbiosis.models.patches.fused_ops import FusedNorm, FusedNormForward, _norm_like, fuse
+from symbiosis.models.patches.fused_ops import FusedNorm, patch_fused_ops
 
 
 class AtOnceRMSNorm(nn.Module):
@@ -24,7 +24,7 @@ class AtOnceRMSNorm(nn.Module):
 
 
 class BareRMSNorm(AtOnceRMSNorm):
-    """The same class with and without a weight, as some models have it."""
+    """One class with and without a weight, as in some models."""
 
     def __init__(self, width: int, *, scaled: bool) -> None:
         super().__init__(width)
@@ -41,11 +41,11 @@ class GatedRMSNorm(AtOnceRMSNorm):
 
 
 @pytest.mark.parametrize(
-    ("norm", "dtype", "kind"),
+    ("norm", "dtype", "twice"),
     [
-        (LlamaRMSNorm(64), torch.bfloat16, FusedNorm),
-        (LlamaRMSNorm(64), torch.float32, FusedNorm),
-        (AtOnceRMSNorm(64), torch.bfloat16, FusedNormForward),
+        (LlamaRMSNorm(64), torch.bfloat16, True),
+        (LlamaRMSNorm(64), torch.float32, True),
+        (AtOnceRMSNorm(64), torch.bfloat16, False),
         (Gemma2RMSNorm(64), torch.bfloat16, None),
         (GatedRMSNorm(64), torch.float32, None),
         (nn.RMSNorm(64), torch.float32, None),
@@ -54,18 +54,20 @@ class GatedRMSNorm(AtOnceRMSNorm):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
-def test_a_norm_gets_the_kernel_that_rounds_as_it_does(norm, dtype, kind):
-    assert _norm_like(norm.to(dtype)) is kind
+def test_a_norm_gets_the_kernel_with_its_rounding(norm, dtype, twice):
+    patch_fused_ops(norm.to(dtype))
+    assert isinstance(norm, FusedNorm) == (twice is not None)
+    assert getattr(norm, "symbiosis_twice", None) is twice
 
 
-def test_norms_of_one_class_are_judged_one_by_one_and_the_random_numbers_of_the_tenant_stay():
+def test_norms_of_one_class_are_probed_one_by_one_without_drawing_random_numbers():
     model = nn.Sequential(BareRMSNorm(8, scaled=True), BareRMSNorm(8, scaled=False))
     x = torch.randn(2, 8)
     expected = model(x)
     torch.manual_seed(3)
     first = torch.rand(1)
     torch.manual_seed(3)
-    fuse(model)
+    patch_fused_ops(model)
     assert torch.equal(torch.rand(1), first)
     assert isinstance(model[0], FusedNorm)
     assert not isinstance(model[1], FusedNorm)

@@ -1,4 +1,4 @@
-"""Which activations are taken for silu."""
+"""Which activations count as silu."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def test_silu_by_any_name(name):
 @pytest.mark.parametrize(
     "function", [ACT2FN["gelu"], ACT2FN["gelu_pytorch_tanh"], ACT2FN["relu"], lambda x: F.silu(x.clamp(max=7.0)), torch.sigmoid]
 )
-def test_what_is_alike_near_zero_only_is_not(function):
+def test_functions_close_to_silu_near_zero_only_are_not_silu(function):
     assert not is_silu(function)

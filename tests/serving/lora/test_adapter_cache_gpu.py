@@ -1,4 +1,4 @@
-"""Adapters on a real GPU: copied in one piece beside everything else, found by kernels, never overwritten while read."""
+"""The adapter cache on a GPU: concurrent copies, slot table, no overwrite of memory that a batch still reads."""
 
 from __future__ import annotations
 
@@ -9,94 +9,95 @@ import time
 import pytest
 import torch
 
-from symbiosis.serving.engine import Engine, EngineCore
+from symbiosis.serving.engine import Engine
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.serving.lora.device_pool import CudaPool
 from symbiosis.serving.lora.host_pool import HostPool
 from symbiosis.serving.lora.lora_weights import EngineAdapter, LoraWeights
-from symbiosis.serving.lora.packed_adapter import PackedAdapter, flatten
+from symbiosis.serving.lora.packed_adapter import PackedAdapter, pack
 from symbiosis.serving.scheduling.sequence import Sampling
-from tests.serving.lora.residents import PROMPTS, WISH, make_world
+from tests.serving.lora.adapter_world import PROMPTS, SAMPLING, make_world
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 WIDTH, RANK, MEMBERS = 4096, 16, 224
 
 
-def pinned(flat: PackedAdapter) -> tuple[HostPool, PackedAdapter]:
-    host = HostPool(torch.empty(flat.size, dtype=torch.uint8, pin_memory=True))
-    return host, host.put(flat.loaded.hash, flat)
+def pinned(packed: PackedAdapter) -> tuple[HostPool, PackedAdapter]:
+    host = HostPool(torch.empty(packed.nbytes, dtype=torch.uint8, pin_memory=True))
+    return host, host.put(packed)
 
 
 def large(value: float) -> PackedAdapter:
-    """As large as rank 16 on all layers of a 7B model, roughly."""
-    low = [torch.full(shape, value, dtype=torch.bfloat16) for shape in ((RANK, WIDTH), (WIDTH, RANK))]
-    return flatten(
-        EngineAdapter(f"{value}", {f"{i}": (LoraWeights(low[0].clone(), low[1].clone()),) for i in range(MEMBERS)}), ()
+    """About the size of rank 16 on all layers of a 7B model."""
+    lora = [torch.full(shape, value, dtype=torch.bfloat16) for shape in ((RANK, WIDTH), (WIDTH, RANK))]
+    return pack(
+        EngineAdapter(f"{value}", {f"{i}": (LoraWeights(lora[0].clone(), lora[1].clone()),) for i in range(MEMBERS)}), ()
     )
 
 
-def test_an_adapter_in_host_memory_is_on_the_gpu_within_10_ms():
-    _, flat = pinned(large(1.0))
-    device = CudaPool(flat.size, CUDA)
-    device.bring(flat, 0, device.fence())
+def test_a_copy_from_the_host_pool_takes_less_than_10_ms():
+    _, packed = pinned(large(1.0))
+    device = CudaPool(packed.nbytes, CUDA)
+    device.copy_in(packed, 0, device.record_fence())
     seconds = []
     for _ in range(9):
         begun = time.perf_counter()
-        there = device.bring(flat, 0, device.fence())
+        on_device = device.copy_in(packed, 0, device.record_fence())
         seconds.append(time.perf_counter() - begun)
-    assert torch.equal(there.memory.cpu(), flat.memory)
-    print(f"{flat.size / 1e6:.0f} MB in {statistics.median(seconds) * 1e3:.2f} ms")
+    assert torch.equal(on_device.memory.cpu(), packed.memory)
+    print(f"{packed.nbytes / 1e6:.0f} MB in {statistics.median(seconds) * 1e3:.2f} ms")
     assert statistics.median(seconds) < 0.010
 
 
-def test_what_still_reads_a_place_reads_what_was_there():
+def test_a_copy_waits_for_launched_work_that_reads_the_memory():
     (_, first), (_, second) = pinned(large(1.0)), pinned(large(2.0))
-    device = CudaPool(first.size, CUDA)
-    there = device.bring(first, 0, None)
-    torch.cuda._sleep(200_000_000)  # a pass that takes its time
-    seen = there.loaded.parts["0"][0].a_rI.clone()
-    now = device.bring(second, 0, device.fence())
+    device = CudaPool(first.nbytes, CUDA)
+    on_device = device.copy_in(first, 0, None)
+    torch.cuda._sleep(200_000_000)  # a slow batch
+    seen = on_device.adapter.parts["0"][0].a_rI.clone()
+    now = device.copy_in(second, 0, device.record_fence())
     assert seen.unique().item() == 1.0
-    assert now.loaded.parts["0"][0].a_rI.unique().item() == 2.0
+    assert now.adapter.parts["0"][0].a_rI.unique().item() == 2.0
 
 
-def test_more_adapters_than_fit_are_served_and_found_by_the_table(tiny, tmp_path):
+def test_more_adapters_than_fit_are_served_through_the_slot_table(tiny, tmp_path):
     world = make_world(tiny, tmp_path, 5, same_kind=True)
-    size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).flat.size
-    config = AdapterCacheConfig(device_bytes=2 * size, host_bytes=3 * size, slots=4, patience_s=0.05)
+    size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).packed.nbytes
+    config = AdapterCacheConfig(device_bytes=2 * size, host_bytes=3 * size, slots=4, max_wait_s=0.05)
     engine = Engine(copy.deepcopy(tiny).to(CUDA), pages=200, page_size=4, residency=config)
     for number in range(5):
         engine.add_adapter(f"a{number}", world.path(f"a{number}"))
     names = [None, "a0", "a1", "a2", "a3", "a4", "a0", "a3"] * 2
     for _ in range(3):
-        answers = engine.generate([PROMPTS[i % 4] for i in range(len(names))], names, WISH)
-        for i, (name, answer) in enumerate(zip(names, answers, strict=True)):
-            assert answer.tokens == world.says[name or "base"][i % 4], name
-    residency = engine._core._residency
+        completions = engine.generate([PROMPTS[i % 4] for i in range(len(names))], names, SAMPLING)
+        for i, (name, completion) in enumerate(zip(names, completions, strict=True)):
+            assert completion.tokens == world.completions[name or "base"][i % 4], name
+    residency = engine._core._adapter_cache
     residency.check_integrity()
-    assert residency.figures().device_evictions > 0
+    assert residency.stats().device_evictions > 0
     q, k, v = (f"model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj"))
     assert residency.slots.table_SM4.is_cuda
-    for hash, loaded in residency.loaded.items():
-        lows = [loaded.parts[path][0] for path in (q, k, v)]
-        assert all(low.a_rI.is_cuda and low.a_rI.is_contiguous() and low.b_Or.is_contiguous() for low in lows)
-        lines = residency.slots.of(q, k, v)[residency.slot(residency.loaded[hash])].tolist()
-        assert lines == [[low.a_rI.data_ptr(), low.b_Or.data_ptr(), 4, 0] for low in lows]
+    for hash, adapter in residency.resident.items():
+        loras = [adapter.parts[path][0] for path in (q, k, v)]
+        assert all(lora.a_rI.is_cuda and lora.a_rI.is_contiguous() and lora.b_Or.is_contiguous() for lora in loras)
+        entries = residency.slots.columns_of(q, k, v)[residency.slots.slot_of(residency.resident[hash])].tolist()
+        assert entries == [[lora.a_rI.data_ptr(), lora.b_Or.data_ptr(), 4, 0] for lora in loras]
     for name in list(engine._core.adapters):
         engine.remove_adapter(name)
     for _ in range(50):
-        engine._core.take_up()
+        engine._core.poll_adapters()
         engine._core.wait(0.02)
-    figures = residency.figures()
+    figures = residency.stats()
     assert (figures.device_bytes, figures.host_bytes) == (0, 0)
     assert not residency.slots.table_SM4.any()
 
 
-def test_others_go_on_while_an_adapter_comes(tiny, tmp_path):
-    """Steps of a running answer while others' adapters come and go, against steps while nothing moves."""
+def test_loads_do_not_delay_steps(tiny, tmp_path):
+    """Step times of a running sequence with and without concurrent loads and evictions."""
     world = make_world(tiny, tmp_path, 4, same_kind=True)
-    size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).flat.size
+    size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).packed.nbytes
     core = EngineCore(
         copy.deepcopy(tiny).to(CUDA),
         pages=400,
@@ -119,9 +120,7 @@ def test_others_go_on_while_an_adapter_comes(tiny, tmp_path):
 
     steps(50, moving=False)
     quiet, moving = steps(100, moving=False), steps(200, moving=True)
-    loads = core.figures().loads
-    print(
-        f"{loads} loads; a step {statistics.median(quiet) * 1e3:.2f} ms, the longest {max(moving) * 1e3:.2f} ms while they came"
-    )
+    loads = core.adapter_stats().loads
+    print(f"{loads} loads; a step {statistics.median(quiet) * 1e3:.2f} ms, the longest {max(moving) * 1e3:.2f} ms with loads")
     assert loads > 10
     assert sorted(moving)[-4] < 3 * statistics.median(moving) + 0.005

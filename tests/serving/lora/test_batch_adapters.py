@@ -1,4 +1,4 @@
-"""Adapters side by side in one pass against plain PEFT, each alone."""
+"""Many adapters in one batch against plain PEFT, each alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
+from symbiosis.adapters.parts import Ia3Part
 from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
-from symbiosis.serving.lora.lora_layers import adapt, adapt_together
+from symbiosis.serving.lora.lora_layers import install_lora_layers
 from symbiosis.serving.lora.lora_ops import FusedProjection
-from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, Ia3Weights, LoraWeights, ReplacedWeights
+from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, LoraWeights, ReplacedWeights
 from tests.parity.architectures import ARCHITECTURES
 
 LLAMA = ARCHITECTURES[0]
@@ -27,7 +28,7 @@ KINDS = {
 }
 
 
-def made(base, kind: str):
+def peft_model(base, kind: str):
     torch.manual_seed(len(kind))
     model = get_peft_model(copy.deepcopy(base), copy.deepcopy(KINDS[kind])).eval()
     with torch.no_grad():
@@ -39,25 +40,25 @@ def made(base, kind: str):
     return model
 
 
-def low(a_rI, b_Or, stretch_O=None) -> LoraWeights:
-    """As it is loaded on a CPU."""
-    return LoraWeights(a_rI.T.contiguous().T, b_Or.T.contiguous().T, stretch_O=stretch_O)
+def lora(a_rI, b_Or, mag_norm_scale_O=None) -> LoraWeights:
+    """In the layout of a CPU."""
+    return LoraWeights(a_rI.T.contiguous().T, b_Or.T.contiguous().T, mag_norm_scale_O=mag_norm_scale_O)
 
 
-def loaded(model, kind: str) -> EngineAdapter:
+def engine_adapter(model, kind: str) -> EngineAdapter:
     """The adapter's parts, read from PEFT's own modules."""
     parts: dict[str, tuple] = {}
     for name, module in model.base_model.model.named_modules():
         if hasattr(module, "lora_A") and "default" in module.lora_A:
             a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-            stretch = None
+            mag_norm_scale = None
             if "default" in module.lora_magnitude_vector:
                 scaled = module.scaling["default"] * b @ a
                 norm = (module.base_layer.weight + scaled).norm(dim=1)
-                stretch = (module.lora_magnitude_vector["default"].weight / norm).detach()
-            parts[name] = (low(a.detach(), module.scaling["default"] * b.detach(), stretch),)
+                mag_norm_scale = (module.lora_magnitude_vector["default"].weight / norm).detach()
+            parts[name] = (lora(a.detach(), module.scaling["default"] * b.detach(), mag_norm_scale),)
         elif hasattr(module, "ia3_l") and "default" in module.ia3_l:
-            parts[name] = (Ia3Weights(module.ia3_l["default"].detach().flatten(), module.is_feedforward),)
+            parts[name] = (Ia3Part(module.ia3_l["default"].detach().flatten(), module.is_feedforward),)
         elif hasattr(module, "modules_to_save") and "default" in module.modules_to_save:
             parts[name] = (ReplacedWeights(module.modules_to_save["default"].weight.detach()),)
     return EngineAdapter(kind, parts)
@@ -66,21 +67,20 @@ def loaded(model, kind: str) -> EngineAdapter:
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1), (4, 4, 4, 2, 2, 2), (3, 1, 2, 5, 1, 4), (30, 2, 40, 7, 1, 20)], ids=str)
 @torch.no_grad()
-def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes, joined, processor):
+def test_each_segment_matches_peft_with_that_adapter_alone(sizes, joined, processor):
     """Rows are independent here: every sequence has one token, so attention mixes nothing."""
     base = LLAMA.model().eval()
-    adapters = {kind: made(base, kind) for kind in KINDS}
-    served, bank = copy.deepcopy(base), ActiveAdapters()
+    adapters = {kind: peft_model(base, kind) for kind in KINDS}
+    served, active = copy.deepcopy(base), ActiveAdapters()
     if joined:
         fuse_projections(served)
-    adapt(served, bank)
-    adapt_together(served)
-    ids = torch.randint(0, base.config.vocab_size, (sum(sizes) + 2, 1))  # two rows of nobody's at the end
+    install_lora_layers(served, active)
+    ids = torch.randint(0, base.config.vocab_size, (sum(sizes) + 2, 1))  # the last two rows have no adapter
     segments, at = [], 0
     for (kind, model), size in zip(adapters.items(), sizes, strict=True):
-        segments.append(AdapterSegment(loaded(model, kind), at, at + size))
+        segments.append(AdapterSegment(engine_adapter(model, kind), at, at + size))
         at += size
-    bank.begin(segments, segments)
+    active.begin_batch(segments, segments)
     found = served(ids).logits
     for segment, model in zip(segments, adapters.values(), strict=True):
         expected = model(ids[segment.start : segment.end]).logits
@@ -89,25 +89,25 @@ def test_every_adapters_rows_are_computed_as_if_it_were_alone(sizes, joined, pro
 
 
 @torch.no_grad()
-def test_without_adapters_nothing_is_done():
+def test_without_adapters_there_are_no_ops():
     base = LLAMA.model().eval()
-    served, bank = copy.deepcopy(base), ActiveAdapters()
-    adapt(served, bank)
-    bank.begin((), ())
+    served, active = copy.deepcopy(base), ActiveAdapters()
+    install_lora_layers(served, active)
+    active.begin_batch((), ())
     ids = torch.arange(12).view(2, 6)
     assert torch.equal(served(ids).logits, base(ids).logits)
-    alone = served.get_submodule("model.layers.0.self_attn.q_proj").symbiosis_alone
-    assert bank.effect(alone, of_head=False) is None
+    single = served.get_submodule("model.layers.0.self_attn.q_proj").symbiosis_single
+    assert active.ops_at(single, is_head=False) is None
 
 
 @torch.no_grad()
-def test_adapters_of_any_rank_on_some_of_the_layers(processor):
+def test_adapters_of_different_ranks_on_different_layers(processor):
     torch.manual_seed(0)
-    together = FusedProjection(["q", "k", "v"], [8, 4, 4], torch.randn(16, 6), None)
-    ranks = ({"q": 2, "k": 3}, {"q": 5, "v": 1}, {"q": 2}, {"k": 3, "q": 4})  # nobody has all, one layer's are few
+    fused = FusedProjection(["q", "k", "v"], [8, 4, 4], torch.randn(16, 6), None)
+    ranks = ({"q": 2, "k": 3}, {"q": 5, "v": 1}, {"q": 2}, {"k": 3, "q": 4})  # no adapter has all layers
     adapters = [
         EngineAdapter(
-            str(number), {path: (low(torch.randn(r, 6), torch.randn(8 if path == "q" else 4, r)),) for path, r in of.items()}
+            str(number), {path: (lora(torch.randn(r, 6), torch.randn(8 if path == "q" else 4, r)),) for path, r in of.items()}
         )
         for number, of in enumerate(ranks)
     ]
@@ -119,25 +119,25 @@ def test_adapters_of_any_rank_on_some_of_the_layers(processor):
             column = 4 * ["q", "", "k", "v"].index(path)
             change = x_RI[segment.start : segment.end] @ part.a_rI.T @ part.b_Or.T
             expected[segment.start : segment.end, column : column + change.shape[1]] += change
-    bank = ActiveAdapters()
-    bank.begin(segments, segments)
-    effect = bank.effect(together, of_head=False)
-    assert (effect._changes is not None) == (processor == "compiled")
-    effect.after(x_RI, y_RO, None)
+    active = ActiveAdapters()
+    active.begin_batch(segments, segments)
+    ops = active.ops_at(fused, is_head=False)
+    assert (ops._cpu_batch is not None) == (processor == "compiled")
+    ops.apply(x_RI, y_RO, None)
     torch.testing.assert_close(y_RO, expected)
 
 
 @torch.no_grad()
-def test_what_overflows_in_one_adapter_stays_there(processor):
-    together = FusedProjection(["layer"], [8], torch.randn(8, 4), None)
-    calm, wild = (
-        EngineAdapter(name, {"layer": (low(torch.full((2, 4), size), torch.randn(8, 2)),)})
-        for name, size in (("calm", 1.0), ("wild", 3e38))
+def test_an_overflow_stays_in_its_segment(processor):
+    fused = FusedProjection(["layer"], [8], torch.randn(8, 4), None)
+    finite, overflowing = (
+        EngineAdapter(name, {"layer": (lora(torch.full((2, 4), size), torch.randn(8, 2)),)})
+        for name, size in (("finite", 1.0), ("overflowing", 3e38))
     )
-    x, bank = torch.ones(4, 4), ActiveAdapters()
-    segments = [AdapterSegment(calm, 0, 2), AdapterSegment(wild, 2, 4)]
-    bank.begin(segments, segments)
-    effect, y = bank.effect(together, of_head=False), torch.zeros(4, 8)
-    effect.after(x, y, None)
+    x, active = torch.ones(4, 4), ActiveAdapters()
+    segments = [AdapterSegment(finite, 0, 2), AdapterSegment(overflowing, 2, 4)]
+    active.begin_batch(segments, segments)
+    ops, y = active.ops_at(fused, is_head=False), torch.zeros(4, 8)
+    ops.apply(x, y, None)
     assert y[:2].isfinite().all()
     assert not y[2:].isfinite().all()

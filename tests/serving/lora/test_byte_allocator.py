@@ -1,4 +1,4 @@
-"""Pieces of a range: never overlapping, found again, and made room for at the least cost."""
+"""Best-fit allocation and cost-aware eviction."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ import pytest
 from symbiosis.serving.lora.byte_allocator import ByteAllocator
 
 
-def test_the_smallest_gap_that_fits_is_taken():
-    arena = ByteAllocator(100)
-    assert [arena.take(owner, 20) for owner in "abcde"] == [0, 20, 40, 60, 80]
-    assert arena.take("f", 1) is None
-    arena.give("b")
-    arena.give("c")
-    arena.give("e")
-    assert arena.take("f", 15) == 80  # not in the gap of 40
-    assert arena.take("g", 40) == 20
-    assert "b" not in arena
-    arena.check_integrity()
+def test_allocation_is_best_fit():
+    allocator = ByteAllocator(100)
+    assert [allocator.allocate(owner, 20) for owner in "abcde"] == [0, 20, 40, 60, 80]
+    assert allocator.allocate("f", 1) is None
+    allocator.free("b")
+    allocator.free("c")
+    allocator.free("e")
+    assert allocator.allocate("f", 15) == 80  # not in the gap of 40
+    assert allocator.allocate("g", 40) == 20
+    assert "b" not in allocator
+    allocator.check_integrity()
 
 
-def test_pieces_of_one_size_leave_by_their_age():
-    arena = ByteAllocator(30)
+def test_eviction_of_equal_sizes_is_lru():
+    allocator = ByteAllocator(30)
     for owner in "abc":
-        arena.take(owner, 10)
+        allocator.allocate(owner, 10)
     ages = {"a": 2, "b": 0, "c": 1}
-    assert arena.cheapest(10, lambda owner: (0, ages[owner])) == ["b"]
-    assert arena.cheapest(20, lambda owner: (0, ages[owner])) == ["b", "c"]  # a is the newest
-    assert arena.cheapest(30, lambda owner: (0, ages[owner])) == ["a", "b", "c"]
-    assert arena.cheapest(31, lambda owner: (0, ages[owner])) is None
+    assert allocator.select_victims(10, lambda owner: (0, ages[owner])) == ["b"]
+    assert allocator.select_victims(20, lambda owner: (0, ages[owner])) == ["b", "c"]  # a is the newest
+    assert allocator.select_victims(30, lambda owner: (0, ages[owner])) == ["a", "b", "c"]
+    assert allocator.select_victims(31, lambda owner: (0, ages[owner])) is None
 
 
-def test_who_has_no_cost_stays_and_what_is_free_costs_nothing():
-    arena = ByteAllocator(50)
+def test_owners_without_a_cost_stay_and_free_bytes_cost_nothing():
+    allocator = ByteAllocator(50)
     for owner in "abcde":
-        arena.take(owner, 10)
-    assert arena.cheapest(20, lambda owner: None if owner in "bd" else (0, 0)) is None
-    assert arena.cheapest(10, lambda owner: None if owner in "bd" else (0, ord(owner))) == ["a"]
-    arena.give("d")
-    assert arena.cheapest(10, lambda owner: None) == []
-    assert arena.cheapest(20, lambda owner: (1, 0) if owner == "e" else (2, 0)) == ["e"]
+        allocator.allocate(owner, 10)
+    assert allocator.select_victims(20, lambda owner: None if owner in "bd" else (0, 0)) is None
+    assert allocator.select_victims(10, lambda owner: None if owner in "bd" else (0, ord(owner))) == ["a"]
+    allocator.free("d")
+    assert allocator.select_victims(10, lambda owner: None) == []
+    assert allocator.select_victims(20, lambda owner: (1, 0) if owner == "e" else (2, 0)) == ["e"]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_taken_and_given_adds_up(seed):
-    rng, arena, owners = random.Random(seed), ByteAllocator(1000), []
+def test_random_allocations_stay_consistent(seed):
+    rng, allocator, owners = random.Random(seed), ByteAllocator(1000), []
     for number in range(300):
         if owners and rng.random() < 0.4:
-            arena.give(owners.pop(rng.randrange(len(owners))))
+            allocator.free(owners.pop(rng.randrange(len(owners))))
         else:
-            size, stay = rng.randint(1, 300), set(rng.sample(owners, len(owners) // 3))
-            costs = {owner: None if owner in stay else (rng.randint(0, 2), rng.random()) for owner in owners}
-            leaving = arena.cheapest(size, costs.get)
-            if leaving is not None:
-                assert stay.isdisjoint(leaving)
-                for owner in leaving:
-                    arena.give(owner)
+            size, kept = rng.randint(1, 300), set(rng.sample(owners, len(owners) // 3))
+            costs = {owner: None if owner in kept else (rng.randint(0, 2), rng.random()) for owner in owners}
+            victims = allocator.select_victims(size, costs.get)
+            if victims is not None:
+                assert kept.isdisjoint(victims)
+                for owner in victims:
+                    allocator.free(owner)
                     owners.remove(owner)
-                assert arena.take(f"{number}", size) is not None, "room was promised"
+                assert allocator.allocate(f"{number}", size) is not None, "the evictions freed the bytes"
                 owners.append(f"{number}")
-        arena.check_integrity()
+        allocator.check_integrity()

@@ -1,4 +1,4 @@
-"""Passes that are computed before they are planned change nothing but the time they take."""
+"""Steps that are launched before they are scheduled change nothing but the time they take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from symbiosis.serving.engine import EngineCore
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.scheduling.batch import Batch
 from symbiosis.serving.scheduling.sequence import FinishReason, Sampling
 from tests.parity.architectures import ARCHITECTURES
@@ -15,20 +15,20 @@ from tests.parity.architectures import ARCHITECTURES
 LLAMA = ARCHITECTURES[0]
 
 
-class Nothing:
-    """No graphs."""
+class NoGraphs:
+    """Replaces CUDA graphs."""
 
     def compute(self, *_):
         return None
 
 
 class Launches:
-    """Computes ahead without a GPU, and counts."""
+    """Computes ahead without a GPU, and counts rows."""
 
     def __init__(self, core):
         self.core, self.rows = core, 0
         core._runner.compute_next = self.compute_next
-        core._runner._decoder = Nothing()
+        core._runner._decode_graphs = NoGraphs()
 
     def compute_next(self, chunks, tokens_B, adapters):
         self.rows += len(chunks)
@@ -40,12 +40,12 @@ class Launches:
         return found
 
 
-def make(pages=64, **limits):
+def make(num_blocks=64, **limits):
     torch.manual_seed(0)
-    return EngineCore(LLAMA.model().eval(), pages=pages, page_size=4, **limits)
+    return EngineCore(LLAMA.model().eval(), pages=num_blocks, page_size=4, **limits)
 
 
-def wishes():
+def sampling_params():
     yield Sampling(temperature=0.0, max_tokens=9, ignore_eos=True)
     yield Sampling(temperature=1.0, seed=3, max_tokens=12)
     yield Sampling(temperature=0.8, top_p=0.7, seed=4, max_tokens=5, logprobs=2)
@@ -53,31 +53,31 @@ def wishes():
     yield Sampling(temperature=1.0, seed=5, max_tokens=7, stop_ids=tuple(range(40)))
 
 
-def talk(core, *, late, cancels=()):
-    """Requests in two waves; what each said, with logprobs."""
-    said, reports, requests, step = {}, {}, [], 0
-    waves = {0: list(wishes()), late: list(wishes())}
+def complete(core, *, late, cancels=()):
+    """Requests in two waves; the tokens, logprobs and finish reason of each."""
+    tokens, reports, requests, step = {}, {}, [], 0
+    waves = {0: list(sampling_params()), late: list(sampling_params())}
     while step <= late or not core.is_idle():
-        for number, wish in enumerate(waves.get(step, ())):
+        for number, sampling in enumerate(waves.get(step, ())):
             prompt = [7 + number, *range(1, 4 + 2 * number)]
-            requests.append(core.add(prompt, wish, tenant=f"t{number % 2}"))
+            requests.append(core.add(prompt, sampling, tenant=f"t{number % 2}"))
         for request, token, logprobs in core.step():
-            said.setdefault(request.id, []).append(token)
+            tokens.setdefault(request.id, []).append(token)
             reports.setdefault(request.id, []).append(logprobs)
         for number in cancels:
             if step == late + 1:
                 core.cancel(requests[number])
         core.scheduler.check_integrity()
         step += 1
-    return said, reports, [request.reason for request in requests]
+    return tokens, reports, [request.reason for request in requests]
 
 
 @pytest.mark.parametrize("late", [1, 4, 8])
-@pytest.mark.parametrize("pages", [64, 14])
-def test_answers_are_the_same(late, pages):
-    plain, ahead = make(pages), make(pages)
+@pytest.mark.parametrize("num_blocks", [64, 14])
+def test_completions_are_the_same(late, num_blocks):
+    plain, ahead = make(num_blocks), make(num_blocks)
     launches = Launches(ahead)
-    expected, found = talk(plain, late=late), talk(ahead, late=late)
+    expected, found = complete(plain, late=late), complete(ahead, late=late)
     assert expected[0] == found[0]
     assert expected[2] == found[2]
     for id, reports in expected[1].items():
@@ -91,35 +91,35 @@ def test_answers_are_the_same(late, pages):
 def test_a_cancelled_sequence_leaves_the_others_alone():
     plain, ahead = make(), make()
     Launches(ahead)
-    expected, found = talk(plain, late=3, cancels=[0, 6]), talk(ahead, late=3, cancels=[0, 6])
+    expected, found = complete(plain, late=3, cancels=[0, 6]), complete(ahead, late=3, cancels=[0, 6])
     assert expected[0] == found[0]
     assert found[2][0] is FinishReason.CANCELLED
 
 
-def test_a_failed_pass_forgets_what_was_computed_ahead(monkeypatch):
+def test_a_failed_step_discards_what_was_computed_ahead(monkeypatch):
     plain, ahead = make(), make()
     Launches(ahead)
-    wish = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+    sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
     for core in (plain, ahead):
-        core.add([1, 2, 3], wish)
-        core.add([4, 5], wish)
-    compute, calls = ahead._forerunner.compute, iter(range(100))
+        core.add([1, 2, 3], sampling)
+        core.add([4, 5], sampling)
+    compute, calls = ahead._async_decoder.compute, iter(range(100))
 
-    def fails_once(made, adapters):
+    def fails_once(batch, adapters):
         if next(calls) == 3:
             raise RuntimeError("once")
-        return compute(made, adapters)
+        return compute(batch, adapters)
 
-    monkeypatch.setattr(ahead._forerunner, "compute", fails_once)
-    answers = [{}, {}]
-    for core, said in zip((plain, ahead), answers, strict=True):
+    monkeypatch.setattr(ahead._async_decoder, "compute", fails_once)
+    completions = [{}, {}]
+    for core, tokens in zip((plain, ahead), completions, strict=True):
         while not core.is_idle():
             for request, token, _ in core.step():
-                said.setdefault(request.id, []).append(token)
-    assert answers[0] == answers[1]
+                tokens.setdefault(request.id, []).append(token)
+    assert completions[0] == completions[1]
 
 
-def test_random_traffic_gives_the_same_answers():
+def test_random_traffic_gives_the_same_completions():
     numbers, cores = random.Random(1), (make(24), make(24))
     Launches(cores[1])
     plans = [
@@ -130,14 +130,14 @@ def test_random_traffic_gives_the_same_answers():
         )
         for step in sorted(numbers.randrange(60) for _ in range(30))
     ]
-    answers = [{}, {}]
-    for core, said in zip(cores, answers, strict=True):
+    completions = [{}, {}]
+    for core, tokens in zip(cores, completions, strict=True):
         waiting, step = list(plans), 0
         while waiting or not core.is_idle():
             while waiting and waiting[0][0] <= step:
                 core.add(*waiting.pop(0)[1:])
             for request, token, _ in core.step():
-                said.setdefault(request.id, []).append(token)
+                tokens.setdefault(request.id, []).append(token)
             core.scheduler.check_integrity()
             step += 1
-    assert answers[0] == answers[1]
+    assert completions[0] == completions[1]

@@ -10,7 +10,8 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
 from symbiosis.models.fuse_projections import find_fused_projections, fuse_projections
-from symbiosis.serving.engine import Engine, EngineCore
+from symbiosis.serving.engine import Engine
+from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.scheduling.sequence import Sampling
 from tests.parity.architectures import ARCHITECTURES
 
@@ -84,26 +85,26 @@ def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(times,
     for length, name in enumerate(names, 3):
         core.add(list(range(1, length)), wish, adapter=name)
     runner, compared = core._runner, 0
-    compute = core._forerunner.compute
+    compute = core._async_decoder.compute
 
     def both(made, adapters):
         nonlocal compared
         found = compute(made, adapters).clone()
-        decoder, runner._decoder = runner._decoder, None
+        decoder, runner._decode_graphs = runner._decode_graphs, None
         plain = runner.compute(made, adapters)
-        runner._decoder = decoder
+        runner._decode_graphs = decoder
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
         compared += all(chunk.count == 1 for chunk in made.chunks)
         return found
 
-    core._forerunner.compute = both
+    core._async_decoder.compute = both
     while not core.is_idle():
-        passes = core.passes
+        passes = core.num_steps
         core.step()
-        if core.passes == passes:
+        if core.num_steps == passes:
             core.wait(1.0)
     assert compared >= 5
-    assert runner._decoder._graphs, "no graph was made"
+    assert runner._decode_graphs._graphs, "no graph was made"
 
 
 @needs_kernels
@@ -121,10 +122,10 @@ def test_graphs_of_larger_ranks_take_the_place_of_others(tmp_path):
         core.add_adapter(str(rank), tmp_path / str(rank))
         core.add([1, 2, 3], wish, adapter=str(rank))
         while not core.is_idle():
-            passes = core.passes
+            passes = core.num_steps
             core.step()
-            if core.passes == passes:
+            if core.num_steps == passes:
                 core.wait(1.0)
-    decoder = core._runner._decoder
+    decoder = core._runner._decode_graphs
     assert not decoder._graphs.rejected
     assert [rank for _, rank, _ in decoder._graphs] == [64]

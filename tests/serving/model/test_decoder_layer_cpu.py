@@ -1,4 +1,4 @@
-"""Decoder layers as one straight function: which are, and that they give what their own code gives."""
+"""Fused decoder layers for CPUs: which layers are fused, and that they match their own code."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GraniteConfig, Grani
 
 from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
-from symbiosis.serving.lora.lora_layers import adapt, adapt_together
-from symbiosis.serving.model.decoder_layer import FusedDecoderLayer, restore
-from symbiosis.serving.model.decoder_layer_cpu import straighten
-from symbiosis.serving.model.paged_attention import PagedKVCache, Span, use_pages
+from symbiosis.serving.lora.lora_layers import install_lora_layers
+from symbiosis.serving.model.decoder_layer import FusedDecoderLayer, unfuse_layers
+from symbiosis.serving.model.decoder_layer_cpu import fuse_layers_cpu
+from symbiosis.serving.model.paged_attention import PagedKVCache, Span, use_paged_attention
 from tests.parity.architectures import ARCHITECTURES
 
-USUAL = {"llama", "mistral", "qwen2"}
+FUSABLE = {"llama", "mistral", "qwen2"}
 SPANS = [Span(0, 1, 5, [0, 1]), Span(1, 3, 0, [2]), Span(4, 3, 0, [3]), Span(7, 3, 4, [4, 5])]
 
 
@@ -27,48 +27,47 @@ def served(architecture, device="cpu", dtype=torch.float32):
     model = architecture.model().eval().to(device, dtype)
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    memory = PagedKVCache(
+    kv_cache = PagedKVCache(
         layers=config.num_hidden_layers,
         heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         width=width,
-        pages=8,
-        page_size=4,
+        num_blocks=8,
+        block_size=4,
         dtype=dtype,
         device=torch.device(device),
     )
-    memory._memory.normal_()
+    kv_cache._memory.normal_()
     fuse_projections(model)
-    use_pages(model, memory)
-    bank = ActiveAdapters()
-    adapt(model, bank)
-    adapt_together(model)
-    return model, memory, bank
+    use_paged_attention(model, kv_cache)
+    adapters = ActiveAdapters()
+    install_lora_layers(model, adapters)
+    return model, kv_cache, adapters
 
 
-@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a.name in USUAL], ids=lambda a: a.name)
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a.name in FUSABLE], ids=lambda a: a.name)
 @torch.inference_mode()
-def test_a_straight_model_gives_what_its_own_code_gives(architecture, processor):
-    model, memory, bank = served(architecture)
+def test_a_fused_model_matches_its_own_code(architecture, processor):
+    model, kv_cache, adapters = served(architecture)
     ids = torch.arange(10)[None]
-    places = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]])
-    before = copy.deepcopy(memory._memory)
-    bank.begin((), ())
-    memory.begin(SPANS)
-    expected = model(input_ids=ids, position_ids=places, use_cache=False).logits
-    stored = copy.deepcopy(memory._memory)
-    straighten(model, bank)
+    positions = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]])
+    before = copy.deepcopy(kv_cache._memory)
+    adapters.begin_batch((), ())
+    kv_cache.begin(SPANS)
+    expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    stored = copy.deepcopy(kv_cache._memory)
+    fuse_layers_cpu(model, adapters)
     assert all(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)
-    memory._memory.copy_(before)
-    memory.begin(SPANS)
+    kv_cache._memory.copy_(before)
+    kv_cache.begin(SPANS)
     torch.testing.assert_close(
-        model(input_ids=ids, position_ids=places, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5
+        model(input_ids=ids, position_ids=positions, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5
     )
-    torch.testing.assert_close(memory._memory, stored, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kv_cache._memory, stored, rtol=1e-5, atol=1e-5)
 
 
 @torch.inference_mode()
-def test_a_layer_whose_code_does_something_else_keeps_it():
-    model, _, bank = served(next(a for a in ARCHITECTURES if a.name == "llama"))
+def test_a_layer_with_other_code_is_not_fused():
+    model, _, adapters = served(next(a for a in ARCHITECTURES if a.name == "llama"))
     odd, plain = model.model.layers[0], model.model.layers[1]
     forward = type(odd).forward
 
@@ -77,7 +76,7 @@ def test_a_layer_whose_code_does_something_else_keeps_it():
             return forward(self, *given, **named) * 1.01
 
     odd.__class__ = Scaled
-    straighten(model, bank)
+    fuse_layers_cpu(model, adapters)
     assert not isinstance(odd, FusedDecoderLayer)
     assert isinstance(plain, FusedDecoderLayer)
 
@@ -92,8 +91,8 @@ SMALL = {
 }
 
 
-def partly_turned():
-    """Attention that turns a part of each head, as much as positions are wide."""
+def partial_rotary():
+    """Attention that rotates a part of each head, as wide as its embeddings."""
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
     config = Glm4MoeConfig(**SMALL, head_dim=16, moe_intermediate_size=16, first_k_dense_replace=2, **experts)
     assert config.rope_parameters["partial_rotary_factor"] == 0.5
@@ -101,12 +100,12 @@ def partly_turned():
 
 
 def scaled_residuals():
-    """Layers that add half of what others do, and little of it."""
+    """Layers that scale what they add to the residual."""
     config = GraniteConfig(**SMALL, residual_multiplier=0.5, attention_multiplier=0.25, initializer_range=0.006)
     return GraniteForCausalLM(config)
 
 
-def linear_of_its_own_kind():
+def linear_subclass():
     class OwnLinear(nn.Linear):
         pass
 
@@ -117,33 +116,33 @@ def linear_of_its_own_kind():
     return model
 
 
-UNUSUAL = [partly_turned, scaled_residuals, linear_of_its_own_kind]
+LOOKALIKES = [partial_rotary, scaled_residuals, linear_subclass]
 
 
-def logits(model, memory, bank):
+def logits(model, kv_cache, adapters):
     device = model.device
-    bank.begin((), ())
-    memory.begin(SPANS)
-    places = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]], device=device)
-    return model(input_ids=torch.arange(10, device=device)[None], position_ids=places, use_cache=False).logits
+    adapters.begin_batch((), ())
+    kv_cache.begin(SPANS)
+    positions = torch.tensor([[5, 0, 1, 2, 0, 1, 2, 4, 5, 6]], device=device)
+    return model(input_ids=torch.arange(10, device=device)[None], position_ids=positions, use_cache=False).logits
 
 
-@pytest.mark.parametrize("make", UNUSUAL)
+@pytest.mark.parametrize("make", LOOKALIKES)
 @torch.inference_mode()
-def test_what_only_looks_usual_computes_what_its_own_code_computes(make):
-    model, memory, bank = served(SimpleNamespace(model=make))
-    before = copy.deepcopy(memory._memory)
-    expected = logits(model, memory, bank)
-    straighten(model, bank)
-    memory._memory.copy_(before)
-    torch.testing.assert_close(logits(model, memory, bank), expected, rtol=1e-5, atol=1e-5)
+def test_a_layer_that_only_looks_common_matches_its_own_code(make):
+    model, kv_cache, adapters = served(SimpleNamespace(model=make))
+    before = copy.deepcopy(kv_cache._memory)
+    expected = logits(model, kv_cache, adapters)
+    fuse_layers_cpu(model, adapters)
+    kv_cache._memory.copy_(before)
+    torch.testing.assert_close(logits(model, kv_cache, adapters), expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.inference_mode()
-def test_layers_can_have_their_own_code_back():
-    model, _, bank = served(next(a for a in ARCHITECTURES if a.name == "llama"))
+def test_layers_can_be_unfused():
+    model, _, adapters = served(next(a for a in ARCHITECTURES if a.name == "llama"))
     kinds = [type(layer) for layer in model.model.layers]
-    straighten(model, bank)
+    fuse_layers_cpu(model, adapters)
     assert kinds != [type(layer) for layer in model.model.layers]
-    restore(model)
+    unfuse_layers(model)
     assert kinds == [type(layer) for layer in model.model.layers]

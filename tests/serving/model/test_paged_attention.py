@@ -1,4 +1,4 @@
-"""Many sequences as one, over pages, on unmodified models: each sequence's logits are the plain model's."""
+"""Concatenated sequences over a paged KV cache, on unmodified models: each sequence's logits match the plain model's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from symbiosis.errors import CannotServe
-from symbiosis.serving.model.paged_attention import PagedKVCache, Span, use_pages
+from symbiosis.serving.model.paged_attention import PagedKVCache, Span, use_paged_attention
 from tests.parity.architectures import ARCHITECTURES
 
 DECODERS = [a for a in ARCHITECTURES if a.name not in ("bert", "t5")]
-PAGE = 4
+BLOCK = 4
 
 
-def pages_for(model) -> PagedKVCache:
+def kv_cache_for(model) -> PagedKVCache:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if getattr(config, "multi_query", False):
@@ -26,8 +26,8 @@ def pages_for(model) -> PagedKVCache:
         layers=config.num_hidden_layers,
         heads=heads,
         width=width,
-        pages=64,
-        page_size=PAGE,
+        num_blocks=64,
+        block_size=BLOCK,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
@@ -35,28 +35,28 @@ def pages_for(model) -> PagedKVCache:
 
 @pytest.mark.parametrize("architecture", DECODERS, ids=lambda a: a.name)
 @torch.no_grad()
-def test_prompts_in_pieces_and_single_tokens_share_passes(architecture, processor):
+def test_prefill_chunks_and_decodes_share_batches(architecture, processor):
     torch.manual_seed(0)
     model = architecture.model().eval()
     plain = copy.deepcopy(model)
-    pages = pages_for(model)
-    use_pages(model, pages)
+    kv_cache = kv_cache_for(model)
+    use_paged_attention(model, kv_cache)
     sequences = [torch.randint(0, model.config.vocab_size, (length,)) for length in (7, 1, 12, 30)]
     numbers = list(range(64))
     random.Random(0).shuffle(numbers)
     own = [numbers[i * 8 : i * 8 + 8] for i in range(4)]
     done, logits = [0, 0, 0, 0], [[], [], [], []]
-    passes = [[(0, 5), (2, 7)], [(0, 1), (1, 1), (2, 1), (3, 9)], [(0, 1), (2, 3), (3, 1)], [(2, 1), (3, 20)]]
-    for company in passes:
+    batches = [[(0, 5), (2, 7)], [(0, 1), (1, 1), (2, 1), (3, 9)], [(0, 1), (2, 3), (3, 1)], [(2, 1), (3, 20)]]
+    for batch in batches:
         spans, start = [], 0
-        for i, count in company:
+        for i, count in batch:
             spans.append(Span(start, count, done[i], own[i]))
             start += count
-        pages.begin(spans)
-        ids = torch.cat([sequences[i][done[i] : done[i] + count] for i, count in company])
-        places = torch.cat([torch.arange(done[i], done[i] + count) for i, count in company])
-        found = model(input_ids=ids[None], position_ids=places[None], use_cache=False).logits[0]
-        for span, (i, count) in zip(spans, company, strict=True):
+        kv_cache.begin(spans)
+        ids = torch.cat([sequences[i][done[i] : done[i] + count] for i, count in batch])
+        positions = torch.cat([torch.arange(done[i], done[i] + count) for i, count in batch])
+        found = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+        for span, (i, count) in zip(spans, batch, strict=True):
             logits[i].append(found[span.start : span.start + count])
             done[i] += count
     for i, ids in enumerate(sequences):
@@ -68,9 +68,9 @@ def test_the_windows_of_the_test_models_are_shorter_than_their_sequences():
     assert any(window is not None and window < 30 for window in windows.values()), windows
 
 
-def test_attention_with_more_than_pages_have_is_refused():
+def test_unsupported_attention_is_rejected():
     model = ARCHITECTURES[0].model()
-    use_pages(model, pages_for(model))
+    use_paged_attention(model, kv_cache_for(model))
     layer = model.model.layers[0].self_attn
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

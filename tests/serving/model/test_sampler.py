@@ -1,4 +1,4 @@
-"""A row's token depends on its logits and its sequence, and on nothing else."""
+"""A row's token depends only on its logits and its sequence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draws(row, count=4000, **sampling):
     return torch.bincount(torch.tensor(tokens), minlength=rows.shape[1]) / count
 
 
-def test_temperature_0_takes_the_likeliest_and_of_equals_the_first():
+def test_temperature_0_takes_the_most_likely_and_of_equals_the_first():
     rows = logits()
     rows[1, [7, 30, 31]] = 99.0
     tokens = sample(rows, [one(temperature=0) for _ in range(4)]).tokens
@@ -44,7 +44,7 @@ def test_temperature_0_takes_the_likeliest_and_of_equals_the_first():
 
 
 def test_a_greedy_batch_is_one_argmax(monkeypatch):
-    for name in ("_edit", "_choose", "_top"):
+    for name in ("_apply_penalties_and_bias", "_select", "_top"):
         monkeypatch.setattr(sampler, name, None)
     assert sample(logits(), [one(temperature=0) for _ in range(4)]).logprobs == [None] * 4
 
@@ -77,13 +77,13 @@ def test_top_p_is_a_share_of_what_top_k_left():
     assert (draws(row, top_k=2, top_p=0.58) > 0).tolist() == [True, True, False, False]
 
 
-def test_min_p_is_a_share_of_the_likeliest():
+def test_min_p_is_a_share_of_the_most_likely():
     row = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert (draws(row, min_p=0.5) > 0).tolist() == [True, True, False, False]
     assert (draws(row, min_p=1) > 0).tolist() == [True, False, False, False]
 
 
-def test_top_k_of_one_is_the_likeliest_at_any_temperature():
+def test_top_k_of_one_is_the_most_likely_at_any_temperature():
     rows = logits(50, 5000, spread=1e-6)
     assert sample(rows, [one(temperature=2.0, top_k=1) for _ in range(50)]).tokens == rows.argmax(-1).tolist()
 
@@ -98,17 +98,17 @@ def test_a_bias_bans_and_forces_tokens():
 
 def test_penalties_follow_the_openai_and_hugging_face_formulas():
     row = torch.tensor([[1.0, 2.0, -1.0, 0.5, 3.0]])
-    asked = one((1, 2), (4, 4, 2), temperature=0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
+    params = one((1, 2), (4, 4, 2), temperature=0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
     edited = row.clone()
-    sampler._edit(edited, [asked])
+    sampler._apply_penalties_and_bias(edited, [params])
     assert edited[0].tolist() == pytest.approx([1.0, 1.0, -2.0 - 0.75, 0.5, 1.5 - 1.0])
     assert row[0, 4] == 3.0
 
 
-def test_penalties_touch_only_the_rows_that_asked():
+def test_penalties_affect_only_their_rows():
     rows = logits(3)
     edited = rows.clone()
-    sampler._edit(edited, [one(), one(outputs=(4, 4), frequency_penalty=1.0), one()])
+    sampler._apply_penalties_and_bias(edited, [one(), one(outputs=(4, 4), frequency_penalty=1.0), one()])
     assert torch.equal(edited[[0, 2]], rows[[0, 2]])
     assert edited[1, 4] == rows[1, 4] - 2
     assert (edited[1] != rows[1]).sum() == 1
@@ -132,10 +132,10 @@ def test_rows_of_nan_fail_alone():
     assert together.logprobs[1] == alone.logprobs[1]
 
 
-def test_logprobs_are_the_models_own_before_anything_was_asked():
+def test_logprobs_are_those_of_the_raw_logits():
     row = logits(1)
-    asked = one(temperature=0.3, top_k=1, logit_bias={9: 100}, logprobs=3)
-    sampled = sample(row, [asked])
+    params = one(temperature=0.3, top_k=1, logit_bias={9: 100}, logprobs=3)
+    sampled = sample(row, [params])
     plain = row[0].log_softmax(-1)
     assert sampled.tokens == [9]
     assert sampled.logprobs[0].chosen == pytest.approx(plain[9].item())
@@ -143,12 +143,12 @@ def test_logprobs_are_the_models_own_before_anything_was_asked():
     assert [value for _, value in sampled.logprobs[0].top] == pytest.approx(plain.topk(3).values.tolist())
 
 
-def test_logprobs_come_only_where_asked_for_and_as_many_as_asked_for():
+def test_logprobs_are_reported_where_and_as_many_as_requested():
     got = sample(logits(4), [one(), one(logprobs=0), one(logprobs=5), one(logprobs=20, temperature=0)]).logprobs
     assert [None if each is None else len(each.top) for each in got] == [None, 0, 5, 20]
 
 
-def test_the_likeliest_are_in_order_and_ties_go_by_id():
+def test_top_logprobs_are_ordered_and_ties_go_by_id():
     row = torch.tensor([[0.0, -0.0, 1.0, -2.0, 1.0, -math.inf, -2.0]])
     (got,) = sample(row, [one(temperature=0, logprobs=7)]).logprobs
     assert [token for token, _ in got.top] == [2, 4, 0, 1, 3, 6, 5]
@@ -162,7 +162,7 @@ def test_uniform_numbers_are_uniform_and_never_change():
     assert uniform(-1, 3, 7) == 0.1553865868150177
 
 
-def test_equal_seeds_draw_equally_and_siblings_and_positions_do_not():
+def test_equal_seeds_draw_equally_and_forks_and_positions_do_not():
     row = torch.zeros(1, 1000)
     same = [sample(row, [one(seed=5)]).tokens[0] for _ in range(2)]
     assert same[0] == same[1]
@@ -180,17 +180,19 @@ def requests(rng):
     }  # fmt: skip
 
 
-def company_does_not_matter(seed, device, dtype, vocabulary, most=12):
+def check_any_batch(seed, device, dtype, vocabulary, most=12):
     rng = random.Random(seed)
     count = rng.randrange(1, most)
     rows = logits(count, vocabulary, seed).to(dtype)
     rows = (rows * 4).round() / 4 if rng.random() < 0.5 else rows  # many ties
     rows = rows.to(device)
-    asked = [one(outputs=[rng.randrange(vocabulary) for _ in range(rng.randrange(9))], **requests(rng)) for _ in range(count)]
-    together = sample(rows, asked)
+    sequences = [
+        one(outputs=[rng.randrange(vocabulary) for _ in range(rng.randrange(9))], **requests(rng)) for _ in range(count)
+    ]
+    together = sample(rows, sequences)
     order = rng.sample(range(count), count)
-    shuffled = sample(rows[order], [asked[row] for row in order])
-    alone = [sample(rows[row : row + 1], [asked[row]]) for row in range(count)]
+    shuffled = sample(rows[order], [sequences[row] for row in order])
+    alone = [sample(rows[row : row + 1], [sequences[row]]) for row in range(count)]
     assert together.tokens == [each.tokens[0] for each in alone]
     assert [together.tokens[row] for row in order] == shuffled.tokens
     for row in range(count):
@@ -201,45 +203,45 @@ def company_does_not_matter(seed, device, dtype, vocabulary, most=12):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.sampled_from([7, 50, 1001]))
-def test_whoever_else_is_in_the_batch_a_row_draws_the_same_token(seed, dtype, vocabulary):
-    company_does_not_matter(seed, "cpu", dtype, vocabulary)
+def test_a_row_draws_the_same_token_in_any_batch(seed, dtype, vocabulary):
+    check_any_batch(seed, "cpu", dtype, vocabulary)
 
 
-def test_also_when_rows_are_worked_on_in_parts(monkeypatch):
-    monkeypatch.setattr(sampler, "_AT_ONCE", 100)
+def test_a_row_draws_the_same_token_when_rows_are_split(monkeypatch):
+    monkeypatch.setattr(sampler, "_MAX_LOGITS", 100)
     for seed in range(20):
-        company_does_not_matter(seed, "cpu", torch.float32, 50)
+        check_any_batch(seed, "cpu", torch.float32, 50)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 32))
-def test_looking_at_the_likeliest_first_changes_nothing(seed):
+def test_sorting_only_the_most_likely_changes_nothing(seed):
     rng = random.Random(seed)
     rows = logits(8, 60, seed, spread=rng.choice([0.1, 3.0, 30.0]))
     rows = (rows * 2).round() / 2 if rng.random() < 0.7 else rows
     rows[rng.randrange(8)] = rng.choice([math.nan, -math.inf, 0.0])
-    asked = [one(**{**requests(rng), "top_k": rng.choice([0, 1, 3, 5, 59, 60, 61])}) for _ in range(8)]
+    sequences = [one(**{**requests(rng), "top_k": rng.choice([0, 1, 3, 5, 59, 60, 61])}) for _ in range(8)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "_LIKELY", 1000)
-        everything = sample(rows, asked).tokens
+        patch.setattr(sampler, "_NUM_LIKELY", 1000)
+        everything = sample(rows, sequences).tokens
         for few in (1, 2, 5, 30, 59):
-            patch.setattr(sampler, "_LIKELY", few)
-            assert sample(rows, asked).tokens == everything
+            patch.setattr(sampler, "_NUM_LIKELY", few)
+            assert sample(rows, sequences).tokens == everything
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [50, 1001, 32_000, 50_257, 128_256])
-def test_on_a_gpu_too_whoever_else_is_in_the_batch(vocabulary):
+def test_a_row_draws_the_same_token_in_any_batch_on_a_gpu(vocabulary):
     for seed in range(20):
-        company_does_not_matter(seed, "cuda", torch.bfloat16 if seed % 2 else torch.float32, vocabulary, most=100)
+        check_any_batch(seed, "cuda", torch.bfloat16 if seed % 2 else torch.float32, vocabulary, most=100)
 
 
 @pytest.mark.gpu
 def test_a_gpu_and_a_cpu_choose_the_same_but_for_rounding():
     rng = random.Random(0)
     rows = logits(200, 5000)
-    asked = [one(outputs=(1, 2, 2), **requests(rng)) for _ in range(200)]
-    there, here = sample(rows.cuda(), asked).tokens, sample(rows, asked).tokens
+    sequences = [one(outputs=(1, 2, 2), **requests(rng)) for _ in range(200)]
+    there, here = sample(rows.cuda(), sequences).tokens, sample(rows, sequences).tokens
     assert sum(a != b for a, b in zip(there, here, strict=True)) <= 1
 
 

@@ -1,4 +1,4 @@
-"""What may be asked for, and what a sequence knows of itself."""
+"""Validation of sampling parameters, and the state of a sequence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_number_has_a_range_and_the_error_names_the_field(field, bad):
         assert caught.value.expected in str(caught.value)
 
 
-def test_lists_have_a_longest_length():
+def test_lists_have_a_maximum_length():
     with pytest.raises(OutOfRange, match="stop_ids"):
         Sampling(stop_ids=tuple(range(65)))
     with pytest.raises(OutOfRange, match="logit_bias"):
@@ -54,15 +54,15 @@ def test_min_tokens_may_not_exceed_max_tokens():
         Sampling(max_tokens=3, min_tokens=4)
 
 
-def test_what_is_asked_cannot_be_changed_afterwards():
+def test_sampling_is_immutable():
     bias = {1: 1.0}
-    asked = Sampling(logit_bias=bias)
+    sampling = Sampling(logit_bias=bias)
     bias[2] = 2.0
-    assert dict(asked.logit_bias) == {1: 1.0}
+    assert dict(sampling.logit_bias) == {1: 1.0}
     with pytest.raises(TypeError):
-        asked.logit_bias[3] = 1.0
+        sampling.logit_bias[3] = 1.0
     with pytest.raises(dataclasses.FrozenInstanceError):
-        asked.top_k = 3
+        sampling.top_k = 3
 
 
 def test_the_error_crosses_a_link():
@@ -75,8 +75,8 @@ def test_a_prompt_is_at_least_one_token_id(prompt):
         sequence(prompt)
 
 
-def test_tokens_beyond_the_vocabulary_are_refused_wherever_they_are():
-    sequence((0, 9)).check(vocabulary=10, longest=100)
+def test_tokens_outside_the_vocabulary_are_rejected_everywhere():
+    sequence((0, 9)).check(vocab_size=10, max_length=100)
     for bad in (
         sequence((1, 10)),
         sequence((-1, 1)),
@@ -84,15 +84,15 @@ def test_tokens_beyond_the_vocabulary_are_refused_wherever_they_are():
         sequence(sampling=Sampling(logit_bias={10: 1.0})),
     ):
         with pytest.raises(OutOfRange, match="from 0 to 9"):
-            bad.check(vocabulary=10, longest=100)
+            bad.check(vocab_size=10, max_length=100)
 
 
-def test_prompt_and_answer_must_fit_into_the_context():
-    sequence(range(8), Sampling(max_tokens=2)).check(vocabulary=10, longest=10)
-    with pytest.raises(ContextTooLong, match="11 together, at most 10"):
-        sequence(range(8), Sampling(max_tokens=3)).check(vocabulary=10, longest=10)
+def test_prompt_and_completion_must_fit_into_the_context():
+    sequence(range(8), Sampling(max_tokens=2)).check(vocab_size=10, max_length=10)
+    with pytest.raises(ContextTooLong, match=r"8 prompt \+ 3 completion tokens > 10 allowed"):
+        sequence(range(8), Sampling(max_tokens=3)).check(vocab_size=10, max_length=10)
     with pytest.raises(ContextTooLong):
-        sequence(range(10)).check(vocabulary=10, longest=10)
+        sequence(range(10)).check(vocab_size=10, max_length=10)
 
 
 def test_end_of_text_ends_unless_ignored():
@@ -100,15 +100,15 @@ def test_end_of_text_ends_unless_ignored():
     assert sequence(sampling=Sampling(stop_ids=(4,), ignore_eos=True), eos_ids=(2,)).end_ids == {4}
 
 
-def test_siblings_share_prompt_and_seed_and_have_numbers_of_their_own():
-    first, second, third = sequence(sampling=Sampling(seed=7)).siblings(3)
+def test_forks_share_prompt_and_seed_and_have_their_own_numbers():
+    first, second, third = sequence(sampling=Sampling(seed=7)).fork(3)
     assert [s.id for s in (first, second, third)] == ["a", "a.1", "a.2"]
     assert [s.number for s in (first, second, third)] == [0, 1, 2]
     assert second.tokens == first.tokens
     assert second.tokens is not first.tokens
-    assert second.pages is not first.pages
+    assert second.block_table is not first.block_table
     assert second.parent is third.parent is first
-    unseeded, other = sequence().siblings(2)
+    unseeded, other = sequence().fork(2)
     assert unseeded.seed == other.seed
 
 

@@ -16,7 +16,7 @@ from symbiosis.errors import OutOfRange, SymbiosisError, TooManyRequests, Withdr
 from symbiosis.finetuning.calls import LossResult, StepResult
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.loop.recipe import Recipe
-from symbiosis.finetuning.packed.batch import predicted
+from symbiosis.finetuning.packed.batch import count_target_tokens
 from symbiosis.finetuning.session import TrainingSession
 from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 
@@ -53,7 +53,7 @@ class Validation:
         return step == total or (self.every is not None and step % self.every == 0)
 
     def ask(self, session: TrainingSession, asked: _Asked) -> list[Future[LossResult]]:
-        items = sum(predicted(session.adapter, example) for example in self.data)
+        items = sum(count_target_tokens(session.adapter, example) for example in self.data)
         return [asked.ask(session, partial(session.forward, batch, items=items)) for batch in session.batches(self.data)]
 
 
@@ -107,7 +107,7 @@ def _items(session: TrainingSession, data: Sequence[Example], batches: list[list
     """What the losses of each batch of a step are divided by, as Trainer does it."""
     if session.takes_items:
         return [sum(data[number].labelled for batch in batches for number in batch)] * len(batches)
-    return [len(batches) * sum(predicted(session.adapter, data[number]) for number in batch) for batch in batches]
+    return [len(batches) * sum(count_target_tokens(session.adapter, data[number]) for number in batch) for batch in batches]
 
 
 def run(

@@ -1,6 +1,6 @@
-"""Rows of many sessions as one sequence: where each begins, whose it is, what is to be learned.
+"""Examples of many sessions packed into one sequence of rows.
 
-R = rows of the pass, N = rows with a label.
+R = rows of the batch, N = rows with a label, S = sequences.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from symbiosis.adapters.parts import Ia3Part
 from symbiosis.finetuning.examples import IGNORED, Example
+from symbiosis.finetuning.packed.async_copy import copy_to_device
 from symbiosis.finetuning.packed.dropout import drop
-from symbiosis.finetuning.packed.lora_math import Drop, Part
+from symbiosis.finetuning.trainable_parts import Dropout, Part, TrainableLora, scale_rows
 from symbiosis.finetuning.trained_adapter import TrainedAdapter
 
 if TYPE_CHECKING:  # it needs Triton
@@ -26,233 +29,249 @@ if TYPE_CHECKING:  # it needs Triton
 
 Array: TypeAlias = npt.NDArray[np.int64]
 
-_LONGEST, _SEQUENCES, _SESSIONS = 512, 16, 8  # at least so many, and powers of two: the kernels skip what is not there
-_DENSE = 0.9  # of all rows have a label: choosing them would cost more than it saves
+_MIN_LENGTH, _MIN_SEQUENCES, _MIN_SESSIONS = 512, 16, 8  # of a bucket; kernels skip what is empty
+_DENSE = 0.9  # of all rows have a label: selecting them would cost more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class PackedExample:
-    """An example in a pass."""
+    """An example of a packed batch."""
 
     example: Example
-    items: float
-    """What the sum of its losses is divided by."""
-    key: str
-    """Names it for dropout: the session's seed, the call's number, the example's. Empty: nothing is dropped."""
+    loss_divisor: float
+    """Divides the sum of its losses."""
+    dropout_key: str
+    """Session seed, number of the call, number of the example. Empty: no dropout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionSlice:
-    """What one session has in a pass."""
+    """The examples of one session in a packed batch."""
 
     adapter: TrainedAdapter
-    pieces: tuple[PackedExample, ...]
-    learns: bool = True
-    """Whether gradients are wanted of it."""
+    examples: tuple[PackedExample, ...]
+    requires_grad: bool = True
 
     @property
     def rows(self) -> int:
-        return sum(self.adapter.rows_of(len(piece.example.ids)) for piece in self.pieces)
+        return sum(self.adapter.rows_of(len(each.example.ids)) for each in self.examples)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSpan:
-    """A sequence's rows, and the keys and values that an adapter puts in front of them."""
+    """The rows of a sequence, and the prefix keys and values before them."""
 
     rows: int
     prefix_L2HTD: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class BatchAdapters:
-    """What the sessions of a pass do at one layer: runs of rows, in order."""
+    """The adapters of a packed batch at one layer: consecutive runs of rows."""
 
-    sizes: list[int]
-    parts: list[Part | None]
-    drops: list[Drop]
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.parts: list[Part | None] = []
+        self.dropouts: list[Dropout] = []
+
+    def scale_inputs(self, x_RI: Tensor) -> Tensor:
+        """The layer's input with IA3 applied."""
+        if not any(isinstance(part, Ia3Part) and part.of_input for part in self.parts):
+            return x_RI
+        runs = zip(self.parts, torch.split(x_RI, self.sizes), strict=True)
+        return torch.cat([scale_rows(part, x) if isinstance(part, Ia3Part) and part.of_input else x for part, x in runs])
+
+    def apply(self, x_RI: Tensor, y_RO: Tensor, layer: nn.Linear | Conv1D) -> Tensor:
+        """The layer's result with LoRA and IA3 applied. `x_RI` is the layer's input."""
+        if all(part is None or (isinstance(part, Ia3Part) and part.of_input) for part in self.parts):
+            return y_RO
+        results: list[Tensor] = []
+        runs = torch.split(x_RI, self.sizes), torch.split(y_RO, self.sizes)
+        for part, dropout, x, y in zip(self.parts, self.dropouts, *runs, strict=True):
+            if isinstance(part, TrainableLora):
+                results.append(part.apply(x, y, layer, dropout))
+            else:
+                results.append(scale_rows(part, y) if part is not None and not part.of_input else y)
+        return torch.cat(results)
 
 
 class PackedBatch:
-    """A pass before it is computed. Rows of one session lie together."""
+    """The input of one forward and backward pass. Rows of one session are contiguous."""
 
     def __init__(
         self,
-        shares: Sequence[SessionSlice],
+        slices: Sequence[SessionSlice],
         device: torch.device,
         *,
         dense: bool = False,
-        even: bool = False,
+        bucketed: bool = False,
         window: int | None = None,
     ) -> None:
-        """`dense`: where nearly all rows have a label, the head sees all of them, and those without are ignored.
+        """`dense`: if nearly all rows have a label, the head reads all rows, and those without one are ignored.
 
-        `even`: with rows of nobody at the end, so that passes of about the same size are of the same. `window`: the tokens
-        that a layer sees; sequences that fit are not made out to be longer.
+        `bucketed`: pad the batch to a bucket size, so that batches of similar size have the same shapes. `window`: the
+        attention window; sequences that fit into it are not padded beyond it.
         """
-        self.shares = shares
+        self.slices = slices
         self.device = device
         self.spans: list[RowSpan] = []
         self.embeds: list[tuple[int, Tensor]] = []
-        """Rows (by the first) whose embeddings an adapter gives."""
+        """First row and embeddings of virtual tokens."""
         ids: list[Array] = []
-        places: list[Array] = []
-        wanted: list[Array] = []
+        positions: list[Array] = []
+        label_rows: list[Array] = []
         labels: list[Array] = []
         self._rows: list[list[int]] = []
         self._head_rows: list[list[int]] = []
         start = 0
-        for share in shares:
-            virtual = share.adapter.virtual
+        for each in slices:
+            virtual = each.adapter.virtual
             front = virtual.rows if virtual else 0
-            given = virtual.embeddings_TD() if virtual and front else None
-            prefix = virtual.keys_values_L2HTD() if virtual and not front else None
+            embeds_TD = virtual.encode() if virtual and front else None
+            prefix_L2HTD = virtual.keys_values_L2HTD() if virtual and not front else None
             before = virtual.count if virtual else 0
             self._rows.append([])
             self._head_rows.append([])
-            for piece in share.pieces:
-                tokens, learned = np.array(piece.example.ids), np.array(piece.example.labels)
-                if given is not None:
-                    self.embeds.append((start, given))
+            for packed in each.examples:
+                tokens, targets = np.array(packed.example.ids), np.array(packed.example.labels)
+                if embeds_TD is not None:
+                    self.embeds.append((start, embeds_TD))
                 ids += [np.zeros(front, np.int64), tokens]
-                places.append(np.arange(before - front, before + len(tokens)))
+                positions.append(np.arange(before - front, before + len(tokens)))
                 rows = front + len(tokens)
-                self.spans.append(RowSpan(rows, prefix))
-                # a row predicts the token after it; the last virtual token predicts the first
-                due = np.flatnonzero(learned != IGNORED)
+                self.spans.append(RowSpan(rows, prefix_L2HTD))
+                # A row predicts the next token; the last virtual token predicts the first.
+                due = np.flatnonzero(targets != IGNORED)
                 due = due[due > 0] if not front else due
-                wanted.append(start + front + due - 1)
-                labels.append(learned[due])
+                label_rows.append(start + front + due - 1)
+                labels.append(targets[due])
                 self._rows[-1].append(rows)
                 self._head_rows[-1].append(len(due))
                 start += rows
         self.longest = max(span.rows for span in self.spans)
-        spare = sessions = 0
-        if even and any(span.rows != self.longest for span in self.spans):
-            rounded = _power_of_2(self.longest, _LONGEST)
+        padding = min_sessions = 0
+        if bucketed and any(span.rows != self.longest for span in self.spans):
+            rounded = _next_power_of_2(self.longest, _MIN_LENGTH)
             self.longest = rounded if window is None or self.longest > window else min(rounded, window)
-            spare = -start % _step(start)
-            self.spans += [RowSpan(min(self.longest, spare - at)) for at in range(0, spare, self.longest)]
-            self.spans += [RowSpan(0)] * (_power_of_2(len(self.spans), _SEQUENCES) - len(self.spans))
-            sessions = _SESSIONS
-        start += spare
-        ids.append(np.zeros(spare, np.int64))
-        places.append(np.arange(spare) % self.longest)
-        self.rows = start
-        self.edges_S = _to(device, np.cumsum([0, *(span.rows for span in self.spans)], dtype=np.int32))
-        """Where sequences begin, and the end of the last."""
-        chosen, known = np.concatenate(wanted), np.concatenate(labels)
-        dense = dense and len(chosen) >= _DENSE * (start - spare)
-        spare_head = -len(chosen) % _step(len(chosen)) if even and not dense else 0
+            padding = -start % _bucket_step(start)
+            self.spans += [RowSpan(min(self.longest, padding - at)) for at in range(0, padding, self.longest)]
+            self.spans += [RowSpan(0)] * (_next_power_of_2(len(self.spans), _MIN_SEQUENCES) - len(self.spans))
+            min_sessions = _MIN_SESSIONS
+        ids.append(np.zeros(padding, np.int64))
+        positions.append(np.arange(padding) % self.longest)
+        self.rows = start + padding
+        self.edges_S = self._copy(np.cumsum([0, *(span.rows for span in self.spans)], dtype=np.int32))
+        """First row of each sequence, and the end of the last."""
+        head_rows, targets = np.concatenate(label_rows), np.concatenate(labels)
+        dense = dense and len(head_rows) >= _DENSE * start
+        head_padding = -len(head_rows) % _bucket_step(len(head_rows)) if bucketed and not dense else 0
         if dense:
-            every = np.full(start, IGNORED)
-            every[chosen] = known
-            chosen, known, spare_head = np.arange(0), every, spare
+            all_targets = np.full(self.rows, IGNORED)
+            all_targets[head_rows] = targets
+            head_rows, targets, head_padding = np.arange(0), all_targets, padding
             self._head_rows = self._rows
-        elif spare_head:
-            chosen = np.concatenate([chosen, np.zeros(spare_head, np.int64)])
-            known = np.concatenate([known, np.full(spare_head, IGNORED)])
-        counted = [1 / piece.items if share.learns else 0.0 for share in shares for piece in share.pieces]
-        upstream = np.repeat(np.array([*counted, 0.0], np.float32), [*self.head_rows, spare_head])
-        parts = [np.concatenate(ids), np.concatenate(places), known, chosen]
-        sizes = [len(part) for part in parts]
-        self._numbers = _to(device, np.concatenate(parts))
-        self.ids_R, self.places_R, self.labels_N, rows_N = torch.split(self._numbers, sizes)
-        self.wanted_N: Tensor | None = None if dense else rows_N
-        """Rows that the head sees; None for all."""
-        self.upstream_N = _to(device, upstream)
-        """What each label's loss counts."""
+        elif head_padding:
+            head_rows = np.concatenate([head_rows, np.zeros(head_padding, np.int64)])
+            targets = np.concatenate([targets, np.full(head_padding, IGNORED)])
+        weights = [1 / packed.loss_divisor if each.requires_grad else 0.0 for each in slices for packed in each.examples]
+        weights_N = np.repeat(np.array([*weights, 0.0], np.float32), [*self.head_rows, head_padding])
+        arrays = [np.concatenate(ids), np.concatenate(positions), targets, head_rows]
+        self._numbers = self._copy(np.concatenate(arrays))
+        self.ids_R, self.positions_R, self.labels_N, rows_N = torch.split(self._numbers, [len(array) for array in arrays])
+        self.head_rows_N: Tensor | None = None if dense else rows_N
+        """Rows that the head reads; None for all."""
+        self.loss_weights_N = self._copy(weights_N)
+        """The upstream gradient of each row's loss."""
         self.masks: dict[tuple[int, int, int | None], Tensor] = {}
-        """What attention has worked out for this pass."""
+        """Attention masks of this pass."""
         self.by_lengths = False
-        """Something was computed by how long each sequence is, and not by `edges_S`: this pass is like no other."""
-        self._acts: dict[tuple[str, bool], BatchAdapters | None] = {}
-        self.grouped = self._grouped(sessions)
+        """Whether attention depends on the sequences' lengths by more than `edges_S`: then no CUDA graph can be reused."""
+        self._adapters: dict[tuple[str, bool], BatchAdapters | None] = {}
+        self.lora_tables = self._build_tables(min_sessions)
+
+    def _copy(self, numbers: npt.NDArray[np.generic]) -> Tensor:
+        return copy_to_device(torch.from_numpy(numbers), self.device)
 
     @property
     def head_rows(self) -> list[int]:
-        """How many rows of each piece the head sees."""
-        return [rows for of_share in self._head_rows for rows in of_share]
+        """Rows of each example that the head reads."""
+        return [rows for of_slice in self._head_rows for rows in of_slice]
 
-    def _grouped(self, least: int) -> LoraTables | None:
-        """Of the sessions whose adapters the kernels take together, with room for so many."""
-        flats = [share.adapter.flat for share in self.shares if share.adapter.flat is not None]
+    def _build_tables(self, min_sessions: int) -> LoraTables | None:
+        """Of the sessions whose adapters the grouped kernels compute."""
+        flats = [each.adapter.flat for each in self.slices if each.adapter.flat is not None]
         if not flats:
             return None
         from symbiosis.finetuning.packed.lora_tables import LoraTables
 
-        return LoraTables(flats, self._segments(self._rows), self._segments(self._head_rows), self.rows, self.device, least)
+        segments = self._segments(self._rows), self._segments(self._head_rows)
+        return LoraTables(flats, *segments, self.rows, self.device, min_sessions)
 
     @property
     def key(self) -> tuple[object, ...] | None:
-        """Passes of the same key differ in `tensors` only; None if more than plain LoRA is in this one."""
-        if self.grouped is None or any(share.adapter.flat is None for share in self.shares):
+        """Batches of the same key differ in `tensors` only; None if a session is not in `lora_tables`."""
+        if self.lora_tables is None or any(each.adapter.flat is None for each in self.slices):
             return None
-        alike = all(span.rows == self.longest for span in self.spans)
-        return self.rows, len(self.labels_N), self.wanted_N is None, len(self.spans), self.longest, alike, *self.grouped.key
+        is_even = all(span.rows == self.longest for span in self.spans)
+        sizes = self.rows, len(self.labels_N), self.head_rows_N is None, len(self.spans), self.longest, is_even
+        return *sizes, *self.lora_tables.key
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that changes from pass to pass, if it has a key."""
-        assert self.grouped is not None
-        return [self._numbers, self.upstream_N, self.edges_S, *self.grouped.tensors]
+        """All tensors that differ between batches of one key."""
+        assert self.lora_tables is not None
+        return [self._numbers, self.loss_weights_N, self.edges_S, *self.lora_tables.tensors]
 
     def frame(self) -> PackedBatch:
-        """One that knows nobody, over the same tensors: others of the key may be copied into it."""
+        """A batch without sessions over the same tensors. Other batches of the key can be copied into it."""
         frame = copy.copy(self)
-        frame.shares = ()
-        frame.masks, frame._acts = {}, {}  # what is captured is not computed
-        assert self.grouped is not None
-        frame.grouped = copy.copy(self.grouped)
-        frame.grouped.gradients = []
+        frame.slices = ()
+        frame.masks, frame._adapters = {}, {}  # a capture records tensors without computing them
+        assert self.lora_tables is not None
+        frame.lora_tables = copy.copy(self.lora_tables)
+        frame.lora_tables.gradients = []
         return frame
 
-    def _segments(self, by_piece: list[list[int]]) -> list[tuple[int, int]]:
-        """First row and number of rows of each of these sessions."""
+    def _segments(self, rows_by_slice: list[list[int]]) -> list[tuple[int, int]]:
+        """First row and number of rows of each session in `lora_tables`."""
         found, start = [], 0
-        for share, rows in zip(self.shares, by_piece, strict=True):
-            if share.adapter.flat is not None:
+        for each, rows in zip(self.slices, rows_by_slice, strict=True):
+            if each.adapter.flat is not None:
                 found.append((start, sum(rows)))
             start += sum(rows)
         return found
 
-    def acts(self, path: str, *, of_head: bool) -> BatchAdapters | None:
-        """What is done at a layer by those that are not `grouped`; None if nothing. The head does not see all rows."""
-        if (path, of_head) not in self._acts:
-            self._acts[path, of_head] = self._find(path, self._head_rows if of_head else self._rows)
-        return self._acts[path, of_head]
+    def adapters_at(self, path: str, *, is_head: bool) -> BatchAdapters | None:
+        """The adapters at a layer that are not in `lora_tables`; None if there are none."""
+        if (path, is_head) not in self._adapters:
+            self._adapters[path, is_head] = self._find_adapters(path, self._head_rows if is_head else self._rows)
+        return self._adapters[path, is_head]
 
-    def _find(self, path: str, by_piece: list[list[int]]) -> BatchAdapters | None:
-        parts = [None if share.adapter.flat is not None else share.adapter.parts.get(path) for share in self.shares]
+    def _find_adapters(self, path: str, rows_by_slice: list[list[int]]) -> BatchAdapters | None:
+        parts = [None if each.adapter.flat is not None else each.adapter.parts.get(path) for each in self.slices]
         if not any(parts):
             return None
-        acts = BatchAdapters([], [], [])
-        for share, sizes, part in zip(self.shares, by_piece, parts, strict=True):
-            if part is None and acts.parts and acts.parts[-1] is None:
-                acts.sizes[-1] += sum(sizes)
+        adapters = BatchAdapters()
+        for each, sizes, part in zip(self.slices, rows_by_slice, parts, strict=True):
+            if part is None and adapters.parts and adapters.parts[-1] is None:
+                adapters.sizes[-1] += sum(sizes)
                 continue
-            acts.sizes.append(sum(sizes))
-            acts.parts.append(part)
-            acts.drops.append(partial(drop, layer=path, keys=[piece.key for piece in share.pieces], sizes=sizes))
-        return acts
+            adapters.sizes.append(sum(sizes))
+            adapters.parts.append(part)
+            keys = [packed.dropout_key for packed in each.examples]
+            adapters.dropouts.append(partial(drop, layer=path, keys=keys, sizes=sizes))
+        return adapters
 
 
-def _to(device: torch.device, numbers: npt.NDArray[np.generic]) -> Tensor:
-    """There, without waiting for what is computed there."""
-    found = torch.from_numpy(numbers)
-    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+def _next_power_of_2(number: int, minimum: int) -> int:
+    return max(minimum, 1 << max(0, number - 1).bit_length())
 
 
-def _power_of_2(number: int, least: int) -> int:
-    """The next one from `number` on."""
-    return max(least, 1 << max(0, number - 1).bit_length())
-
-
-def _step(rows: int) -> int:
-    """What passes of about so many rows are rounded up to: a sixteenth at most is thrown away."""
+def _bucket_step(rows: int) -> int:
+    """Batches of about so many rows are padded to a multiple of this: at most a sixteenth of the rows is padding."""
     return max(16, 1 << max(0, rows.bit_length() - 5))
 
 
-def predicted(adapter: TrainedAdapter, example: Example) -> int:
-    """How many tokens of an example are learned: with virtual tokens in front, also the first."""
+def count_target_tokens(adapter: TrainedAdapter, example: Example) -> int:
+    """Tokens of an example that are predicted: the first one only after virtual tokens."""
     front = adapter.virtual.rows if adapter.virtual else 0
     return sum(label != IGNORED for label in (example.labels if front else example.labels[1:]))

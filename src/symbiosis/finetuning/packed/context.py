@@ -1,4 +1,4 @@
-"""The pass that runs: what layers and attention of the packed model look at."""
+"""The pass context of a packed model: layers and attention find their packed batch here."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from symbiosis.finetuning.packed.batch import PackedBatch
 
 
 class PassContext:
-    """One for each packed model. One pass at a time."""
+    """One per packed model. One pass at a time."""
 
-    def __init__(self) -> None:
-        self._pack: PackedBatch | None = None
-
-    @property
-    def pack(self) -> PackedBatch:
-        assert self._pack is not None, "no pass is running"
-        return self._pack
+    batch: PackedBatch
+    """Of the running pass; unset between passes."""
 
     @contextmanager
-    def running(self, pack: PackedBatch) -> Iterator[None]:
-        assert self._pack is None, "a pass is running already"
-        self._pack = pack
+    def running(self, batch: PackedBatch) -> Iterator[None]:
+        assert not hasattr(self, "batch"), "a pass is running already"
+        self.batch = batch
         try:
             yield
         finally:
-            self._pack = None
+            del self.batch

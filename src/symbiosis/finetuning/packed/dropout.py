@@ -1,7 +1,7 @@
-"""Dropout that depends on nothing but the session, the call, the example and the layer.
+"""Dropout masks seeded by session, call, example and layer.
 
-A stream of random numbers that is drawn from in the order of computation would depend on how examples were
-packed. Here every mask has a seed of its own, so a pass that is repeated, or cut differently, drops the same.
+One stream of random numbers would make masks depend on how examples are packed. With a seed per mask, a pass that is
+repeated or split drops the same numbers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 def drop(x_RI: Tensor, rate: float, *, layer: str, keys: Sequence[str], sizes: Sequence[int]) -> Tensor:
-    """Some numbers become 0, the others larger. `keys` name the examples whose rows these are, `sizes` says how many.
+    """Dropout over the rows of several examples. `keys` seed their masks, `sizes` are their numbers of rows.
 
-    Of an example without a key nothing is dropped.
+    All keys are empty if nothing is to be dropped.
     """
     if not any(keys):
         return x_RI
@@ -27,5 +27,5 @@ def drop(x_RI: Tensor, rate: float, *, layer: str, keys: Sequence[str], sizes: S
 def _mask(key: str, shape: tuple[int, int], rate: float, like: Tensor) -> Tensor:
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
     generator = torch.Generator(like.device).manual_seed(seed)
-    kept = torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1 - rate, generator=generator)
-    return kept.div_(1 - rate)
+    mask = torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1 - rate, generator=generator)
+    return mask.div_(1 - rate)

@@ -1,6 +1,6 @@
-"""Causal attention of sequences of different lengths in one call, by the flash kernels inside torch.
+"""Causal attention of sequences of different lengths in one call of torch's flash kernels.
 
-R = rows of all sequences, H / K = query and key heads, D = width of a head. Reference: one call for each sequence
+R = rows of all sequences, H / K = query and key heads, D = width of a head. Reference: one call per sequence
 (`attention`). The kernels read and write a sequence's own rows only.
 """
 
@@ -13,37 +13,37 @@ from torch import Tensor
 
 from symbiosis.kernels.first_order import first_order
 
-_WIDEST = 256
+_MAX_WIDTH = 256
 
 
-def takes(q_HRD: Tensor) -> bool:
-    wide = q_HRD.shape[-1]
-    return q_HRD.is_cuda and q_HRD.dtype in (torch.bfloat16, torch.float16) and wide <= _WIDEST and wide % 8 == 0
+def supports(q_HRD: Tensor) -> bool:
+    width = q_HRD.shape[-1]
+    return q_HRD.is_cuda and q_HRD.dtype in (torch.bfloat16, torch.float16) and width <= _MAX_WIDTH and width % 8 == 0
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float) -> Tensor:
-        out, sums, *random = torch.ops.aten._flash_attention_forward(
-            q, k, v, edges, edges, longest, longest, 0.0, True, False, scale=scale
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, edges: Tensor, max_length: int, scale: float) -> Tensor:
+        out, logsumexp, *rng_state = torch.ops.aten._flash_attention_forward(
+            q, k, v, edges, edges, max_length, max_length, 0.0, True, False, scale=scale
         )
-        ctx.save_for_backward(q, k, v, out, sums, edges, *random[:2])
-        ctx.longest, ctx.scale = longest, scale
+        ctx.save_for_backward(q, k, v, out, logsumexp, edges, *rng_state[:2])
+        ctx.max_length, ctx.scale = max_length, scale
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, k, v, out, sums, edges, *random = ctx.saved_tensors
-        n = ctx.longest
-        found = torch.ops.aten._flash_attention_backward(
-            upstream.contiguous(), q, k, v, out, sums, edges, edges, n, n, 0.0, True, *random, scale=ctx.scale
+        q, k, v, out, logsumexp, edges, *rng_state = ctx.saved_tensors
+        n = ctx.max_length
+        gradients = torch.ops.aten._flash_attention_backward(
+            upstream.contiguous(), q, k, v, out, logsumexp, edges, edges, n, n, 0.0, True, *rng_state, scale=ctx.scale
         )
-        return *found, None, None, None
+        return *gradients, None, None, None
 
 
-def attention(q_HRD: Tensor, k_KRD: Tensor, v_KRD: Tensor, edges_S: Tensor, longest: int, scale: float) -> Tensor:
-    """What each row reads from its sequence, [H, R, D]; sequences end at the edges."""
+def attention(q_HRD: Tensor, k_KRD: Tensor, v_KRD: Tensor, edges_S: Tensor, max_length: int, scale: float) -> Tensor:
+    """The attention of each row, [H, R, D]. `edges_S`: first rows of the sequences, and the end of the last."""
     q, k, v = (x.transpose(0, 1) for x in (q_HRD, k_KRD, v_KRD))
-    found: Tensor = _Flash.apply(q, k, v, edges_S, longest, scale)  # type: ignore[no-untyped-call]
-    return found.transpose(0, 1)
+    result: Tensor = _Flash.apply(q, k, v, edges_S, max_length, scale)  # type: ignore[no-untyped-call]
+    return result.transpose(0, 1)

@@ -1,10 +1,8 @@
-"""The tenant's own part on a GPU in fewer launches: norms and rotary positions by fused kernels.
+"""RMS norms and rotary embeddings of a model as fused kernels.
 
-A step of a small model is bound by launches, and plain norms and rotary
-positions are a third of them. Names only suggest where a kernel may stand;
-whether it computes what the model's own code computes is tried out first, and
-where it does not (Gemma's norms, interleaved rotary positions), or where a
-call is unusual, the model's own code runs.
+A step of a small model is bound by kernel launches, and a third of them are norms and rotary embeddings. Names only select
+candidates. A module is patched if the kernel reproduces its result on a probe; others (Gemma's norms, interleaved rotary
+embeddings) and calls that the kernel does not support run the model's own code.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from symbiosis.models.rms_norms import TRITON, apply_rms_norm, epsilon_of, round
 _ROTARY = "apply_rotary_pos_emb"
 
 
-def fuse(model: nn.Module) -> None:
-    """Let the parts of this model, and of no other, use the kernels."""
+def patch_fused_ops(model: nn.Module) -> None:
+    """Let the modules of this model, and of no other, use the kernels."""
     attentions: dict[type, Any] = {}
     for module in list(model.modules()):
-        norm = _norm_like(module)
-        if norm is not None:
-            mix_in(module, norm)
+        twice = rounds_twice(module)
+        if twice is not None:
+            mix_in(module, FusedNorm, symbiosis_twice=twice)
             continue
         kind = type(module)
         if kind not in attentions:
@@ -39,10 +37,11 @@ def fuse(model: nn.Module) -> None:
 
 
 class FusedNorm(nn.Module):
-    """Mixed into the class of an RMS norm that rounds before the product with its weight, and again after it."""
+    """In front of the class of an RMS norm."""
 
     weight: nn.Parameter
-    symbiosis_twice = True
+    symbiosis_twice: bool
+    """Whether it rounds before the product with its weight, and again after it."""
 
     def forward(self, x: Tensor) -> Any:
         weight = self.weight
@@ -51,54 +50,44 @@ class FusedNorm(nn.Module):
         return apply_rms_norm(x, weight, epsilon_of(self), twice=self.symbiosis_twice)
 
 
-class FusedNormForward(FusedNorm):
-    """Of one that rounds once."""
-
-    symbiosis_twice = False
-
-
-def _norm_like(module: nn.Module) -> type[FusedNorm] | None:
-    """The kernel that computes what this module computes, rounding included; None if none does."""
-    twice = rounds_twice(module)
-    return None if twice is None else FusedNorm if twice else FusedNormForward
-
-
 def _with_fused_rotary(kind: type) -> type | None:
-    """The same class, whose `forward` finds the kernel under the name it calls; None where there is nothing to gain."""
+    """A subclass whose `forward` calls the kernel under the original's name; None if the class has no such call."""
     forward = kind.__dict__.get("forward")
     if not isinstance(forward, types.FunctionType) or _ROTARY not in forward.__code__.co_names:
         return None
-    plain = forward.__globals__.get(_ROTARY)
-    if not isinstance(plain, types.FunctionType) or not _turns_halves(plain):
+    original = forward.__globals__.get(_ROTARY)
+    if not isinstance(original, types.FunctionType) or not _is_half_rotary(original):
         return None
-    names = {**forward.__globals__, _ROTARY: _or_plain(plain)}
-    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__, made.__doc__, made.__annotations__ = forward.__kwdefaults__, forward.__doc__, forward.__annotations__
-    return type(kind.__name__, (kind,), {"forward": made, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    names = {**forward.__globals__, _ROTARY: _with_fallback(original)}
+    patched = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    patched.__kwdefaults__, patched.__doc__ = forward.__kwdefaults__, forward.__doc__
+    patched.__annotations__ = forward.__annotations__
+    return type(kind.__name__, (kind,), {"forward": patched, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
-def _turns_halves(plain: Callable[..., Any]) -> bool:
-    """Whether this function is the kernel's reference under another name."""
+def _is_half_rotary(original: Callable[..., Any]) -> bool:
+    """Whether this function computes what the kernel's reference computes."""
     from symbiosis.kernels.rotary import reference
 
-    parameters = list(inspect.signature(plain).parameters.values())
+    parameters = list(inspect.signature(original).parameters.values())
     if [p.name for p in parameters[:4]] != ["q", "k", "cos", "sin"] or any(p.default is p.empty for p in parameters[4:]):
         return False
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 2, 3, 8), (2, 1, 3, 8), (2, 3, 8), (2, 3, 8)
     inputs = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
     try:
-        return all(torch.equal(ours, theirs) for ours, theirs in zip(plain(*inputs), reference(*inputs), strict=True))
-    except (RuntimeError, TypeError, ValueError):  # it takes tensors of other shapes
+        return all(torch.equal(ours, theirs) for ours, theirs in zip(original(*inputs), reference(*inputs), strict=True))
+    except (RuntimeError, TypeError, ValueError):  # it expects other shapes
         return False
 
 
-def _or_plain(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _with_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, or the original where the kernel does not support the call."""
     from symbiosis.kernels.rotary import fits, rotary
 
-    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
-        if more or named or not q.is_cuda or not fits(q, k, cos, sin):
-            return plain(q, k, cos, sin, *more, **named)
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not q.is_cuda or not fits(q, k, cos, sin):
+            return original(q, k, cos, sin, *args, **kwargs)
         return rotary(q, k, cos, sin)
 
-    return rotated
+    return rotate

@@ -1,7 +1,6 @@
-"""Gated MLPs with their middle, silu(gate) * up, as one kernel.
+"""Gated MLPs whose activation, silu(gate) * up, is one kernel.
 
-Names only suggest where it may stand; whether it computes what the model's own
-code computes is tried out first.
+Child names only select candidates. A module is patched if the kernel reproduces its result on a probe.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from transformers import PreTrainedModel
 
 from symbiosis.models.patches.mixin import mix_in
 
-_NAMES = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_CLOSE = 0.02
+_CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_TOLERANCE = 0.02
 
 
 class GatedMlp(nn.Module):
-    """Mixed into the class of an MLP."""
+    """In front of the class of an MLP."""
 
     def forward(self, x: Tensor) -> Any:
         from symbiosis.kernels.silu_mul import silu_mul
@@ -31,23 +30,23 @@ class GatedMlp(nn.Module):
 
 
 def is_silu(function: Any) -> bool:
-    """Small numbers alone would not tell it from others."""
-    numbers = torch.linspace(-12, 12, 97)
-    return torch.allclose(function(numbers), F.silu(numbers), rtol=1e-5, atol=1e-6)
+    """Whether a function is silu from -12 to 12; near zero alone, others are close to it."""
+    x = torch.linspace(-12, 12, 97)
+    return torch.allclose(function(x), F.silu(x), rtol=1e-5, atol=1e-6)
 
 
 @torch.inference_mode()
-def gate(model: PreTrainedModel) -> None:
+def patch_gated_mlps(model: PreTrainedModel) -> None:
     """Let the MLPs of this model use the kernel."""
     for module in list(model.modules()):
-        if {name for name, _ in module.named_children()} != _NAMES or not isinstance(module.gate_proj, nn.Linear):
+        if {name for name, _ in module.named_children()} != _CHILDREN or not isinstance(module.gate_proj, nn.Linear):
             continue
         if not is_silu(module.act_fn):
             continue
         x = 8 * torch.randn(2, module.gate_proj.in_features, generator=torch.Generator().manual_seed(0)).to(
             module.gate_proj.weight
         )
-        expected, plain = module(x), type(module)
+        expected, original = module(x), type(module)
         mix_in(module, GatedMlp)
-        if not torch.allclose(module(x), expected, rtol=_CLOSE, atol=_CLOSE * float(expected.abs().max())):
-            module.__class__ = plain
+        if not torch.allclose(module(x), expected, rtol=_TOLERANCE, atol=_TOLERANCE * float(expected.abs().max())):
+            module.__class__ = original

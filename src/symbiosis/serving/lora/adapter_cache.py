@@ -1,11 +1,11 @@
-"""Which adapters are on the device. Many more are served than fit.
+"""Adapter cache: which adapters are resident on the device. Many more are served than fit.
 
-All decisions are made on the stepping thread, between passes, without a lock: who gets room on the device, who
-leaves. The `carrier`'s threads carry them out, and what they have done is taken up before the next plan.
+The tiers are disk, host pool (pinned memory, only for a GPU) and device pool. The stepping thread makes all decisions,
+between batches and without a lock. The loader's threads copy; `poll_loads` collects their results before the next plan.
 
-Who leaves: whoever has no request, least recently used first. If that is not enough for somebody who has waited
-`patience_s`, adapters whose requests wait too, then those that run, with the fewest sequences first: these admit
-nobody until they are free (`draining`). So whatever is asked for gets its turn, since what runs ends.
+Eviction is LRU among adapters without requests and pins. An adapter that has waited `max_wait_s` also evicts adapters in
+use, at the least cost: first those whose requests wait, then those that run, fewest sequences first, then pinned ones. An
+adapter that runs drains before it is evicted: it admits no sequence. So every requested adapter becomes resident.
 """
 
 from __future__ import annotations
@@ -21,95 +21,84 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.model_facts import ModelFacts
+from symbiosis.adapters.packing import align
 from symbiosis.adapters.parts import Adapter
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter
-from symbiosis.serving.lora.adapter_loader import AdapterLoader, LoadTask, Place
-from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterRegistry, AdapterVersion
+from symbiosis.serving.lora.adapter_loader import AdapterLoader, LoadTask
+from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterRegistry, AdapterVersion, PreparedAdapter, Source
 from symbiosis.serving.lora.byte_allocator import ByteAllocator, Cost
 from symbiosis.serving.lora.converter import Converter
 from symbiosis.serving.lora.device_pool import CpuPool, CudaPool
-from symbiosis.serving.lora.host_pool import HostPool, NullHostPool
+from symbiosis.serving.lora.host_pool import HostPool
 from symbiosis.serving.lora.lora_weights import EngineAdapter
-from symbiosis.serving.lora.packed_adapter import PackedAdapter, aligned
+from symbiosis.serving.lora.packed_adapter import ALIGNMENT, PackedAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
-from symbiosis.serving.scheduling.sequence import within
+from symbiosis.serving.scheduling.sequence import check_range
 from symbiosis.types import LayerKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterCacheConfig:
-    """How much memory adapters get."""
+    """Memory for adapters."""
 
     device_bytes: int = 2 << 30
-    """Adapters that are computed with. On a GPU this is taken at the start."""
+    """Size of the device pool. A GPU allocates it at the start."""
     host_bytes: int = 4 << 30
-    """Adapters ready to be copied to a GPU, pinned at the start; a CPU has no such level."""
+    """Size of the host pool, pinned at the start. A CPU has none."""
     slots: int = 256
-    """Most adapters on the device; more than run at once, so that the next can come meanwhile."""
-    max_coming: int = 4
-    """Most adapters on their way from disk at once. Those in host memory come besides: they do not wait for disks."""
-    patience_s: float = 1.0
-    """Who has waited so long for room is made room for."""
+    """Most resident adapters. More than run at once, so that prefetches do not wait for a slot."""
+    max_disk_loads: int = 4
+    """Most concurrent loads from disk. Loads from the host pool are not counted."""
+    max_wait_s: float = 1.0
+    """An adapter that has waited this long evicts adapters in use."""
 
     def __post_init__(self) -> None:
-        within("device_bytes", self.device_bytes, 1, 1 << 50, whole=True)
-        within("host_bytes", self.host_bytes, 1, 1 << 50, whole=True)
-        within("slots", self.slots, 1, 1 << 16, whole=True)
-        within("max_coming", self.max_coming, 1, 1 << 10, whole=True)
-        within("patience_s", self.patience_s, 0, 1e9)
+        check_range("device_bytes", self.device_bytes, 1, 1 << 50, integer=True)
+        check_range("host_bytes", self.host_bytes, 1, 1 << 50, integer=True)
+        check_range("slots", self.slots, 1, 1 << 16, integer=True)
+        check_range("max_disk_loads", self.max_disk_loads, 1, 1 << 10, integer=True)
+        check_range("max_wait_s", self.max_wait_s, 0, 1e9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterCacheStats:
-    """Where adapters are, and what was moved so far."""
+    """Adapters by tier, and totals since the start."""
 
     registered: int
-    """Contents that a name or a request needs."""
+    """Content hashes that a name or a request refers to."""
     resident: int
-    """Those that have memory, on any level."""
+    """Those in the host pool or the device pool."""
     device: int
     device_bytes: int
     device_limit: int
     host: int
     host_bytes: int
     host_limit: int
-    coming: int
+    loading: int
     loads: int
-    """How often one was brought to the device."""
+    """Completed loads to the device."""
     load_s: float
-    """From being sent for to being there, all loads together."""
+    """Total latency of these loads."""
     reads: int
-    """How often one was read because it was in no memory."""
+    """Reads from disk of adapters that no pool had."""
     failures: int
     device_evictions: int
     host_evictions: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedAdapter:
-    """An adapter that was read and checked, and is not served under any name yet."""
-
-    flat: PackedAdapter
-    place: Place
-
-    @property
-    def hash(self) -> str:
-        return self.flat.loaded.hash
-
-
-def places(device: torch.device, config: AdapterCacheConfig) -> tuple[NullHostPool, CpuPool]:
-    """The levels this device has."""
+def make_pools(device: torch.device, config: AdapterCacheConfig) -> tuple[HostPool, CpuPool]:
+    """The host pool and the device pool. A CPU computes in host memory, so its host pool is empty."""
     if device.type == "cpu":
-        return NullHostPool(), CpuPool(config.device_bytes)
-    host = torch.empty(aligned(config.host_bytes), dtype=torch.uint8, pin_memory=True)
-    return HostPool(host), CudaPool(aligned(config.device_bytes), device)
+        return HostPool(torch.empty(0, dtype=torch.uint8)), CpuPool(config.device_bytes)
+    host = torch.empty(align(config.host_bytes, ALIGNMENT), dtype=torch.uint8, pin_memory=True)
+    return HostPool(host), CudaPool(align(config.device_bytes, ALIGNMENT), device)
 
 
 class AdapterCache:
-    """The adapters of one model. Used by the stepping thread, but for `prepare`, `take` and `wait`.
+    """The adapters of one model. For the stepping thread, except `prepare`, `prepare_loaded` and `wait`.
 
-    `running` says how many sequences of each adapter are at work; these adapters stay.
-    `on_leave` is told before an adapter's memory on the device becomes another's.
+    `running` returns the number of running sequences by adapter; these adapters are not evicted. `on_evict` is called
+    before an adapter's device memory is reused.
     """
 
     def __init__(
@@ -119,270 +108,224 @@ class AdapterCache:
         config: AdapterCacheConfig,
         *,
         running: Callable[[], Mapping[str, int]],
-        on_leave: Callable[[EngineAdapter], None],
+        on_evict: Callable[[EngineAdapter], None],
     ) -> None:
-        self._config, self._running, self._on_leave = config, running, on_leave
-        self._host, self._device = places(model.device, config)
+        self._config, self._running, self._on_evict = config, running, on_evict
+        self._host, self._device = make_pools(model.device, config)
         linear = (LayerKind.LINEAR, LayerKind.CONV1D)
-        members = [path for path, module in facts.modules.items() if module.kind in linear]
-        self.slots = SlotTable(config.slots, members, model.device)
-        self._carrier = AdapterLoader(self._host, self._device, Converter(model), facts, self.slots)
-        self._registry = AdapterRegistry()
-        self.loaded: dict[str, EngineAdapter] = {}
-        """What can be computed with now, by hash."""
+        layers = [path for path, module in facts.modules.items() if module.kind in linear]
+        self.slots = SlotTable(config.slots, layers, model.device)
+        self._loader = AdapterLoader(self._host, self._device, Converter(model), facts, self.slots)
+        self.registry = AdapterRegistry()
+        self.resident: OrderedDict[str, EngineAdapter] = OrderedDict()
+        """Adapters on the device by hash, least recently used first."""
         self.draining: dict[str, str] = {}
-        """Adapters that must admit nobody, and who waits for their memory."""
-        self._arena = ByteAllocator(self._device.size)
-        self._slots: OrderedDict[str, int] = OrderedDict()  # of those on the device, longest not used first
-        self._coming: dict[str, bool] = {}  # those on their way, and whether from disk
-        self._since: dict[str, float] = {}  # who waits to be sent for, and since when
+        """Adapters that must not admit sequences, and the adapter that waits for their memory."""
+        self._allocator = ByteAllocator(self._device.size)
+        self._loading: dict[str, bool] = {}  # to the device; whether from disk
+        self._waiting_since: dict[str, float] = {}  # adapters whose load has not started
         self._loads = self._failures = self._evictions = 0
         self._load_s = 0.0
 
-    # Names
-
     def prepare(self, folder: Path) -> PreparedAdapter:
-        """Read and check an adapter. Any thread may, while another steps. Raises what is wrong with it."""
-        return self._prepared(self._carrier.read(folder), folder)
+        """Read and check an adapter. Thread-safe. Raises `BadAdapter` or `UnsupportedAdapter`."""
+        return self._prepare(self._loader.read(folder), folder)
 
-    def take(self, adapter: Adapter, folder: Path | None) -> PreparedAdapter:
-        """The same of an adapter that is in memory; should it have to leave the device, `folder` has it. Any thread may.
+    def prepare_loaded(self, adapter: Adapter, folder: Path | None) -> PreparedAdapter:
+        """As `prepare`, for an adapter in memory. After an eviction it is read from `folder`. Thread-safe.
 
-        Without a folder it stays in memory for as long as a name or a request needs it.
+        Without a folder the adapter stays in host memory until it is unreferenced.
         """
-        flat = self._carrier.convert(adapter)
-        return self._prepared(flat, flat if folder is None else folder)
+        packed = self._loader.convert(adapter)
+        return self._prepare(packed, packed if folder is None else folder)
 
-    def _prepared(self, flat: PackedAdapter, place: Place) -> PreparedAdapter:
-        for what, limit in (("on the device", self._device.size), ("in host memory", self._host.size)):
-            if limit is not None and flat.size > limit:
-                raise UnsupportedAdapter(
-                    f"the adapter takes {flat.size} bytes, and all adapters together may have {limit} {what}"
-                )
-        return PreparedAdapter(flat, place)
+    def _prepare(self, packed: PackedAdapter, source: Source) -> PreparedAdapter:
+        for pool, limit in (("device", self._device.size), ("host", self._host.size)):
+            if limit and packed.nbytes > limit:
+                raise UnsupportedAdapter(f"adapter too large: {packed.nbytes} bytes > {limit} bytes of the {pool} pool")
+        return PreparedAdapter(packed, source)
 
-    def put(self, name: str, prepared: PreparedAdapter) -> AdapterVersion:
-        """Serve it under this name from now on. Who has an older version keeps it."""
-        flat = prepared.flat
-        virtual = flat.loaded.virtual.count if flat.loaded.virtual else 0
-        version, gone = self._registry.put(name, prepared.hash, flat.size, virtual, prepared.place)
-        self._let_go(gone)
-        if prepared.hash not in self._arena:
-            self._keep(prepared.hash, flat)
+    def register(self, name: str, prepared: PreparedAdapter) -> AdapterVersion:
+        """Serve an adapter under `name`. Accepted requests keep their version."""
+        version, unused = self.registry.register(name, prepared)
+        self._free(unused)
+        if prepared.hash not in self._allocator:
+            self._cache(prepared.packed)
         return version
 
-    def remove(self, name: str) -> None:
-        """Nobody new gets it; its memory is free when its last request has ended. Raises `UnknownAdapter`."""
-        self._let_go(self._registry.remove(name))
+    def unregister(self, name: str) -> None:
+        """Remove a name. The memory is freed with the last request. Raises `UnknownAdapter`."""
+        self._free(self.registry.unregister(name))
 
-    def pin(self, name: str, pinned: bool) -> None:
-        """A pinned adapter leaves the device only if there is no other way. Raises `UnknownAdapter`."""
-        self._registry.pin(name, pinned)
-
-    @property
-    def versions(self) -> dict[str, AdapterVersion]:
-        """What each name means."""
-        return self._registry.versions
-
-    @property
-    def pinned(self) -> frozenset[str]:
-        """Names."""
-        return self._registry.pinned
-
-    # Requests
-
-    def find(self, name: str) -> AdapterRecord:
-        """What a new request for this name gets. Raises `UnknownAdapter`, or why it cannot be had any more."""
-        record = self._registry.get(self._registry.version(name).hash)
+    def lookup(self, name: str) -> AdapterRecord:
+        """The record for a new request. Raises `UnknownAdapter`, or `BadAdapter` if it can no longer be read."""
+        record = self.registry.get(self.registry.version(name).hash)
         assert record is not None
-        if record.broken is not None and record.hash not in self._slots:
-            raise BadAdapter(f"{name!r} cannot be read any more: {record.broken}")
+        if record.error is not None and record.hash not in self.resident:
+            raise BadAdapter(f"{name!r} can no longer be read: {record.error}")
         return record
 
-    def hold(self, hash: str, count: int) -> None:
-        """So many requests need it."""
-        self._registry.hold(hash, count)
-
     def release(self, hash: str) -> None:
-        """A request has ended."""
-        self._let_go(self._registry.release(hash))
+        """Count the end of a request; `registry.acquire` counted its start."""
+        self._free(self.registry.release(hash))
 
-    def is_here(self, hash: str) -> bool:
-        """Whether it can be computed with now; who asks uses it."""
-        if hash not in self._slots:
+    def touch(self, hash: str) -> bool:
+        """Mark an adapter as most recently used. False if it is not resident."""
+        if hash not in self.resident:
             return False
-        self._slots.move_to_end(hash)
+        self.resident.move_to_end(hash)
         return True
 
-    # The table of kernels (`bank.Table`)
-
-    @property
-    def device(self) -> torch.device:
-        return self.slots.table_SM4.device
-
-    @property
-    def rank(self) -> int:
-        return self.slots.rank
-
-    def of(self, *paths: str) -> Tensor:
-        return self.slots.of(*paths)
-
-    def slot(self, adapter: EngineAdapter) -> int:
-        return self._slots[adapter.hash]
-
-    # Movements
-
-    def take_up(self) -> list[tuple[str, SymbiosisError]]:
-        """What has arrived can be computed with; returns what failed, and why. Between passes, before a plan."""
+    def poll_loads(self) -> list[tuple[str, SymbiosisError]]:
+        """Make loaded adapters resident. Returns failed loads with their errors. Between batches, before a plan."""
         failed = []
-        for arrival in self._carrier.arrivals():
-            hash = arrival if isinstance(arrival, str) else arrival.job.hash
-            record = self._registry.get(hash)
-            if record is None:  # it went while it came
+        for event in self._loader.poll():
+            hash = event if isinstance(event, str) else event.task.hash
+            record = self.registry.get(hash)
+            if record is None:  # unregistered during the load
                 self._host.drop(hash)
-            if isinstance(arrival, str):
+            if isinstance(event, str):
                 continue
-            del self._coming[hash]
-            if isinstance(arrival.found, Exception):
-                self._arena.give(hash)
+            del self._loading[hash]
+            if record is not None and not isinstance(event.result, Exception):
+                self._add_resident(*event.result)
+                self._loads += 1
+                self._load_s += event.seconds
+                continue
+            self._allocator.free(hash)
+            if isinstance(event.result, Exception):
                 self._failures += 1
-                error = None if record is None else self._failed(record, arrival.job, arrival.found)
+                error = None if record is None else _load_error(record, event.task, event.result)
                 if error is not None:
                     failed.append((hash, error))
-            elif record is None:
-                self._arena.give(hash)
-            else:
-                self._settle(*arrival.found)
-                self._loads += 1
-                self._load_s += arrival.seconds
         return failed
 
-    def send_for(self, missing: Sequence[str], now: float) -> None:
-        """Somebody waits for these, the most urgent first: bring them, as far as there is room. After a plan."""
-        # a plan may leave somebody out who still waits
-        wanted = [hash for hash in dict.fromkeys((*self._since, *missing)) if hash not in self._arena]
-        records = {hash: record for hash in wanted if (record := self._registry.get(hash)) is not None and record.users}
-        self._since = {hash: self._since.get(hash, now) for hash in records}
+    def start_loads(self, missing: Sequence[str], now: float) -> None:
+        """Load adapters that requests wait for, most urgent first, as far as memory allows. After a plan."""
+        # A plan may leave out an adapter whose requests still wait.
+        wanted = [hash for hash in dict.fromkeys((*self._waiting_since, *missing)) if hash not in self._allocator]
+        records = {hash: record for hash in wanted if (record := self.registry.get(hash)) is not None and record.num_requests}
+        self._waiting_since = {hash: self._waiting_since.get(hash, now) for hash in records}
         self.draining = {}
-        waited = {hash: since for hash, since in self._since.items() if now - since >= self._config.patience_s}
+        overdue = {hash: since for hash, since in self._waiting_since.items() if now - since >= self._config.max_wait_s}
         too_large = 1 << 62
-        for hash in dict.fromkeys((*waited, *missing)):
-            record, urgent = records.get(hash), hash in waited
-            if record is None or (record.size >= too_large and not urgent):
+        for hash in dict.fromkeys((*overdue, *missing)):
+            record, is_overdue = records.get(hash), hash in overdue
+            if record is None or (record.nbytes >= too_large and not is_overdue):
                 continue
-            if sum(self._coming.values()) >= self._config.max_coming and not self._host.has(hash):
+            if sum(self._loading.values()) >= self._config.max_disk_loads and hash not in self._host:
                 continue
-            if self._make_room(hash, record.size, urgent=urgent):
-                self._send(record)
-            elif urgent:
-                break  # nobody else takes what it waits for
+            if self._evict_for(hash, record.nbytes, evict_in_use=is_overdue):
+                self._start_load(record)
+            elif is_overdue:
+                break  # no other adapter takes the memory it waits for
             else:
-                too_large = record.size
+                too_large = record.nbytes
 
     def wait(self, seconds: float) -> None:
-        """Return when there is something to take up, or after so long."""
-        self._carrier.wait(seconds)
+        """Block until `poll_loads` has something to do, at most so long. Thread-safe."""
+        self._loader.wait(seconds)
 
-    def call_on_news(self, action: Callable[[], None]) -> None:
-        """Have this called, by other threads, when there is something to take up."""
-        self._carrier.on_news = action
+    def set_load_callback(self, callback: Callable[[], None]) -> None:
+        """The loader's threads call `callback` when `poll_loads` has something to do."""
+        self._loader.on_event = callback
 
-    def figures(self) -> AdapterCacheStats:
+    def stats(self) -> AdapterCacheStats:
         in_host = self._host.hashes()
         return AdapterCacheStats(
-            registered=len(self._registry),
-            resident=len(in_host | set(self._slots)),
-            device=len(self._slots),
-            device_bytes=self._arena.used,
+            registered=len(self.registry),
+            resident=len(in_host | set(self.resident)),
+            device=len(self.resident),
+            device_bytes=self._allocator.used,
             device_limit=self._device.size,
             host=len(in_host),
             host_bytes=self._host.used,
-            host_limit=self._host.size or 0,
-            coming=len(self._coming),
+            host_limit=self._host.size,
+            loading=len(self._loading),
             loads=self._loads,
             load_s=self._load_s,
-            reads=self._carrier.reads,
+            reads=self._loader.reads,
             failures=self._failures,
             device_evictions=self._evictions,
             host_evictions=self._host.evictions,
         )
 
     def check_integrity(self) -> None:
-        """Everything adds up; tests call it."""
-        self._arena.check_integrity()
-        assert self._slots.keys().isdisjoint(self._coming)
-        assert len(self._arena) == len(self._slots) + len(self._coming)
-        assert set(self.loaded) == set(self._slots)
-        assert self.slots.free == self._config.slots - len(self._slots)
-        assert len(set(self._slots.values())) == len(self._slots)
-        assert all(self._registry.get(hash) is not None for hash in self._slots)
+        """Asserts that memory, slots and records match."""
+        self._allocator.check_integrity()
+        self.slots.check_integrity(set(self.resident))
+        assert self.resident.keys().isdisjoint(self._loading)
+        assert len(self._allocator) == len(self.resident) + len(self._loading)
+        assert all(self.registry.get(hash) is not None for hash in self.resident)
 
-    def _let_go(self, record: AdapterRecord | None) -> None:
-        if record is not None:
-            if record.hash in self._slots:
-                self._leave(record.hash)
-            self._host.drop(record.hash)
+    def _free(self, unused: AdapterRecord | None) -> None:
+        if unused is not None:
+            if unused.hash in self.resident:
+                self._evict(unused.hash)
+            self._host.drop(unused.hash)
 
-    def _keep(self, hash: str, flat: PackedAdapter) -> None:
-        """It was just read: it need not be read again soon."""
-        here = self._device.adopt(flat)
-        if here is None:
-            self._carrier.keep(hash, flat)
-        elif self._make_room(hash, flat.size, urgent=False):
-            self._arena.take(hash, flat.size)
-            self._settle(here, self.slots.lines(here.loaded))
+    def _cache(self, packed: PackedAdapter) -> None:
+        """Put a new adapter into the first tier, so that the first request does not read it again."""
+        hash, adopted = packed.adapter.hash, self._device.adopt(packed)
+        if adopted is None:
+            self._loader.store_in_host(packed)
+        elif self._evict_for(hash, packed.nbytes, evict_in_use=False):
+            self._allocator.allocate(hash, packed.nbytes)
+            self._add_resident(adopted, self.slots.build_entries(adopted.adapter))
 
-    def _settle(self, flat: PackedAdapter, lines_M4: Tensor) -> None:
-        self._slots[flat.loaded.hash] = self.slots.take(lines_M4)
-        self.loaded[flat.loaded.hash] = flat.loaded
+    def _add_resident(self, packed: PackedAdapter, entries_M4: Tensor) -> None:
+        self.slots.assign(packed.adapter.hash, entries_M4)
+        self.resident[packed.adapter.hash] = packed.adapter
 
-    def _leave(self, hash: str) -> None:
-        self._on_leave(self.loaded.pop(hash))
-        self.slots.give(self._slots.pop(hash))
-        self._arena.give(hash)
+    def _evict(self, hash: str) -> None:
+        self._on_evict(self.resident.pop(hash))
+        self.slots.clear(hash)
+        self._allocator.free(hash)
 
-    def _make_room(self, hash: str, size: int, *, urgent: bool) -> bool:
-        """Let those leave that may, so that `size` bytes in a row and a slot are free; False if that cannot be now."""
+    def _evict_for(self, hash: str, nbytes: int, *, evict_in_use: bool) -> bool:
+        """Evict until a slot and `nbytes` contiguous bytes are free. False if victims must drain first, or none qualify."""
         running = self._running()
-        ages = {other: age for age, other in enumerate(self._slots)}
+        ages = {other: age for age, other in enumerate(self.resident)}
 
         def cost(other: str) -> Cost | None:
-            record = self._registry.get(other)
+            record = self.registry.get(other)
             if record is None or other not in ages:
-                return None  # on its way
-            pinned = self._registry.is_pinned(other)
-            if not record.users and not pinned:
+                return None  # loading
+            pinned = self.registry.is_pinned(other)
+            if not record.num_requests and not pinned:
                 return (0, ages[other])
-            return (3 if pinned else 2 if other in running else 1, running.get(other, 0)) if urgent else None
+            return (3 if pinned else 2 if other in running else 1, running.get(other, 0)) if evict_in_use else None
 
-        leaving = self._arena.cheapest(size, cost)
-        if leaving is None:
+        victims = self._allocator.select_victims(nbytes, cost)
+        if victims is None:
             return False
-        if not leaving and self.slots.free <= len(self._coming):
-            priced = [(price, other) for other in ages if (price := cost(other)) is not None]
-            if not priced:
+        if not victims and self.slots.num_free <= len(self._loading):
+            candidates = [(each, other) for other in ages if (each := cost(other)) is not None]
+            if not candidates:
                 return False
-            leaving = [min(priced)[1]]
-        busy = [other for other in leaving if other in running]
+            victims = [min(candidates)[1]]
+        busy = [victim for victim in victims if victim in running]
         if busy:
             self.draining = dict.fromkeys(busy, hash)
             return False
-        for other in leaving:
-            self._leave(other)
-        self._evictions += len(leaving)
+        for victim in victims:
+            self._evict(victim)
+        self._evictions += len(victims)
         return True
 
-    def _send(self, record: AdapterRecord) -> None:
-        offset = self._arena.take(record.hash, record.size)
-        assert offset is not None, "room was made"
-        self._coming[record.hash] = not self._host.has(record.hash)
-        self._carrier.send(LoadTask(record.hash, tuple(record.places), offset, self._device.fence(), time.monotonic()))
+    def _start_load(self, record: AdapterRecord) -> None:
+        offset = self._allocator.allocate(record.hash, record.nbytes)
+        assert offset is not None, "evictions freed the memory"
+        self._loading[record.hash] = record.hash not in self._host
+        fence = self._device.record_fence()
+        self._loader.submit(LoadTask(record.hash, tuple(record.sources), offset, fence, time.monotonic()))
 
-    def _failed(self, record: AdapterRecord, job: LoadTask, error: Exception) -> SymbiosisError | None:
-        """What those who wait for it are told; None: there is another place to look for it now."""
-        if not set(record.places) <= set(job.places):
-            return None
-        if not isinstance(error, SymbiosisError):
-            return SymbiosisError(f"the adapter could not be brought to the device: {type(error).__name__}")
-        record.broken = str(error)
-        return error
+
+def _load_error(record: AdapterRecord, task: LoadTask, error: Exception) -> SymbiosisError | None:
+    """The error for requests that wait for this adapter; None if it has new sources to try."""
+    if not set(record.sources) <= set(task.sources):
+        return None
+    if not isinstance(error, SymbiosisError):
+        return SymbiosisError(f"failed to load the adapter to the device: {type(error).__name__}")
+    record.error = str(error)
+    return error

@@ -1,6 +1,6 @@
-"""Carries adapters from disk to host memory and on to the device, on threads of its own.
+"""Loads adapters from disk to the host pool and on to the device pool, on its own threads.
 
-One thread copies to the device, one reads from disk for it: what is in host memory never waits for a disk.
+One thread copies to the device and another reads from disk: a copy from the host pool never waits for a disk.
 """
 
 from __future__ import annotations
@@ -22,146 +22,146 @@ from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
 from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter, SymbiosisError
+from symbiosis.serving.lora.adapter_registry import Source
 from symbiosis.serving.lora.converter import Converter
 from symbiosis.serving.lora.device_pool import CpuPool
-from symbiosis.serving.lora.host_pool import NullHostPool
+from symbiosis.serving.lora.host_pool import HostPool
 from symbiosis.serving.lora.packed_adapter import PackedAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
 
 _log = logging.getLogger("symbiosis")
 
-
-Place: TypeAlias = Path | PackedAdapter
-"""A folder with an adapter, or the adapter itself where no folder has it."""
+LoadResult: TypeAlias = tuple[PackedAdapter, Tensor] | Exception
+"""The adapter on the device with its entries of the slot table, or the error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadTask:
-    """An adapter that is wanted on the device."""
+    """A load to the device."""
 
     hash: str
-    places: tuple[Place, ...]
-    """Where it may be had, in this order."""
+    sources: tuple[Source, ...]
+    """Tried in this order."""
     offset: int
-    """Where it is to lie."""
+    """In the device pool."""
     fence: torch.cuda.Event | None
-    """What still reads what lay there."""
-    sent: float
+    """The last work that may read the bytes at `offset`."""
+    submitted: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedAdapter:
-    """A job's end: the adapter on the device and its lines of the table, or what went wrong."""
+    """The end of a load."""
 
-    job: LoadTask
-    found: tuple[PackedAdapter, Tensor] | Exception
+    task: LoadTask
+    result: LoadResult
     seconds: float
 
 
 class AdapterLoader:
-    """Jobs in, arrivals out. `on_news` is called by its threads whenever `arrivals` has more."""
+    """Tasks in, events out. Its threads call `on_event` whenever `poll` has something to return."""
 
-    def __init__(self, host: NullHostPool, device: CpuPool, converter: Converter, facts: ModelFacts, slots: SlotTable) -> None:
+    def __init__(self, host: HostPool, device: CpuPool, converter: Converter, facts: ModelFacts, slots: SlotTable) -> None:
         self._host, self._device, self._slots = host, device, slots
         self._converter, self._facts = converter, facts
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-copies")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-reads")
-        self._arrived: SimpleQueue[LoadedAdapter | str] = SimpleQueue()
-        self._news = threading.Event()
-        self.on_news: Callable[[], None] = lambda: None
+        self._events: SimpleQueue[LoadedAdapter | str] = SimpleQueue()
+        self._has_events = threading.Event()
+        self.on_event: Callable[[], None] = lambda: None
         self.reads = 0
-        """How often one was read because it was in no memory."""
+        """Reads from disk of adapters that no pool had."""
 
     def read(self, folder: Path) -> PackedAdapter:
-        """Read and check an adapter, in the thread of whoever calls. Raises what is wrong with it."""
+        """Read and check an adapter in the calling thread. Raises `BadAdapter` or `UnsupportedAdapter`."""
         return self.convert(read_adapter(folder, self._facts))
 
     def convert(self, adapter: Adapter) -> PackedAdapter:
-        """A checked adapter as it is computed with. Raises `UnsupportedAdapter`."""
-        with self._device.working(), torch.no_grad():
+        """A checked adapter in the engine's form. Raises `UnsupportedAdapter`."""
+        with self._device.use_side_stream(), torch.no_grad():
             return self._converter.convert(adapter)
 
-    def keep(self, hash: str, flat: PackedAdapter) -> None:
-        """Have it in host memory before long."""
-        self._reader.submit(self._keep, hash, flat)
+    def store_in_host(self, packed: PackedAdapter) -> None:
+        """Copy an adapter to the host pool in the background."""
+        self._reader.submit(self._store_in_host, packed)
 
-    def send(self, job: LoadTask) -> None:
-        """An arrival will follow."""
-        self._copier.submit(self._copy, job, None)
+    def submit(self, task: LoadTask) -> None:
+        """Start a load. Exactly one `LoadedAdapter` follows."""
+        self._copier.submit(self._copy, task, None)
 
-    def arrivals(self) -> list[LoadedAdapter | str]:
-        """What has come since the last time; a hash: it is in host memory now."""
-        self._news.clear()
-        found: list[LoadedAdapter | str] = []
+    def poll(self) -> list[LoadedAdapter | str]:
+        """Events since the last call. A hash: the host pool has that adapter now."""
+        self._has_events.clear()
+        events: list[LoadedAdapter | str] = []
         while True:
             try:
-                found.append(self._arrived.get_nowait())
+                events.append(self._events.get_nowait())
             except Empty:
-                return found
+                return events
 
     def wait(self, seconds: float) -> None:
-        """Return when there is news, or after so long."""
-        self._news.wait(seconds)
+        """Block until there are events, at most so long."""
+        self._has_events.wait(seconds)
 
-    def _say(self, news: LoadedAdapter | str) -> None:
-        self._arrived.put(news)
-        self._news.set()
-        self.on_news()
+    def _publish(self, event: LoadedAdapter | str) -> None:
+        self._events.put(event)
+        self._has_events.set()
+        self.on_event()
 
-    def _end(self, job: LoadTask, found: tuple[PackedAdapter, Tensor] | Exception) -> None:
-        if isinstance(found, Exception):
-            unexpected = None if isinstance(found, SymbiosisError) else found
-            _log.warning("an adapter could not be brought to the device: %s", found, exc_info=unexpected)
-        self._say(LoadedAdapter(job, found, time.monotonic() - job.sent))
+    def _finish(self, task: LoadTask, result: LoadResult) -> None:
+        if isinstance(result, Exception):
+            unexpected = None if isinstance(result, SymbiosisError) else result
+            _log.warning("failed to load an adapter: %s", result, exc_info=unexpected)
+        self._publish(LoadedAdapter(task, result, time.monotonic() - task.submitted))
 
-    def _keep(self, hash: str, flat: PackedAdapter) -> None:
+    def _store_in_host(self, packed: PackedAdapter) -> None:
         try:
-            self._host.release(self._host.put(hash, flat))
-        except Exception:  # noqa: BLE001 - it can be read again
-            _log.exception("an adapter could not be kept in host memory")
-        self._say(hash)
+            self._host.release(self._host.put(packed))
+        except Exception:  # noqa: BLE001 - the adapter can be read again
+            _log.exception("failed to store an adapter in host memory")
+        self._publish(packed.adapter.hash)
 
-    def _copy(self, job: LoadTask, flat: PackedAdapter | None) -> None:
-        """`flat`: it was read for this, and is held."""
+    def _copy(self, task: LoadTask, packed: PackedAdapter | None) -> None:
+        """`packed`: a reference to the adapter, if it was read for this task."""
         try:
-            flat = flat or self._host.hold(job.hash)
-            if flat is None:
-                self._reader.submit(self._read, job)
+            packed = packed or self._host.acquire(task.hash)
+            if packed is None:
+                self._reader.submit(self._read, task)
                 return
             try:
-                there = self._device.bring(flat, job.offset, job.fence)
+                on_device = self._device.copy_in(packed, task.offset, task.fence)
             finally:
-                self._host.release(flat)
-            self._end(job, (there, self._slots.lines(there.loaded)))
-        except Exception as error:  # noqa: BLE001 - somebody waits for it
-            self._end(job, error)
+                self._host.release(packed)
+            self._finish(task, (on_device, self._slots.build_entries(on_device.adapter)))
+        except Exception as error:  # noqa: BLE001 - requests wait for this task
+            self._finish(task, error)
 
-    def _read(self, job: LoadTask) -> None:
+    def _read(self, task: LoadTask) -> None:
         try:
-            flat = self._host.hold(job.hash)  # perhaps it was being kept just then
-            if flat is None:
-                flat = self._host.put(job.hash, self._read_again(job))
-            self._copier.submit(self._copy, job, flat)
-        except Exception as error:  # noqa: BLE001 - somebody waits for it
-            self._end(job, error)
+            packed = self._host.acquire(task.hash)  # it may have been stored in the meantime
+            if packed is None:
+                packed = self._host.put(self._read_sources(task))
+            self._copier.submit(self._copy, task, packed)
+        except Exception as error:  # noqa: BLE001 - requests wait for this task
+            self._finish(task, error)
 
-    def _read_again(self, job: LoadTask) -> PackedAdapter:
+    def _read_sources(self, task: LoadTask) -> PackedAdapter:
         errors: list[SymbiosisError] = []
-        for place in job.places:
-            if isinstance(place, PackedAdapter):
-                return place
+        for source in task.sources:
+            if isinstance(source, PackedAdapter):
+                return source
             self.reads += 1
             try:
-                flat = self.read(place)
+                packed = self.read(source)
             except SymbiosisError as error:
                 errors.append(error)
                 continue
-            if flat.loaded.hash == job.hash:
-                return flat
+            if packed.adapter.hash == task.hash:
+                return packed
             errors.append(
                 BadAdapter(
-                    f"the files in {place.name!r} are not those of the adapter that was loaded. Load it again; new versions "
-                    "belong into folders of their own, since what was accepted before may need the old one"
+                    f"the files in {source.name!r} changed after they were loaded: load the adapter again, and write new "
+                    "versions to new folders, because accepted requests may still need the old one"
                 )
             )
         raise errors[0]

@@ -1,8 +1,7 @@
-"""Which adapter a name means now, and who still needs which. Pure bookkeeping.
+"""Names, versions and reference counts of adapters. It only does bookkeeping.
 
-A name means a version: the hash of a content, and a generation that grows with every load. A request is given the
-hash when it is accepted and keeps it: whoever loads something else under the name afterwards changes nothing for it.
-Generations tell versions apart for people; nothing is computed by them, since equal content is equal.
+A name refers to a version: a content hash and a generation that increases with every registration. A request keeps the
+hash it was accepted with, so a later registration under the same name does not affect it.
 """
 
 from __future__ import annotations
@@ -10,16 +9,33 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from symbiosis.errors import UnknownAdapter
-from symbiosis.serving.lora.adapter_loader import Place
+from symbiosis.serving.lora.packed_adapter import PackedAdapter
 
-_MAX_PLACES = 8
+_MAX_SOURCES = 8
+_MAX_LISTED = 20  # names in an error message
+
+Source: TypeAlias = Path | PackedAdapter
+"""An adapter's folder, or the adapter itself if no folder has it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedAdapter:
+    """A checked adapter without a name."""
+
+    packed: PackedAdapter
+    source: Source
+
+    @property
+    def hash(self) -> str:
+        return self.packed.adapter.hash
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """What a name means."""
+    """What a name refers to."""
 
     hash: str
     generation: int
@@ -27,24 +43,23 @@ class AdapterVersion:
 
 @dataclass(slots=True, eq=False)
 class AdapterRecord:
-    """One content, whatever its names."""
+    """One content hash, under any number of names."""
 
     hash: str
-    size: int
-    """Bytes it takes in memory."""
-    virtual: int
-    """Tokens it puts in front of every prompt."""
-    places: list[Place] = field(default_factory=list)
-    """Where it was read from and may be read again, the latest first; itself only if there is no folder."""
+    nbytes: int
+    virtual_tokens: int
+    """Tokens before every prompt."""
+    sources: list[Source] = field(default_factory=list)
+    """Where the adapter can be read again, latest first."""
     names: set[str] = field(default_factory=set)
-    users: int = 0
+    num_requests: int = 0
     """Requests that have not ended."""
-    broken: str | None = None
-    """Why it cannot be read any more; None: as far as is known, it can."""
+    error: str | None = None
+    """Why the last read failed; None if it did not."""
 
 
 class AdapterRegistry:
-    """Names, versions, records. A record is there as long as a name or a request needs it."""
+    """Names, versions, records. A record exists while a name or a request refers to it."""
 
     def __init__(self) -> None:
         self._versions: dict[str, AdapterVersion] = {}
@@ -56,72 +71,72 @@ class AdapterRegistry:
     def versions(self) -> dict[str, AdapterVersion]:
         return dict(self._versions)
 
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Names."""
+        return frozenset(self._pinned)
+
     def __len__(self) -> int:
         return len(self._records)
 
     def version(self, name: str) -> AdapterVersion:
         """Raises `UnknownAdapter`."""
         if name not in self._versions:
-            known = sorted(self._versions)[:20]
-            more = f" and {len(self._versions) - 20} more" if len(self._versions) > 20 else ""
-            there = f"there are {', '.join(known)}{more}" if known else "none is loaded"
-            raise UnknownAdapter(f"there is no adapter {name!r}: {there}")
+            names = sorted(self._versions)
+            more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+            known = f"loaded adapters are {', '.join(names[:_MAX_LISTED])}{more}" if names else "none is loaded"
+            raise UnknownAdapter(f"there is no adapter {name!r}: {known}")
         return self._versions[name]
 
     def get(self, hash: str) -> AdapterRecord | None:
         return self._records.get(hash)
 
-    def put(self, name: str, hash: str, size: int, virtual: int, place: Place) -> tuple[AdapterVersion, AdapterRecord | None]:
-        """The name's new version; and the record that nobody needs any more because of it."""
+    def register(self, name: str, prepared: PreparedAdapter) -> tuple[AdapterVersion, AdapterRecord | None]:
+        """The name's new version, and the record that is unreferenced now, if any."""
+        hash, source, adapter = prepared.hash, prepared.source, prepared.packed.adapter
         older = self._versions.get(name)
-        record = self._records.setdefault(hash, AdapterRecord(hash, size, virtual))
-        if isinstance(place, Path):
-            folders: list[Place] = [each for each in record.places if isinstance(each, Path) and each != place]
-            record.places = [place, *folders][:_MAX_PLACES]
-        elif not record.places:
-            record.places = [place]
+        virtual_tokens = adapter.virtual.count if adapter.virtual else 0
+        record = self._records.setdefault(hash, AdapterRecord(hash, prepared.packed.nbytes, virtual_tokens))
+        if isinstance(source, Path):
+            folders: list[Source] = [each for each in record.sources if isinstance(each, Path) and each != source]
+            record.sources = [source, *folders][:_MAX_SOURCES]
+        elif not record.sources:
+            record.sources = [source]
         record.names.add(name)
-        record.broken = None
+        record.error = None
         self._versions[name] = AdapterVersion(hash, next(self._generations))
-        gone = None
+        unused = None
         if older is not None and older.hash != hash:
             self._records[older.hash].names.discard(name)
-            gone = self._gone(older.hash)
-        return self._versions[name], gone
+            unused = self._pop_unreferenced(older.hash)
+        return self._versions[name], unused
 
-    def remove(self, name: str) -> AdapterRecord | None:
-        """Nobody new gets it. The record that nobody needs any more, if so. Raises `UnknownAdapter`."""
+    def unregister(self, name: str) -> AdapterRecord | None:
+        """Remove a name. Returns the record if it is unreferenced now. Raises `UnknownAdapter`."""
         hash = self.version(name).hash
         del self._versions[name]
         self._pinned.discard(name)
         self._records[hash].names.discard(name)
-        return self._gone(hash)
+        return self._pop_unreferenced(hash)
 
-    def hold(self, hash: str, count: int = 1) -> None:
-        """So many requests need it."""
-        self._records[hash].users += count
+    def acquire(self, hash: str, requests: int) -> None:
+        """Count new requests."""
+        self._records[hash].num_requests += requests
 
     def release(self, hash: str) -> AdapterRecord | None:
-        """A request has ended. The record that nobody needs any more, if so."""
-        self._records[hash].users -= 1
-        return self._gone(hash)
+        """Count the end of a request. Returns the record if it is unreferenced now."""
+        self._records[hash].num_requests -= 1
+        return self._pop_unreferenced(hash)
 
     def pin(self, name: str, pinned: bool) -> None:
-        """Raises `UnknownAdapter`. A pin is the name's: what is loaded under it later has it too."""
+        """Pin a name: later versions under it are pinned, too. Raises `UnknownAdapter`."""
         self.version(name)
         (self._pinned.add if pinned else self._pinned.discard)(name)
-
-    @property
-    def pinned(self) -> frozenset[str]:
-        """Names."""
-        return frozenset(self._pinned)
 
     def is_pinned(self, hash: str) -> bool:
         record = self._records.get(hash)
         return record is not None and not self._pinned.isdisjoint(record.names)
 
-    def _gone(self, hash: str) -> AdapterRecord | None:
+    def _pop_unreferenced(self, hash: str) -> AdapterRecord | None:
         record = self._records[hash]
-        if record.names or record.users:
-            return None
-        return self._records.pop(hash)
+        return None if record.names or record.num_requests else self._records.pop(hash)

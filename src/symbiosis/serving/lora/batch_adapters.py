@@ -1,16 +1,15 @@
-"""Which adapters are at work in the pass that runs: worked out once, used by all layers and again while the company stays.
+"""Adapters active in the current batch; their ops are cached while the set is unchanged.
 
-A pass is one list of rows; rows of one adapter lie together as a `AdapterSegment`.
-Where there are kernels, low-rank changes are theirs: they find the weights of
-every adapter by a table. The rest, and all of it elsewhere, is in `effects`. No
-adapter on a layer, no work there.
+A batch is one list of rows. Rows of one adapter are contiguous: an `AdapterSegment`. Where GPU kernels run, they compute
+LoRA deltas and find the weights of every adapter in the slot table. `lora_ops` computes all other parts, and all parts on
+a CPU. A layer without adapters costs nothing.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,167 +17,151 @@ from torch import Tensor
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Segment as SlotSegment
 from symbiosis.kernels.tiles import Tiles
-from symbiosis.serving.lora.lora_ops import AdapterGroup, AdapterOps, FusedProjection
+from symbiosis.serving.lora.lora_ops import AdapterOps, FusedProjection
 from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter
+from symbiosis.serving.lora.slot_table import SlotTable
 
-_KEEP = 4  # companies
+_MAX_GROUPS = 4  # cached
 
-
-class SlotWeights(Protocol):
-    """Where kernels find the low-rank weights of every adapter."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def rank(self) -> int:
-        """The largest in it, rounded up to what kernels take."""
-
-    def of(self, *paths: str) -> Tensor:
-        """The part for these layers, int64 [slots, paths, 4]."""
-
-    def slot(self, adapter: EngineAdapter) -> int:
-        """Its line."""
+_Segments: TypeAlias = tuple[AdapterSegment, ...]
+_Ops: TypeAlias = dict[tuple[str, ...], AdapterOps]  # by layer
 
 
 class DeferredDelta:
-    """What adapters do to the result of a product: begun before it, due after it."""
+    """The delta of a product: the shrink starts before the product, the expand adds to its result."""
 
-    def __init__(self, x_RI: Tensor, table: Tensor, work: Any, bias_O: Tensor | None, beside: Any) -> None:
-        """`beside` is a stream on which it is computed while the product is, if any."""
+    def __init__(self, x_RI: Tensor, table: Tensor, lora: Any, bias_O: Tensor | None, side_stream: Any) -> None:
+        """`side_stream`, if any, computes the delta concurrently with the product."""
         from symbiosis.kernels.lora.shrink_expand import expand_deferred, shrink
 
-        self._table, self._work, self._bias_O, self._beside = table, work, bias_O, beside
-        self._rows: Tensor | None = x_RI  # read on another stream: nothing else may lie there until that is waited for
-        self._kept: Any = None
-        if beside is None:
-            shrink(x_RI, table, work)
+        self._table, self._lora, self._bias_O, self._side_stream = table, lora, bias_O, side_stream
+        self._x_RI: Tensor | None = x_RI  # the side stream reads it: the memory must not be reused before the wait
+        self._deferred: Any = None
+        if side_stream is None:
+            shrink(x_RI, table, lora)
             return
-        self._here = torch.cuda.current_stream(x_RI.device)
-        if work.few:
-            work.allocate_delta()  # here: memory belongs to a stream
-        beside.wait_stream(self._here)
-        with torch.cuda.stream(beside):
-            shrink(x_RI, table, work, on_other_stream=True)
-            if work.few:
-                self._kept = expand_deferred(table, work, like=x_RI, base_bias_O=bias_O)
+        self._stream = torch.cuda.current_stream(x_RI.device)
+        if lora.few:
+            lora.allocate_delta()  # on this stream: the allocator ties memory to a stream
+        side_stream.wait_stream(self._stream)
+        with torch.cuda.stream(side_stream):
+            shrink(x_RI, table, lora, on_other_stream=True)
+            if lora.few:
+                self._deferred = expand_deferred(table, lora, like=x_RI, base_bias_O=bias_O)
 
-    def settle(self, y_RO: Tensor) -> Any:
-        """Add it to the result, in place, or return it (`kernels.kept`) if it was kept: for a kernel that adds it by itself."""
+    def resolve(self, y_RO: Tensor) -> Any:
+        """Add the delta to the result in place, or return it (`kernels.lora.deferred`) for a kernel that adds it."""
         from symbiosis.kernels.lora.shrink_expand import expand
 
-        if self._beside is not None:
-            self._here.wait_stream(self._beside)
-        self._rows = None
-        if self._kept is None:
-            expand(y_RO, self._table, self._work, self._bias_O)
-        return self._kept
+        if self._side_stream is not None:
+            self._stream.wait_stream(self._side_stream)
+        self._x_RI = None
+        if self._deferred is None:
+            expand(y_RO, self._table, self._lora, self._bias_O)
+        return self._deferred
 
     def add(self, y_RO: Tensor) -> None:
-        """Add it to the result, in place."""
+        """Add the delta to the result in place."""
         from symbiosis.kernels.lora.deferred import add_deferred
 
-        kept = self.settle(y_RO)
-        if kept is not None:
-            add_deferred(y_RO, kept, self._work.members)
+        deferred = self.resolve(y_RO)
+        if deferred is not None:
+            add_deferred(y_RO, deferred, self._lora.members)
 
 
 class ActiveAdapters:
-    """Which adapters are at work in the pass that runs."""
+    """The adapters of the current batch, as the patched layers see them."""
 
     def __init__(self) -> None:
-        self.table: SlotWeights | None = None
-        """Of adapters' low-rank weights on linear layers, if kernels compute those."""
-        self._counts: tuple[int, int] | None = None
+        self.table: SlotTable | None = None
+        """Set if GPU kernels compute LoRA deltas."""
+        self._row_counts: tuple[int, int] | None = None
         self._tiles: Tiles | None = None
         self._head_tiles: Tiles | None = None
-        self._works: dict[Any, Any] = {}  # of kernels, for this pass
-        self._beside: Any = None
-        # by the adapters themselves: one that left and came back has the same hash and lies elsewhere
-        self._companies: OrderedDict[tuple[tuple[EngineAdapter, int, int], ...], AdapterGroup] = OrderedDict()
-        self._rows: AdapterGroup | None = None
-        self._logits: AdapterGroup | None = None
+        self._lora_batches: dict[Any, Any] = {}  # kernels' work for this batch
+        self._side_stream: Any = None
+        # Keys hold adapters, not hashes: a reloaded adapter has the same hash and other addresses.
+        self._groups: OrderedDict[_Segments, _Ops] = OrderedDict()
+        self._group: tuple[_Segments, _Ops] | None = None
+        self._head_group: tuple[_Segments, _Ops] | None = None
 
-    def begin(
-        self, segments: Sequence[AdapterSegment], logits: Sequence[AdapterSegment], counts: tuple[int, int] | None = None
+    def begin_batch(
+        self, segments: Sequence[AdapterSegment], head_segments: Sequence[AdapterSegment], counts: tuple[int, int] | None = None
     ) -> None:
-        """The segments of the next pass's rows, and of the rows that the head sees. `counts` of these in all, if known."""
-        self._rows, self._logits = self._company(segments), self._company(logits)
-        self._counts = counts if segments else None
-        self._tiles = self._head_tiles = self._beside = None
-        self._works = {}
+        """Set the segments of the next batch: of all rows, and of those the head reads. `counts` of both, if known."""
+        self._group, self._head_group = self._find_group(segments), self._find_group(head_segments)
+        self._row_counts = counts if segments else None
+        self._tiles = self._head_tiles = self._side_stream = None
+        self._lora_batches = {}
         if self.table is not None and segments:
             from symbiosis.kernels.lora.shrink_expand import tile_rows
 
-            most = max(segment.end for segment in segments)
-            size, device = tile_rows(most, len(segments), self.table.rank), self.table.device
-            self._tiles = Tiles.of(self.by_slot(segments), size, device)
-            self._head_tiles = Tiles.of(self.by_slot(logits), size, device) if logits else None
+            num_rows = max(segment.end for segment in segments)
+            size, device = tile_rows(num_rows, len(segments), self.table.max_rank), self.table.device
+            self._tiles = Tiles.of(self.slot_segments(segments), size, device)
+            self._head_tiles = Tiles.of(self.slot_segments(head_segments), size, device) if head_segments else None
 
-    def by_slot(self, segments: Sequence[AdapterSegment]) -> list[SlotSegment]:
-        """The same for kernels."""
+    def slot_segments(self, segments: Sequence[AdapterSegment]) -> list[SlotSegment]:
+        """The segments by slot, for kernels."""
         assert self.table is not None
-        return [SlotSegment(self.table.slot(s.adapter), s.start, s.end - s.start) for s in segments]
+        return [SlotSegment(self.table.slot_of(s.adapter), s.start, s.end - s.start) for s in segments]
 
-    def use(self, tiles: Tiles | None, rows: int, beside: Any = None) -> None:
-        """Tiles that are filled again and again, of so many rows, all of which the head sees; for all passes until `begin`.
+    def use_tiles(self, tiles: Tiles | None, rows: int, side_stream: Any = None) -> None:
+        """Use these tiles for all batches until `begin_batch`: a CUDA graph refills them. The head reads all rows.
 
-        `beside` is a stream on which adapters' products are computed while the layers' own are.
+        `side_stream`, if any, computes deltas concurrently with the base layers.
         """
-        self._rows = self._logits = self._counts = None
-        self._beside = beside
+        self._group = self._head_group = self._row_counts = None
+        self._side_stream = side_stream
         self._tiles = self._head_tiles = tiles
-        self._works = {}
+        self._lora_batches = {}
         if tiles is not None:
-            self._counts = (rows, rows)
+            self._row_counts = (rows, rows)
 
-    def check(self, rows: int, *, of_head: bool) -> None:
-        """Raise `CannotServe` if a layer sees other rows than those of the pass: nobody knows whose they are then."""
-        if self._counts is not None and rows != self._counts[of_head]:
+    def check_rows(self, rows: int, *, is_head: bool) -> None:
+        """Raise `CannotServe` if a layer reads other rows than the batch has: segments would not match."""
+        if self._row_counts is not None and rows != self._row_counts[is_head]:
             raise CannotServe(
-                f"a layer of this model sees {rows} rows of a pass of {self._counts[of_head]}: adapters cannot be applied"
+                f"a layer of this model reads {rows} rows of a batch of {self._row_counts[is_head]}: adapters cannot be applied"
             )
 
-    def begin_change(self, x_RI: Tensor, together: FusedProjection, *, of_head: bool) -> DeferredDelta | None:
-        """What kernels do to the result of these layers, side by side. None if nothing.
-
-        What needs only their input is launched now.
-        """
-        tiles = self._head_tiles if of_head else self._tiles
+    def begin_delta(self, x_RI: Tensor, fused: FusedProjection, *, is_head: bool) -> DeferredDelta | None:
+        """Launch the shrink of these layers. None if the kernels have nothing to do."""
+        tiles = self._head_tiles if is_head else self._tiles
         if self.table is None or tiles is None:
             return None
         from symbiosis.kernels.lora.shrink_expand import LoraBatch
 
-        key = (tiles, x_RI.shape, tuple(together.widths))
-        work = self._works.get(key)
-        if work is None:
-            work = self._works[key] = LoraBatch(tiles, x_RI.shape[0], x_RI.shape[1], together.members, self.table.rank)
-        return DeferredDelta(x_RI, self.table.of(*together.paths), work, together.bias_O, self._beside)
+        key = (tiles, x_RI.shape, tuple(fused.widths))
+        lora = self._lora_batches.get(key)
+        if lora is None:
+            lora = LoraBatch(tiles, x_RI.shape[0], x_RI.shape[1], fused.members, self.table.max_rank)
+            self._lora_batches[key] = lora
+        return DeferredDelta(x_RI, self.table.columns_of(*fused.paths), lora, fused.bias_O, self._side_stream)
 
-    def _company(self, segments: Sequence[AdapterSegment]) -> AdapterGroup | None:
+    def _find_group(self, segments: Sequence[AdapterSegment]) -> tuple[_Segments, _Ops] | None:
         if not segments:
             return None
-        key = tuple((s.adapter, s.start, s.end) for s in segments)
-        company = self._companies.get(key)
-        if company is None:
-            company = self._companies[key] = AdapterGroup(list(segments))
-            if len(self._companies) > _KEEP:
-                self._companies.popitem(last=False)
-        self._companies.move_to_end(key)
-        return company
+        key = tuple(segments)
+        ops = self._groups.setdefault(key, {})
+        self._groups.move_to_end(key)
+        if len(self._groups) > _MAX_GROUPS:
+            self._groups.popitem(last=False)
+        return key, ops
 
     def forget(self, adapter: EngineAdapter) -> None:
-        """Keep nothing of an adapter whose memory is about to be another's. Between passes."""
-        self._rows = self._logits = None
-        for key in [key for key in self._companies if any(each[0] is adapter for each in key)]:
-            del self._companies[key]
+        """Drop cached ops of an adapter that is being evicted. Between batches."""
+        self._group = self._head_group = None
+        for key in [key for key in self._groups if any(each.adapter is adapter for each in key)]:
+            del self._groups[key]
 
-    def effect(self, together: FusedProjection, *, of_head: bool) -> AdapterOps | None:
-        """What happens at these layers now; None if nothing does."""
-        company = self._logits if of_head else self._rows
-        if company is None:
+    def ops_at(self, fused: FusedProjection, *, is_head: bool) -> AdapterOps | None:
+        """The ops of the current batch at these layers; None if there are none."""
+        group = self._head_group if is_head else self._group
+        if group is None:
             return None
-        effect = company.effects.get(together.paths)
-        if effect is None:
-            effect = company.effects[together.paths] = AdapterOps(together, company, by_table=self.table is not None)
-        return None if effect.is_nothing else effect
+        segments, ops_by_layer = group
+        ops = ops_by_layer.get(fused.paths)
+        if ops is None:
+            ops = ops_by_layer[fused.paths] = AdapterOps(fused, segments, by_table=self.table is not None)
+        return None if ops.is_empty else ops

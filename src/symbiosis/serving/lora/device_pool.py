@@ -1,4 +1,4 @@
-"""Where adapters are computed with, and how they get there."""
+"""Device memory that adapters are computed from, and the copies into it."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from symbiosis.serving.lora.packed_adapter import PackedAdapter
 
 
 class CpuPool:
-    """Host memory is what it computes with: nothing is copied, `size` is only counted. Also what every device does."""
+    """The CPU computes in host memory: nothing is copied, and `size` only bounds the total. Base class of all pools."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        """Most bytes that adapters take."""
+        """Capacity in bytes."""
 
-    def adopt(self, flat: PackedAdapter) -> PackedAdapter | None:
-        """The adapter as it can be computed with where it lies; None: it has to be brought."""
-        return flat
+    def adopt(self, packed: PackedAdapter) -> PackedAdapter | None:
+        """The adapter where it lies, if the device can compute from there; None if it must be copied."""
+        return packed
 
-    def fence(self) -> torch.cuda.Event | None:
-        """After everything the stepping thread has launched."""
+    def record_fence(self) -> torch.cuda.Event | None:
+        """An event after all work that the stepping thread has launched."""
         return None
 
-    def bring(self, flat: PackedAdapter, offset: int, fence: torch.cuda.Event | None) -> PackedAdapter:
-        """Copy it to `offset`, not before `fence`; returns when it is there. Not on the stepping thread."""
-        return flat
+    def copy_in(self, packed: PackedAdapter, offset: int, fence: torch.cuda.Event | None) -> PackedAdapter:
+        """Copy to `offset` after `fence`. Blocks until the copy is complete. Not for the stepping thread."""
+        return packed
 
-    def working(self) -> AbstractContextManager[object]:
-        """What is computed within, on any thread, is in nobody's way."""
+    def use_side_stream(self) -> AbstractContextManager[object]:
+        """Work launched inside, on any thread, does not delay the stepping thread's."""
         return nullcontext()
 
 
 class CudaPool(CpuPool):
-    """A range of GPU memory of its own and a stream of its own: nothing is allocated while others compute."""
+    """A preallocated range of GPU memory with its own streams. Loads allocate nothing while batches run."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__(size)
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._work = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def adopt(self, flat: PackedAdapter) -> PackedAdapter | None:
+    def adopt(self, packed: PackedAdapter) -> PackedAdapter | None:
         return None
 
-    def fence(self) -> torch.cuda.Event | None:
+    def record_fence(self) -> torch.cuda.Event | None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._memory.device))
         return event
 
-    def bring(self, flat: PackedAdapter, offset: int, fence: torch.cuda.Event | None) -> PackedAdapter:
-        target = self._memory[offset : offset + flat.size]
-        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._copies):
+    def copy_in(self, packed: PackedAdapter, offset: int, fence: torch.cuda.Event | None) -> PackedAdapter:
+        target = self._memory[offset : offset + packed.nbytes]
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copy_stream):
             if fence is not None:
-                self._copies.wait_event(fence)
-            target.copy_(flat.memory, non_blocking=True)
-            arrived.record(self._copies)
-        there = flat.at(target)  # while the bytes travel
-        arrived.synchronize()
-        return there
+                self._copy_stream.wait_event(fence)
+            target.copy_(packed.memory, non_blocking=True)
+            copied.record(self._copy_stream)
+        on_device = packed.rebase(target)  # overlaps with the copy
+        copied.synchronize()
+        return on_device
 
-    def working(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._work)
+    def use_side_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._side_stream)

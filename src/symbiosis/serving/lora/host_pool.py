@@ -1,4 +1,4 @@
-"""Adapters in host memory, ready to be copied to a GPU."""
+"""Host tier of the adapter cache: packed adapters in (pinned) host memory, ready to be copied to a GPU."""
 
 from __future__ import annotations
 
@@ -11,124 +11,104 @@ from symbiosis.serving.lora.byte_allocator import ByteAllocator, Cost
 from symbiosis.serving.lora.packed_adapter import PackedAdapter
 
 
-class NullHostPool:
-    """For a device that computes in host memory: nothing is kept twice. Also what every host does, for any thread."""
+class HostPool:
+    """One range of memory with LRU eviction. Thread-safe.
 
-    size: int | None = None
-    """Most bytes; None: nothing has to fit."""
-    used = 0
-    evictions = 0
-
-    def hold(self, hash: str) -> PackedAdapter | None:
-        """The adapter, if it is here; it stays until released."""
-        return None
-
-    def put(self, hash: str, flat: PackedAdapter) -> PackedAdapter:
-        """Keep an adapter, and hold it. If there is no room, it is held where it was."""
-        return flat
-
-    def release(self, flat: PackedAdapter) -> None:
-        """Whoever held it has done with it."""
-
-    def drop(self, hash: str) -> None:
-        """Nobody will ask for it again: its memory is free as soon as nobody holds it."""
-
-    def has(self, hash: str) -> bool:
-        """Whether it need not be read, as far as is known now."""
-        return False
-
-    def hashes(self) -> set[str]:
-        return set()
-
-
-class HostPool(NullHostPool):
-    """One range of (pinned) memory, least recently used out first."""
+    A reference keeps an adapter in the pool: `acquire` and `put` take one, `release` returns it. A pool without memory
+    stores nothing; a device that computes in host memory uses such a pool.
+    """
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory, self._arena = memory, ByteAllocator(memory.numel())
-        self._kept: OrderedDict[str, PackedAdapter] = OrderedDict()  # longest not used first
-        self._holds: Counter[str] = Counter()
-        self._dropped: set[str] = set()  # as soon as nobody holds it
+        self._memory, self._allocator = memory, ByteAllocator(memory.numel())
+        self._stored: OrderedDict[str, PackedAdapter] = OrderedDict()  # least recently used first
+        self._references: Counter[str] = Counter()
+        self._dropped: set[str] = set()  # freed with the last reference
         self._lock = threading.Lock()
         self.size = memory.numel()
+        self.evictions = 0
 
     @property
-    def used(self) -> int:  # type: ignore[override]
-        return self._arena.used
+    def used(self) -> int:
+        return self._allocator.used
 
-    def hold(self, hash: str) -> PackedAdapter | None:
+    def acquire(self, hash: str) -> PackedAdapter | None:
+        """The stored adapter with a new reference; None if it is not stored."""
         with self._lock:
-            return self._hold(hash)
+            return self._acquire(hash)
 
-    def _hold(self, hash: str) -> PackedAdapter | None:
-        flat = self._kept.get(hash)
-        if flat is not None:
-            self._kept.move_to_end(hash)
-            self._holds[hash] += 1
-        return flat
+    def _acquire(self, hash: str) -> PackedAdapter | None:
+        packed = self._stored.get(hash)
+        if packed is not None:
+            self._stored.move_to_end(hash)
+            self._references[hash] += 1
+        return packed
 
-    def put(self, hash: str, flat: PackedAdapter) -> PackedAdapter:
+    def put(self, packed: PackedAdapter) -> PackedAdapter:
+        """Store an adapter and return it with a new reference. Returns `packed` itself if the pool has no free space."""
+        hash = packed.adapter.hash
         with self._lock:
             self._dropped.discard(hash)
-            kept = self._hold(hash)
-            offset = None if kept is not None else self._make_room(hash, flat.size)
-        if kept is not None or offset is None:
-            return kept or flat
-        target = self._memory[offset : offset + flat.size]
-        target.copy_(flat.memory)  # not under the lock: it may be large
+            stored = self._acquire(hash)
+            offset = None if stored is not None else self._allocate(hash, packed.nbytes)
+        if stored is not None or offset is None:
+            return stored or packed
+        target = self._memory[offset : offset + packed.nbytes]
+        target.copy_(packed.memory)  # without the lock: it may be large
         with self._lock:
-            self._kept[hash] = flat.at(target)
-            self._holds[hash] = 1
-            return self._kept[hash]
+            self._stored[hash] = packed.rebase(target)
+            self._references[hash] = 1
+            return self._stored[hash]
 
-    def release(self, flat: PackedAdapter) -> None:
+    def release(self, packed: PackedAdapter) -> None:
+        """Return a reference. Does nothing for an adapter that the pool did not store."""
         with self._lock:
-            hash = flat.loaded.hash
-            if self._kept.get(hash) is not flat:
-                return  # it was held where it was
-            self._holds[hash] -= 1
-            if not self._holds[hash]:
-                del self._holds[hash]
+            hash = packed.adapter.hash
+            if self._stored.get(hash) is not packed:
+                return
+            self._references[hash] -= 1
+            if not self._references[hash]:
+                del self._references[hash]
                 if hash in self._dropped:
                     self._remove(hash)
 
     def drop(self, hash: str) -> None:
+        """Free an adapter's memory now or with its last reference."""
         with self._lock:
-            if hash in self._kept and not self._holds[hash]:
+            if hash in self._stored and not self._references[hash]:
                 self._remove(hash)
-            elif hash in self._arena:
+            elif hash in self._allocator:
                 self._dropped.add(hash)
 
-    def has(self, hash: str) -> bool:
-        return hash in self._kept
+    def __contains__(self, hash: str) -> bool:
+        return hash in self._stored
 
     def hashes(self) -> set[str]:
         with self._lock:
-            return set(self._kept)
+            return set(self._stored)
 
-    def _make_room(self, hash: str, size: int) -> int | None:
-        if hash in self._arena:  # another thread is just copying it
+    def _allocate(self, hash: str, nbytes: int) -> int | None:
+        if hash in self._allocator:  # another thread is copying it
             return None
-        ages = {kept: age for age, kept in enumerate(self._kept)}
+        ages = {stored: age for age, stored in enumerate(self._stored)}
 
         def cost(owner: str) -> Cost | None:
-            return None if owner not in ages or self._holds[owner] else (0, ages[owner])
+            return None if owner not in ages or self._references[owner] else (0, ages[owner])
 
-        leaving = self._arena.cheapest(size, cost)
-        if leaving is None:
+        victims = self._allocator.select_victims(nbytes, cost)
+        if victims is None:
             return None
-        for other in leaving:
-            self._remove(other)
-        self.evictions += len(leaving)
-        return self._arena.take(hash, size)
+        for victim in victims:
+            self._remove(victim)
+        self.evictions += len(victims)
+        return self._allocator.allocate(hash, nbytes)
 
     def _remove(self, hash: str) -> None:
-        del self._kept[hash]
+        del self._stored[hash]
         self._dropped.discard(hash)
-        self._arena.give(hash)
+        self._allocator.free(hash)
 
     def check_integrity(self) -> None:
         with self._lock:
-            self._arena.check_integrity()
-            assert set(self._holds) <= set(self._kept)
-            assert all(hash in self._arena for hash in self._kept)
+            self._allocator.check_integrity()
+            assert set(self._references) <= set(self._stored)
+            assert all(hash in self._allocator for hash in self._stored)

@@ -1,4 +1,4 @@
-"""What adapters do, as the engine computes it.
+"""Adapter weights in the form that the engine computes with.
 
 I / O = input and output width, r = rank, T = tokens, D = width of the model or a head, L = layers, K = key heads.
 """
@@ -7,39 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
+from symbiosis.adapters.parts import Ia3Part
 from symbiosis.kernels.cpu.lora import LoraRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraWeights:
-    """A low-rank change of a layer as the engine computes it; `b_Or` has the scale in it.
+    """LoRA weights of one layer; `b_Or` includes the scaling.
 
-    On a GPU both are contiguous, as kernels want them. On a CPU their transposes
-    are: its products take up to twice as long the other way round.
+    On a GPU both are contiguous, as the kernels require. On a CPU their transposes are: products are up to twice as fast.
     """
 
     a_rI: Tensor
     b_Or: Tensor
     bias_O: Tensor | None = None
-    stretch_O: Tensor | None = None
-    """DoRA: the whole product, without the layer's own bias, times this."""
+    mag_norm_scale_O: Tensor | None = None
+    """DoRA: magnitude / norm. It multiplies the whole product, without the base layer's bias."""
     of_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ia3Weights:
-    """IA3: inputs or outputs times a vector."""
-
-    vector: Tensor
-    of_input: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ReplacedWeights:
-    """A trained weight in the place of the layer's; of an embedding [V, D]."""
+    """A trained weight that replaces the base layer's; of an embedding [V, D]."""
 
     weight_OI: Tensor
     bias_O: Tensor | None = None
@@ -47,18 +40,18 @@ class ReplacedWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRows:
-    """Some rows of an embedding, or of a head, are the adapter's own."""
+    """Trained rows of an embedding or of a head."""
 
     ids: Tensor
     rows_TD: Tensor
 
 
-Part = LoraWeights | Ia3Weights | ReplacedWeights | TokenRows
+Part = LoraWeights | Ia3Part | ReplacedWeights | TokenRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VirtualTokens:
-    """Tokens in front of every prompt: of prompt tuning by their embeddings, of prefix tuning by keys and values."""
+    """Virtual tokens before every prompt: embeddings for prompt tuning, keys and values for prefix tuning."""
 
     count: int
     embeddings_TD: Tensor | None = None
@@ -68,36 +61,32 @@ class VirtualTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineAdapter:
-    """An adapter in the engine's dtype on its device: what it does, by the path of a layer."""
+    """An adapter in the engine's dtype on its device: its parts by layer path."""
 
     hash: str
     parts: Mapping[str, tuple[Part, ...]]
     virtual: VirtualTokens | None = None
     decodes_by_table: bool = field(init=False)
-    """Whether kernels do all that it does to a row that decodes."""
-    lines: Mapping[str, LoraRow] = field(init=False)
-    """For the kernel for processors: the layers that it computes the low-rank change of."""
+    """Whether kernels that read the slot table compute every part."""
+    cpu_rows: Mapping[str, LoraRow] = field(init=False)
+    """The layers whose LoRA delta the CPU kernel can compute."""
 
     def __post_init__(self) -> None:
-        found = ((path, LoraRow.of(low.a_rI, low.b_Or)) for path in self.parts if (low := self._plain(path)) is not None)
-        object.__setattr__(self, "lines", {path: line for path, line in found if line is not None})
-        object.__setattr__(self, "decodes_by_table", all(self.in_table(path) is not None for path in self.parts))
+        in_table = {path: self.table_lora(path) for path in self.parts}
+        plain = {path: lora for path, lora in in_table.items() if lora is not None and lora.mag_norm_scale_O is None}
+        rows = {path: row for path, lora in plain.items() if (row := LoraRow.of(lora.a_rI, lora.b_Or)) is not None}
+        object.__setattr__(self, "cpu_rows", rows)
+        object.__setattr__(self, "decodes_by_table", None not in in_table.values())
 
-    def in_table(self, path: str) -> LoraWeights | None:
-        """What it does to this layer, if kernels do all of it: a low-rank change and nothing besides."""
+    def table_lora(self, path: str) -> LoraWeights | None:
+        """The layer's LoRA weights, if they are all the adapter has there and the slot table can hold them."""
         parts = self.parts.get(path, ())
-        low = parts[0] if len(parts) == 1 else None
-        return low if isinstance(low, LoraWeights) and low.bias_O is None and not low.of_embedding else None
-
-    def _plain(self, path: str) -> LoraWeights | None:
-        """The same, if that is no DoRA either."""
-        low = self.in_table(path)
-        return low if low is not None and low.stretch_O is None else None
+        lora = parts[0] if len(parts) == 1 else None
+        return lora if isinstance(lora, LoraWeights) and lora.bias_O is None and not lora.of_embedding else None
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSegment:
-    """Rows of one adapter."""
+class AdapterSegment(NamedTuple):
+    """Rows of one adapter in a batch."""
 
     adapter: EngineAdapter
     start: int

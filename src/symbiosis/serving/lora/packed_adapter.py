@@ -1,6 +1,6 @@
-"""An adapter as one piece of memory: all its tensors are views of it, so that one copy moves it whole.
+"""An adapter packed into one buffer: all its tensors are views of it, so one copy moves the whole adapter.
 
-What it shares with the base model (a weight whose bias alone was trained) is not in it.
+Tensors shared with the base model (a weight whose bias alone was trained) stay outside.
 """
 
 from __future__ import annotations
@@ -12,70 +12,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symbiosis.serving.lora.lora_weights import (
-    EngineAdapter,
-    Ia3Weights,
-    LoraWeights,
-    ReplacedWeights,
-    TokenRows,
-    VirtualTokens,
-)
+from symbiosis.adapters.packing import pack_offsets
+from symbiosis.adapters.parts import Ia3Part
+from symbiosis.serving.lora.lora_weights import EngineAdapter, LoraWeights, ReplacedWeights, TokenRows, VirtualTokens
 
-ALIGN = 256
-"""Tensors begin at multiples of this, from the beginning of the piece; pieces are multiples of it long."""
+ALIGNMENT = 256
+"""Tensors start at multiples of this from the start of the buffer. Its size is a multiple, too."""
 
 _FIELDS = {
     kind: tuple(field.name for field in fields(kind))
-    for kind in (LoraWeights, Ia3Weights, ReplacedWeights, TokenRows, VirtualTokens)
+    for kind in (LoraWeights, Ia3Part, ReplacedWeights, TokenRows, VirtualTokens)
 }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
-    """An adapter and the bytes it lies in."""
+    """An adapter and the buffer that holds its tensors."""
 
     memory: Tensor
-    """[size], uint8."""
-    loaded: EngineAdapter
+    """[nbytes], uint8."""
+    adapter: EngineAdapter
 
     @property
-    def size(self) -> int:
+    def nbytes(self) -> int:
         return self.memory.numel()
 
-    def at(self, memory: Tensor) -> PackedAdapter:
-        """The same adapter in other memory of this size; the caller copies the bytes."""
-        own, base = self.memory.untyped_storage().data_ptr(), self.memory.data_ptr()
+    def rebase(self, memory: Tensor) -> PackedAdapter:
+        """The same adapter over another buffer of this size. The caller copies the bytes."""
+        storage, base = self.memory.untyped_storage().data_ptr(), self.memory.data_ptr()
         view = _Views(memory)
 
-        def moved(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage().data_ptr() != own:
-                return tensor
-            return view(tensor, tensor.data_ptr() - base)
+        def move(tensor: Tensor) -> Tensor:
+            is_packed = tensor.untyped_storage().data_ptr() == storage
+            return view(tensor, tensor.data_ptr() - base) if is_packed else tensor
 
-        return PackedAdapter(memory, _mapped(self.loaded, moved))
+        return PackedAdapter(memory, _map_tensors(self.adapter, move))
 
 
-def flatten(loaded: EngineAdapter, shared: Collection[int]) -> PackedAdapter:
-    """A copy in one piece of ordinary memory. `shared` are the addresses of storages that stay where they are."""
-    places: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
-    size = 0
+def pack(adapter: EngineAdapter, shared: Collection[int]) -> PackedAdapter:
+    """Copy an adapter into one buffer of pageable memory. `shared`: addresses of storages that are not packed."""
+    unique: dict[tuple[Any, ...], Tensor] = {}
 
-    def place(tensor: Tensor) -> Tensor:
-        nonlocal size
-        if tensor.untyped_storage().data_ptr() not in shared and _key(tensor) not in places:
-            places[_key(tensor)] = (size, tensor)
-            size += aligned(tensor.numel() * tensor.element_size())
+    def collect(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in shared:
+            unique.setdefault(_key(tensor), tensor)
         return tensor
 
-    _mapped(loaded, place)
-    memory = torch.empty(size or ALIGN, dtype=torch.uint8)
+    _map_tensors(adapter, collect)
+    offsets, nbytes = pack_offsets((tensor.nbytes for tensor in unique.values()), ALIGNMENT)
+    memory = torch.empty(nbytes or ALIGNMENT, dtype=torch.uint8)
     view = _Views(memory)
-    copied = {key: view(tensor, offset).copy_(tensor) for key, (offset, tensor) in places.items()}
-    return PackedAdapter(memory, _mapped(loaded, lambda tensor: copied.get(_key(tensor), tensor)))
-
-
-def aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+    copies = {key: view(t, offset).copy_(t) for (key, t), offset in zip(unique.items(), offsets, strict=True)}
+    return PackedAdapter(memory, _map_tensors(adapter, lambda tensor: copies.get(_key(tensor), tensor)))
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
@@ -83,24 +71,24 @@ def _key(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Views:
-    """Tensors within a piece of memory."""
+    """Typed views of a buffer."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._typed: dict[torch.dtype, Tensor] = {}
 
     def __call__(self, like: Tensor, offset: int) -> Tensor:
-        """One of the same shape, strides and dtype, `offset` bytes from the beginning."""
+        """A view with the shape, strides and dtype of `like`, `offset` bytes from the start."""
         typed = self._typed.get(like.dtype)
         if typed is None:
             typed = self._typed[like.dtype] = self._memory.view(like.dtype)
         return typed.as_strided(like.shape, like.stride(), typed.storage_offset() + offset // like.element_size())
 
 
-def _mapped(loaded: EngineAdapter, change: Callable[[Tensor], Tensor]) -> EngineAdapter:
-    def one(part: Any) -> Any:
+def _map_tensors(adapter: EngineAdapter, function: Callable[[Tensor], Tensor]) -> EngineAdapter:
+    def apply(part: Any) -> Any:
         values = (getattr(part, name) for name in _FIELDS[type(part)])
-        return type(part)(*[change(value) if isinstance(value, Tensor) else value for value in values])
+        return type(part)(*[function(value) if isinstance(value, Tensor) else value for value in values])
 
-    parts = {path: tuple(one(part) for part in found) for path, found in loaded.parts.items()}
-    return EngineAdapter(loaded.hash, parts, None if loaded.virtual is None else one(loaded.virtual))
+    parts = {path: tuple(apply(part) for part in found) for path, found in adapter.parts.items()}
+    return EngineAdapter(adapter.hash, parts, None if adapter.virtual is None else apply(adapter.virtual))

@@ -1,10 +1,10 @@
-"""The table by which kernels find the low-rank weights of every adapter on the device.
+"""Slot table: where kernels find the LoRA weights of every resident adapter.
 
-A line is (address of a [r, I], address of b [O, r], r, address of the stretch [O] or 0), all contiguous, b with the
-scale in it; r = 0: the adapter does nothing to that layer. Lines are written and cleared on the stream that computes,
-between passes, so no pass sees half of one.
+An entry is (address of A [r, I], address of B [O, r], r, address of the DoRA `mag_norm_scale` [O] or 0). All tensors are
+contiguous, and B includes the scaling. r = 0: the adapter does not change that layer. Entries are written and cleared
+between batches on the stream that computes, so no batch reads a partial entry.
 
-S = slots, M = members (layers in a fixed order).
+S = slots, M = layers in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,48 +18,60 @@ from symbiosis.serving.lora.lora_weights import EngineAdapter
 
 
 class SlotTable:
-    """Small numbers for adapters, and the table that they are rows of. Stepping thread only, but for `lines`."""
+    """Assigns slots to adapters and holds their entries. For the stepping thread, except `build_entries`."""
 
-    def __init__(self, count: int, members: Sequence[str], device: torch.device) -> None:
-        self.members = tuple(members)
-        self.table_SM4 = torch.zeros(count, len(self.members), 4, dtype=torch.int64, device=device)
-        self._places = {path: place for place, path in enumerate(self.members)}
-        self._free = list(range(count - 1, -1, -1))
-        self.rank = 16
-        """The largest there has been, rounded up to a power of two: kernels are compiled for it."""
+    def __init__(self, slots: int, layers: Sequence[str], device: torch.device) -> None:
+        self.layers = tuple(layers)
+        self.table_SM4 = torch.zeros(slots, len(self.layers), 4, dtype=torch.int64, device=device)
+        self._columns = {path: column for column, path in enumerate(self.layers)}
+        self._free = list(range(slots - 1, -1, -1))
+        self._slots: dict[str, int] = {}
+        self.max_rank = 16
+        """The largest rank seen so far, rounded up to a power of two: kernels are compiled for it."""
 
     @property
-    def free(self) -> int:
+    def device(self) -> torch.device:
+        return self.table_SM4.device
+
+    @property
+    def num_free(self) -> int:
         return len(self._free)
 
-    def of(self, *paths: str) -> Tensor:
-        """The part of the table, [S, len(paths), 4], of members that follow each other."""
-        first = self._places[paths[0]]
-        if self.members[first : first + len(paths)] != paths:
-            raise ValueError(f"{', '.join(paths)} do not follow each other in the table")
+    def columns_of(self, *paths: str) -> Tensor:
+        """The view [S, len(paths), 4] of layers that are adjacent in the table."""
+        first = self._columns[paths[0]]
+        if self.layers[first : first + len(paths)] != paths:
+            raise ValueError(f"{', '.join(paths)} are not adjacent in the slot table")
         return self.table_SM4[:, first : first + len(paths)]
 
-    def lines(self, adapter: EngineAdapter) -> Tensor:
-        """An adapter's lines, [M, 4], in host memory. Any thread may make them."""
-        found = [(0, 0, 0, 0)] * len(self.members)
+    def slot_of(self, adapter: EngineAdapter) -> int:
+        return self._slots[adapter.hash]
+
+    def build_entries(self, adapter: EngineAdapter) -> Tensor:
+        """An adapter's entries, [M, 4], in host memory. Thread-safe."""
+        entries = [(0, 0, 0, 0)] * len(self.layers)
         for path in adapter.parts:
-            part = adapter.in_table(path)
-            if part is not None and path in self._places:
-                stretch = 0 if part.stretch_O is None else part.stretch_O.data_ptr()
-                found[self._places[path]] = (part.a_rI.data_ptr(), part.b_Or.data_ptr(), part.a_rI.shape[0], stretch)
-        lines = torch.tensor(found, dtype=torch.int64).view(len(self.members), 4)
-        return lines.pin_memory() if self.table_SM4.is_cuda else lines
+            lora = adapter.table_lora(path)
+            if lora is not None and path in self._columns:
+                mag_norm_scale = 0 if lora.mag_norm_scale_O is None else lora.mag_norm_scale_O.data_ptr()
+                entries[self._columns[path]] = (lora.a_rI.data_ptr(), lora.b_Or.data_ptr(), lora.a_rI.shape[0], mag_norm_scale)
+        entries_M4 = torch.tensor(entries, dtype=torch.int64).view(len(self.layers), 4)
+        return entries_M4.pin_memory() if self.table_SM4.is_cuda else entries_M4
 
-    def take(self, lines_M4: Tensor) -> int:
-        """A slot with these lines; there must be a free one."""
-        slot = self._free.pop()
-        while self.rank < int(lines_M4[:, 2].max()):
-            self.rank *= 2
-        self.table_SM4[slot].copy_(lines_M4, non_blocking=True)
-        return slot
+    def assign(self, hash: str, entries_M4: Tensor) -> None:
+        """Write an adapter's entries to a free slot; one must exist."""
+        slot = self._slots[hash] = self._free.pop()
+        while self.max_rank < int(entries_M4[:, 2].max()):
+            self.max_rank *= 2
+        self.table_SM4[slot].copy_(entries_M4, non_blocking=True)
 
-    def give(self, slot: int) -> None:
-        """The adapter leaves: its lines do nothing from now on."""
-        assert slot not in self._free, f"slot {slot} is free already"
+    def clear(self, hash: str) -> None:
+        """Zero an adapter's entries and free its slot."""
+        slot = self._slots.pop(hash)
         self.table_SM4[slot].zero_()
         self._free.append(slot)
+
+    def check_integrity(self, resident: set[str]) -> None:
+        """Asserts that exactly these adapters have slots, each its own."""
+        assert set(self._slots) == resident
+        assert sorted([*self._slots.values(), *self._free]) == list(range(len(self.table_SM4)))

@@ -59,8 +59,8 @@ class DecodeGraphs:
         size = next((size for size in _SIZES if size >= len(ids)), None)
         if size is None or any(len(span.block_table) > self._max_pages for span in spans):
             return None
-        rank = self._bank.table.rank if segments and self._bank.table is not None else 0
-        key = (size, rank, tile_rows(size, len(segments), rank) if rank else 0)
+        max_rank = self._bank.table.max_rank if segments and self._bank.table is not None else 0
+        key = (size, max_rank, tile_rows(size, len(segments), max_rank) if max_rank else 0)
         graph = self._graphs.get(key) or self._add(key)
         if graph is None:
             return None
@@ -73,18 +73,18 @@ class DecodeGraphs:
             graph.inputs_2B[0, : len(ids)].copy_(ids)
         graph.attention.fill(spans)
         if graph.tiles is not None:
-            graph.tiles.fill(self._bank.by_slot(segments))
+            graph.tiles.fill(self._bank.slot_segments(segments))
         return graph.replay()[: len(ids)]
 
     def _add(self, key: tuple[int, int, int]) -> _Graph | None:
         """Capture a graph; None if this key cannot be captured."""
         if not self._graphs.admits(key):
             return None
-        size, rank, tile = key
+        size, max_rank, tile = key
         graph = None
         try:
             graph = self._build(size, tile)
-            self._graphs.evict(lambda old: 0 < old[1] < rank)  # ranks only grow
+            self._graphs.evict(lambda old: 0 < old[1] < max_rank)  # ranks only grow
         except Exception as error:  # noqa: BLE001 - the batch runs without a graph then, and reports its own errors
             _log.warning("%d rows of %s cannot be captured as a CUDA graph (%r)", size, type(self._model).__name__, error)
         self._graphs.put(key, graph)
@@ -97,13 +97,13 @@ class DecodeGraphs:
 
         device = self._model.device
         inputs_2B = torch.zeros(2, size, dtype=torch.int64, device=device)
-        attention = AttentionBatch(rows=size, max_blocks=self._max_pages, block_size=self._memory.page_size, device=device)
+        attention = AttentionBatch(rows=size, max_blocks=self._max_pages, block_size=self._memory.block_size, device=device)
         attention.fill([])
         tiles = Tiles(max_tiles(size, tile), tile, device, reach=size) if tile else None
 
         def compute() -> Tensor:
             self._memory.use(attention)
-            self._bank.use(tiles, size, self._stream_pair()[1] if device.type == "cuda" else None)
+            self._bank.use_tiles(tiles, size, self._stream_pair()[1] if device.type == "cuda" else None)
             ids_1B, positions_1B = inputs_2B[:1], inputs_2B[1:]
             logits: Tensor = self._model(input_ids=ids_1B, position_ids=positions_1B, use_cache=False).logits[0]
             return logits

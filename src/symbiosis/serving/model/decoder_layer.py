@@ -1,10 +1,9 @@
-"""Decoder layers of the usual kind: norm, attention, norm, gated MLP. Found by name, and tried.
+"""Fused forward functions for decoder layers of the common kind: norm, attention, norm, gated MLP.
 
-Names only suggest which layers are of this kind. A function that should stand
-for such a layer is tried on random rows, with a stand-in for attention; the
-layer keeps its own code if that does something else.
+Candidates are found by the names of their children, and verified. A fused function is compared with the layer's own code on
+random rows, with a stub for attention. The layer keeps its own code if the results differ.
 
-R = rows of a pass, D = width of the model, H = query heads, K = key heads, W = width of a head.
+R = rows of a batch, D = width of the model, H = query heads, K = key heads, W = width of a head.
 """
 
 from __future__ import annotations
@@ -23,131 +22,131 @@ from symbiosis.serving.lora.lora_ops import FusedProjection
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_ROWS = 5
-_SMALL = 0.01  # rows that a layer adds to: so small that what it adds shows also where numbers have 8 bits
-_CLOSE, _COARSE = {torch.float32: 1e-4}, 0.02
+_PROBE_ROWS = 5
+_PROBE_SCALE = 0.01  # of the residual: small, so that the layer's own contribution shows even with 8 bits of mantissa
+_TOLERANCE, _LOW_PRECISION_TOLERANCE = {torch.float32: 1e-4}, 0.02
 
 
 class LayerParts:
-    """What a function that stands for such a layer needs to know of it."""
+    """The parts of a decoder layer that a fused function uses."""
 
-    def __init__(self, layer: Any, witness: AttentionStub) -> None:
+    def __init__(self, layer: Any, stub: AttentionStub) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.width = int(attention.head_dim)
         self.heads = attention.q_proj.out_features // self.width
-        self.qkv: FusedProjection = attention.q_proj.symbiosis_together
-        self.out: FusedProjection = attention.o_proj.symbiosis_together
-        self.gate_up: FusedProjection = mlp.gate_proj.symbiosis_together
-        self.down: FusedProjection = mlp.down_proj.symbiosis_together
+        self.qkv: FusedProjection = attention.q_proj.symbiosis_fused
+        self.out: FusedProjection = attention.o_proj.symbiosis_fused
+        self.gate_up: FusedProjection = mlp.gate_proj.symbiosis_fused
+        self.down: FusedProjection = mlp.down_proj.symbiosis_fused
         self.norm, self.next_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.number, self.asked = witness.number, witness.asked
-        self.memory: Any = witness
-        """Where the layer attends; what it asks of attention besides is `asked`."""
+        self.number, self.attention_options = stub.layer, stub.options
+        self.kv_cache: Any = stub
+        """The stub during verification, then the `PagedKVCache`."""
 
 
-class Function(Protocol):
-    """Stands for a layer."""
+class FusedForward(Protocol):
+    """Computes a decoder layer."""
 
-    usual: LayerParts
+    parts: LayerParts
 
     def compute(self, x_RD: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor | None:
-        """The layer's result; None if an adapter wants its parts one by one."""
+        """The layer's result; None if an active adapter needs the layer's own code."""
 
 
 class AttentionStub:
-    """Stands in for attention: notes what it is asked, and answers with something that all of it shows in."""
+    """Replaces attention: records its options, and returns a value that depends on all its inputs."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, Any] = {}
-        self.number = -1
+        self.options: dict[str, Any] = {}
+        self.layer = -1
         self.heads = (0, 0)
-        """Of queries and of keys."""
+        """Query heads and key heads."""
 
-    def attend(self, layer: int, q_HRW: Tensor, k_KRW: Tensor, v_KRW: Tensor, **asked: Any) -> Tensor:
-        self.asked, self.number, self.heads = asked, layer, (q_HRW.shape[0], k_KRW.shape[0])
+    def attend(self, layer: int, q_HRW: Tensor, k_KRW: Tensor, v_KRW: Tensor, **options: Any) -> Tensor:
+        self.options, self.layer, self.heads = options, layer, (q_HRW.shape[0], k_KRW.shape[0])
         groups = self.heads[0] // self.heads[1]
         return (q_HRW + (k_KRW * 2 + v_KRW * 3).repeat_interleave(groups, 0)).transpose(0, 1)
 
 
-def usual_layers(model: PreTrainedModel) -> Iterator[Any]:
-    """Those that look so. They are adapted, and lie together, already."""
+def find_decoder_layers(model: PreTrainedModel) -> Iterator[Any]:
+    """Layers that look like the common kind. Their projections must be adapted and fused already."""
     for layer in list(model.modules()):
-        if _children(layer) == _LAYER and _looks_usual(layer):
+        if _child_names(layer) == _LAYER and _has_common_parts(layer):
             yield layer
 
 
-def stand_in(layer: Any, make: Callable[[LayerParts], Function], witness: AttentionStub) -> Function | None:
-    """Let what `make` makes stand for this layer, and return it; None if it does something else, or cannot be tried."""
-    made = _tried(layer, make, witness)
-    if made is not None:
+def fuse_layer(layer: Any, make: Callable[[LayerParts], FusedForward], stub: AttentionStub) -> FusedForward | None:
+    """Replace the layer's forward by the function that `make` returns; None if it differs or fails on random rows."""
+    fused = _verify(layer, make, stub)
+    if fused is not None:
         mix_in(layer, FusedDecoderLayer)
-        object.__setattr__(layer, "symbiosis_function", made)
-    return made
+        object.__setattr__(layer, "symbiosis_fused_forward", fused)
+    return fused
 
 
-def _tried(layer: Any, make: Callable[[LayerParts], Function], witness: AttentionStub) -> Function | None:
-    attention, memory = layer.self_attn, layer.self_attn.symbiosis_memory
+def _verify(layer: Any, make: Callable[[LayerParts], FusedForward], stub: AttentionStub) -> FusedForward | None:
+    attention, kv_cache = layer.self_attn, layer.self_attn.symbiosis_kv_cache
     width, weight = int(getattr(attention, "head_dim", 0)), attention.q_proj.weight
     if width < 2 or width % 2:
         return None
     generator = torch.Generator().manual_seed(0)
-    x_1RD = (_SMALL * torch.randn(1, _ROWS, attention.q_proj.in_features, generator=generator)).to(weight)
-    angles = torch.randn(1, _ROWS, width, generator=generator)
+    x_1RD = (_PROBE_SCALE * torch.randn(1, _PROBE_ROWS, attention.q_proj.in_features, generator=generator)).to(weight)
+    angles = torch.randn(1, _PROBE_ROWS, width, generator=generator)
     embeddings = (angles.cos().to(weight), angles.sin().to(weight))
-    object.__setattr__(attention, "symbiosis_memory", witness)
+    object.__setattr__(attention, "symbiosis_kv_cache", stub)
     try:
         expected = layer(x_1RD, position_embeddings=embeddings)
-        made = make(LayerParts(layer, witness))
-        found = made.compute(x_1RD[0], embeddings)
+        fused = make(LayerParts(layer, stub))
+        found = fused.compute(x_1RD[0], embeddings)
         if found is None or not isinstance(expected, Tensor) or not is_close(found - x_1RD[0], expected[0] - x_1RD[0]):
             return None
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it is built in another way
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # a layer of another structure
         return None
     finally:
-        object.__setattr__(attention, "symbiosis_memory", memory)
-    made.usual.memory = memory
-    return made
+        object.__setattr__(attention, "symbiosis_kv_cache", kv_cache)
+    fused.parts.kv_cache = kv_cache
+    return fused
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
-    """Whether both are the same but for rounding."""
-    room = _CLOSE.get(expected.dtype, _COARSE) * float(expected.abs().max())
-    return torch.allclose(found, expected, rtol=0, atol=room)
+    """Whether both are equal up to rounding."""
+    tolerance = _TOLERANCE.get(expected.dtype, _LOW_PRECISION_TOLERANCE) * float(expected.abs().max())
+    return torch.allclose(found, expected, rtol=0, atol=tolerance)
 
 
-def restore(model: PreTrainedModel) -> None:
-    """Let all layers run their own code again."""
+def unfuse_layers(model: PreTrainedModel) -> None:
+    """Restore every layer's own forward."""
     for layer in model.modules():
         if isinstance(layer, FusedDecoderLayer):
             layer.__class__ = type(layer).__bases__[1]
 
 
-def _children(module: nn.Module) -> set[str]:
+def _child_names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
-def _looks_usual(layer: Any) -> bool:
-    if not (_children(layer.self_attn) == _ATTENTION and _children(layer.mlp) == _MLP and is_silu(layer.mlp.act_fn)):
-        return False
+def _has_common_parts(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
-    together = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
-    linear = [*together[0], attention.o_proj, *together[1], mlp.down_proj]
-    if not all(isinstance(each, nn.Linear) and hasattr(each, "symbiosis_together") for each in linear):
-        return False  # a kind of its own, which adapters do not know either
+    if not (_child_names(attention) == _ATTENTION and _child_names(mlp) == _MLP and is_silu(mlp.act_fn)):
+        return False
+    fused = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+    linear = [*fused[0], attention.o_proj, *fused[1], mlp.down_proj]
+    if not all(isinstance(each, nn.Linear) and hasattr(each, "symbiosis_fused") for each in linear):
+        return False  # another kind of layer, which adapters do not support either
     if len({each.weight.dtype for each in linear}) > 1:
         return False
-    return all(len({id(each.symbiosis_together) for each in group}) == 1 for group in together)
+    return all(len({id(each.symbiosis_fused) for each in group}) == 1 for group in fused)
 
 
-def _turns_whole_heads(embeddings: Any, rows: int, width: int) -> bool:
-    """Some models turn only a part of each head, which a layer may find out from how wide these are."""
+def _covers_whole_heads(embeddings: Any, rows: int, width: int) -> bool:
+    """Some models rotate only a part of each head, which shows in the embeddings' width."""
     return embeddings is not None and all(tuple(each.shape) == (1, rows, width) for each in embeddings)
 
 
 class FusedDecoderLayer(nn.Module):
-    """Mixed into the class of a decoder layer that a function stands for."""
+    """Mixed into the class of a decoder layer with a fused forward."""
 
-    symbiosis_function: Function
+    symbiosis_fused_forward: FusedForward
 
     def forward(
         self,
@@ -157,9 +156,9 @@ class FusedDecoderLayer(nn.Module):
         position_embeddings: Any = None,
         **named: Any,
     ) -> Any:
-        function, rows = self.symbiosis_function, hidden_states.shape[1]
-        if not more and attention_mask is None and _turns_whole_heads(position_embeddings, rows, function.usual.width):
-            found = function.compute(hidden_states[0], position_embeddings)
+        fused, rows = self.symbiosis_fused_forward, hidden_states.shape[1]
+        if not more and attention_mask is None and _covers_whole_heads(position_embeddings, rows, fused.parts.width):
+            found = fused.compute(hidden_states[0], position_embeddings)
             if found is not None:
                 return found[None]
         return super().forward(hidden_states, attention_mask, *more, position_embeddings=position_embeddings, **named)

@@ -1,12 +1,10 @@
-"""Decoder layers of the usual kind in nine launches instead of twelve, for GPUs; with adapters, instead of sixteen.
+"""Decoder layers of the common kind in nine kernel launches instead of twelve, for GPUs; with adapters, instead of sixteen.
 
-A pass that decodes reads all weights once, and waits between any two kernels.
-So what comes after a product is one kernel that does all of it up to the next:
-adds what adapters changed beside the product, adds the rows from before and
-norms the sum, for the layer's own MLP or for the layer that follows. Plain
-reference: the layer's own code (`usual`).
+A decode step reads all weights once, and idles between any two kernels. So one kernel does all work between two matrix
+products: it adds the LoRA delta and the residual, and norms the sum, for the layer's MLP or for the next layer. Reference:
+the layer's own code.
 
-R = rows of a pass, D = width of the model, W = width of a head.
+R = rows of a batch, D = width of the model, W = width of a head.
 """
 
 from __future__ import annotations
@@ -22,68 +20,69 @@ from symbiosis.models.patches.fused_ops import FusedNorm
 from symbiosis.models.rms_norms import epsilon_of
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters, DeferredDelta
 from symbiosis.serving.lora.lora_ops import FusedProjection
-from symbiosis.serving.model.decoder_layer import AttentionStub, LayerParts, stand_in, usual_layers
+from symbiosis.serving.model.decoder_layer import AttentionStub, LayerParts, find_decoder_layers, fuse_layer
 
 
 class FusedDecoderLayerGpu:
-    """The function of one layer."""
+    """The fused forward of one layer."""
 
-    def __init__(self, usual: LayerParts, bank: ActiveAdapters) -> None:
-        if not all(_fits(norm) for norm in (usual.norm, usual.next_norm)):
+    def __init__(self, parts: LayerParts, adapters: ActiveAdapters) -> None:
+        if not all(_fits(norm) for norm in (parts.norm, parts.next_norm)):
             raise ValueError("norms of another kind")
-        self.usual, self._bank = usual, bank
-        self.follower: FusedDecoderLayerGpu | None = None
-        """The layer whose rows are this one's result."""
-        self._ready: tuple[Tensor, Tensor] | None = None
-        """Rows that come next, and their norm. Held so that nothing else can lie there; nobody writes to them in between."""
+        self.parts, self._adapters = parts, adapters
+        self.next_layer: FusedDecoderLayerGpu | None = None
+        """The layer whose input is this layer's result."""
+        self._normed: tuple[Tensor, Tensor] | None = None
+        """The next input, and its norm by the layer before. The reference keeps the input's memory from reuse."""
 
     def compute(self, x_RD: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor | None:
         from symbiosis.kernels.silu_mul import silu_mul
 
-        bank, usual, follower = self._bank, self.usual, self.follower
-        parts = (usual.qkv, usual.out, usual.gate_up, usual.down)
-        if any(bank.effect(part, of_head=False) is not None for part in parts):
-            self._ready = None
+        adapters, parts, next_layer = self._adapters, self.parts, self.next_layer
+        projections = (parts.qkv, parts.out, parts.gate_up, parts.down)
+        if any(adapters.ops_at(each, is_head=False) is not None for each in projections):
+            self._normed = None
             return None
-        bank.check(x_RD.shape[0], of_head=False)
-        qkv_RO, pending = self._product(self._normed(x_RD), usual.qkv)
-        found = usual.memory.enter_and_attend(usual.number, qkv_RO, embeddings, _settled(pending, qkv_RO), **usual.asked)
-        y_RD, pending = self._product(found.reshape(x_RD.shape[0], -1), usual.out)
-        x_RD, rows = _summed(x_RD, y_RD, pending, usual.next_norm)
-        gate_up, pending = self._product(rows, usual.gate_up)
+        adapters.check_rows(x_RD.shape[0], is_head=False)
+        qkv_RO, deferred = self._project(self._norm(x_RD), parts.qkv)
+        delta = _resolve(deferred, qkv_RO)
+        found = parts.kv_cache.rotate_store_attend(parts.number, qkv_RO, embeddings, delta, **parts.attention_options)
+        y_RD, deferred = self._project(found.reshape(x_RD.shape[0], -1), parts.out)
+        x_RD, rows = _add_and_norm(x_RD, y_RD, deferred, parts.next_norm)
+        gate_up, deferred = self._project(rows, parts.gate_up)
         gate, up = gate_up.chunk(2, dim=1)
-        y_RD, pending = self._product(silu_mul(gate, up, _settled(pending, gate_up)), usual.down)
-        if follower is None:
-            if pending is not None:
-                pending.add(y_RD)
+        y_RD, deferred = self._project(silu_mul(gate, up, _resolve(deferred, gate_up)), parts.down)
+        if next_layer is None:
+            if deferred is not None:
+                deferred.add(y_RD)
             return x_RD + y_RD
-        follower._ready = _summed(x_RD, y_RD, pending, follower.usual.norm)
-        return follower._ready[0]
+        next_layer._normed = _add_and_norm(x_RD, y_RD, deferred, next_layer.parts.norm)
+        return next_layer._normed[0]
 
-    def _normed(self, x_RD: Tensor) -> Tensor:
-        """By the layer before, if it has given these very rows."""
-        ready, self._ready = self._ready, None
-        if ready is not None and (ready[0].data_ptr(), ready[0].shape) == (x_RD.data_ptr(), x_RD.shape):
-            return ready[1]
-        return self.usual.norm(x_RD)  # type: ignore[no-any-return]
+    def _norm(self, x_RD: Tensor) -> Tensor:
+        """The norm by the layer before, if its result is this very tensor."""
+        normed, self._normed = self._normed, None
+        if normed is not None and (normed[0].data_ptr(), normed[0].shape) == (x_RD.data_ptr(), x_RD.shape):
+            return normed[1]
+        return self.parts.norm(x_RD)  # type: ignore[no-any-return]
 
-    def _product(self, x_RI: Tensor, together: FusedProjection) -> tuple[Tensor, DeferredDelta | None]:
-        """Of these layers, and what adapters do to it, which is not added yet."""
-        pending = self._bank.begin_change(x_RI, together, of_head=False)
-        return together.product(x_RI), pending
-
-
-def _settled(pending: DeferredDelta | None, y_RO: Tensor) -> Any:
-    """What is kept for the next kernel, if anything."""
-    return None if pending is None else pending.settle(y_RO)
+    def _project(self, x_RI: Tensor, projection: FusedProjection) -> tuple[Tensor, DeferredDelta | None]:
+        """The product without the LoRA delta, and the delta."""
+        deferred = self._adapters.begin_delta(x_RI, projection, is_head=False)
+        return projection.project(x_RI), deferred
 
 
-def _summed(x_RD: Tensor, y_RD: Tensor, pending: DeferredDelta | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """Rows with what a layer gives for them, and the norm of that."""
+def _resolve(deferred: DeferredDelta | None, y_RO: Tensor) -> Any:
+    """The delta that the next kernel has to add, if any."""
+    return None if deferred is None else deferred.resolve(y_RO)
+
+
+def _add_and_norm(x_RD: Tensor, y_RD: Tensor, deferred: DeferredDelta | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """The residual sum with its delta, and the norm of it."""
     from symbiosis.kernels.residual_norm import residual_norm
 
-    kept = _settled(pending, y_RD)
-    return residual_norm(x_RD, y_RD, norm.weight, epsilon_of(norm), twice=norm.symbiosis_twice, deferred=kept)
+    delta = _resolve(deferred, y_RD)
+    return residual_norm(x_RD, y_RD, norm.weight, epsilon_of(norm), twice=norm.symbiosis_twice, deferred=delta)
 
 
 def _fits(norm: Any) -> bool:
@@ -92,28 +91,29 @@ def _fits(norm: Any) -> bool:
     return isinstance(norm, FusedNorm) and fits(norm.weight[None], norm.weight)
 
 
-class _Witness(AttentionStub):
-    def enter_and_attend(
-        self, layer: int, qkv_RO: Tensor, embeddings: tuple[Tensor, Tensor], kept: Any, **asked: Any
+class _GpuAttentionStub(AttentionStub):
+    def rotate_store_attend(
+        self, layer: int, qkv_RO: Tensor, embeddings: tuple[Tensor, Tensor], delta: Any, **options: Any
     ) -> Tensor:
         from symbiosis.kernels.rotary import reference
 
-        heads, key_heads = self.heads  # as the layer's own code has told
+        heads, key_heads = self.heads  # as recorded from the layer's own code
         qkv_ARW = qkv_RO.view(len(qkv_RO), heads + 2 * key_heads, -1).transpose(0, 1)
         q_HRW, k_KRW, v_KRW = qkv_ARW.tensor_split([heads, heads + key_heads])
         q_1HRW, k_1KRW = reference(q_HRW[None], k_KRW[None], *embeddings)
-        return self.attend(layer, q_1HRW[0], k_1KRW[0], v_KRW, **asked)
+        return self.attend(layer, q_1HRW[0], k_1KRW[0], v_KRW, **options)
 
 
 @torch.inference_mode()
-def shorten(model: PreTrainedModel, bank: ActiveAdapters) -> None:
-    """Let the layers of this model that can be short be so. They are adapted, lie together and have fused norms already."""
-    bank.begin((), ())
-    shorts: dict[Any, Any] = {
-        layer: stand_in(layer, lambda usual: FusedDecoderLayerGpu(usual, bank), _Witness()) for layer in usual_layers(model)
+def fuse_layers_gpu(model: PreTrainedModel, adapters: ActiveAdapters) -> None:
+    """Fuse decoder layers of this model. Their projections must be adapted and fused already, and their norms fused."""
+    adapters.begin_batch((), ())
+    fused: dict[Any, Any] = {
+        layer: fuse_layer(layer, lambda parts: FusedDecoderLayerGpu(parts, adapters), _GpuAttentionStub())
+        for layer in find_decoder_layers(model)
     }
     for layers in model.modules():
         if isinstance(layers, nn.ModuleList):
             for layer, after in itertools.pairwise(layers):
-                if shorts.get(layer) is not None:
-                    shorts[layer].follower = shorts.get(after)
+                if fused.get(layer) is not None:
+                    fused[layer].next_layer = fused.get(after)

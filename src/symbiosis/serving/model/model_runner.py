@@ -1,4 +1,4 @@
-"""Computes a pass: the rows of all its sequences as one, through the unmodified model."""
+"""Computes a batch: the rows of all its sequences concatenated, through the unmodified model."""
 
 from __future__ import annotations
 
@@ -12,99 +12,98 @@ from transformers import PreTrainedModel
 from symbiosis import kernels
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
-from symbiosis.models.patches.fused_ops import fuse
-from symbiosis.models.patches.gated_mlp import gate
-from symbiosis.serving.lora.batch_adapters import ActiveAdapters, SlotWeights
-from symbiosis.serving.lora.lora_layers import adapt, adapt_together
+from symbiosis.models.patches.fused_ops import patch_fused_ops
+from symbiosis.models.patches.gated_mlp import patch_gated_mlps
+from symbiosis.serving.lora.batch_adapters import ActiveAdapters
+from symbiosis.serving.lora.lora_layers import install_lora_layers
 from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, VirtualTokens
+from symbiosis.serving.lora.slot_table import SlotTable
 from symbiosis.serving.model.cuda_graphs import DecodeGraphs
-from symbiosis.serving.model.decoder_layer import is_close, restore
-from symbiosis.serving.model.decoder_layer_cpu import straighten
-from symbiosis.serving.model.decoder_layer_gpu import shorten
-from symbiosis.serving.model.paged_attention import Given, PagedKVCache, use_pages
+from symbiosis.serving.model.decoder_layer import is_close, unfuse_layers
+from symbiosis.serving.model.decoder_layer_cpu import fuse_layers_cpu
+from symbiosis.serving.model.decoder_layer_gpu import fuse_layers_gpu
+from symbiosis.serving.model.paged_attention import PagedKVCache, PrefixKV, use_paged_attention
 from symbiosis.serving.scheduling.batch import Batch, Chunk
 
-_PROBE = 12
+_PROBE_TOKENS = 12
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-_COARSE = 0.1
+_LOW_PRECISION_TOLERANCE = 0.1
 
 
 class ModelRunner:
-    """Owns the model from now on: it serves passes and nothing else."""
+    """Owns the model, which serves nothing else from now on."""
 
-    def __init__(self, model: PreTrainedModel, memory: PagedKVCache) -> None:
-        """Raises `CannotServe` if the model computes something else over pages than by itself."""
-        if any(hasattr(module, "symbiosis_memory") for module in model.modules()):
+    def __init__(self, model: PreTrainedModel, kv_cache: PagedKVCache) -> None:
+        """Raises `CannotServe` if the model's results over a paged KV cache differ from its own."""
+        if any(hasattr(module, "symbiosis_kv_cache") for module in model.modules()):
             raise CannotServe("this model is served by an engine already: give each engine a model of its own")
-        self.model, self.memory, self._bank = model, memory, ActiveAdapters()
-        self._decoder: DecodeGraphs | None = None
+        self.model, self.kv_cache, self._adapters = model, kv_cache, ActiveAdapters()
+        self._decode_graphs: DecodeGraphs | None = None
         with torch.inference_mode():
-            ids = torch.arange(_PROBE, device=model.device).remainder(model.config.get_text_config().vocab_size)
+            ids = torch.arange(_PROBE_TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)
             expected = model(input_ids=ids[None], use_cache=False).logits[0, -1]
-            use_pages(model, memory)
-            adapt(model, self._bank)
-            adapt_together(model)
+            use_paged_attention(model, kv_cache)
+            install_lora_layers(model, self._adapters)
             if kernels.run_on(model.device):
-                fuse(model)
-                gate(model)
+                patch_fused_ops(model)
+                patch_gated_mlps(model)
             found = self._probe(ids)
             if kernels.run_on(model.device):
-                shorten(model, self._bank)
+                fuse_layers_gpu(model, self._adapters)
             elif model.device.type == "cpu":
-                straighten(model, self._bank)
+                fuse_layers_cpu(model, self._adapters)
             if not is_close(self._probe(ids), found):
-                restore(model)
-        room = _TOLERANCE.get(model.dtype, _COARSE) * float(expected.abs().max())
-        if not torch.allclose(found.float(), expected.float(), rtol=0, atol=room):
+                unfuse_layers(model)
+        tolerance = _TOLERANCE.get(model.dtype, _LOW_PRECISION_TOLERANCE) * float(expected.abs().max())
+        if not torch.allclose(found.float(), expected.float(), rtol=0, atol=tolerance):
             raise CannotServe(
-                f"{type(model).__name__} computes something else when its sequences lie behind each other: it cannot be served"
+                f"{type(model).__name__} cannot be served: its results differ when several sequences share a batch"
             )
 
     def _probe(self, ids: Tensor) -> Tensor:
-        """The last logits of a sequence that comes in pieces, beside another."""
-        pages, others = range(-(-_PROBE // self.memory.page_size) + 1), -(-_PROBE // self.memory.page_size) + 1
-        for start, end in ((0, 5), (5, _PROBE - 1), (_PROBE - 1, _PROBE)):
-            spans = [Span(0, 1, 0, [others]), Span(1, end - start, start, pages)]
-            self.memory.begin(spans)
-            self._bank.begin((), ())
-            rows, places = torch.cat([ids[:1], ids[start:end]]), torch.arange(start, end, device=ids.device)
+        """The last logits of a sequence in three chunks, batched with another sequence."""
+        num_blocks = -(-_PROBE_TOKENS // self.kv_cache.block_size) + 1
+        for start, end in ((0, 5), (5, _PROBE_TOKENS - 1), (_PROBE_TOKENS - 1, _PROBE_TOKENS)):
+            self.kv_cache.begin([Span(0, 1, 0, [num_blocks]), Span(1, end - start, start, range(num_blocks))])
+            self._adapters.begin_batch((), ())
+            rows, positions = torch.cat([ids[:1], ids[start:end]]), torch.arange(start, end, device=ids.device)
             output = self.model(
-                input_ids=rows[None], position_ids=torch.cat([places.new_zeros(1), places])[None], use_cache=False
+                input_ids=rows[None], position_ids=torch.cat([positions.new_zeros(1), positions])[None], use_cache=False
             )
         last: Tensor = output.logits[0, -1]
         return last
 
     def forget(self, adapter: EngineAdapter) -> None:
-        """Its memory is about to be another's. Between passes."""
-        self._bank.forget(adapter)
+        """Drop references to an adapter whose memory is about to be reused. Between steps only."""
+        self._adapters.forget(adapter)
 
-    def use_kernels(self, table: SlotWeights, max_pages: int) -> None:
-        """Let kernels apply adapters, by this table, and passes that only decode be CUDA graphs."""
-        self._bank.table = table
-        self._decoder = DecodeGraphs(self.model, self.memory, self._bank, max_pages)
+    def use_kernels(self, table: SlotTable, max_blocks: int) -> None:
+        """Apply adapters by kernels, with weights from this table, and decode by CUDA graphs."""
+        self._adapters.table = table
+        self._decode_graphs = DecodeGraphs(self.model, self.kv_cache, self._adapters, max_blocks)
 
     @torch.inference_mode()
-    def compute(self, made: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
-        """The logits of `made.sampled`, [B, V]. `adapters` has those of its sequences, by hash."""
-        self.memory.copy(made.copies)
-        found = None
-        if self._decoder is not None and all(chunk.count == 1 and chunk.samples for chunk in made.chunks):
-            ids = [chunk.sequence.tokens[chunk.start] for chunk in made.chunks]
-            found = self._decoded(made.chunks, ids, adapters)
-        return self._computed(made, adapters) if found is None else found
+    def compute(self, batch: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
+        """The logits of `batch.sampled`, [B, V]. `adapters` has those of its sequences, by hash."""
+        self.kv_cache.copy(batch.copies)
+        logits_BV = None
+        if self._decode_graphs is not None and all(chunk.count == 1 and chunk.samples for chunk in batch.chunks):
+            ids = [chunk.sequence.tokens[chunk.start] for chunk in batch.chunks]
+            logits_BV = self._decode(batch.chunks, ids, adapters)
+        return self._forward(batch, adapters) if logits_BV is None else logits_BV
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether a pass can be launched without waiting for its tokens."""
-        return self._decoder is not None
+        """Whether a step can be launched before its tokens are on the host."""
+        return self._decode_graphs is not None
 
     @torch.inference_mode()
     def compute_next(self, chunks: Seq[Chunk], tokens_B: Tensor, adapters: Mapping[str, EngineAdapter]) -> Tensor | None:
-        """The logits after tokens that only the device knows, one for each chunk, if that can be launched at once."""
-        return self._decoded(chunks, tokens_B, adapters)
+        """The logits after tokens on the device, one for each chunk; None if no CUDA graph fits."""
+        return self._decode(chunks, tokens_B, adapters)
 
-    def _decoded(self, chunks: Seq[Chunk], ids: Seq[int] | Tensor, adapters: Mapping[str, EngineAdapter]) -> Tensor | None:
-        """Rows of one token each as a CUDA graph, if all of it can be one."""
+    def _decode(self, chunks: Seq[Chunk], ids: Seq[int] | Tensor, adapters: Mapping[str, EngineAdapter]) -> Tensor | None:
+        """Replay a CUDA graph over rows of one token each; None if no graph fits."""
         spans: list[Span] = []
         segments: list[AdapterSegment] = []
         for row, chunk in enumerate(chunks):
@@ -114,36 +113,36 @@ class ModelRunner:
                 if not adapter.decodes_by_table or (adapter.virtual is not None and chunk.start < adapter.virtual.count):
                     return None
                 _extend(segments, adapter, row, row + 1)
-            spans.append(Span(row, 1, chunk.start, sequence.pages))
-        assert self._decoder is not None
-        return self._decoder.compute(ids, spans, segments)
+            spans.append(Span(row, 1, chunk.start, sequence.block_table))
+        assert self._decode_graphs is not None
+        return self._decode_graphs.compute(ids, spans, segments)
 
-    def _computed(self, made: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
+    def _forward(self, batch: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
         spans: list[Span] = []
-        given: list[Given] = []
+        prefixes: list[PrefixKV] = []
         segments: list[AdapterSegment] = []
-        heads: list[AdapterSegment] = []
+        head_segments: list[AdapterSegment] = []
         embeds: list[tuple[int, Tensor]] = []
-        wanted: list[int] = []
+        sampled_rows: list[int] = []
         ids: list[int] = []
-        places: list[int] = []
-        for chunk in made.chunks:
+        positions: list[int] = []
+        for chunk in batch.chunks:
             row, sequence = len(ids), chunk.sequence
             end = chunk.start + chunk.count
             ids += sequence.tokens[chunk.start : end]
-            places += range(chunk.start, end)
-            spans.append(Span(row, chunk.count, chunk.start, sequence.pages))
+            positions += range(chunk.start, end)
+            spans.append(Span(row, chunk.count, chunk.start, sequence.block_table))
             adapter = adapters[sequence.adapter] if sequence.adapter else None
             if adapter is not None:
                 _extend(segments, adapter, row, row + chunk.count)
                 if chunk.samples:
-                    _extend(heads, adapter, len(wanted), len(wanted) + 1)
+                    _extend(head_segments, adapter, len(sampled_rows), len(sampled_rows) + 1)
                 if adapter.virtual is not None and chunk.start < adapter.virtual.count:
-                    _add_virtual(chunk, row, adapter.virtual, given, embeds)
+                    _add_virtual_tokens(chunk, row, adapter.virtual, prefixes, embeds)
             if chunk.samples:
-                wanted.append(row + chunk.count - 1)
-        self.memory.begin(spans, given)
-        self._bank.begin(segments, heads, (len(ids), len(wanted)))
+                sampled_rows.append(row + chunk.count - 1)
+        self.kv_cache.begin(spans, prefixes)
+        self._adapters.begin_batch(segments, head_segments, (len(ids), len(sampled_rows)))
         device = self.model.device
         inputs = {"input_ids": torch.tensor(ids, device=device)[None]}
         if embeds:
@@ -153,28 +152,30 @@ class ModelRunner:
             inputs["inputs_embeds"] = rows
         output = self.model(
             **inputs,
-            position_ids=torch.tensor(places, device=device)[None],
+            position_ids=torch.tensor(positions, device=device)[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(wanted, device=device, dtype=torch.int64),
+            logits_to_keep=torch.tensor(sampled_rows, device=device, dtype=torch.int64),
         )
-        logits: Tensor = output.logits[0]
-        return logits
+        logits_BV: Tensor = output.logits[0]
+        return logits_BV
 
 
 def _extend(segments: list[AdapterSegment], adapter: EngineAdapter, start: int, end: int) -> None:
-    """Rows of one adapter lie together: one segment for all of them."""
+    """Add rows of an adapter: adjacent rows of one adapter are one segment."""
     if segments and segments[-1].adapter is adapter and segments[-1].end == start:
         segments[-1] = AdapterSegment(adapter, segments[-1].start, end)
     else:
         segments.append(AdapterSegment(adapter, start, end))
 
 
-def _add_virtual(chunk: Chunk, row: int, virtual: VirtualTokens, given: list[Given], embeds: list[tuple[int, Tensor]]) -> None:
-    """The virtual tokens among a chunk's rows."""
+def _add_virtual_tokens(
+    chunk: Chunk, row: int, virtual: VirtualTokens, prefixes: list[PrefixKV], embeds: list[tuple[int, Tensor]]
+) -> None:
+    """Add what the adapter supplies for the virtual tokens among a chunk's rows."""
     start, end = chunk.start, min(virtual.count, chunk.start + chunk.count)
     if virtual.embeddings_TD is not None:
         embeds.append((row, virtual.embeddings_TD[start:end]))
     else:
         assert virtual.keys_LTKD is not None
         assert virtual.values_LTKD is not None
-        given.append(Given(row, virtual.keys_LTKD[:, start:end], virtual.values_LTKD[:, start:end]))
+        prefixes.append(PrefixKV(row, virtual.keys_LTKD[:, start:end], virtual.values_LTKD[:, start:end]))

@@ -1,11 +1,11 @@
-"""Attention of an unmodified transformers model over pages of keys and values.
+"""Attention of an unmodified transformers model over a paged KV cache.
 
-transformers lets a model name its attention function; ours writes the new
-rows' keys and values to their pages and attends from each row to its own
-sequence. All sequences of a pass lie behind each other as if they were one:
-only this function knows where one ends.
+transformers lets a model name its attention function. The function here writes the new rows' keys and values to their
+blocks and attends from each row to its own sequence. The sequences of a batch are concatenated; only this function
+distinguishes them.
 
-R = rows of a pass, H = query heads, K = key heads, D = width of a head, P = pages of a sequence.
+R = rows of a batch, H = query heads, K = key heads, D = width of a head, P = blocks of a sequence.
+B = sequences, T = tokens of a sequence, L = layers. A slot is a token's place in the cache: block x block size + offset.
 """
 
 from __future__ import annotations
@@ -25,110 +25,112 @@ from symbiosis.kernels.cpu.attention import DecodeAttention, fits
 from symbiosis.kernels.tiles import Span
 from symbiosis.models.attention_checks import no_mask, unsupported_reason
 
-NAME = "symbiosis_pages"
-_KEYS_AT_ONCE = 16384  # gathered for prompts that are computed together
+NAME = "symbiosis_paged"
+_MAX_GATHERED_KEYS = 16384  # of prefill chunks that are computed together
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """Rows whose keys and values an adapter gives (prefix tuning): what the model computes for them is not kept."""
+class PrefixKV:
+    """Keys and values that an adapter supplies for some rows (prefix tuning), instead of those the model computes."""
 
     start: int
-    """The first of these rows in the pass."""
+    """The first of these rows in the batch."""
     keys_LTKD: Tensor
     values_LTKD: Tensor
 
 
 class PagedKVCache:
-    """Keys and values of all layers, in pages; and which pass is running."""
+    """Keys and values of all layers, in blocks; and the batch that is computed."""
 
     def __init__(
-        self, *, layers: int, heads: int, width: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self, *, layers: int, heads: int, width: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.page_size = page_size
-        shape = (layers, 2, pages * page_size, heads, width)
+        self.block_size = block_size
+        shape = (layers, 2, num_blocks * block_size, heads, width)
         self._memory = torch.zeros(shape, dtype=dtype, device=device)
-        self._by_kernels = kernels.run_on(device)
-        self._pass: _Pass | _KernelPass | None = None
+        self._has_kernels = kernels.run_on(device)
+        self._batch: _TorchBatch | _KernelBatch | None = None
 
-    def begin(self, spans: Sequence[Span], given: Sequence[Given] = ()) -> None:
-        """The rows of the next pass through the model; and of which of them keys and values are given."""
+    def begin(self, spans: Sequence[Span], prefixes: Sequence[PrefixKV] = ()) -> None:
+        """Set the rows of the next forward pass."""
         device = self._memory.device
-        if not self._by_kernels:
-            self._pass = _Pass(spans, given, self.page_size, device)
+        if not self._has_kernels:
+            self._batch = _TorchBatch(spans, prefixes, self.block_size, device)
             return
         from symbiosis.kernels.paged_attention import AttentionBatch
 
-        self._pass = _KernelPass(AttentionBatch.of(spans, self.page_size, device), given)
+        self._batch = _KernelBatch(AttentionBatch.of(spans, self.block_size, device), prefixes)
 
-    def use(self, now: Any) -> None:
-        """A pass of `kernels.paged_attention` that is filled again and again, for all passes until `begin`."""
-        self._pass = _KernelPass(now, ())
+    def use(self, batch: Any) -> None:
+        """Use an `AttentionBatch` of `kernels.paged_attention`, which is refilled in place, until the next `begin`."""
+        self._batch = _KernelBatch(batch, ())
 
-    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
-        """(from, to): whole pages, all read before any is written."""
-        if pages:
-            shape = (*self._memory.shape[:2], -1, self.page_size, *self._memory.shape[3:])
-            by_page = self._memory.view(shape)
-            source, target = (torch.tensor(numbers, device=self._memory.device) for numbers in zip(*pages, strict=True))
-            by_page[:, :, target] = by_page[:, :, source]
+    def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (source, destination); all are read before any is written."""
+        if blocks:
+            shape = (*self._memory.shape[:2], -1, self.block_size, *self._memory.shape[3:])
+            by_block = self._memory.view(shape)
+            source, target = (torch.tensor(numbers, device=self._memory.device) for numbers in zip(*blocks, strict=True))
+            by_block[:, :, target] = by_block[:, :, source]
 
     def attend(
         self, layer: int, q_HRD: Tensor, k_KRD: Tensor, v_KRD: Tensor, *, scale: float, window: int | None, cap: float | None
     ) -> Tensor:
-        """What each row reads from its sequence, [R, H, D]."""
-        now = self._pass
-        assert now is not None, "begin() comes first"
+        """Store the rows' keys and values, and attend from each row to its sequence: [R, H, D]."""
+        batch = self._batch
+        assert batch is not None, "begin() must precede"
         keys, values = self._memory[layer, 0], self._memory[layer, 1]
-        if isinstance(now, _KernelPass):
-            q_RHD, k_RKD, v_RKD = (x.transpose(0, 1) for x in (q_HRD, k_KRD, v_KRD))
-            return now.attend(layer, q_RHD, k_RKD, v_RKD, keys, values, scale=scale, window=window, cap=cap)
-        keys.index_copy_(0, now.slots_R, k_KRD.transpose(0, 1).to(keys.dtype))
-        values.index_copy_(0, now.slots_R, v_KRD.transpose(0, 1).to(values.dtype))
-        for slots, given in now.given:
-            keys.index_copy_(0, slots, given.keys_LTKD[layer].to(keys.dtype))
-            values.index_copy_(0, slots, given.values_LTKD[layer].to(values.dtype))
+        if isinstance(batch, _KernelBatch):
+            from symbiosis.kernels.paged_attention import attend, store
+
+            by_row = (x.transpose(0, 1) for x in (q_HRD, k_KRD, v_KRD))
+            q_RHD, k_RKD, v_RKD = (x if x.stride(-1) == 1 else x.contiguous() for x in by_row)
+            store(k_RKD, v_RKD, batch.slots_R, keys, values)
+            _store_prefixes(batch.prefixes, layer, keys, values)
+            return attend(q_RHD, keys, values, batch.attention, scale=scale, window=window, cap=cap)
+        keys.index_copy_(0, batch.slots_R, k_KRD.transpose(0, 1).to(keys.dtype))
+        values.index_copy_(0, batch.slots_R, v_KRD.transpose(0, 1).to(values.dtype))
+        _store_prefixes(batch.prefixes, layer, keys, values)
         heads, _, width = q_HRD.shape
         groups = heads // keys.shape[1]
         q_RHD = q_HRD.transpose(0, 1)
-        if now.single is not None:
-            found = now.attend(q_RHD, keys, values, scale=scale, window=window, cap=cap)
-            if not now.several:
+        if batch.decode_rows is not None:
+            found = batch.attend(q_RHD, keys, values, scale=scale, window=window, cap=cap)
+            if not batch.prefills:
                 return found
         out_RHD = torch.empty(q_HRD.shape[1], heads, v_KRD.shape[-1], dtype=q_HRD.dtype, device=q_HRD.device)
-        if now.single is not None:
-            out_RHD[now.single] = found
-        for several in now.several:
-            rows, count = slice(several.start, several.end), several.count
+        if batch.decode_rows is not None:
+            out_RHD[batch.decode_rows] = found
+        for prefill in batch.prefills:
+            rows, count = slice(prefill.start, prefill.end), prefill.count
             q = q_RHD[rows].view(-1, count, keys.shape[1], groups, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
-            k, v = several.gathered(keys).transpose(1, 2), several.gathered(values).transpose(1, 2)
-            found = _attend(q, k, v, several.bias(window, q_HRD.dtype, groups), scale, cap)
+            k, v = prefill.gather(keys).transpose(1, 2), prefill.gather(values).transpose(1, 2)
+            found = _attend(q, k, v, prefill.bias(window, q_HRD.dtype, groups), scale, cap)
             out_BcKGD = out_RHD[rows].view(-1, count, keys.shape[1], groups, v.shape[-1])
             out_BcKGD.copy_(found.view(*found.shape[:2], groups, count, -1).permute(0, 3, 1, 2, 4))
         return out_RHD
 
-    def enter_and_attend(
-        self,
-        layer: int,
-        qkv_RO: Tensor,
-        embeddings: tuple[Tensor, Tensor],
-        kept: Any = None,
-        *,
-        scale: float,
-        window: int | None,
-        cap: float | None,
+    def rotate_store_attend(
+        self, layer: int, qkv_RO: Tensor, embeddings: tuple[Tensor, Tensor], delta: Any = None, **options: Any
     ) -> Tensor:
-        """The same by kernels, of queries, keys and values side by side and without their rotary positions yet.
+        """The same by kernels, from concatenated queries, keys and values before rotary embedding.
 
-        `embeddings` are the cosines and sines of these, [1, R, D]. Something of `kernels.kept` may be `kept` of the three.
+        `embeddings` are its cosines and sines, [1, R, D]. `delta` is a deferred LoRA delta of the three, if any. `options`
+        are those of `attend`.
         """
-        assert isinstance(self._pass, _KernelPass), "begin() comes first"
+        from symbiosis.kernels.paged_attention import attend
+        from symbiosis.kernels.rope_and_store import rope_and_store
+
+        batch = self._batch
+        assert isinstance(batch, _KernelBatch), "begin() must precede"
         keys, values = self._memory[layer, 0], self._memory[layer, 1]
-        return self._pass.enter_and_attend(layer, qkv_RO, embeddings, kept, keys, values, scale=scale, window=window, cap=cap)
+        q_RHD = rope_and_store(qkv_RO, embeddings[0][0], embeddings[1][0], batch.slots_R, keys, values, delta)
+        _store_prefixes(batch.prefixes, layer, keys, values)
+        return attend(q_RHD, keys, values, batch.attention, **options)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Tensor:
-    """Attention of grouped queries, [B, K, rows of a group, D]; the bias is -inf where a row must not look."""
+    """Attention of grouped queries, [B, K, rows of a group, D]; the bias is -inf for masked tokens."""
     if cap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     scores = (q @ k.transpose(-1, -2)).float() * scale
@@ -137,183 +139,142 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
     return scores.softmax(-1).to(v.dtype) @ v
 
 
-def _slots(pages: Sequence[int], page_size: int, start: int, end: int) -> Tensor:
-    """Where the tokens from `start` to `end` of a sequence lie."""
-    at = torch.arange(start, end)
-    return torch.tensor(pages)[at // page_size] * page_size + at % page_size
+def _slots(block_table: Sequence[int], block_size: int, start: int, end: int) -> Tensor:
+    """The slots of the tokens from `start` to `end` of a sequence."""
+    positions = torch.arange(start, end)
+    return torch.tensor(block_table)[positions // block_size] * block_size + positions % block_size
 
 
-def _bias(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def _store_prefixes(prefixes: Sequence[tuple[Tensor, PrefixKV]], layer: int, keys: Tensor, values: Tensor) -> None:
+    for slots, prefix in prefixes:
+        keys.index_copy_(0, slots, prefix.keys_LTKD[layer].to(keys.dtype))
+        values.index_copy_(0, slots, prefix.values_LTKD[layer].to(values.dtype))
+
+
+def _mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """The causal bias of rows at these positions over `length` tokens, -inf where masked: [rows, T]."""
+    other = torch.arange(length, device=positions.device)[None, :]
+    allowed = other <= positions[:, None]
+    if window is not None:
+        allowed &= other > positions[:, None] - window
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
-class _Several:
-    """Pieces of prompts: spans of as many rows each and as many tokens before, one behind the other."""
+class _PrefillGroup:
+    """Adjacent prefill chunks with equal numbers of rows and of earlier tokens, computed as one."""
 
-    def __init__(self, spans: Sequence[Span], page_size: int, device: torch.device) -> None:
-        first, self._spans = spans[0], len(spans)
+    def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
+        first, self._num_spans = spans[0], len(spans)
         self.start, self.count, self.end = first.start, first.count, first.start + first.count * len(spans)
-        self._first = first.before
-        slots = [_slots(span.block_table, page_size, 0, span.before + span.count) for span in spans]
+        self._num_before = first.before
+        slots = [_slots(span.block_table, block_size, 0, span.before + span.count) for span in spans]
         self._slots = torch.cat(slots).to(device)
         self._biases: dict[tuple[int | None, torch.dtype, int], Tensor] = {}
 
-    def gathered(self, memory: Tensor) -> Tensor:
+    def gather(self, memory: Tensor) -> Tensor:
         """Keys or values of these sequences, [B, T, K, D]."""
-        return memory.index_select(0, self._slots).view(self._spans, -1, *memory.shape[1:])
+        return memory.index_select(0, self._slots).view(self._num_spans, -1, *memory.shape[1:])
 
     def bias(self, window: int | None, dtype: torch.dtype, groups: int) -> Tensor:
-        """Of the rows of any of them, once for every query head of a group."""
+        """The causal mask of one chunk's rows, once for each query head of a group."""
         key = (window, dtype, groups)
         if key not in self._biases:
-            place = torch.arange(self._first, self._first + self.count, device=self._slots.device)[:, None]
-            other = torch.arange(self._first + self.count, device=self._slots.device)[None, :]
-            allowed = other <= place
-            if window is not None:
-                allowed &= other > place - window
-            self._biases[key] = _bias(allowed, dtype).repeat(groups, 1)[None, None]
+            end = self._num_before + self.count
+            positions = torch.arange(self._num_before, end, device=self._slots.device)
+            self._biases[key] = _mask(positions, end, window, dtype).repeat(groups, 1)[None, None]
         return self._biases[key]
 
 
-def _alike(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans of several rows, those together that are computed as one."""
-    found: list[list[Span]] = []
+def _group_prefills(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans of several rows, grouped for `_PrefillGroup`."""
+    groups: list[list[Span]] = []
     for span in spans:
         if span.count == 1:
             continue
-        last = found[-1][-1] if found else None
+        last = groups[-1][-1] if groups else None
         kind = (span.start, span.count, span.before)
         follows = last is not None and (last.start + last.count, last.count, last.before) == kind
-        if follows and len(found[-1]) * (span.before + span.count) < _KEYS_AT_ONCE:
-            found[-1].append(span)
+        if follows and len(groups[-1]) * (span.before + span.count) < _MAX_GATHERED_KEYS:
+            groups[-1].append(span)
         else:
-            found.append([span])
-    return found
+            groups.append([span])
+    return groups
 
 
-class _Pass:
-    """What all layers of one pass need, made once."""
+class _TorchBatch:
+    """What all layers of one forward pass share, by torch operations."""
 
-    def __init__(self, spans: Sequence[Span], given: Sequence[Given], page_size: int, device: torch.device) -> None:
-        self.several = [_Several(alike, page_size, device) for alike in _alike(spans)]
-        single = [span for span in spans if span.count == 1]
-        if self.several:
-            slots = [_slots(span.block_table, page_size, span.before, span.before + span.count) for span in spans]
+    def __init__(self, spans: Sequence[Span], prefixes: Sequence[PrefixKV], block_size: int, device: torch.device) -> None:
+        self.prefills = [_PrefillGroup(group, block_size, device) for group in _group_prefills(spans)]
+        decodes = [span for span in spans if span.count == 1]
+        if self.prefills:
+            slots = [_slots(span.block_table, block_size, span.before, span.before + span.count) for span in spans]
             self.slots_R = torch.cat(slots).to(device)
         else:
-            at = [span.block_table[span.before // page_size] * page_size + span.before % page_size for span in single]
+            at = [span.block_table[span.before // block_size] * block_size + span.before % block_size for span in decodes]
             self.slots_R = torch.tensor(at, device=device)
-        self.given = [(self.slots_R[each.start : each.start + each.keys_LTKD.shape[1]], each) for each in given]
-        rows = torch.tensor([span.start for span in single], device=device)
-        self.single = rows if single else None
-        self._places = torch.tensor([span.before for span in single], device=device)
+        self.prefixes = [(self.slots_R[each.start : each.start + each.keys_LTKD.shape[1]], each) for each in prefixes]
+        rows = torch.tensor([span.start for span in decodes], device=device)
+        self.decode_rows = rows if decodes else None
+        self._positions = torch.tensor([span.before for span in decodes], device=device)
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
-        self._beyond_BT11: Tensor | None = None  # the places after the end of their sequences, if any
-        self._page_size, self._longest = page_size, 0
-        if single:
-            self._longest = longest = max(span.before for span in single) + 1
-            most = -(-longest // page_size)
-            pages = [[*span.block_table[:most], *[0] * (most - len(span.block_table))] for span in single]
-            self._pages = torch.tensor(pages, device=device)
-            self._singles = DecodeAttention(rows, self._places, self._pages, page_size)
-            if min(span.before for span in single) + 1 < longest:
-                beyond = torch.arange(longest, device=device)[None, :] > self._places[:, None]
-                self._beyond_BT11 = beyond[:, :, None, None]
+        self._padding_BT11: Tensor | None = None  # tokens after the end of their sequences, if any
+        self._block_size, self._max_length = block_size, 0
+        if decodes:
+            self._max_length = length = max(span.before for span in decodes) + 1
+            num_blocks = -(-length // block_size)
+            tables = [[*span.block_table[:num_blocks], *[0] * (num_blocks - len(span.block_table))] for span in decodes]
+            self._block_tables = torch.tensor(tables, device=device)
+            self._decode_attention = DecodeAttention(rows, self._positions, self._block_tables, block_size)
+            if min(span.before for span in decodes) + 1 < length:
+                padding = torch.arange(length, device=device)[None, :] > self._positions[:, None]
+                self._padding_BT11 = padding[:, :, None, None]
 
     def attend(
         self, q_RHD: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, cap: float | None
     ) -> Tensor:
-        """What the single rows read, [B, H, D]."""
-        assert self.single is not None
+        """Attention of the decode rows, [B, H, D]."""
+        assert self.decode_rows is not None
         if fits(q_RHD, keys):
-            return self._singles.attend(q_RHD, keys, values, scale=scale, window=window, cap=cap)
-        q_BHD = q_RHD[self.single] if self.several else q_RHD
+            return self._decode_attention.attend(q_RHD, keys, values, scale=scale, window=window, cap=cap)
+        q_BHD = q_RHD[self.decode_rows] if self.prefills else q_RHD
         q = q_BHD.reshape(len(q_BHD), keys.shape[1], -1, q_BHD.shape[-1])
-        k, v = self.gathered(keys), self.gathered(values)
+        k, v = self.gather(keys), self.gather(values)
         bias_B11T = self.bias(window, q_RHD.dtype)
         return _attend(q, k.transpose(1, 2), v.transpose(1, 2), bias_B11T, scale, cap).reshape(*q_BHD.shape[:2], -1)
 
-    def gathered(self, memory: Tensor) -> Tensor:
-        """Keys or values of the single rows' sequences, [B, T, K, D]: whole pages, which is half again as fast as slots."""
-        by_page = memory.view(-1, self._page_size * memory[0].numel()).index_select(0, self._pages.view(-1))
-        found_BTKD = by_page.view(len(self._places), -1, *memory.shape[1:])[:, : self._longest]
-        if self._beyond_BT11 is not None:  # what is there is another's, and may be no number: a bias of -inf is not enough
-            found_BTKD.masked_fill_(self._beyond_BT11, 0.0)
+    def gather(self, memory: Tensor) -> Tensor:
+        """Keys or values of the decoding sequences, [B, T, K, D]. Whole blocks: 1.5 times as fast as single slots."""
+        by_block = memory.view(-1, self._block_size * memory[0].numel()).index_select(0, self._block_tables.view(-1))
+        found_BTKD = by_block.view(len(self._positions), -1, *memory.shape[1:])[:, : self._max_length]
+        if self._padding_BT11 is not None:  # it may hold NaN, for which a bias of -inf is not enough
+            found_BTKD.masked_fill_(self._padding_BT11, 0.0)
         return found_BTKD
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Of each single row, [B, 1, 1, T]; None if each may look at all there is."""
-        if self._beyond_BT11 is None and (window is None or window >= self._longest):
+        """The mask of each decode row, [B, 1, 1, T]; None if nothing is masked."""
+        if self._padding_BT11 is None and (window is None or window >= self._max_length):
             return None
         if (window, dtype) not in self._biases:
-            other = torch.arange(self._longest, device=self._places.device)[None, :]
-            allowed = other <= self._places[:, None]
-            if window is not None:
-                allowed &= other > self._places[:, None] - window
-            self._biases[window, dtype] = _bias(allowed, dtype)[:, None, None]
+            self._biases[window, dtype] = _mask(self._positions, self._max_length, window, dtype)[:, None, None]
         return self._biases[window, dtype]
 
 
-class _KernelPass:
-    """The same by kernels."""
+class _KernelBatch:
+    """The same for kernels; `attention` is an `AttentionBatch`."""
 
-    def __init__(self, now: Any, given: Sequence[Given]) -> None:
-        self._now = now
-        self._given = [(now.slots_R[each.start : each.start + each.keys_LTKD.shape[1]].long(), each) for each in given]
-
-    def attend(
-        self,
-        layer: int,
-        q_RHD: Tensor,
-        k_RKD: Tensor,
-        v_RKD: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        cap: float | None,
-    ) -> Tensor:
-        from symbiosis.kernels.paged_attention import attend, store
-
-        q_RHD, k_RKD, v_RKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_RHD, k_RKD, v_RKD))
-        store(k_RKD, v_RKD, self._now.slots_R, keys, values)
-        self._give(layer, keys, values)
-        return attend(q_RHD, keys, values, self._now, scale=scale, window=window, cap=cap)
-
-    def enter_and_attend(
-        self,
-        layer: int,
-        qkv_RO: Tensor,
-        embeddings: tuple[Tensor, Tensor],
-        kept: Any,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        cap: float | None,
-    ) -> Tensor:
-        from symbiosis.kernels.paged_attention import attend
-        from symbiosis.kernels.rope_and_store import rope_and_store
-
-        q_RHD = rope_and_store(qkv_RO, embeddings[0][0], embeddings[1][0], self._now.slots_R, keys, values, kept)
-        self._give(layer, keys, values)
-        return attend(q_RHD, keys, values, self._now, scale=scale, window=window, cap=cap)
-
-    def _give(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for slots, given in self._given:
-            keys.index_copy_(0, slots, given.keys_LTKD[layer].to(keys.dtype))
-            values.index_copy_(0, slots, given.values_LTKD[layer].to(values.dtype))
+    def __init__(self, attention: Any, prefixes: Sequence[PrefixKV]) -> None:
+        self.attention, self.slots_R = attention, attention.slots_R
+        self.prefixes = [(self.slots_R[p.start : p.start + p.keys_LTKD.shape[1]].long(), p) for p in prefixes]
 
 
-def use_pages(model: PreTrainedModel, memory: PagedKVCache) -> None:
-    """Let every attention module of this model read and write this memory."""
+def use_paged_attention(model: PreTrainedModel, kv_cache: PagedKVCache) -> None:
+    """Make every attention module of this model use this KV cache."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, no_mask)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
-            object.__setattr__(module, "symbiosis_memory", memory)
+            object.__setattr__(module, "symbiosis_kv_cache", kv_cache)
     model.set_attn_implementation(NAME)
 
 
@@ -331,16 +292,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     reason = unsupported_reason(module, query, attention_mask, sliding_window, more)
     if reason is not None:
-        raise CannotServe(f"{reason}, which pages do not have")
-    memory: PagedKVCache = module.symbiosis_memory  # type: ignore[assignment]
+        raise CannotServe(f"{reason}, which paged attention does not support")
+    kv_cache: PagedKVCache = module.symbiosis_kv_cache  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    found = memory.attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
-        query[0],
-        key[0],
-        value[0],
-        scale=scale,
-        window=sliding_window,
-        cap=softcap,
-    )
-    return found[None], None
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return kv_cache.attend(layer, query[0], key[0], value[0], scale=scale, window=sliding_window, cap=softcap)[None], None

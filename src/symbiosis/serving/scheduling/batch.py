@@ -1,17 +1,16 @@
-"""What is computed together, and how that comes about."""
+"""One step's batch: the chunks of sequences that are computed together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from symbiosis.serving.scheduling.block_manager import Copy
+from symbiosis.serving.scheduling.block_manager import BlockCopy
 from symbiosis.serving.scheduling.sequence import Sequence
 
 
-@dataclass(slots=True, eq=False)  # not frozen: hundreds are made in every plan, and that takes twice as long
+@dataclass(slots=True, eq=False)  # not frozen: a step creates hundreds, and frozen ones take twice as long
 class Chunk:
-    """Tokens `start` to `start + count` of a sequence are computed; if `samples`, the last one's logits choose a token."""
+    """Tokens `start` to `start + count` of a sequence. If `samples`, the last one's logits yield a token."""
 
     sequence: Sequence
     start: int
@@ -21,52 +20,64 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is computed together. Rows of one adapter are together, the base model's first; among them decoding first."""
+    """Chunks grouped by adapter, the base model first; decode before prefill in each group."""
 
     chunks: tuple[Chunk, ...] = ()
-    copies: tuple[Copy, ...] = ()
-    """Pages to copy before anything is written, as one gather and one scatter."""
-    missing: tuple[str, ...] = ()
-    """Adapters somebody waits for, the most urgent first."""
+    copies: tuple[BlockCopy, ...] = ()
+    """Block copies to make before anything is written, as one gather and one scatter."""
+    missing_adapters: tuple[str, ...] = ()
+    """Adapters that sequences wait for, the most urgent first."""
     preempted: tuple[Sequence, ...] = ()
-    """Who had to make room."""
 
     @property
-    def rows(self) -> int:
+    def num_batched_tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
 
     @property
     def sampled(self) -> list[Sequence]:
-        """The sequences for which a token is chosen, in the order of their rows."""
+        """The sequences that sample a token, in row order."""
         return [chunk.sequence for chunk in self.chunks if chunk.samples]
 
 
+@dataclass(slots=True, eq=False)
 class BatchBuilder:
-    """A pass in the making: rows left, adapters seen, what was decided."""
+    """A batch under construction: the remaining token budget, the adapters in it, the decisions so far."""
 
-    __slots__ = (
-        "adapters",
-        "asked",
-        "chunks",
-        "closed",
-        "copies",
-        "draining",
-        "missing",
-        "now",
-        "preempted",
-        "refused",
-        "rows",
-    )
+    token_budget: int
+    adapters: set[str]
+    """Those with a slot, or with a reservation for one."""
+    now: float
+    draining: dict[str, str]
+    """Adapters that admit no sequence, each with the adapter that waits for its slot."""
+    resident: dict[str, bool] = field(default_factory=lambda: {"": True})
+    """Whether an adapter is on the device. Each is looked up once a step."""
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: dict[Sequence, list[BlockCopy]] = field(default_factory=dict)
+    missing_adapters: dict[str, None] = field(default_factory=dict)
+    preempted: list[Sequence] = field(default_factory=list)
+    num_skipped: int = 0
+    """Sequences that were not admitted for lack of blocks."""
+    is_closed: bool = False
+    """Whether this step admits no further sequence."""
 
-    def __init__(self, rows: int, adapters: set[str], now: float, draining: Mapping[str, str]) -> None:
-        self.rows = rows
-        self.adapters = adapters  # those that have a slot, or keep one free
-        self.now = now
-        self.asked: dict[str, bool] = {"": True}
-        self.chunks: list[Chunk] = []
-        self.copies: dict[Sequence, list[Copy]] = {}
-        self.missing: dict[str, None] = {}
-        self.preempted: list[Sequence] = []
-        self.draining = dict(draining)  # adapter that admits nobody -> adapter that waits for its slot
-        self.refused = 0  # how many were passed over because they need too many pages
-        self.closed = False  # nobody else is admitted
+    def add_chunk(self, sequence: Sequence, max_tokens: int) -> None:
+        """Add the sequence's next tokens, as many as the budget and `max_tokens` allow."""
+        pending = sequence.num_pending_tokens
+        count = min(pending, self.token_budget, max_tokens)
+        self.chunks.append(Chunk(sequence, sequence.num_computed_tokens, count, count == pending))
+        self.token_budget -= count
+
+    def build(self) -> Batch:
+        """The batch: chunks of one adapter together, the base model first, adapters by number of tokens."""
+        groups: dict[str, list[Chunk]] = {}
+        for chunk in self.chunks:
+            groups.setdefault(chunk.sequence.adapter, []).append(chunk)
+        base = groups.pop("", [])
+        counts = {adapter: sum(chunk.count for chunk in group) for adapter, group in groups.items()}
+        order = sorted(groups, key=lambda adapter: (counts[adapter], adapter))
+        return Batch(
+            chunks=(*base, *(chunk for adapter in order for chunk in groups[adapter])),
+            copies=tuple(copy for copies in self.copies.values() for copy in copies),
+            missing_adapters=tuple(self.missing_adapters),
+            preempted=tuple(self.preempted),
+        )

@@ -1,15 +1,12 @@
-"""Pages of the key-value cache: who has which, and which can be found again by what is in them.
+"""Blocks of the KV cache: reference counts, and prefix caching by content hash.
 
-Pure bookkeeping: pages are numbers, the tensors are the runner's. A full page
-whose tokens have been computed gets a name: the SHA-256 of the salt, the
-adapter's content and all tokens up to its end. Who begins with the same
-prefix under the same salt and adapter shares the page; nobody else can find
-it. A page that nobody has is kept under its name until its room is needed,
-least recently used first.
+Pure bookkeeping: blocks are numbers, the tensors belong to the model runner. A full block of computed tokens is hashed:
+SHA-256 of the cache salt, the adapter's content hash and all tokens up to the block's end. A sequence that begins with the
+same tokens under the same salt and adapter shares the block; no other sequence finds it. A hashed block without references
+stays cached until its memory is needed, evicted in LRU order.
 
-Shared pages are never written. Where a sequence needs the beginning of a page
-that is another's (its last token is always computed, since its logits are
-wanted; siblings share the prompt's last, unfinished page), it gets a copy.
+Shared blocks are never written. A sequence copies a block instead in two cases: its last token lies in a cached block (it
+is always recomputed, for its logits), or it forks from a parent in the middle of a block.
 """
 
 from __future__ import annotations
@@ -18,191 +15,178 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from symbiosis.serving.scheduling.sequence import Sequence, within
+from symbiosis.serving.scheduling.sequence import Sequence
 
-Copy = tuple[int, int]
-"""(from, to): the runner copies the whole page before the pass writes anything; all sources are read as they were."""
+BlockCopy = tuple[int, int]
+"""(source, destination). All sources are read before the step writes anything."""
 
 
 class BlockManager:
-    """`count` pages of `page_size` tokens, with reference counts and names."""
+    """`num_blocks` blocks of `block_size` tokens each."""
 
-    def __init__(self, count: int, page_size: int) -> None:
-        within("count", count, 1, 1 << 31, whole=True)
-        within("page_size", page_size, 1, 1 << 16, whole=True)
-        self.count = count
-        self.page_size = page_size
-        self._references = [0] * count
-        self._free = list(range(count - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # named, nobody's; least recently used first
-        self._names: list[bytes | None] = [None] * count
-        self._named: dict[bytes, int] = {}
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # hashed, without references; least recently used first
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
 
     @property
-    def available(self) -> int:
-        """Pages that can be had now."""
-        return len(self._free) + len(self._idle)
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated now, cached ones without references included."""
+        return len(self._free) + len(self._evictable)
 
     @property
-    def cached(self) -> int:
-        """Pages that can be found by their content."""
-        return len(self._named)
+    def num_cached_blocks(self) -> int:
+        """Blocks in the prefix cache."""
+        return len(self._cached)
 
-    def pages_for(self, length: int) -> int:
-        """How many pages `length` tokens need."""
-        return -(-length // self.page_size)
-
-    def match(self, sequence: Sequence) -> list[int]:
-        """The pages that hold the longest prefix of its tokens in full pages. They stay as they are."""
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """The cached blocks of the longest prefix of its tokens, in full blocks. Changes nothing."""
         found = []
-        for index in range(len(sequence.tokens) // self.page_size):
-            page = self._named.get(self._name(sequence, index))
-            if page is None:
+        for index in range(len(sequence.tokens) // self.block_size):
+            block = self._cached.get(self._hash(sequence, index))
+            if block is None:
                 break
-            found.append(page)
+            found.append(block)
         return found
 
-    def allocate(self, sequence: Sequence, length: int, *, spare: int = 0, parent: Sequence | None = None) -> list[Copy] | None:
-        """Give a sequence without pages those for `length` tokens, computed ones where there are any.
+    def allocate(
+        self, sequence: Sequence, length: int, *, reserved: int = 0, parent: Sequence | None = None
+    ) -> list[BlockCopy] | None:
+        """Allocate blocks for `length` tokens to a sequence without any, cached ones where possible.
 
-        Returns what has to be copied before the pass, or None (and nothing has
-        changed) if fewer than `spare` pages would be left. `parent` may lend its
-        unfinished page; what it has computed must have been computed before this pass.
+        Returns the copies to make before the step, or None (nothing has changed) if fewer than `reserved` blocks would
+        remain free. The partial block of `parent` is copied; the tokens it has computed must stem from an earlier step.
         """
-        assert not sequence.pages, f"{sequence.id} has pages already"
-        shared = self.match(sequence)
+        assert not sequence.block_table, f"{sequence.id} has blocks already"
+        shared = self.find_prefix(sequence)
         last = len(sequence.tokens) - 1
-        computed, source = len(shared) * self.page_size, None
+        computed, source = len(shared) * self.block_size, None
         if computed > last:
             computed, source = last, shared.pop()
         elif parent is not None:
-            computed, source = self._lent(sequence, parent, computed)
-        needed = self.pages_for(length) - len(shared)
-        if needed + spare > self.available - sum(page in self._idle for page in shared):
+            computed, source = self._find_partial(sequence, parent, computed)
+        needed = -(-length // self.block_size) - len(shared)
+        if needed + reserved > self.num_free_blocks - sum(block in self._evictable for block in shared):
             return None
-        for page in shared:
-            self._references[page] += 1
-            self._idle.pop(page, None)
-        if source is not None and source in self._idle:
-            self._idle.move_to_end(source)
+        for block in shared:
+            self._references[block] += 1
+            self._evictable.pop(block, None)
+        if source is not None and source in self._evictable:
+            self._evictable.move_to_end(source)
         fresh = self._take(needed)
-        copies: list[Copy] = []
+        copies: list[BlockCopy] = []
         if source is not None:
             copies = self._copy_on_write(source, fresh)
-        sequence.pages = shared + fresh
-        sequence.computed = computed
-        sequence.committed = len(shared)
-        if sequence.cached is None:
-            sequence.cached = computed
+        sequence.block_table = shared + fresh
+        sequence.num_computed_tokens = computed
+        sequence.num_hashed_blocks = len(shared)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = computed
         return copies
 
     def grow(self, sequence: Sequence, length: int) -> bool:
-        """Pages for `length` tokens in all; False (and nothing has changed) if there are not enough."""
-        needed = -(-length // self.page_size) - len(sequence.pages)
+        """Extend the block table to `length` tokens; False (nothing has changed) if too few blocks are free."""
+        needed = -(-length // self.block_size) - len(sequence.block_table)
         if needed <= 0:
             return True
-        if needed > self.available:
+        if needed > self.num_free_blocks:
             return False
-        sequence.pages += self._take(needed)
+        sequence.block_table += self._take(needed)
         return True
 
-    def commit(self, sequence: Sequence) -> None:
-        """Let others find the pages that were filled since the last time."""
-        full = sequence.computed // self.page_size
-        for index in range(sequence.committed, full):
-            name, page = self._name(sequence, index), sequence.pages[index]
-            # the same tokens may have been computed twice at the same time: one page has the name, the other stays private
-            if name not in self._named and self._names[page] is None:
-                self._named[name] = page
-                self._names[page] = name
-        sequence.committed = max(sequence.committed, full)
+    def cache_full_blocks(self, sequence: Sequence) -> None:
+        """Add the blocks that were filled since the last call to the prefix cache."""
+        full = sequence.num_computed_tokens // self.block_size
+        for index in range(sequence.num_hashed_blocks, full):
+            hash, block = self._hash(sequence, index), sequence.block_table[index]
+            # Two sequences may compute equal tokens in one step: one block is cached, the other stays private.
+            if hash not in self._cached and self._hashes[block] is None:
+                self._cached[hash] = block
+                self._hashes[block] = hash
+        sequence.num_hashed_blocks = max(sequence.num_hashed_blocks, full)
 
     def free(self, sequence: Sequence) -> None:
-        """Take all pages back. Those with a name can be found until their room is needed."""
-        for page in reversed(sequence.pages):  # the end of a prefix goes first: it is of no use without its beginning
-            self._references[page] -= 1
-            assert self._references[page] >= 0, f"page {page} was freed twice"
-            if self._references[page] == 0:
-                if self._names[page] is None:
-                    self._free.append(page)
+        """Release all its blocks. Hashed ones stay cached until their memory is needed."""
+        for block in reversed(sequence.block_table):  # LRU order: a prefix's end is useless without its beginning
+            self._references[block] -= 1
+            assert self._references[block] >= 0, f"block {block} was freed twice"
+            if self._references[block] == 0:
+                if self._hashes[block] is None:
+                    self._free.append(block)
                 else:
-                    self._idle[page] = None
-        sequence.pages = []
-        sequence.computed = sequence.committed = 0
-
-    def forget(self) -> None:
-        """No page can be found any more; those in use stay with who has them."""
-        self._free.extend(self._idle)
-        self._idle.clear()
-        self._named.clear()
-        self._names = [None] * self.count
+                    self._evictable[block] = None
+        sequence.block_table = []
+        sequence.num_computed_tokens = sequence.num_hashed_blocks = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Every page is free, idle or in use by exactly those of `sequences` that say so."""
+        """Assert that each block is free, evictable, or referenced by exactly the block tables of `sequences`."""
         owned: Counter[int] = Counter()
         for sequence in sequences:
-            assert len(set(sequence.pages)) == len(sequence.pages), f"{sequence.id} has a page twice"
-            assert sequence.computed <= len(sequence.pages) * self.page_size, f"{sequence.id} has keys without pages"
-            assert sequence.committed <= len(sequence.pages)
-            owned.update(sequence.pages)
-            writable = sequence.pages[sequence.computed // self.page_size :]
-            assert all(self._references[page] == 1 for page in writable), f"{sequence.id} could write a shared page"
-            assert all(self._names[page] is None for page in writable), f"{sequence.id} could write a named page"
-        assert [owned[page] for page in range(self.count)] == self._references
-        free, idle, used = set(self._free), set(self._idle), set(owned)
+            blocks = sequence.block_table
+            assert len(set(blocks)) == len(blocks), f"{sequence.id} has a block twice"
+            assert sequence.num_computed_tokens <= len(blocks) * self.block_size, f"{sequence.id} has keys without blocks"
+            assert sequence.num_hashed_blocks <= len(blocks)
+            owned.update(blocks)
+            writable = blocks[sequence.num_computed_tokens // self.block_size :]
+            assert all(self._references[block] == 1 for block in writable), f"{sequence.id} could write a shared block"
+            assert all(self._hashes[block] is None for block in writable), f"{sequence.id} could write a cached block"
+        assert [owned[block] for block in range(self.num_blocks)] == self._references
+        free, evictable, used = set(self._free), set(self._evictable), set(owned)
         assert len(free) == len(self._free)
-        assert free.isdisjoint(idle)
-        assert used.isdisjoint(free | idle)
-        assert len(free) + len(idle) + len(used) == self.count, "a page is lost"
-        assert {page: name for page, name in enumerate(self._names) if name} == {p: n for n, p in self._named.items()}
-        assert all(self._names[page] is None for page in free)
-        assert all(self._names[page] is not None for page in idle)
+        assert free.isdisjoint(evictable)
+        assert used.isdisjoint(free | evictable)
+        assert len(free) + len(evictable) + len(used) == self.num_blocks, "a block is lost"
+        assert {block: hash for block, hash in enumerate(self._hashes) if hash} == {b: h for h, b in self._cached.items()}
+        assert all(self._hashes[block] is None for block in free)
+        assert all(self._hashes[block] is not None for block in evictable)
 
-    def _take(self, number: int) -> list[int]:
+    def _take(self, count: int) -> list[int]:
         taken = []
-        for _ in range(number):
+        for _ in range(count):
             if self._free:
-                page = self._free.pop()
+                block = self._free.pop()
             else:
-                page, _none = self._idle.popitem(last=False)
-                name = self._names[page]
-                assert name is not None
-                del self._named[name]
-                self._names[page] = None
-            self._references[page] = 1
-            taken.append(page)
+                block, _none = self._evictable.popitem(last=False)
+                hash = self._hashes[block]
+                assert hash is not None
+                del self._cached[hash]
+                self._hashes[block] = None
+            self._references[block] = 1
+            taken.append(block)
         return taken
 
-    def _copy_on_write(self, source: int, fresh: list[int]) -> list[Copy]:
-        """Fill the first fresh page from `source`. No page is needed beyond `fresh`, even if the source was the last one."""
-        if source in fresh:  # its room was needed, and it is the sequence's own now
-            place = fresh.index(source)
-            fresh[0], fresh[place] = fresh[place], fresh[0]
+    def _copy_on_write(self, source: int, fresh: list[int]) -> list[BlockCopy]:
+        """Make the first fresh block a copy of `source`, which may itself have been evicted into `fresh`."""
+        if source in fresh:
+            index = fresh.index(source)
+            fresh[0], fresh[index] = fresh[index], fresh[0]
             return []
         return [(source, fresh[0])]
 
-    def _lent(self, sequence: Sequence, parent: Sequence, computed: int) -> tuple[int, int | None]:
-        """How far the parent's next page takes a sequence, and that page."""
-        index = computed // self.page_size
-        known = min(parent.computed, len(sequence.tokens) - 1, computed + self.page_size)
-        if known <= computed or index >= len(parent.pages):
+    def _find_partial(self, sequence: Sequence, parent: Sequence, computed: int) -> tuple[int, int | None]:
+        """How many tokens are computed with a copy of the parent's next block, and that block."""
+        index = computed // self.block_size
+        known = min(parent.num_computed_tokens, len(sequence.tokens) - 1, computed + self.block_size)
+        if known <= computed or index >= len(parent.block_table):
             return computed, None
-        if (parent.salt, parent.adapter) != (sequence.salt, sequence.adapter) or parent.tokens[:known] != sequence.tokens[
-            :known
-        ]:
+        is_same_prefix = (parent.cache_salt, parent.adapter) == (sequence.cache_salt, sequence.adapter)
+        if not is_same_prefix or parent.tokens[:known] != sequence.tokens[:known]:
             return computed, None
-        return known, parent.pages[index]
+        return known, parent.block_table[index]
 
-    def _name(self, sequence: Sequence, index: int) -> bytes:
-        """The name of its page `index`: each name holds the one before it, the first one salt and adapter."""
-        names = sequence.keys
-        while len(names) <= index:
-            if names:
-                before = names[-1]
+    def _hash(self, sequence: Sequence, index: int) -> bytes:
+        """The hash of its block `index`: it covers the previous block's hash, the first one salt and adapter."""
+        hashes = sequence.block_hashes
+        while len(hashes) <= index:
+            if hashes:
+                before = hashes[-1]
             else:
-                adapter = sequence.adapter.encode()
-                root = b"%d,%d:" % (len(sequence.salt), len(adapter)) + sequence.salt + adapter
-                before = hashlib.sha256(root).digest()
-            start = len(names) * self.page_size
-            names.append(hashlib.sha256(before + sequence.tokens[start : start + self.page_size].tobytes()).digest())
-        return names[index]
+                salt, adapter = sequence.cache_salt, sequence.adapter.encode()
+                before = hashlib.sha256(b"%d,%d:" % (len(salt), len(adapter)) + salt + adapter).digest()
+            start = len(hashes) * self.block_size
+            hashes.append(hashlib.sha256(before + sequence.tokens[start : start + self.block_size].tobytes()).digest())
+        return hashes[index]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
 from symbiosis.gpu import driver
 from symbiosis.models.client_part import build_skeleton, fill_skeleton, load_weights, resolve_class
-from symbiosis.models.patches.fused_ops import fuse
+from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.split.client.blob_download import download
 from symbiosis.split.client.call_grouping import CallGroups
 from symbiosis.split.client.deferred.norm import watch_norms
@@ -59,7 +59,7 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     elif device.type == "cuda" and (theirs := driver.find_gpu(welcome.get("gpu"))) is not None:
         link.use_gpu(device, theirs)
     if device.type == "cuda":
-        fuse(model)
+        patch_fused_ops(model)
     if not mapped.base or mode == "executor":
         watch_norms(model, groups, (spec for spec in manifest.layers if spec.kind is LayerKind.NORM))
         groups.halves.find()

@@ -42,7 +42,7 @@ class Batcher:
         self.validator = CallValidator(layers, limits, self.costs)
         is_on_one_gpu = len({layer.device for layer in layers}) == 1 and layers[0].device.type == "cuda"
         self.streams = StreamSelector(layers[0].device) if is_on_one_gpu else None
-        self._switch_s = 0.0 if self.streams is None else self.streams.change_s
+        self._switch_s = 0.0 if self.streams is None else self.streams.context_switch_s
         self.queue: dict[int, Call] = {}
         self.queued_bytes = 0
         self.last_batch = clock()  # its end

@@ -99,7 +99,7 @@ class CallValidator:
         if len(specs) > 1:  # estimated by its layers until it was measured; norms have no backward calls
             back = Direction.BACKWARD if direction.is_backward else Direction.FORWARD
             single = (self.single_key(s, Direction.FORWARD if s.kind is LayerKind.NORM else back) for s in specs)
-            self._costs.consists(shape, [key.shape for key in single])
+            self._costs.set_parts(shape, [key.shape for key in single])
         return BatchKey(handles, direction, shape)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from symbiosis.errors import BadCall
-from symbiosis.models.patches.linear import product, speed_up
+from symbiosis.models.patches.linear import linear, patch_linears
 from symbiosis.models.rms_norms import apply_rms_norm, epsilon_of, rounds_twice
 from symbiosis.types import Direction, LayerKind, LayerSpec
 
@@ -98,7 +98,7 @@ class Matrix(BaseLayer):
 
     def forward(self, rows: Rows, out: Rows | None = None) -> Rows:
         if out is None:
-            return (product(rows[0], self.weight_OI, self.bias),)
+            return (linear(rows[0], self.weight_OI, self.bias),)
         if self.bias is None:
             return (torch.mm(rows[0], self.weight_IO, out=out[0]),)
         return (torch.addmm(self.bias, rows[0], self.weight_IO, out=out[0]),)
@@ -143,7 +143,7 @@ class Block(BaseLayer):
 
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
         super().__init__(spec, {}, module)
-        speed_up(module)
+        patch_linears(module)
 
     def input_widths(self, direction: Direction) -> tuple[int | None, ...]:
         return (self.spec.in_width,) if direction is Direction.FORWARD else (self.spec.in_width, self.spec.out_width)

@@ -1,4 +1,4 @@
-"""Adapters to be moved about: what each of them says, and memory levels of a GPU played by a CPU."""
+"""Adapters with known completions, and a CPU stand-in for the pools of a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from symbiosis.serving.lora.host_pool import HostPool
 from symbiosis.serving.lora.packed_adapter import PackedAdapter
 from symbiosis.serving.scheduling.sequence import Sampling
 
-COUNT = 6
-WISH = Sampling(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+NUM_TOKENS = 6
+SAMPLING = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5], [40], [3, 1, 4, 1, 5, 9, 2, 6]]
 
@@ -36,11 +36,11 @@ def _config(number: int):
 
 @dataclass
 class World:
-    """Folders of adapters, and what PEFT answers with each: `says[name][prompt number]`."""
+    """Folders of adapters, and PEFT's completions with each: `completions[name][prompt number]`."""
 
     base: object
     folder: Path
-    says: dict[str, list[list[int]]] = field(default_factory=dict)
+    completions: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
         return self.folder / name
@@ -52,7 +52,7 @@ class World:
 
 
 def make_world(base, folder: Path, count: int, *, same_kind: bool = False) -> World:
-    """`count` adapters "a0", "a1", … that all answer differently."""
+    """`count` adapters "a0", "a1", … whose completions all differ."""
     world = World(base, folder)
     for number in range(count):
         torch.manual_seed(100 + number)
@@ -63,47 +63,47 @@ def make_world(base, folder: Path, count: int, *, same_kind: bool = False) -> Wo
                     noise = 0.5 * torch.randn_like(parameter)
                     parameter.copy_(parameter * (1 + noise / 4) if "magnitude" in name else parameter + noise)
         model.save_pretrained(folder / f"a{number}")
-        world.says[f"a{number}"] = [_greedy(model, prompt) for prompt in PROMPTS]
-    world.says["base"] = [_greedy(base, prompt) for prompt in PROMPTS]
-    assert len({str(said) for said in world.says.values()}) == count + 1
+        world.completions[f"a{number}"] = [_greedy(model, prompt) for prompt in PROMPTS]
+    world.completions["base"] = [_greedy(base, prompt) for prompt in PROMPTS]
+    assert len({str(each) for each in world.completions.values()}) == count + 1
     return world
 
 
 def _greedy(model, prompt: list[int]) -> list[int]:
     ids = list(prompt)
     with torch.no_grad():
-        for _ in range(COUNT):
+        for _ in range(NUM_TOKENS):
             ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
 
 
-class CopyingDevice(CpuPool):
-    """As a GPU: one range of memory, which adapters are copied to. What lay there before is overwritten."""
+class CopyingPool(CpuPool):
+    """As a GPU's pool: adapters are copied into one range of memory and overwrite what it held."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._memory = torch.empty(size, dtype=torch.uint8)
         self.gate = threading.Event()
-        """Nothing is brought while this is not set."""
+        """Copies wait for this event."""
         self.gate.set()
 
-    def adopt(self, flat: PackedAdapter) -> PackedAdapter | None:
+    def adopt(self, packed: PackedAdapter) -> PackedAdapter | None:
         return None
 
-    def bring(self, flat: PackedAdapter, offset: int, fence: object) -> PackedAdapter:
+    def copy_in(self, packed: PackedAdapter, offset: int, fence: object) -> PackedAdapter:
         assert self.gate.wait(60)
-        target = self._memory[offset : offset + flat.size]
-        target.copy_(flat.memory)
-        return flat.at(target)
+        target = self._memory[offset : offset + packed.nbytes]
+        target.copy_(packed.memory)
+        return packed.rebase(target)
 
 
-def use_levels(monkeypatch, *, copying: bool) -> None:
-    """Let engines keep adapters on two levels, as with a GPU, or on one."""
+def use_pools(monkeypatch, *, copying: bool) -> None:
+    """With `copying`, engines use a host pool and a device pool, as with a GPU; else a device pool only."""
     if copying:
         monkeypatch.setattr(
-            "symbiosis.serving.lora.adapter_cache.places",
+            "symbiosis.serving.lora.adapter_cache.make_pools",
             lambda device, config: (
                 HostPool(torch.empty(config.host_bytes, dtype=torch.uint8)),
-                CopyingDevice(config.device_bytes),
+                CopyingPool(config.device_bytes),
             ),
         )

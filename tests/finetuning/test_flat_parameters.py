@@ -1,4 +1,4 @@
-"""An adapter in one tensor is stepped, saved and loaded as one parameter by parameter."""
+"""Flat parameters: optimizer steps and state are those of separate parameters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from symbiosis.adapters.parts import Ia3Part
 from symbiosis.errors import BadCall
+from symbiosis.finetuning.flat_parameters import FlatGradients, FlatParameters, can_flatten
 from symbiosis.finetuning.optimizer import FlatOptimizer, Optimizer, StepSettings
-from symbiosis.finetuning.packed.flat_lora import FlatGradients, FlatParameters, fits
-from symbiosis.finetuning.packed.lora_math import TrainableIa3, TrainableLora
+from symbiosis.finetuning.trainable_parts import TrainableLora
 
 
 def adapter(seed=0):
@@ -25,7 +26,7 @@ def adapter(seed=0):
     return parameters, {"a": TrainableLora(a, b, 2.0), "q_norm": TrainableLora(c, d, 0.5)}
 
 
-def test_parameters_stay_what_they_were():
+def test_parameters_keep_their_values_and_become_views():
     parameters, parts = adapter()
     before = {name: p.detach().clone() for name, p in parameters.items()}
     flat = FlatParameters(parameters, parts)
@@ -46,13 +47,13 @@ def test_steps_are_those_of_the_reference(longest):
         settings = StepSettings(learning_rate=0.1 / (step + 1), max_grad_norm=longest, weight_decay=0.3)
         for _ in range(2):
             gradients_N = torch.zeros_like(flat.values_N)
-            together = FlatGradients(flat, gradients_N)
+            gradients = FlatGradients(flat, gradients_N)
             for name in plain:
-                together[name].copy_(torch.randn(plain[name].shape, generator=random))
-            theirs.accumulate({name: g.clone() for name, g in together.items()})
-            ours.accumulate(together)
+                gradients[name].copy_(torch.randn(plain[name].shape, generator=random))
+            theirs.accumulate({name: g.clone() for name, g in gradients.items()})
+            ours.accumulate(gradients)
         assert float(ours.step(settings)) == pytest.approx(float(theirs.step(settings)), rel=1e-6)
-        if step == 2:  # and what was kept can be given to another
+        if step == 2:  # the state can be restored into another optimizer
             kept = ours.state()
             assert {name: each.shape for name, each in kept.items()} == {n: each.shape for n, each in theirs.state().items()}
             ours = FlatOptimizer(flat)
@@ -61,7 +62,7 @@ def test_steps_are_those_of_the_reference(longest):
         torch.testing.assert_close(mine[name], plain[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_gradient_that_is_no_number_changes_nothing():
+def test_a_nan_gradient_changes_nothing():
     parameters, parts = adapter()
     flat = FlatParameters(parameters, parts)
     optimizer, before = FlatOptimizer(flat), flat.values_N.clone()
@@ -75,15 +76,15 @@ def test_a_gradient_that_is_no_number_changes_nothing():
     assert not any(float(value) for name, value in optimizer.state().items() if name.endswith("/step"))
 
 
-def test_what_does_not_fit():
+def test_which_adapters_can_be_flattened():
     parameters, parts = adapter()
-    assert fits(parameters, parts)
-    assert not fits(parameters, {})
-    assert not fits({**parameters, "more": nn.Parameter(torch.zeros(1))}, parts)
+    assert can_flatten(parameters, parts)
+    assert not can_flatten(parameters, {})
+    assert not can_flatten({**parameters, "more": nn.Parameter(torch.zeros(1))}, parts)
     a, b, *_ = parameters.values()
     for part in (
         TrainableLora(a, b, 1.0, dropout=0.1),
         TrainableLora(a, b, 1.0, magnitude_O=b),
-        TrainableIa3(a, of_input=True),
+        Ia3Part(a, of_input=True),
     ):
-        assert not fits(parameters, {**parts, "a": part})
+        assert not can_flatten(parameters, {**parts, "a": part})

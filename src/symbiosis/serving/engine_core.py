@@ -1,0 +1,332 @@
+"""One step of the engine: schedule a batch, run the model, sample, update. Requests of many adapters share batches."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from symbiosis import kernels
+from symbiosis.adapters.model_facts import ModelFacts
+from symbiosis.adapters.parts import Adapter
+from symbiosis.errors import CannotServe, OutOfRange, PassFailed, SymbiosisError
+from symbiosis.models.max_length import max_sequence_length
+from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats
+from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
+from symbiosis.serving.model.async_decode import AsyncDecoder
+from symbiosis.serving.model.model_runner import ModelRunner
+from symbiosis.serving.model.paged_attention import PagedKVCache
+from symbiosis.serving.model.sampler import SampledBatch, has_logprobs, report, sample, sample_tokens
+from symbiosis.serving.scheduling.batch import Batch
+from symbiosis.serving.scheduling.block_manager import BlockManager
+from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
+from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, Sequence, check_range
+
+_log = logging.getLogger("symbiosis")
+_MAX_ADAPTERS = 64  # in one batch
+_MAX_GRAPH_BLOCKS = 512  # longer sequences decode without a CUDA graph, which copies its whole block table to the GPU
+_UNNAMED = ""  # name of an adapter while its request is queued
+_SCHEDULER_SETTINGS = sorted({each.name for each in fields(SchedulerConfig)} - {"vocab_size", "max_length", "max_adapters"})
+_VIRTUAL_TOKEN = 0  # placeholder: the adapter supplies its embedding, or its keys and values
+
+
+class EngineCore:
+    """A model, its KV cache and its adapters; `step` runs one batch. Used by one thread."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        pages: int = 1024,
+        page_size: int = 16,
+        cache_bytes: int | None = None,
+        residency: AdapterCacheConfig = AdapterCacheConfig(),  # noqa: B008 - frozen
+        clock: Callable[[], float] = time.monotonic,
+        time_share: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - stateless
+        **limits: int,
+    ) -> None:
+        """`pages` is the number of KV-cache blocks, `page_size` the tokens of one; `cache_bytes` replaces `pages`.
+
+        `residency` configures the adapter cache, `limits` the scheduler. Each batch is computed within `time_share`, which
+        co-located work may share.
+
+        Raises `CannotServe` if this model cannot be served, `OutOfRange` if a setting is wrong.
+        """
+        _check_settings(pages, page_size, cache_bytes, residency, limits)
+        self.facts = ModelFacts.from_model(model)
+        if not self.facts.decoder_only or not self.facts.kv_heads or not model.can_generate():
+            raise CannotServe(
+                f"{type(model).__name__} cannot be served: expected a decoder whose layers all have key-value heads"
+            )
+        num_blocks, block_size = pages, page_size
+        if cache_bytes is not None:
+            block_values = self.facts.layers * 2 * self.facts.kv_heads * self.facts.head_dim * block_size
+            num_blocks = cache_bytes // (block_values * model.dtype.itemsize)
+            if num_blocks < 8:
+                raise CannotServe(f"KV cache too small: {cache_bytes} bytes are {num_blocks} blocks, expected at least 8")
+        kv_cache = PagedKVCache(
+            layers=self.facts.layers,
+            heads=self.facts.kv_heads,
+            width=self.facts.head_dim,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._runner = ModelRunner(model.eval(), kv_cache)
+        max_length = max_sequence_length(model.config.get_text_config())
+        config = SchedulerConfig(
+            vocab_size=self.facts.vocab, max_length=max_length, max_adapters=min(_MAX_ADAPTERS, residency.slots), **limits
+        )
+        self._adapter_cache = AdapterCache(
+            model, self.facts, residency, running=lambda: self.scheduler.adapters, on_evict=self._runner.forget
+        )
+        if kernels.run_on(model.device):
+            max_blocks = min(num_blocks, -(-max_length // block_size), _MAX_GRAPH_BLOCKS)
+            self._runner.use_kernels(self._adapter_cache.slots, max_blocks)
+        self.scheduler = Scheduler(config, BlockManager(num_blocks, block_size), self._adapter_cache.touch)
+        self._async_decoder = AsyncDecoder(self._runner, self.scheduler.block_manager)
+        self._failed: list[tuple[Sequence, SymbiosisError]] = []
+        self.num_steps = 0
+        """Steps that computed a batch."""
+        self._clock, self._time_share = clock, time_share
+        self._ids = itertools.count()
+        eos = model.generation_config.eos_token_id
+        self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+
+    # Adapters
+
+    def prepare(self, folder: str | Path) -> PreparedAdapter:
+        """Read and check an adapter. Thread-safe. Raises what is wrong with it."""
+        return self._adapter_cache.prepare(Path(folder))
+
+    def prepare_held(self, adapter: Adapter, folder: Path | None = None) -> PreparedAdapter:
+        """The same for an adapter in memory; `folder` is where it can be read again. Thread-safe."""
+        return self._adapter_cache.prepare_loaded(adapter, folder)
+
+    def put_adapter(self, name: str, prepared: PreparedAdapter) -> AdapterVersion:
+        """Serve a prepared adapter under `name` from now on. Accepted requests keep their version."""
+        return self._adapter_cache.register(name, prepared)
+
+    def add_adapter(self, name: str, folder: str | Path) -> str:
+        """Serve the PEFT adapter in this folder under `name`; its content hash."""
+        return self.put_adapter(name, self.prepare(folder)).hash
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove the name; the memory is free after its last request. Raises `UnknownAdapter`."""
+        self._adapter_cache.unregister(name)
+
+    def pin_adapter(self, name: str, pinned: bool = True) -> None:
+        """Keep the adapter on the device without requests, if possible. Raises `UnknownAdapter`."""
+        self._adapter_cache.registry.pin(name, pinned)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The content hash of each name."""
+        return {name: version.hash for name, version in self._adapter_cache.registry.versions.items()}
+
+    @property
+    def adapter_names(self) -> Collection[str]:
+        return self._adapter_cache.registry.versions
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Names of pinned adapters."""
+        return self._adapter_cache.registry.pinned
+
+    def adapter_stats(self) -> AdapterCacheStats:
+        return self._adapter_cache.stats()
+
+    def poll_adapters(self) -> None:
+        """Take over adapters that other threads have loaded; sequences of failed ones finish. `step` does this too."""
+        for hash, error in self._adapter_cache.poll_loads():
+            for sequence in self.scheduler.find_sequences(hash):
+                self._fail(sequence, error)
+
+    def on_adapter_change(self, callback: Callable[[], None]) -> None:
+        """Set a callback that other threads call when `poll_adapters` has something to do."""
+        self._adapter_cache.set_load_callback(callback)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until `poll_adapters` has something to do, or for this long."""
+        self._adapter_cache.wait(seconds)
+
+    # Requests
+
+    def add(self, prompt: Iterable[int], sampling: Sampling, *, adapter: str | None = None, tenant: str = "") -> Sequence:
+        """Queue one completion. Raises what is wrong with the request."""
+        return self.add_several(1, prompt, sampling, adapter=adapter, tenant=tenant)[0]
+
+    def add_several(
+        self,
+        n: int,
+        prompt: Iterable[int],
+        sampling: Sampling,
+        *,
+        adapter: str | PreparedAdapter | None = None,
+        tenant: str = "",
+    ) -> list[Sequence]:
+        """Queue `n` completions of one prompt: all, or none and an error.
+
+        An adapter without a name, as prepared, is unloaded after the last of its requests.
+        """
+        if isinstance(adapter, PreparedAdapter):
+            self._adapter_cache.register(_UNNAMED, adapter)
+            try:
+                return self.add_several(n, prompt, sampling, adapter=_UNNAMED, tenant=tenant)
+            finally:
+                self._adapter_cache.unregister(_UNNAMED)
+        record = None if adapter is None else self._adapter_cache.lookup(adapter)
+        sequence = Sequence(
+            id=str(next(self._ids)),
+            tenant=tenant,
+            prompt=[_VIRTUAL_TOKEN] * (record.virtual_tokens if record else 0) + list(prompt),
+            sampling=sampling,
+            arrival=self._clock(),
+            adapter=record.hash if record else "",
+            cache_salt=tenant.encode(),
+            eos_ids=self._eos,
+        )
+        sequences = sequence.fork(n)
+        self.scheduler.add(*sequences)
+        if record is not None:
+            self._adapter_cache.registry.acquire(record.hash, n)
+        return sequences
+
+    def cancel(self, sequence: Sequence, reason: FinishReason = FinishReason.CANCELLED) -> bool:
+        """Finish a sequence now; False if it has finished."""
+        if not self.scheduler.cancel(sequence.id, reason):
+            return False
+        self._release_adapter(sequence)
+        return True
+
+    def _release_adapter(self, sequence: Sequence) -> None:
+        if sequence.adapter:
+            self._adapter_cache.release(sequence.adapter)
+
+    def _fail(self, sequence: Sequence, error: SymbiosisError) -> None:
+        self.cancel(sequence, FinishReason.FAILED)
+        self._failed.append((sequence, error))
+
+    def take_failed(self) -> list[tuple[Sequence, SymbiosisError]]:
+        """The sequences that failed since the last call, and why: their adapter could not be loaded, or their step failed."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def step(self) -> list[tuple[Sequence, int, Logprobs | None]]:
+        """Run one batch. Returns each sequence with its sampled token (-1: no token could be sampled, it failed).
+
+        Empty if there was nothing to compute. If the batch fails, its chunks are computed one by one, and only those that
+        fail again finish, for `take_failed`. Raises `PassFailed` if the device has failed; the batch's sequences have
+        finished then.
+        """
+        self.poll_adapters()
+        now = self._clock()
+        batch = self.scheduler.schedule(now)
+        self._adapter_cache.start_loads(batch.missing_adapters, now)
+        self.scheduler.draining = self._adapter_cache.draining
+        if not batch.chunks:
+            self.scheduler.update(batch, [])
+            return []
+        self.num_steps += 1
+        with self._time_share:
+            sampled = self._run(batch)
+        failed = {sequence.id for sequence, _ in self._failed}
+        for sequence in self.scheduler.update(batch, sampled.tokens):
+            self._release_adapter(sequence)
+        results = zip(batch.sampled, sampled.tokens, sampled.logprobs, strict=True)
+        return [each for each in results if each[0].id not in failed]
+
+    def _run(self, batch: Batch) -> SampledBatch:
+        """Compute and sample; chunks that fail on their own have no token."""
+        copied = False
+        try:
+            self._runner.kv_cache.copy(batch.copies)  # once: a retry might read sources that were overwritten
+            copied = True
+            return self._compute(replace(batch, copies=()))
+        except Exception as error:
+            self._async_decoder.forget()
+            if not copied or not self.is_sound():
+                raise self._fail_batch(batch, error) from error
+            _log.exception("a step failed; its %d chunks are computed one by one", len(batch.chunks))
+            return self._run_one_by_one(batch, error)
+
+    def _compute(self, batch: Batch) -> SampledBatch:
+        adapters, sequences = self._adapter_cache.resident, batch.sampled
+        logits_BV = self._async_decoder.compute(batch, adapters)
+        sampled = sample_tokens(logits_BV, sequences)
+        if self._can_run_ahead(batch):
+            logits_BV = logits_BV.clone() if has_logprobs(sequences) else logits_BV
+            self._async_decoder.run_ahead(batch, sampled.tokens_B, adapters)
+        return report(logits_BV, sequences, sampled)
+
+    def _can_run_ahead(self, batch: Batch) -> bool:
+        """Whether the next step can be launched now: it likely decodes the same sequences."""
+        if not self._runner.can_run_ahead:
+            return False
+        is_complete = not self.scheduler.num_waiting and len(batch.chunks) == self.scheduler.num_running
+        return is_complete and all(chunk.samples for chunk in batch.chunks)
+
+    def _run_one_by_one(self, batch: Batch, error: Exception) -> SampledBatch:
+        """Compute each chunk alone, with the same results as in the batch. Chunks that fail alone have failed."""
+        tokens: list[int] = []
+        logprobs: list[Logprobs | None] = []
+        for chunk in batch.chunks:
+            try:
+                if len(batch.chunks) == 1:
+                    raise error
+                alone = Batch(chunks=(chunk,))
+                result = sample(self._runner.compute(alone, self._adapter_cache.resident), alone.sampled)
+            except Exception as failure:  # the first failure was logged, and this one finishes its sequence
+                if not self.is_sound():
+                    raise self._fail_batch(batch, failure) from failure
+                self._fail(chunk.sequence, _step_error(failure))
+                result = SampledBatch([-1], [None])
+            if chunk.samples:
+                tokens += result.tokens
+                logprobs += result.logprobs
+        return SampledBatch(tokens, logprobs)
+
+    def _fail_batch(self, batch: Batch, error: Exception) -> PassFailed:
+        self.scheduler.preempt(batch)
+        sequences = [chunk.sequence for chunk in batch.chunks]
+        for sequence in sequences:
+            self.cancel(sequence, FinishReason.FAILED)
+        return PassFailed(str(_step_error(error)), sequences)
+
+    def is_sound(self) -> bool:
+        """Whether the device still computes: some CUDA errors are permanent."""
+        try:
+            return int(torch.ones(1, device=self._runner.model.device).item()) == 1
+        except Exception:  # noqa: BLE001 - any error means that it is not sound
+            return False
+
+    def is_idle(self) -> bool:
+        return self.scheduler.num_running == 0 and self.scheduler.num_waiting == 0
+
+
+def _step_error(error: Exception) -> PassFailed:
+    """Without details, which are in the log."""
+    return PassFailed(f"the step that computed this completion failed: {type(error).__name__}")
+
+
+def _check_settings(pages: Any, page_size: Any, cache_bytes: Any, residency: Any, limits: Iterable[str]) -> None:
+    """Check the settings of an `EngineCore` that no config checks. Raises `OutOfRange`."""
+    for name in limits:
+        if name not in _SCHEDULER_SETTINGS:
+            expected = f"pages, page_size, cache_bytes, residency, {', '.join(_SCHEDULER_SETTINGS)}"
+            raise OutOfRange(f"{name!r} is no setting of the engine", field=name, expected=f"some of {expected}")
+    check_range("pages", pages, 1, 1 << 31, integer=True)
+    check_range("page_size", page_size, 1, 1 << 16, integer=True)
+    if cache_bytes is not None:
+        check_range("cache_bytes", cache_bytes, 0, 1 << 50, integer=True)
+    if not isinstance(residency, AdapterCacheConfig):
+        raise OutOfRange(f"residency is {residency!r:.80}", field="residency", expected="an AdapterCacheConfig")
