@@ -30,9 +30,10 @@ from symbiosis.finetuning.trainer import Trainer
 from symbiosis.serving.engine import EngineCore
 from symbiosis.serving.engine_loop import GenerateRequest
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
-from tests.finetuning.passes import examples
-from tests.finetuning.tasks import TASKS, base, lora
-from tests.finetuning.together import values
+from tests.configs import lora
+from tests.finetuning.concurrent_runs import values
+from tests.finetuning.peft_reference import examples
+from tests.finetuning.trainer_reference import TASKS, base
 
 PROMPTS = [[5, 9, 13, 17], [40, 3], [7, 7, 7, 8, 9, 10, 11]]
 LARGE = StepSettings(learning_rate=0.1)
@@ -86,7 +87,7 @@ def emptied(studio, seconds=30.0):
     core = studio._sampler._core
     while time.monotonic() < end:
         figures = core.figures()
-        if core.is_idle() and not (figures.registered or figures.device_bytes or studio._sampler._places):
+        if core.is_idle() and not (figures.registered or figures.device_bytes or studio._sampler._requests):
             return True
         time.sleep(0.01)
     return False
@@ -197,13 +198,13 @@ def test_what_is_wrong_is_refused_at_once(studio):
         session.sample(["text"])
     with pytest.raises(OutOfRange, match=r"'tempreature' is no setting, expected some of .*temperature"):
         session.sample(PROMPTS, tempreature=1.0)
-    with Trainer(base()) as host, pytest.raises(CannotServe, match="Studio"):
-        host.open("ann", lora()).sample(PROMPTS)
+    with Trainer(base()) as trainer, pytest.raises(CannotServe, match="Studio"):
+        trainer.open("ann", lora()).sample(PROMPTS)
     assert len(session.sample(PROMPTS, max_tokens=2).result(60)) == 3
 
 
 def test_there_are_limits():
-    limits = TrainerConfig(tenant_answers=6, max_answers=8, max_waiting=4, max_waiting_tokens=400)
+    limits = TrainerConfig(tenant_completions=6, max_completions=8, max_waiting=4, max_waiting_tokens=400)
     with opened(training=limits) as studio:
         mine, other = studio.open("ann", lora()), studio.open("ann", lora())
         with pytest.raises(OutOfRange, match="tokens"):
@@ -211,16 +212,16 @@ def test_there_are_limits():
         with pytest.raises(OutOfRange, match="tokens"):
             mine.sample(PROMPTS, max_tokens=10, logprobs=20)
         mine.sample([[1], [2]], n=2, max_tokens=2, number=2)  # waits for the first
-        with pytest.raises(TooManyRequests, match="room for 2"):
+        with pytest.raises(TooManyRequests, match="3 completions requested, 2 allowed"):
             other.sample(PROMPTS, max_tokens=2)
         studio.open("bob", lora()).sample(PROMPTS, max_tokens=2).result(60)
         other.sample(PROMPTS[:2], max_tokens=2).result(60)
         mine.sample([[1]], max_tokens=2, number=1)
         assert mine.sample([[1], [2]], n=2, max_tokens=2, number=2).result(60)
-        assert (mine.line.answers, mine.line.tokens, other.line.answers) == (0, 0, 0)
+        assert (mine.queue.completions, mine.queue.tokens, other.queue.completions) == (0, 0, 0)
         for _ in range(5):  # old answers are forgotten, so that those kept do not grow
             mine.sample(PROMPTS, max_tokens=50).result(60)
-        assert len(mine.line._known) <= 3
+        assert len(mine.queue._known) <= 3
 
 
 def test_a_session_that_diverged_answers_what_was_asked_before_and_no_more(studio, tmp_path):
@@ -260,7 +261,7 @@ def test_who_closes_a_session_waits_for_no_answer_and_nothing_stays(studio):
     with pytest.raises(Closed):
         session.sample(PROMPTS)
     assert emptied(studio)
-    assert session.line.answers == session.line.tokens == 0
+    assert session.queue.completions == session.queue.tokens == 0
 
 
 def test_a_session_closed_at_any_moment_leaves_nothing(studio):
@@ -317,7 +318,7 @@ def test_eight_sessions_sample_while_they_train_and_memory_comes_back(tmp_path):
             for asked, folder in steps:
                 assert tokens(asked.result()) == plain(folder, count=6)
         assert emptied(studio)
-        assert not studio._host._sessions
+        assert not studio._trainer._registry.sessions()
         assert threading.active_count() <= held + 3
 
 
@@ -344,7 +345,7 @@ def test_nobody_else_can_ask_for_what_is_sampled_from(studio, monkeypatch):
     session = studio.open("ann", lora(), seed=7)
     train(session)
     core, refused = studio._sampler._core, []
-    desk = studio._sampler._desk
+    desk = studio._sampler._loop
     out = desk._out
     monkeypatch.setattr(desk, "_out", lambda events: (refused.extend(e for e in events if e.id.startswith("x")), out(events)))
     running = session.sample(PROMPTS, max_tokens=400, ignore_eos=True)
@@ -392,7 +393,7 @@ def test_a_model_that_cannot_be_trained_leaves_no_thread(monkeypatch):
     before = set(threading.enumerate())
     with pytest.raises(OutOfRange):
         opened(training=TrainerConfig(max_rows=0))
-    monkeypatch.setattr("symbiosis.app.studio.Host", lambda *_: (_ for _ in ()).throw(CannotServe("no")))
+    monkeypatch.setattr("symbiosis.app.studio.Trainer", lambda *_: (_ for _ in ()).throw(CannotServe("no")))
     with pytest.raises(CannotServe):
         opened()
     assert not [each for each in set(threading.enumerate()) - before if each.name == "symbiosis-engine"]

@@ -27,9 +27,10 @@ from symbiosis.finetuning import checkpoint
 from symbiosis.finetuning.dataset import Dataset
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.packed.model import PackedModel
-from tests.app.workshop import ENDS, Peer, order, site, write
-from tests.finetuning.tasks import STEPS, TASKS, Task, base, lora, trained_alone
-from tests.finetuning.together import assert_close
+from tests.app.service_harness import ENDS, IpcPeer, run_service, train_message, write_dataset
+from tests.configs import lora
+from tests.finetuning.concurrent_runs import assert_close
+from tests.finetuning.trainer_reference import STEPS, TASKS, Task, base, reference_run
 
 PROMPT = [5, 9, 13, 17]
 WILD = Task("wild", lora(), {"learning_rate": 1e30, "weight_decay": 1e3, "lr_scheduler_type": "constant"})
@@ -45,41 +46,41 @@ def greedy(folder: str, count: int = 8) -> list[int]:
     return ids[len(PROMPT) :]
 
 
-def ends(peer: Peer, id: str) -> list[str]:
+def ends(peer: IpcPeer, id: str) -> list[str]:
     return [kind for event in peer.of(id) for kind in event.get("training", {}) if kind in ENDS]
 
 
 def test_eight_jobs_of_all_methods_and_a_wild_one_beside_serving(tmp_path):
-    with site(share=0.6) as here:
+    with run_service(share=0.6) as here:
         peer = here.peer
         for name, task in TASKS.items():
-            peer.send(**order(task, tmp_path, name))
-        peer.send(**order(WILD, tmp_path, "wild", checkpoint_every=1))
+            peer.send(**train_message(task, tmp_path, name))
+        peer.send(**train_message(WILD, tmp_path, "wild", checkpoint_every=1))
         asked = 0
         while not all(ends(peer, name) for name in (*TASKS, "wild")):
             asked += 1
-            expected = peer.ask(f"q{asked}", PROMPT, count=16)
+            expected = peer.generate(f"q{asked}", PROMPT, count=16)
             assert expected == peer.tokens("q1")
-        (lost,) = peer.said("wild", "failed")
+        (lost,) = peer.events("wild", "failed")
         assert lost["code"] == "diverged"
         assert lost["checkpoint"] is None or read(Path(lost["checkpoint"]), ModelFacts.of(base()))
         facts = ModelFacts.of(base())
         for name, task in TASKS.items():
             assert ends(peer, name) == ["trained"]
-            (end,) = peer.said(name, "trained")
-            steps = peer.said(name, "step")
+            (end,) = peer.events(name, "trained")
+            steps = peer.events(name, "step")
             assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-            assert [step["learning_rate"] for step in steps] == trained_alone(name).rates
-            assert [step["loss"] for step in steps] == pytest.approx(trained_alone(name).losses, rel=1e-4)
+            assert [step["learning_rate"] for step in steps] == reference_run(name).rates
+            assert [step["loss"] for step in steps] == pytest.approx(reference_run(name).losses, rel=1e-4)
             assert read(Path(end["folder"]), facts).hash == end["hash"] == here.core.adapters[f"{task.name}:mine"]
-            assert peer.ask(f"after {name}", PROMPT, "mine", task.name) == greedy(end["folder"])
-            assert [each["step"] for each in peer.said(name, "checkpoint")] == [20, 40]
+            assert peer.generate(f"after {name}", PROMPT, "mine", task.name) == greedy(end["folder"])
+            assert [each["step"] for each in peer.events(name, "checkpoint")] == [20, 40]
         assert here.core.figures().reads == 0, "what is served was never read"
         figures = peer.stats()["training"]
         assert figures["jobs"]["trained"] == 8
         assert figures["jobs"]["failed"] == 1
         assert figures["jobs"]["running"] == 0
-        assert 0 < figures["passes"]["beside_passes"] <= figures["passes"]["passes"]
+        assert 0 < figures["passes"]["serving_passes"] <= figures["passes"]["passes"]
 
 
 @pytest.mark.parametrize(
@@ -96,19 +97,19 @@ def test_a_job_that_was_stopped_goes_on_to_the_very_same_adapter(adapter, tmp_pa
         assert len(passes) <= 4 or go_on.wait(60)  # a step is a pass
         return launch(self, shares)
 
-    with site() as here:
-        here.peer.send(**order(task, tmp_path, "whole", serve_as=None))
+    with run_service() as here:
+        here.peer.send(**train_message(task, tmp_path, "whole", serve_as=None))
         here.peer.wait("whole")
     monkeypatch.setattr(PackedModel, "launch", held)
     done, tries = 0, 0
     resume: dict[str, object] = {}
     while True:
         tries += 1
-        with site() as here:
+        with run_service() as here:
             passes.clear()
             go_on.clear()
-            here.peer.send(**order(task, tmp_path, "cut", serve_as=None, checkpoint_every=5, **resume))
-            here.peer.wait_for(lambda: len(here.peer.said("cut", "step")) >= 2 or ends(here.peer, "cut"))
+            here.peer.send(**train_message(task, tmp_path, "cut", serve_as=None, checkpoint_every=5, **resume))
+            here.peer.wait_for(lambda: len(here.peer.events("cut", "step")) >= 2 or ends(here.peer, "cut"))
             if tries < 4:
                 here.peer.send(op="stop_training", id="cut")
                 here.peer.stats()  # the window has heard of it
@@ -116,7 +117,7 @@ def test_a_job_that_was_stopped_goes_on_to_the_very_same_adapter(adapter, tmp_pa
             here.peer.wait("cut")
             if ends(here.peer, "cut") == ["trained"]:
                 break
-            (stopped,) = here.peer.said("cut", "stopped")
+            (stopped,) = here.peer.events("cut", "stopped")
             assert stopped["step"] > done
             done = stopped["step"]
             resume = {"resume": stopped["folder"], "after": done}
@@ -129,7 +130,7 @@ def test_a_job_that_was_stopped_goes_on_to_the_very_same_adapter(adapter, tmp_pa
 def test_a_job_that_is_stopped_in_mid_step_ends_with_that_step_and_goes_on_to_the_very_same_adapter(at, tmp_path, monkeypatch):
     """Steps of three passes: stopped in the midst of one of them, whatever was asked for behind that step is not computed."""
     task = Task("goes on", PLAIN.adapter, {**PLAIN.recipe, "per_device_train_batch_size": 1})
-    order_of = partial(order, task, tmp_path, serve_as=None, checkpoint_every=5)
+    message_of = partial(train_message, task, tmp_path, serve_as=None, checkpoint_every=5)
     launch, passes, reached, go_on = PackedModel.launch, [], threading.Event(), threading.Event()
 
     def held(self, shares):
@@ -139,20 +140,20 @@ def test_a_job_that_is_stopped_in_mid_step_ends_with_that_step_and_goes_on_to_th
             assert go_on.wait(60)
         return launch(self, shares)
 
-    with site(pass_rows=16) as here:
-        here.peer.send(**order_of(id="whole"))
+    with run_service(pass_rows=16) as here:
+        here.peer.send(**message_of(id="whole"))
         here.peer.wait("whole")
         monkeypatch.setattr(PackedModel, "launch", held)
-        here.peer.send(**order_of(id="cut"))
+        here.peer.send(**message_of(id="cut"))
         here.peer.wait_for(reached.is_set)
         here.peer.send(op="stop_training", id="cut")
         here.peer.stats()  # the window has heard of it
         go_on.set()
         here.peer.wait("cut")
-        (stopped,) = here.peer.said("cut", "stopped")
-        assert stopped["step"] == len(here.peer.said("cut", "step")) == math.ceil(at / 3)
+        (stopped,) = here.peer.events("cut", "stopped")
+        assert stopped["step"] == len(here.peer.events("cut", "step")) == math.ceil(at / 3)
         assert len(passes) == 3 * stopped["step"]
-        here.peer.send(**order_of(id="rest", resume=stopped["folder"], after=stopped["step"]))
+        here.peer.send(**message_of(id="rest", resume=stopped["folder"], after=stopped["step"]))
         here.peer.wait("rest")
         assert ends(here.peer, "rest") == ["trained"]
     found, expected = (load_file(tmp_path / id / "final" / "adapter_model.safetensors") for id in ("rest", "whole"))
@@ -161,13 +162,13 @@ def test_a_job_that_is_stopped_in_mid_step_ends_with_that_step_and_goes_on_to_th
 
 def test_validation_is_the_loss_of_the_adapter_as_it_is_then(tmp_path):
     held_out = TASKS["rank 8"].data()[:9]
-    with site() as here:
-        file = write(tmp_path / "held_out.safetensors", held_out)
-        here.peer.send(**order(PLAIN, tmp_path, "job", validation=str(file), evaluate_every=5, checkpoint_every=5))
+    with run_service() as here:
+        file = write_dataset(tmp_path / "held_out.safetensors", held_out)
+        here.peer.send(**train_message(PLAIN, tmp_path, "job", validation=str(file), evaluate_every=5, checkpoint_every=5))
         here.peer.wait("job")
-        found = here.peer.said("job", "validation")
-        (end,) = here.peer.said("job", "trained")
-        saved = [each["folder"] for each in here.peer.said("job", "checkpoint")] + [end["folder"]]
+        found = here.peer.events("job", "validation")
+        (end,) = here.peer.events("job", "trained")
+        saved = [each["folder"] for each in here.peer.events("job", "checkpoint")] + [end["folder"]]
     assert [each["step"] for each in found] == [5, 10, 12]
     for each, folder in zip(found, saved, strict=True):
         model = PeftModel.from_pretrained(copy.deepcopy(base()), folder).eval()
@@ -182,31 +183,31 @@ def test_validation_is_the_loss_of_the_adapter_as_it_is_then(tmp_path):
 
 
 def test_validation_changes_nothing_of_what_is_trained(tmp_path):
-    with site() as here:
+    with run_service() as here:
         for id in ("with", "without"):
-            file = str(write(tmp_path / "held_out.safetensors", TASKS["rank 8"].data())) if id == "with" else None
-            here.peer.send(**order(PLAIN, tmp_path, id, validation=file, evaluate_every=1 if file else None))
+            file = str(write_dataset(tmp_path / "held_out.safetensors", TASKS["rank 8"].data())) if id == "with" else None
+            here.peer.send(**train_message(PLAIN, tmp_path, id, validation=file, evaluate_every=1 if file else None))
             here.peer.wait(id)
-        (one,), (other,) = (here.peer.said(id, "trained") for id in ("with", "without"))
+        (one,), (other,) = (here.peer.events(id, "trained") for id in ("with", "without"))
         assert one["hash"] == other["hash"]
 
 
 def test_checkpoints_are_served_and_running_answers_keep_their_version(tmp_path):
     task = Task("tenant", lora(r=8), {"max_steps": 12, "learning_rate": 0.05, "lr_scheduler_type": "constant"})
-    with site() as here:
+    with run_service() as here:
         peer = here.peer
-        peer.send(**order(task, tmp_path, "job", serve_checkpoints=True, checkpoint_every=4))
-        peer.wait_for(lambda: peer.said("job", "checkpoint"))
+        peer.send(**train_message(task, tmp_path, "job", serve_checkpoints=True, checkpoint_every=4))
+        peer.wait_for(lambda: peer.events("job", "checkpoint"))
         peer.submit("long", PROMPT, "mine", "tenant", 300)
         peer.wait_for(lambda: any(event.get("accepted") for event in peer.of("long")))
         version = here.core.adapters["tenant:mine"]
         peer.wait("job", "long")
-        saved = peer.said("job", "checkpoint")
+        saved = peer.events("job", "checkpoint")
         assert [each["serves"] for each in saved] == ["tenant:mine"] * 3
-        (end,) = peer.said("job", "trained")
+        (end,) = peer.events("job", "trained")
         assert end["hash"] == here.core.adapters["tenant:mine"]
         folders = {each["hash"]: each["folder"] for each in saved}
-        assert peer.ask("new", PROMPT, "mine", "tenant", 30) == greedy(end["folder"], 30)
+        assert peer.generate("new", PROMPT, "mine", "tenant", 30) == greedy(end["folder"], 30)
         if version in folders:  # else it was replaced between the two looks
             candidates = [greedy(folder, 30) for folder in folders.values()]
             assert peer.tokens("long")[:30] in candidates
@@ -214,40 +215,40 @@ def test_checkpoints_are_served_and_running_answers_keep_their_version(tmp_path)
 
 def test_when_the_other_end_is_gone_its_jobs_end_and_their_memory_is_free(tmp_path):
     endless = Task("endless", lora(), {"max_steps": 100000})
-    with site() as here:
-        gone = Peer(here.window.path)
-        gone.send(**order(endless, tmp_path, "a"))
-        gone.send(**order(endless, tmp_path, "b"))
-        here.peer.send(**order(PLAIN, tmp_path, "mine"))
-        gone.wait_for(lambda: gone.said("a", "step") and gone.said("b", "step"))
+    with run_service() as here:
+        gone = IpcPeer(here.server.path)
+        gone.send(**train_message(endless, tmp_path, "a"))
+        gone.send(**train_message(endless, tmp_path, "b"))
+        here.peer.send(**train_message(PLAIN, tmp_path, "mine"))
+        gone.wait_for(lambda: gone.events("a", "step") and gone.events("b", "step"))
         gone.close()
         here.peer.wait("mine")
         assert ends(here.peer, "mine") == ["trained"]
-        here.peer.wait_for(lambda: not here.workshop.jobs.ids())
-        assert not here.host._sessions
+        here.peer.wait_for(lambda: not here.service.jobs.ids())
+        assert not here.trainer._registry.sessions()
         assert not (tmp_path / "a" / "final").exists()
 
 
 def test_who_comes_back_takes_over_from_its_former_self(tmp_path):
     endless = Task("endless", lora(), {"max_steps": 100000})
-    with site() as here:
-        here.peer.send(**order(endless, tmp_path, "job"))
-        here.peer.wait_for(lambda: here.peer.said("job", "step"))
-        other = Peer(here.window.path)
-        other.send(**{**order(PLAIN, tmp_path, "job"), "id": "again"})
+    with run_service() as here:
+        here.peer.send(**train_message(endless, tmp_path, "job"))
+        here.peer.wait_for(lambda: here.peer.events("job", "step"))
+        other = IpcPeer(here.server.path)
+        other.send(**{**train_message(PLAIN, tmp_path, "job"), "id": "again"})
         other.wait("again")
         here.peer.wait("job")
         assert ends(other, "again") == ["trained"]
-        assert here.peer.said("job", "failed")[0]["code"] == "closed"
+        assert here.peer.events("job", "failed")[0]["code"] == "closed"
         other.close()
 
 
 def test_a_folder_that_is_there_already_is_replaced(tmp_path):
-    with site() as here:
+    with run_service() as here:
         for id in ("first", "second"):
-            here.peer.send(**{**order(PLAIN, tmp_path, "job", checkpoint_every=4), "id": id})
+            here.peer.send(**{**train_message(PLAIN, tmp_path, "job", checkpoint_every=4), "id": id})
             here.peer.wait(id)
-        (one,), (other,) = (here.peer.said(id, "trained") for id in ("first", "second"))
+        (one,), (other,) = (here.peer.events(id, "trained") for id in ("first", "second"))
         assert one["hash"] == other["hash"]
         assert other["generation"] > one["generation"]
         left = sorted(path.name for path in (tmp_path / "job" / "checkpoints").iterdir())
@@ -256,12 +257,12 @@ def test_a_folder_that_is_there_already_is_replaced(tmp_path):
 
 def test_closing_stops_jobs_where_they_are(tmp_path):
     endless = Task("endless", lora(), {"max_steps": 100000})
-    with site() as here:
-        here.peer.send(**order(endless, tmp_path, "job", checkpoint_every=1000))
-        here.peer.wait_for(lambda: len(here.peer.said("job", "step")) > 2)
-        here.workshop.close()
+    with run_service() as here:
+        here.peer.send(**train_message(endless, tmp_path, "job", checkpoint_every=1000))
+        here.peer.wait_for(lambda: len(here.peer.events("job", "step")) > 2)
+        here.service.close()
         here.peer.wait("job")
-        (stopped,) = here.peer.said("job", "stopped")
+        (stopped,) = here.peer.events("job", "stopped")
         assert Path(stopped["folder"]).name == f"step-{stopped['step']}"
         assert read(Path(stopped["folder"]), ModelFacts.of(base()))
 
@@ -296,16 +297,16 @@ def data_of(**tensors) -> dict[str, torch.Tensor]:
 def test_strange_data_is_refused_before_anything_begins(tensors, tmp_path, there):
     save_file(tensors, tmp_path / "strange.safetensors")
     id = f"strange {tmp_path.name}"
-    there.peer.send(**{**order(PLAIN, tmp_path, "job", data=str(tmp_path / "strange.safetensors")), "id": id[-60:]})
+    there.peer.send(**{**train_message(PLAIN, tmp_path, "job", data=str(tmp_path / "strange.safetensors")), "id": id[-60:]})
     there.peer.wait(id[-60:])
     (event,) = there.peer.of(id[-60:])
     assert event["refused"]["code"] in ("bad_data", "out_of_range")
-    assert not there.host._sessions
+    assert not there.trainer._registry.sessions()
 
 
 @pytest.fixture(scope="module")
 def there():
-    with site() as here:
+    with run_service() as here:
         yield here
 
 
@@ -346,7 +347,7 @@ HOSTILE = [
 @pytest.mark.parametrize("wrong", HOSTILE, ids=str)
 def test_a_hostile_order_is_refused_and_nothing_is_left(wrong, tmp_path, there):
     id = f"hostile-{HOSTILE.index(wrong)}"
-    sent = order(PLAIN, tmp_path, "job")
+    sent = train_message(PLAIN, tmp_path, "job")
     sent = {**sent, **wrong, "id": id}
     if isinstance(wrong.get("recipe"), dict):
         sent["recipe"] = {**PLAIN.settings(), **wrong["recipe"]}
@@ -354,8 +355,8 @@ def test_a_hostile_order_is_refused_and_nothing_is_left(wrong, tmp_path, there):
     there.peer.wait(id)
     (event,) = there.peer.of(id)
     assert event["refused"]["code"] != "error", event
-    assert not there.host._sessions
-    assert there.window.is_alive()
+    assert not there.trainer._registry.sessions()
+    assert there.server.is_alive()
 
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -375,25 +376,25 @@ def test_an_adapter_is_checked_without_a_job(kind, there):
     (event,) = there.peer.of(f"check-{kind}")
     assert event.get("refused", {}).get("code") == refused
     assert ("settled" in event) == (refused is None)
-    assert not there.host._sessions
+    assert not there.trainer._registry.sessions()
 
 
 def test_who_asks_while_the_server_ends_is_refused_and_the_window_stays():
-    with site() as here:
-        here.workshop.close()
+    with run_service() as here:
+        here.service.close()
         here.peer.send(op="check_adapter", id="late", adapter=LORA)
         here.peer.wait_for(lambda: here.peer.of("late"))
         assert here.peer.of("late")[0]["refused"]["code"] == "closed"
-        assert here.window.is_alive()
+        assert here.server.is_alive()
 
 
 def test_a_missing_field_and_a_second_job_of_the_same_id(tmp_path, there):
-    sent = order(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "twice")
+    sent = train_message(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "twice")
     there.peer.send(**{key: value for key, value in sent.items() if key != "final"})
     there.peer.wait("twice")
-    there.peer.heard.clear()
+    there.peer.received.clear()
     there.peer.send(**sent)
-    there.peer.wait_for(lambda: there.peer.said("twice", "step"))
+    there.peer.wait_for(lambda: there.peer.events("twice", "step"))
     there.peer.send(**sent)
     there.peer.wait_for(lambda: any("refused" in event for event in there.peer.of("twice")))
     there.peer.send(op="stop_training", id="twice")
@@ -403,12 +404,12 @@ def test_a_missing_field_and_a_second_job_of_the_same_id(tmp_path, there):
 
 
 def test_a_job_that_nobody_wants_any_more_ends_without_its_steps_under_way(tmp_path, there):
-    there.peer.send(**order(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "unwanted"))
-    there.peer.wait_for(lambda: there.peer.said("unwanted", "step"))
+    there.peer.send(**train_message(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "unwanted"))
+    there.peer.wait_for(lambda: there.peer.events("unwanted", "step"))
     there.peer.send(op="stop_training", id="unwanted", at_once=True)
     there.peer.wait_for(lambda: ends(there.peer, "unwanted"))
     assert ends(there.peer, "unwanted") == ["failed"]
-    (said,) = there.peer.said("unwanted", "failed")
+    (said,) = there.peer.events("unwanted", "failed")
     assert said["code"] == "closed"
 
 
@@ -421,7 +422,7 @@ def test_a_job_that_nobody_wants_any_more_has_written_all_it_writes_when_it_ends
         return save(*args, **options)
 
     monkeypatch.setattr(checkpoint, "save", slow)
-    there.peer.send(**order(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "late"))
+    there.peer.send(**train_message(Task("endless", lora(), {"max_steps": 100000}), tmp_path, "late"))
     assert begun.wait(60)
     there.peer.send(op="stop_training", id="late", at_once=True)
     there.peer.wait_for(lambda: ends(there.peer, "late"))
@@ -431,19 +432,19 @@ def test_a_job_that_nobody_wants_any_more_has_written_all_it_writes_when_it_ends
 
 
 def test_a_checkpoint_of_another_step_is_refused(tmp_path, there):
-    there.peer.send(**order(PLAIN, tmp_path, "made", checkpoint_every=4))
+    there.peer.send(**train_message(PLAIN, tmp_path, "made", checkpoint_every=4))
     there.peer.wait("made")
-    folder = there.peer.said("made", "checkpoint")[0]["folder"]
-    there.peer.send(**order(PLAIN, tmp_path, "wrong", resume=folder, after=5))
+    folder = there.peer.events("made", "checkpoint")[0]["folder"]
+    there.peer.send(**train_message(PLAIN, tmp_path, "wrong", resume=folder, after=5))
     there.peer.wait("wrong")
     assert there.peer.of("wrong")[0]["refused"]["code"] == "bad_adapter"
 
 
 def test_where_nothing_can_be_trained_the_reason_is_said(tmp_path):
-    with site() as here:
-        here.window._rooms.clear()
-        NoTrainingService(here.window, CannotTrain("this model cannot be packed"))
-        here.peer.send(**order(PLAIN, tmp_path, "job"))
+    with run_service() as here:
+        here.server._rooms.clear()
+        NoTrainingService(here.server, CannotTrain("this model cannot be packed"))
+        here.peer.send(**train_message(PLAIN, tmp_path, "job"))
         here.peer.wait("job")
         (event,) = here.peer.of("job")
         assert event["refused"] == {"code": "cannot_train", "message": "this model cannot be packed", "field": ""}
@@ -452,19 +453,20 @@ def test_where_nothing_can_be_trained_the_reason_is_said(tmp_path):
 FULL = """
 import json, resource, sys
 from pathlib import Path
-from tests.finetuning.tasks import TASKS, Task, lora
-from tests.app.workshop import order, site
+from tests.configs import lora
+from tests.finetuning.trainer_reference import TASKS, Task
+from tests.app.service_harness import run_service, train_message
 
 root = Path(sys.argv[1])
 large = Task("large", lora(r=64, target_modules="all-linear"), {"max_steps": 6})
 small = Task("small", lora(r=2), {"max_steps": 40})
-with site() as here:
-    orders = [order(large, root, "large", checkpoint_every=3), order(small, root, "small")]
+with run_service() as here:
+    orders = [train_message(large, root, "large", checkpoint_every=3), train_message(small, root, "small")]
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
     for each in orders:
         here.peer.send(**each)
     here.peer.wait("large", "small")
-    here.peer.ask("q", [1, 2, 3])
+    here.peer.generate("q", [1, 2, 3])
     print(json.dumps([here.peer.of("large"), here.peer.of("small")]))
 """
 
@@ -487,51 +489,51 @@ def test_while_answers_are_served_passes_are_short_and_chats_go_on(tmp_path):
     """No pass is as short as asked for, so those beside answers have the least there is: one example."""
     long = [Example(tuple(range(1, 65)), tuple(range(1, 65)))] * 64
     task = Task("long", lora(r=8, target_modules="all-linear"), {"max_steps": 100000, "per_device_train_batch_size": 64})
-    with site(short_pass_s=0.001, share=0.5) as here:
+    with run_service(serving_pass_s=0.001, share=0.5) as here:
         peer = here.peer
-        peer.send(**order(task, tmp_path, "job", data=str(write(tmp_path / "long.safetensors", long))))
-        peer.wait_for(lambda: peer.said("job", "step"))
-        before = here.host.stats
-        assert before.beside_passes == 0
+        peer.send(**train_message(task, tmp_path, "job", data=str(write_dataset(tmp_path / "long.safetensors", long))))
+        peer.wait_for(lambda: peer.events("job", "step"))
+        before = here.trainer.stats
+        assert before.serving_passes == 0
         assert before.rows / before.passes >= 4 * 64
         until, number = time.monotonic() + 60, 0
-        while number < 8 or here.host.stats.beside_passes < 8:
+        while number < 8 or here.trainer.stats.serving_passes < 8:
             assert time.monotonic() < until, "training or a chat got no turn"
             number += 1
-            peer.ask(f"q{number}", PROMPT, count=32)
-        after = here.host.stats
-        assert after.beside_rows / after.beside_passes == 64
+            peer.generate(f"q{number}", PROMPT, count=32)
+        after = here.trainer.stats
+        assert after.serving_rows / after.serving_passes == 64
         here.peer.send(op="stop_training", id="job")
         here.peer.wait("job")
 
 
 def test_what_was_trained_is_as_trainer_does_it(tmp_path):
-    with site() as here:
+    with run_service() as here:
         task = TASKS["rank 2"]
-        here.peer.send(**order(task, tmp_path, "job"))
+        here.peer.send(**train_message(task, tmp_path, "job"))
         here.peer.wait("job")
-        (end,) = here.peer.said("job", "trained")
+        (end,) = here.peer.events("job", "trained")
     stored = load_file(Path(end["folder"]) / "adapter_model.safetensors")
     found = {name.replace(".weight", ".default.weight"): tensor for name, tensor in stored.items()}
-    reference = trained_alone("rank 2")
+    reference = reference_run("rank 2")
     assert_close(found, reference.end, reference.start, 1e-5)
 
 
 def test_when_the_device_is_lost_no_job_is_at_fault(tmp_path, monkeypatch):
-    with site() as here:
+    with run_service() as here:
         jobs = ("one", "two")
         for id in jobs:
-            here.peer.send(**order(PLAIN, tmp_path, id, recipe={"max_steps": 100_000}, checkpoint_every=1))
-        here.peer.wait_for(lambda: all(here.peer.said(id, "checkpoint") for id in jobs))
-        assert here.host.is_alive()
+            here.peer.send(**train_message(PLAIN, tmp_path, id, recipe={"max_steps": 100_000}, checkpoint_every=1))
+        here.peer.wait_for(lambda: all(here.peer.events(id, "checkpoint") for id in jobs))
+        assert here.trainer.is_alive()
         monkeypatch.setattr(PackedModel, "is_sound", lambda _: False)
         monkeypatch.setattr(PackedModel, "launch", lambda *_: torch.ones(2) @ torch.ones(3))
         here.peer.wait(*jobs)
         for id in jobs:
-            (end,) = here.peer.said(id, "failed")
+            (end,) = here.peer.events(id, "failed")
             assert end["code"] == "closed"
             assert Path(end["checkpoint"]).is_dir()
-        assert not here.host.is_alive()
+        assert not here.trainer.is_alive()
 
 
 def test_a_step_of_the_whole_file_is_made_batch_by_batch(tmp_path, monkeypatch):
@@ -552,9 +554,9 @@ def test_a_step_of_the_whole_file_is_made_batch_by_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(Dataset, "__getitem__", watched)
     rows = [Example((7,) * 20, (7,) * 20)] * 4000
     changes = {"max_steps": 1, "gradient_accumulation_steps": 1024, "per_device_train_batch_size": 4}
-    with site(max_rows=64, max_waiting=8) as here:
-        body = order(PLAIN, tmp_path, "big", recipe=changes)
-        write(Path(body["data"]), rows)
+    with run_service(max_rows=64, max_waiting=8) as here:
+        body = train_message(PLAIN, tmp_path, "big", recipe=changes)
+        write_dataset(Path(body["data"]), rows)
         here.peer.send(**body)
         here.peer.wait("big", seconds=120)
         assert ends(here.peer, "big") == ["trained"]

@@ -15,7 +15,7 @@ from symbiosis.finetuning.optimizer import StepSettings
 from symbiosis.finetuning.packed.model import PackedModel
 from symbiosis.finetuning.trainer import Trainer
 from tests.conftest import tiny_config
-from tests.finetuning.passes import examples, share, worst
+from tests.finetuning.peft_reference import examples, max_relative_error, slice_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -38,9 +38,9 @@ def model_in(dtype):
 
 
 def shares_of(model, lengths, configs=CONFIGS, hidden=1):
-    maker = AdapterFactory(model)
+    factory = AdapterFactory(model)
     return [
-        share(maker.make(config, seed=7 + at), examples(*some, hidden=hidden), items=9.0)
+        slice_of(factory.create(config, seed=7 + at), examples(*some, hidden=hidden), items=9.0)
         for at, (config, some) in enumerate(zip(configs, lengths, strict=False))
     ]
 
@@ -53,7 +53,7 @@ def assert_alike(found, expected, close):
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.finite
         assert mine.losses == pytest.approx(theirs.losses, rel=close)
-        assert worst(dict(mine.gradients), dict(theirs.gradients)) < 5 * close
+        assert max_relative_error(dict(mine.gradients), dict(theirs.gradients)) < 5 * close
 
 
 def by_loop(model, lengths, monkeypatch, configs=CONFIGS, hidden=1):
@@ -211,8 +211,8 @@ def test_a_host_learns_and_steps_are_those_of_plain_adamw(monkeypatch):
         with monkeypatch.context() as patch:
             if not by_kernels:
                 patch.setattr(kernels, "run_on", lambda device: False)
-            with Trainer(model, TrainerConfig(graphs=2 if by_kernels else 0)) as host:
-                sessions = [host.open("ann", CONFIGS[0], seed=1), host.open("bob", CONFIGS[1], seed=2)]
+            with Trainer(model, TrainerConfig(graphs=2 if by_kernels else 0)) as trainer:
+                sessions = [trainer.open("ann", CONFIGS[0], seed=1), trainer.open("bob", CONFIGS[1], seed=2)]
                 for _ in range(12):
                     asked = [s.forward_backward(data) for s in sessions]
                     steps = [s.optim_step(StepSettings(learning_rate=1e-3, weight_decay=0.1)) for s in sessions]
@@ -232,8 +232,8 @@ def test_training_beside_answers_gives_what_it_gives_alone(share_of_gpu, tmp_pat
     model, data, steps = model_in(torch.bfloat16), examples(40, 70), StepSettings(learning_rate=1e-2)
     losses = []
     for shared in (None, turns):
-        with Trainer(model, TrainerConfig(max_rows=256), shared) as host:
-            session = host.open("ann", CONFIGS[0], seed=7)
+        with Trainer(model, TrainerConfig(max_rows=256), shared) as trainer:
+            session = trainer.open("ann", CONFIGS[0], seed=7)
             found = []
             for number in range(16):
                 if shared is not None and number % 8 >= 4:

@@ -15,7 +15,7 @@ from symbiosis.finetuning.adapter_factory import AdapterFactory
 from symbiosis.finetuning.packed.attention import batched
 from symbiosis.finetuning.packed.model import PackedModel
 from tests.conftest import tiny_config
-from tests.finetuning.passes import by_peft, examples, share, worst
+from tests.finetuning.peft_reference import examples, max_relative_error, run_peft, slice_of
 from tests.parity.architectures import ARCHITECTURES, MORE
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -60,16 +60,16 @@ def crowd(plain, packed):
     """All methods in one pass, two examples or more each."""
     maker = AdapterFactory(plain)
     data = {name: examples(5 + at, 9, 2 + at) for at, name in enumerate(METHODS)}
-    shares = [share(maker.make(config, seed=7), data[name]) for name, config in METHODS.items()]
+    shares = [slice_of(maker.create(config, seed=7), data[name]) for name, config in METHODS.items()]
     return data, dict(zip(METHODS, packed.compute(shares), strict=True))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_in_one_pass(name, plain, crowd):
     data, outcomes = crowd
-    _, losses, gradients = by_peft(plain, METHODS[name], data[name])
+    _, losses, gradients = run_peft(plain, METHODS[name], data[name])
     assert outcomes[name].losses == pytest.approx(losses, rel=1e-5)
-    assert worst(outcomes[name].gradients, gradients) < 5e-5
+    assert max_relative_error(outcomes[name].gradients, gradients) < 5e-5
     assert outcomes[name].finite
 
 
@@ -77,12 +77,12 @@ def test_a_model_in_bfloat16_trains_adapters_in_float32():
     torch.manual_seed(3)
     model = LlamaForCausalLM(tiny_config(attention_bias=True)).to(torch.bfloat16).eval()
     maker, data = AdapterFactory(model), examples(5, 9)
-    shares = [share(maker.make(config, seed=7), data) for config in METHODS.values()]
+    shares = [slice_of(maker.create(config, seed=7), data) for config in METHODS.values()]
     assert all(p.dtype is torch.float32 for each in shares for p in each.adapter.parameters.values())
     for config, outcome in zip(METHODS.values(), PackedModel(model).compute(shares), strict=True):
-        _, losses, gradients = by_peft(model, config, data)
+        _, losses, gradients = run_peft(model, config, data)
         assert outcome.losses == pytest.approx(losses, rel=1e-2)
-        assert worst(outcome.gradients, gradients) < 0.2
+        assert max_relative_error(outcome.gradients, gradients) < 0.2
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -90,11 +90,13 @@ def test_architectures(name):
     model, config = BY_NAME[name].model(), LoraConfig(r=4, target_modules=list(BY_NAME[name].targets), init_lora_weights=False)
     config.task_type = "CAUSAL_LM"
     maker, data = AdapterFactory(model), examples(9, 4, 12)
-    shares = [share(maker.make(config, seed=seed), rows) for seed, rows in ((3, examples(6, 7)), (7, data), (4, examples(5)))]
+    shares = [
+        slice_of(maker.create(config, seed=seed), rows) for seed, rows in ((3, examples(6, 7)), (7, data), (4, examples(5)))
+    ]
     outcome = PackedModel(model).compute(shares)[1]
-    _, losses, gradients = by_peft(model, config, data)
+    _, losses, gradients = run_peft(model, config, data)
     assert outcome.losses == pytest.approx(losses, rel=1e-5)
-    assert worst(outcome.gradients, gradients) < 5e-5
+    assert max_relative_error(outcome.gradients, gradients) < 5e-5
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -120,19 +122,19 @@ def test_a_prefix_before_a_window():
     model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_hidden_layers=6, head_dim=8, sliding_window=6)).eval()
     config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     data = examples(9, 14)
-    outcome = PackedModel(model).compute([share(AdapterFactory(model).make(config, seed=7), data)])[0]
-    _, losses, gradients = by_peft(model, config, data)
+    outcome = PackedModel(model).compute([slice_of(AdapterFactory(model).create(config, seed=7), data)])[0]
+    _, losses, gradients = run_peft(model, config, data)
     assert outcome.losses == pytest.approx(losses, rel=1e-4)
-    assert worst(outcome.gradients, gradients) < 1e-4
+    assert max_relative_error(outcome.gradients, gradients) < 1e-4
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
 def test_numbers_that_are_none_reach_nobody_else(poison, plain, packed):
     """To the bit: the others get what they get beside harmless rows."""
     maker = AdapterFactory(plain)
-    good = [share(maker.make(METHODS[name], seed=7), examples(5, 8)) for name in ("LoRA", "DoRA", "IA3", "prefix tuning")]
+    good = [slice_of(maker.create(METHODS[name], seed=7), examples(5, 8)) for name in ("LoRA", "DoRA", "IA3", "prefix tuning")]
     for name in ("LoRA", "IA3", "prefix tuning", "prompt tuning"):
-        bad = share(maker.make(METHODS[name], seed=1), examples(6, 3))
+        bad = slice_of(maker.create(METHODS[name], seed=1), examples(6, 3))
         mixed = [*good[:2], bad, *good[2:]]
         harmless = packed.compute(mixed)
         with torch.no_grad():
@@ -149,15 +151,15 @@ def test_numbers_that_are_none_reach_nobody_else(poison, plain, packed):
 
 def test_dropout_depends_on_the_example_and_not_on_the_pass(plain, packed):
     config = LoraConfig(r=3, target_modules=ALL, init_lora_weights=False, lora_dropout=0.4, task_type="CAUSAL_LM")
-    adapter = AdapterFactory(plain).make(config, seed=7)
-    both = share(adapter, examples(5, 8))
-    together = packed.compute([share(AdapterFactory(plain).make(config, seed=7), examples(4)), both])[1]
+    adapter = AdapterFactory(plain).create(config, seed=7)
+    both = slice_of(adapter, examples(5, 8))
+    together = packed.compute([slice_of(AdapterFactory(plain).create(config, seed=7), examples(4)), both])[1]
     alone = [packed.compute([type(both)(adapter, (piece,))])[0] for piece in both.pieces]
     assert together.losses == pytest.approx([outcome.losses[0] for outcome in alone], rel=1e-5)
     summed = {name: alone[0].gradients[name] + alone[1].gradients[name] for name in together.gradients}
-    assert worst(dict(together.gradients), summed) < 1e-5
+    assert max_relative_error(dict(together.gradients), summed) < 1e-5
     still = LoraConfig(r=3, target_modules=ALL, init_lora_weights=False, task_type="CAUSAL_LM")
-    undropped = packed.compute([share(AdapterFactory(plain).make(still, seed=7), examples(5, 8))])[0]
+    undropped = packed.compute([slice_of(AdapterFactory(plain).create(still, seed=7), examples(5, 8))])[0]
     assert together.losses != pytest.approx(undropped.losses, rel=1e-3)
     assert together.losses == pytest.approx(undropped.losses, rel=0.5)
 
@@ -165,8 +167,8 @@ def test_dropout_depends_on_the_example_and_not_on_the_pass(plain, packed):
 def test_the_model_itself_is_not_touched(plain):
     model = copy.deepcopy(plain).requires_grad_(True)
     kinds, before = {name: type(m) for name, m in model.named_modules()}, copy.deepcopy(model.state_dict())
-    adapter = AdapterFactory(model).make(METHODS["DoRA"], seed=7)
-    PackedModel(model).compute([share(adapter, examples(5))])
+    adapter = AdapterFactory(model).create(METHODS["DoRA"], seed=7)
+    PackedModel(model).compute([slice_of(adapter, examples(5))])
     assert {name: type(m) for name, m in model.named_modules()} == kinds
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -8,15 +8,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import IA3Config, PeftConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.loop.recipe import Recipe
+from tests.configs import ALL_LINEAR, lora
 from tests.conftest import tiny_config
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STEPS = 50
 
 
@@ -26,10 +26,6 @@ def base() -> LlamaForCausalLM:
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(initializer_range=0.1, pad_token_id=0)).eval()
     return model.requires_grad_(False)
-
-
-def lora(**settings: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings})
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ TASKS = {
     task.name: task
     for task in [
         Task("rank 2", lora(r=2), {"lr_scheduler_type": "cosine", "warmup_steps": 5}),
-        Task("rank 8", lora(r=8, lora_alpha=32, target_modules=ALL), {"gradient_accumulation_steps": 2, "seed": 11}),
+        Task("rank 8", lora(r=8, lora_alpha=32, target_modules=ALL_LINEAR), {"gradient_accumulation_steps": 2, "seed": 11}),
         Task("rank 16", lora(r=16, use_rslora=True, target_modules="all-linear"), {"weight_decay": 0.1}, examples=7),
         Task("DoRA", lora(r=4, use_dora=True, target_modules=["q_proj", "o_proj", "down_proj"]), {"max_grad_norm": 0.3}),
         Task("IA3", IA3Config(task_type="CAUSAL_LM"), {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}),
@@ -111,11 +107,11 @@ class Reference:
 
 
 @cache
-def trained_alone(name: str) -> Reference:
-    return by_trainer(copy.deepcopy(base()), TASKS[name])
+def reference_run(name: str) -> Reference:
+    return run_trainer(copy.deepcopy(base()), TASKS[name])
 
 
-def by_trainer(plain: LlamaForCausalLM, task: Task) -> Reference:
+def run_trainer(plain: LlamaForCausalLM, task: Task) -> Reference:
     """Trainer and PEFT, alone, on the task's data."""
     import tempfile
 
