@@ -1,20 +1,18 @@
-"""Calls that run beside the passes on two threads: save and load on one, adapter snapshots for sampling on the other."""
+"""Calls that run outside of the passes on two threads: save and load on one, adapter snapshots for sampling on the other."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.errors import BadCall, Diverged
 from symbiosis.finetuning import checkpoint
-from symbiosis.finetuning.calls import LoadCheckpoint, SampleCall, SaveCheckpoint
+from symbiosis.finetuning.calls import BackgroundCall, LoadCheckpoint, SampleCall, SaveCheckpoint
 from symbiosis.finetuning.optimizer import AnyOptimizer
-from symbiosis.finetuning.sampler_protocol import SampledCompletion
 from symbiosis.finetuning.session import TrainingSession
 from symbiosis.finetuning.trained_adapter import TrainedAdapter
 
@@ -30,7 +28,7 @@ class BackgroundWorker:
         self._files = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-training-files")
         self._snapshots = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-training-snapshots")
 
-    def start(self, session: TrainingSession, call: SaveCheckpoint | LoadCheckpoint | SampleCall) -> None:
+    def start(self, session: TrainingSession, call: BackgroundCall) -> None:
         """Run the head of a session's queue. The session is not ready until the call is off its queue."""
         session.background_call = call
         # the session drops its adapter when it is closed, so the task holds its own reference
@@ -52,7 +50,7 @@ class BackgroundWorker:
         outcome: Exception | None = None
         try:
             if isinstance(call, SaveCheckpoint):
-                if call.optimizer and optimizer.has_gradients:
+                if call.optimizer and optimizer.gradients:
                     raise BadCall("gradients have accumulated: call optim_step before saving the optimizer")
                 state = optimizer.state() if call.optimizer else None
                 written = checkpoint.save(call.folder, adapter, state, session.progress, replace=call.replace)
@@ -80,12 +78,9 @@ class BackgroundWorker:
             if request is None or not session.queue.launch_sample(call):
                 return
             self._changed.notify_all()
-
-        def finish(done: Future[list[SampledCompletion]]) -> None:
-            outcome: Any = done.exception() or done.result()
-            self._finish_call(session, call, outcome)
-
-        request.begin(snapshot).add_done_callback(finish)
+        request.begin(snapshot).add_done_callback(
+            lambda done: self._finish_call(session, call, done.exception() or done.result())
+        )
 
 
 def synchronize(device: torch.device) -> None:

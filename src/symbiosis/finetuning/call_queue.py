@@ -13,13 +13,15 @@ from typing import Any, TypeGuard
 
 from symbiosis.errors import OutOfOrder, OutOfRange, SymbiosisError, TooManyRequests, Withdrawn
 from symbiosis.finetuning.calls import Call, ForwardBackward, LoadCheckpoint, OptimStep, SampleCall
+from symbiosis.finetuning.config import TrainerConfig
 
 _MIN_KNOWN = 64  # finished calls that stay known for retries
 
 
 class CallQueue:
-    def __init__(self, *, max_calls: int, max_tokens: int, max_tenant_tokens: int) -> None:
-        self._max_calls, self._max_tokens, self._max_tenant_tokens = max_calls, max_tokens, max_tenant_tokens
+    def __init__(self, config: TrainerConfig) -> None:
+        self._max_calls, self._max_tokens = config.max_waiting, config.max_waiting_tokens
+        self._max_tenant_tokens = config.tenant_waiting_tokens
         self.tokens = self.completions = 0
         """Of the calls that are not finished."""
         self.pending: deque[Call] = deque()

@@ -7,7 +7,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from symbiosis.finetuning.examples import Example, digest_batch
 from symbiosis.finetuning.optimizer import StepSettings
@@ -106,3 +106,7 @@ class SampleCall(Call):
 
     def release(self) -> None:
         self.request = None
+
+
+BackgroundCall: TypeAlias = SaveCheckpoint | LoadCheckpoint | SampleCall
+"""Runs outside of passes."""

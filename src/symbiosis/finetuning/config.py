@@ -44,9 +44,7 @@ class TrainerConfig:
         seconds: object = self.serving_pass_s
         if seconds is not None and (type(seconds) not in (int, float) or not 0.001 <= seconds <= 3600):  # type: ignore[operator]
             raise OutOfRange(f"serving_pass_s is {seconds!r}", field="serving_pass_s", expected="0.001 to 3600")
-        for name in set(self.__slots__) - {"serving_pass_s"}:
+        for name in set(self.__slots__) - {"serving_pass_s"} - ({"pass_rows"} if self.pass_rows is None else set()):
             value, least = getattr(self, name), 0 if name == "graphs" else 1
-            if name == "pass_rows" and value is None:
-                continue
             if type(value) is not int or not least <= value <= 1 << 31:
                 raise OutOfRange(f"{name} is {value!r}", field=name, expected=f"a whole number from {least} on")

@@ -57,11 +57,8 @@ class Dataset(Sequence[Example]):
         if bool(invalid_T.any()):
             place = invalid_T.nonzero()[0]
             number = int(torch.searchsorted(self._ends_E, place, right=True))
-            raise OutOfRange(
-                f"example {number} has the token {int(self._ids_T[place])} with the label {int(self._labels_T[place])}",
-                field="data",
-                expected=f"0 to {vocabulary - 1}",
-            )
+            what = f"example {number} has the token {int(self._ids_T[place])} with the label {int(self._labels_T[place])}"
+            raise OutOfRange(what, field="data", expected=f"0 to {vocabulary - 1}")
 
 
 def read_dataset(path: Path) -> Dataset:

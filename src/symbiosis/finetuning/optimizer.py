@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +40,12 @@ class StepSettings:
     adam_epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        ranges = {
-            "learning_rate": (0.0, 1e30),
-            "max_grad_norm": (0.0, 1e9),
-            "weight_decay": (0.0, 1e3),
-            "adam_beta1": (0.0, 0.9999999),
-            "adam_beta2": (0.0, 0.9999999),
-            "adam_epsilon": (0.0, 1.0),
-        }
-        for name, (low, high) in ranges.items():
+        highest = {"learning_rate": 1e30, "max_grad_norm": 1e9, "weight_decay": 1e3, "adam_epsilon": 1.0}
+        highest |= {"adam_beta1": 0.9999999, "adam_beta2": 0.9999999}
+        for name, high in highest.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise OutOfRange(f"{name} is {value!r:.80}", field=name, expected=f"an int or float from {low:g} to {high}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
+                raise OutOfRange(f"{name} is {value!r:.80}", field=name, expected=f"an int or float from 0 to {high}")
 
 
 class Optimizer:
@@ -76,13 +70,9 @@ class Optimizer:
         """Accumulated since the last step."""
         return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
-    @property
-    def has_gradients(self) -> bool:
-        return any(p.grad is not None for p in self._parameters.values())
-
     def step(self, settings: StepSettings) -> Tensor:
         """Update the parameters, clear the gradients, return their norm. A norm that is not finite changes nothing."""
-        if not self.has_gradients:
+        if not self.gradients:
             raise BadCall(_NO_GRADIENTS)
         norm = nn.utils.clip_grad_norm_(list(self._parameters.values()), settings.max_grad_norm or math.inf)
         if not math.isfinite(float(norm)):
@@ -113,11 +103,10 @@ class Optimizer:
         self._adamw.state.clear()
         for name, parameter in self._parameters.items():
             if f"{name}/step" in state:
-                entry: dict[str, Any] = {}
-                for kind in STATE_NAMES:
-                    dtype = torch.float32 if kind == "step" else parameter.dtype
-                    entry[kind] = state[f"{name}/{kind}"].to(parameter.device, dtype, copy=True)
-                self._adamw.state[parameter] = entry
+                dtypes = dict.fromkeys(STATE_NAMES, parameter.dtype) | {"step": torch.float32}
+                self._adamw.state[parameter] = {
+                    kind: state[f"{name}/{kind}"].to(parameter.device, dtype, copy=True) for kind, dtype in dtypes.items()
+                }
 
 
 class FlatOptimizer:
@@ -146,10 +135,6 @@ class FlatOptimizer:
     def gradients(self) -> Mapping[str, Tensor]:
         """Accumulated since the last step."""
         return {} if self._gradients_N is None else FlatGradients(self._flat, self._gradients_N)
-
-    @property
-    def has_gradients(self) -> bool:
-        return self._gradients_N is not None
 
     @torch.no_grad()
     def step(self, settings: StepSettings) -> Tensor:

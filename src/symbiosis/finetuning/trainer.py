@@ -29,23 +29,14 @@ from symbiosis.errors import BadCall, Closed, Diverged, PassFailed, SymbiosisErr
 from symbiosis.finetuning.adapter_factory import AdapterFactory
 from symbiosis.finetuning.background_worker import BackgroundWorker, synchronize
 from symbiosis.finetuning.call_queue import CallQueue
-from symbiosis.finetuning.calls import (
-    Call,
-    ForwardBackward,
-    LoadCheckpoint,
-    LossResult,
-    OptimStep,
-    SampleCall,
-    SaveCheckpoint,
-    StepResult,
-)
+from symbiosis.finetuning.calls import BackgroundCall, Call, ForwardBackward, LossResult, OptimStep, StepResult
 from symbiosis.finetuning.checkpoint import Progress
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.packed.async_copy import AsyncCopy
 from symbiosis.finetuning.packed.batch import SessionSlice
 from symbiosis.finetuning.packed.loss import takes_items
 from symbiosis.finetuning.packed.model import PackedModel, PassResult
-from symbiosis.finetuning.pass_runner import PassRunner
+from symbiosis.finetuning.packed.pass_runner import PassRunner
 from symbiosis.finetuning.sampler_protocol import SamplerProtocol
 from symbiosis.finetuning.scheduling.batch_planner import BatchPlanner
 from symbiosis.finetuning.scheduling.fairness import Candidate
@@ -113,7 +104,6 @@ class Trainer:
         Raises `BadAdapter`, `UnsupportedAdapter`, `TooLarge`, `OutOfRange`, `TooManyRequests` or `Closed`.
         """
         check_open(tenant, seed, weight)
-        config = self.config
         with self._opening:
             self._admit(tenant)
             created = self._factory.create(adapter, seed=seed, admit=lambda parameters: self._admit(tenant, parameters))
@@ -128,11 +118,7 @@ class Trainer:
                     weight=weight,
                     takes_items=self._takes_items,
                     limits=self._session_limits,
-                    queue=CallQueue(
-                        max_calls=config.max_waiting,
-                        max_tokens=config.max_waiting_tokens,
-                        max_tenant_tokens=config.tenant_waiting_tokens,
-                    ),
+                    queue=CallQueue(self.config),
                     sampler=self._sampler,
                     changed=self._changed,
                     submit=self._submit,
@@ -270,15 +256,12 @@ class Trainer:
 
     def _run_calls(self, permit: Permit) -> bool:
         """Start the head of each ready session's queue. Returns whether the pass was of a new shape."""
-        steps: list[tuple[TrainingSession, OptimStep]] = []
         with self._changed:
             heads = [(session, session.queue.pending[0]) for session in self._registry.ready()]
         for session, call in heads:
-            if isinstance(call, SaveCheckpoint | LoadCheckpoint | SampleCall):
+            if isinstance(call, BackgroundCall):
                 self._background.start(session, call)
-            elif isinstance(call, OptimStep):
-                steps.append((session, call))
-        self._launch_steps(steps)
+        self._launch_steps([(session, call) for session, call in heads if isinstance(call, OptimStep)])
         return self._run_pass(permit)  # also with the next batches of the sessions that have stepped
 
     def _launch_steps(self, steps: list[tuple[TrainingSession, OptimStep]]) -> None:

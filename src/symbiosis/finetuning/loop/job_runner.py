@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from symbiosis.adapters.parts import Adapter
 from symbiosis.adapters.reader import from_memory
@@ -59,15 +59,14 @@ class JobSpec:
     serve_checkpoints: bool
 
 
-class AdapterServer(Protocol):
-    def __call__(self, name: str, adapter: Adapter, folder: Path) -> int:
-        """Serve an adapter from memory; `folder` has the same. Returns its generation when requests are routed to it."""
+ServeAdapter: TypeAlias = Callable[[str, Adapter, Path], int]
+"""Serves an adapter under a name from memory; the folder has the same. Returns its generation once requests get it."""
 
 
 class JobRunner:
     """Thread-safe. `emit` gets a job's id and its events, in order, on the job's thread."""
 
-    def __init__(self, trainer: Trainer, emit: Callable[[str, events.Event], None], serve: AdapterServer) -> None:
+    def __init__(self, trainer: Trainer, emit: Callable[[str, events.Event], None], serve: ServeAdapter) -> None:
         self._trainer, self._emit, self._serve = trainer, emit, serve
         self._lock = threading.Lock()
         self._running: dict[str, _Job] = {}
@@ -96,14 +95,12 @@ class JobRunner:
 
     def stop(self, id: str) -> None:
         """End a job after the current step, with a checkpoint. Without effect if it has ended."""
-        job = self._running.get(id)
-        if job is not None:
+        if (job := self._running.get(id)) is not None:
             job.stop()
 
     def abort(self, id: str) -> None:
         """End a job at once, with what is on disk. Without effect if it has ended."""
-        job = self._running.get(id)
-        if job is not None:
+        if (job := self._running.get(id)) is not None:
             job.abort("it was aborted")
 
     def ids(self) -> list[str]:
@@ -141,7 +138,7 @@ class _Job(threading.Thread):
         spec: JobSpec,
         trainer: Trainer,
         emit: Callable[[str, events.Event], None],
-        serve: AdapterServer,
+        serve: ServeAdapter,
         replaced: list[_Job],
     ) -> None:
         super().__init__(name="symbiosis-job", daemon=True)
