@@ -23,9 +23,11 @@ from symbiosis.models.loading import shared_copy
 from symbiosis.serving.engine import EngineCore
 from symbiosis.serving.ipc_server import IpcServer
 from symbiosis.transport.shm import runtime_folder
+from tests.configs import lora
 from tests.finetuning.trainer_reference import Task, base
 
 ENDS = {"trained", "stopped", "failed"}
+PLAIN = Task("plain", lora(lora_dropout=0.1), {"max_steps": 12, "gradient_accumulation_steps": 3})
 
 
 @dataclass
@@ -55,6 +57,10 @@ class IpcPeer:
     def events(self, id: str, kind: str) -> list[dict[str, Any]]:
         """A job's events of one kind."""
         return [event["training"][kind] for event in self.of(id) if kind in event.get("training", {})]
+
+    def ends(self, id: str) -> list[str]:
+        """The kinds of a job's final events."""
+        return [kind for event in self.of(id) for kind in event.get("training", {}) if kind in ENDS]
 
     def tokens(self, id: str) -> list[int]:
         return [event[2] for event in self.received if isinstance(event, list) and event[0] == id]

@@ -1,4 +1,4 @@
-"""One packed pass beside PEFT's own model, for comparing losses and gradients."""
+"""PEFT's own losses and gradients, for comparison with a packed pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs come from strangers."""
+"""Adapters are created from untrusted configs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def factory():
 
 
 def test_a_config_may_be_plain_json(factory):
-    made = factory.create({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, seed=1)
-    assert set(made.parts) == {f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)}
-    assert {part.scale for part in made.parts.values()} == {2.0}
+    created = factory.create({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, seed=1)
+    assert set(created.parts) == {f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)}
+    assert {part.scale for part in created.parts.values()} == {2.0}
 
 
-def test_what_a_config_does_not_say_is_pefts_default(factory):
+def test_missing_config_fields_have_pefts_defaults(factory):
     found, plain = (factory.create(config, seed=1) for config in ({"peft_type": "LORA"}, LoraConfig(task_type="CAUSAL_LM")))
     assert set(found.parts) == set(plain.parts)
     for path, part in found.parts.items():
@@ -37,9 +37,9 @@ def test_what_a_config_does_not_say_is_pefts_default(factory):
         assert torch.equal(part.a_rI, plain.parts[path].a_rI)
 
 
-def test_targets_that_are_not_named_are_pefts_usual(factory):
-    made = factory.create(LoraConfig(r=2, task_type="CAUSAL_LM"), seed=1)
-    assert {path.rpartition(".")[2] for path in made.parts} == {"q_proj", "v_proj"}
+def test_missing_targets_are_pefts_defaults(factory):
+    created = factory.create(LoraConfig(r=2, task_type="CAUSAL_LM"), seed=1)
+    assert {path.rpartition(".")[2] for path in created.parts} == {"q_proj", "v_proj"}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_targets_that_are_not_named_are_pefts_usual(factory):
         {"target_modules": ["k_proj", "up_proj"], "feedforward_modules": ["up_proj"]},
     ],
 )
-def test_what_ia3_does_not_name_is_pefts_usual(named, factory):
+def test_missing_ia3_modules_are_pefts_defaults(named, factory):
     config = IA3Config(**named, task_type="CAUSAL_LM")
     theirs = get_peft_model(copy.deepcopy(base()), copy.deepcopy(config)).named_modules()
     expected = {path: m.is_feedforward for path, m in theirs if isinstance(m, IA3Layer)}
@@ -96,12 +96,12 @@ def test_what_ia3_does_not_name_is_pefts_usual(named, factory):
     ],
     ids=lambda value: value.peft_type if isinstance(value, PeftConfig) else "",
 )
-def test_what_cannot_be_trained_is_refused(config, error, factory):
+def test_untrainable_configs_are_rejected(config, error, factory):
     with pytest.raises(error):
         factory.create(config, seed=1)
 
 
-def test_whatever_peft_raises_is_typed(factory, monkeypatch):
+def test_exceptions_of_peft_become_typed_errors(factory, monkeypatch):
     def fail(*_):
         raise KeyError("something of its own")
 
@@ -110,7 +110,7 @@ def test_whatever_peft_raises_is_typed(factory, monkeypatch):
         factory.create(lora(), seed=1)
 
 
-def test_what_is_too_large_is_refused_before_it_is_made():
+def test_an_adapter_that_is_too_large_is_rejected_before_it_is_created():
     factory = AdapterFactory(base(), max_parameters=10_000)
     for config in (
         lora(r=64, target_modules="all-linear"),
@@ -119,11 +119,11 @@ def test_what_is_too_large_is_refused_before_it_is_made():
     ):
         with pytest.raises(TooLarge):
             factory.create(config, seed=1)
-    made = factory.create(lora(r=4), seed=1)
-    assert sum(p.numel() for p in made.parameters.values()) <= 10_000
+    created = factory.create(lora(r=4), seed=1)
+    assert sum(p.numel() for p in created.parameters.values()) <= 10_000
 
 
-def test_an_expression_that_takes_for_ever_does_not(factory):
+def test_a_slow_regular_expression_ends_in_time(factory):
     started = time.monotonic()
     for config in (lora(target_modules="(.*)*(.*)*(.*)*x"), lora(rank_pattern={"(.*)*(.*)*(.*)*x": 3})):
         with contextlib.suppress(BadAdapter, UnsupportedAdapter):

@@ -1,4 +1,4 @@
-"""Data, adapters and recipes of eight jobs, and transformers' Trainer as the reference for each."""
+"""Data, adapters and recipes of eight tasks, and transformers' Trainer as the reference for each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 50
 
 @cache
 def base() -> LlamaForCausalLM:
-    """Never trained. A little larger than random weights usually are, so that adapters have something to work with."""
+    """Never trained. Its weights are larger than usual random ones, so that adapters have an effect."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(initializer_range=0.1, pad_token_id=0)).eval()
     return model.requires_grad_(False)
@@ -96,7 +96,7 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Reference:
-    """What Trainer made of a task."""
+    """Trainer's result of a task."""
 
     start: dict[str, Tensor]
     end: dict[str, Tensor]

@@ -35,14 +35,14 @@ def eight(trainer):
     before = trainer.stats
     found = run_concurrently(trainer, list(TASKS.values()))
     passes = trainer.stats.passes - before.passes
-    assert (trainer.stats.sessions - before.sessions) / passes > 4, "hardly anybody met"
+    assert (trainer.stats.sessions - before.sessions) / passes > 4, "passes were hardly shared"
     yield found
     for session, _ in found.values():
         session.close()
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_an_adapter_trained_among_seven_others_is_the_one_that_trainer_trains_alone(name, eight):
+def test_an_adapter_trained_among_seven_others_equals_trainers(name, eight):
     session, steps = eight[name]
     reference = reference_run(name)
     assert_equals_trainer(session, name)
@@ -54,13 +54,13 @@ def test_an_adapter_trained_among_seven_others_is_the_one_that_trainer_trains_al
 
 
 @pytest.mark.parametrize("name", ["rank 8", "DoRA", "IA3", "prefix", "prompt"])
-def test_what_is_saved_is_what_peft_saves(name, eight, tmp_path):
+def test_saved_adapters_equal_pefts(name, eight, tmp_path):
     session, _ = eight[name]
     session.save(tmp_path / "ours").result(60)
     reference_run(name).model.save_pretrained(tmp_path / "peft")
-    ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "peft"))
+    ours, theirs = (load_file(tmp_path / source / "adapter_model.safetensors") for source in ("ours", "peft"))
     assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
-    configs = [json.loads((tmp_path / who / "adapter_config.json").read_text()) for who in ("ours", "peft")]
+    configs = [json.loads((tmp_path / source / "adapter_config.json").read_text()) for source in ("ours", "peft")]
     for config in configs:
         for key, value in config.items():
             config[key] = sorted(value) if isinstance(value, list) else value
@@ -76,8 +76,8 @@ def _plain():
     return copy.deepcopy(base())
 
 
-def test_jobs_that_join_and_leave_in_mid_run_change_nothing(trainer):
-    """One job runs to its end while others come, go, fail and come again."""
+def test_sessions_that_join_and_leave_do_not_change_a_run(trainer):
+    """One run continues while other sessions open, close and fail."""
     session = open_session(trainer, TASKS["rank 2"])
     others = itertools.cycle([task for name, task in TASKS.items() if name != "rank 2"])
     guests = []
@@ -108,7 +108,7 @@ def test_jobs_that_join_and_leave_in_mid_run_change_nothing(trainer):
     session.close()
 
 
-def test_a_job_that_diverges_ends_alone(trainer):
+def test_a_diverged_run_fails_alone(trainer):
     wild = Task("wild", lora(), {"learning_rate": 1e30, "weight_decay": 1e3, "lr_scheduler_type": "constant"})
     lost = open_session(trainer, wild)
     failures = []
@@ -132,9 +132,9 @@ def test_a_job_that_diverges_ends_alone(trainer):
         session.close()
 
 
-def test_a_job_goes_on_from_a_checkpoint_exactly(tmp_path):
+def test_a_run_resumes_from_a_checkpoint_exactly(tmp_path):
     """Killed after step 6 of 9 with a checkpoint at 4, on a new trainer: to the bit what it is without that."""
-    task = Task("goes on", lora(r=4, lora_dropout=0.2, use_dora=True), {"max_steps": 9})  # a batch a step: always in one pass
+    task = Task("resumed", lora(r=4, lora_dropout=0.2, use_dora=True), {"max_steps": 9})  # a batch a step: always in one pass
     with Trainer(base(), TrainerConfig(max_rows=64)) as trainer:
         whole = open_session(trainer, task)
         run(whole, task.data(), task.recipe_of())
@@ -149,14 +149,14 @@ def test_a_job_goes_on_from_a_checkpoint_exactly(tmp_path):
             on_step=lambda done: first.stop() if done.step == 5 else None,
         )
     with Trainer(base(), TrainerConfig(max_rows=64)) as trainer:
-        again = trainer.open("somebody", task.adapter, seed=task.settings()["seed"])
+        again = trainer.open("bob", task.adapter, seed=task.settings()["seed"])
         again.load(tmp_path / "at 4").result(60)
         assert again.progress.steps == 4
         run(again, task.data(), task.recipe_of(), after=again.progress.steps)
         assert all_equal(values(again), expected)
 
 
-def test_a_step_of_more_batches_than_may_wait(trainer):
+def test_a_step_may_have_more_batches_than_the_queue(trainer):
     session, recipe = (
         open_session(trainer, TASKS["rank 2"]),
         {"gradient_accumulation_steps": 100, "per_device_train_batch_size": 1},
@@ -168,7 +168,7 @@ def test_a_step_of_more_batches_than_may_wait(trainer):
 
 
 @pytest.mark.parametrize("adapter", [TASKS["rank 8"].adapter, TASKS["prompt"].adapter], ids=["LoRA", "prompt"])
-def test_a_model_that_is_not_told_the_number_of_labels(adapter):
+def test_a_model_without_num_items_averages_the_batches_means(adapter):
     task = Task("means of means", adapter, {"gradient_accumulation_steps": 3, "max_steps": 4})
     model = _plain()
     model.accepts_loss_kwargs = False
@@ -189,27 +189,27 @@ def test_data_is_checked_before_the_first_step(trainer):
     session.close()
 
 
-def test_a_job_waits_while_its_tenants_others_leave_no_room():
+def test_a_run_waits_while_the_tenants_quota_is_used_up():
     task = TASKS["rank 2"]
     with Trainer(base(), TrainerConfig(tenant_waiting_tokens=80)) as trainer:
-        hog, session = trainer.open("ann", lora()), trainer.open("ann", lora())
-        with hog.gathering():
+        other, session = trainer.open("ann", lora()), trainer.open("ann", lora())
+        with other.gathering():
             for _ in range(2):
-                hog.forward_backward([Example((1,) * 40, (1,) * 40)])
+                other.forward_backward([Example((1,) * 40, (1,) * 40)])
             done = []
             thread = threading.Thread(target=lambda: done.append(run(session, task.data(), task.recipe_of(max_steps=2))))
             thread.start()
-            hog.close()
+            other.close()
         thread.join(60)
         assert [each.step for each in done] == [2]
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_an_adapter_starts_as_peft_starts_it(name, trainer):
+def test_an_adapter_is_initialized_as_by_peft(name, trainer):
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     session = open_session(trainer, TASKS[name])
-    assert torch.equal(torch.random.get_rng_state(), before), "somebody else's random numbers were drawn"
+    assert torch.equal(torch.random.get_rng_state(), before), "the global random generator was used"
     assert all_equal(values(session), reference_run(name).start)
     session.close()
     set_seed(0)
