@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, TypeGuard
 
 from symbiosis.errors import OutOfOrder, OutOfRange, SymbiosisError, TooManyRequests, Withdrawn
-from symbiosis.finetuning.calls import Call, ForwardBackward, LoadCheckpoint, OptimStep, SampleCall
+from symbiosis.finetuning.calls import ForwardBackward, LoadCheckpoint, OptimStep, SampleCall, SessionCall
 from symbiosis.finetuning.config import TrainerConfig
 
 _MIN_KNOWN = 64  # finished calls that stay known for retries
@@ -24,20 +24,20 @@ class CallQueue:
         self._max_tenant_tokens = config.tenant_waiting_tokens
         self.tokens = self.completions = 0
         """Of the calls that are not finished."""
-        self.pending: deque[Call] = deque()
+        self.pending: deque[SessionCall] = deque()
         """The head runs next and stays until `finish` or `launch_sample`."""
         self.sampling: list[SampleCall] = []
         """Calls that left the queue and wait for their completions."""
         self.ended: SymbiosisError | None = None
         """Why no call is accepted; None while the session is open."""
         self._next_number = 1
-        self._early: dict[int, Call] = {}
-        self._known: OrderedDict[int, Call] = OrderedDict()
+        self._early: dict[int, SessionCall] = {}
+        self._known: OrderedDict[int, SessionCall] = OrderedDict()
         self._result_tokens = 0  # of the known calls
         self._in_step = False  # batches were submitted whose optim_step was not
         self._stopped = False
 
-    def submit(self, call: Call, number: int | None, *, tenant_tokens: int, free_completions: int) -> Future[Any]:
+    def submit(self, call: SessionCall, number: int | None, *, tenant_tokens: int, free_completions: int) -> Future[Any]:
         """The future of the call, or of the known call with this number; without a number, it is the next.
 
         `tenant_tokens` are unfinished over all sessions of the tenant. Raises `OutOfRange`, `OutOfOrder`,
@@ -76,7 +76,7 @@ class CallQueue:
             self._result_tokens -= self._known.popitem(last=False)[1].result_tokens
         return call.future
 
-    def _append(self, call: Call) -> None:
+    def _append(self, call: SessionCall) -> None:
         self.pending.append(call)
         if _is_training_batch(call):
             call.starts_step, self._in_step = not self._in_step, True
@@ -95,7 +95,7 @@ class CallQueue:
         self.sampling.append(call)
         return True
 
-    def finish(self, call: Call) -> bool:
+    def finish(self, call: SessionCall) -> bool:
         """Remove a call that was run. False if it was removed before: the session ended."""
         if call in self.sampling:
             self.sampling.remove(call)
@@ -120,7 +120,7 @@ class CallQueue:
             self._release(call)
             call.resolve(_withdrawn())
 
-    def end(self, error: SymbiosisError) -> list[Call]:
+    def end(self, error: SymbiosisError) -> list[SessionCall]:
         """Accept no further call. Returns the calls that the caller has to resolve; those in `sampling` continue."""
         dropped = [*self.pending, *self._early.values()]
         self.ended = self.ended or copy.copy(error)
@@ -135,7 +135,7 @@ class CallQueue:
         self._known.clear()
         self._result_tokens = 0
 
-    def _release(self, call: Call) -> None:
+    def _release(self, call: SessionCall) -> None:
         self.tokens -= call.tokens
         self.completions -= call.completions
         call.release()
@@ -145,5 +145,5 @@ def _withdrawn() -> Withdrawn:
     return Withdrawn("this training session was stopped before this step began")
 
 
-def _is_training_batch(call: Call) -> TypeGuard[ForwardBackward]:
+def _is_training_batch(call: SessionCall) -> TypeGuard[ForwardBackward]:
     return isinstance(call, ForwardBackward) and call.learns

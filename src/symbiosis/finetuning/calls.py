@@ -35,7 +35,7 @@ class StepResult:
     """Before clipping."""
 
 
-class Call:
+class SessionCall:
     """`tokens` and `completions` count against the limits until the call is released."""
 
     def __init__(self, *key: object, tokens: int = 0, completions: int = 0, result_tokens: int = 0) -> None:
@@ -57,7 +57,7 @@ class Call:
         """Drop the payload of a finished call, which stays known for retries."""
 
 
-class ForwardBackward(Call):
+class ForwardBackward(SessionCall):
     def __init__(
         self, examples: tuple[Example, ...], costs: tuple[int, ...], items: float, labels: int, *, learns: bool
     ) -> None:
@@ -73,13 +73,13 @@ class ForwardBackward(Call):
         self.examples, self.costs, self.losses = (), (), []
 
 
-class OptimStep(Call):
+class OptimStep(SessionCall):
     def __init__(self, settings: StepSettings) -> None:
         super().__init__(settings)
         self.settings = settings
 
 
-class SaveCheckpoint(Call):
+class SaveCheckpoint(SessionCall):
     def __init__(self, folder: Path, *, optimizer: bool, replace: bool, keep: Callable[[AdapterSnapshot], None] | None) -> None:
         super().__init__(folder, optimizer)
         self.folder, self.optimizer, self.replace = folder, optimizer, replace
@@ -90,13 +90,13 @@ class SaveCheckpoint(Call):
         self.keep = None
 
 
-class LoadCheckpoint(Call):
+class LoadCheckpoint(SessionCall):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = folder
 
 
-class SampleCall(Call):
+class SampleCall(SessionCall):
     """Leaves the queue when the adapter is copied. The completions follow later."""
 
     def __init__(self, request: SampleRequest) -> None:

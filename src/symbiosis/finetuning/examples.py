@@ -33,11 +33,8 @@ def check_examples(examples: Sequence[Example], *, vocabulary: int, longest: int
         if not 1 <= len(example.ids) <= longest:
             raise OutOfRange(f"example {number} has {len(example.ids)} tokens", field="batch", expected=f"1 to {longest}")
         if len(example.labels) != len(example.ids):
-            raise OutOfRange(
-                f"example {number} has {len(example.ids)} tokens and {len(example.labels)} labels",
-                field="batch",
-                expected="a label for each token, -100 where there is nothing to learn",
-            )
+            what = f"example {number} has {len(example.ids)} tokens and {len(example.labels)} labels"
+            raise OutOfRange(what, field="batch", expected=f"a label for each token, {IGNORED} where there is nothing to learn")
         labels = [label for label in example.labels if type(label) is not int or label != IGNORED]
         in_range = f"an int from 0 to {vocabulary - 1}"
         for kind, values, expected in (
@@ -62,11 +59,8 @@ def _check_types(number: int, example: object) -> None:
         raise OutOfRange(f"example {number} is {example!r:.80}", field="batch", expected="an Example(ids, labels)")
     for name, values in (("ids", example.ids), ("labels", example.labels)):
         if not isinstance(values, tuple | list):
-            raise OutOfRange(
-                f"the {name} of example {number} are of type {type(values).__name__}",
-                field="batch",
-                expected="a tuple of ints; tuple(x.tolist()) makes one of a tensor or an array",
-            )
+            what = f"the {name} of example {number} are of type {type(values).__name__}"
+            raise OutOfRange(what, field="batch", expected="a tuple of ints: tuple(x.tolist()) of a tensor or an array")
 
 
 def _are_tokens(values: Sequence[int], vocabulary: int) -> bool:

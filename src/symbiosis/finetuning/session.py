@@ -17,13 +17,13 @@ from symbiosis.adapters.files import shown
 from symbiosis.errors import CannotServe, OutOfRange
 from symbiosis.finetuning.call_queue import CallQueue
 from symbiosis.finetuning.calls import (
-    Call,
     ForwardBackward,
     LoadCheckpoint,
     LossResult,
     OptimStep,
     SampleCall,
     SaveCheckpoint,
+    SessionCall,
     StepResult,
 )
 from symbiosis.finetuning.checkpoint import Progress
@@ -34,7 +34,7 @@ from symbiosis.finetuning.packed.batch import PackedExample, predicted
 from symbiosis.finetuning.sampler_protocol import SampledCompletion, SamplerProtocol
 from symbiosis.finetuning.trained_adapter import NOTHING, AdapterSnapshot, TrainedAdapter
 
-Submit: TypeAlias = Callable[["TrainingSession", Call, int | None], Future[Any]]
+Submit: TypeAlias = Callable[["TrainingSession", SessionCall, int | None], Future[Any]]
 
 _MIN_COST_ROWS = 16
 """Least cost of a sequence: attention, dropout and loss process each sequence by itself."""
@@ -85,7 +85,7 @@ class TrainingSession:
         self.queue = queue
         self.file_task: Future[None] | None = None
         """The last save or load."""
-        self.background_call: Call | None = None
+        self.background_call: SessionCall | None = None
         """A call that runs outside of passes; while it is the head of the queue, no pass uses this session."""
         self._is_held = False
         self._limits, self._sampler = limits, sampler

@@ -7,7 +7,7 @@ from typing import Any
 
 from symbiosis.adapters.files import shown
 from symbiosis.errors import OutOfRange, TooManyRequests
-from symbiosis.finetuning.calls import Call
+from symbiosis.finetuning.calls import SessionCall
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.session import TrainingSession
 
@@ -55,7 +55,7 @@ class SessionRegistry:
         for session in closed:
             session.release()
 
-    def submit(self, session: TrainingSession, call: Call, number: int | None) -> Future[Any]:
+    def submit(self, session: TrainingSession, call: SessionCall, number: int | None) -> Future[Any]:
         """Queue a call. Raises what `CallQueue.submit` raises."""
         own, free = self._of(session.tenant), 0
         if call.completions:

@@ -29,7 +29,7 @@ from symbiosis.errors import BadCall, Closed, Diverged, PassFailed, SymbiosisErr
 from symbiosis.finetuning.adapter_factory import AdapterFactory
 from symbiosis.finetuning.background_worker import BackgroundWorker, synchronize
 from symbiosis.finetuning.call_queue import CallQueue
-from symbiosis.finetuning.calls import BackgroundCall, Call, ForwardBackward, LossResult, OptimStep, StepResult
+from symbiosis.finetuning.calls import BackgroundCall, ForwardBackward, LossResult, OptimStep, SessionCall, StepResult
 from symbiosis.finetuning.checkpoint import Progress
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.packed.async_copy import AsyncCopy
@@ -89,7 +89,7 @@ class Trainer:
         self._ids = itertools.count(1)
         self._launched_steps: list[tuple[TrainingSession, OptimStep, int]] = []
         self._norms: AsyncCopy | None = None  # of the launched steps
-        self._deferred: list[tuple[Call, LossResult]] = []  # set by the next `_deliver`
+        self._deferred: list[tuple[SessionCall, LossResult]] = []  # set by the next `_deliver`
         self._closing = False
         self.stats = TrainerStats()
         self._background = BackgroundWorker(self._device, self.facts, self._changed, self._finish_call)
@@ -177,7 +177,7 @@ class Trainer:
             self._check_open()
             self._registry.admit_session(tenant, parameters)
 
-    def _submit(self, session: TrainingSession, call: Call, number: int | None) -> Future[Any]:
+    def _submit(self, session: TrainingSession, call: SessionCall, number: int | None) -> Future[Any]:
         with self._changed:
             self._check_open()
             future = self._registry.submit(session, call, number)
@@ -203,7 +203,7 @@ class Trainer:
         for call in dropped:
             call.resolve(copy.copy(error))
 
-    def _finish_call(self, session: TrainingSession, call: Call, outcome: Any, *, deferred: bool = False) -> None:
+    def _finish_call(self, session: TrainingSession, call: SessionCall, outcome: Any, *, deferred: bool = False) -> None:
         """Take a call off its queue and resolve it, now or in `_deliver`. Without effect if the session ended first."""
         with self._changed:
             if not session.queue.finish(call):

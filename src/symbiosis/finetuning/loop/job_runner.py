@@ -59,6 +59,7 @@ class JobSpec:
     serve_checkpoints: bool
 
 
+Emit: TypeAlias = Callable[[str, events.Event], None]
 ServeAdapter: TypeAlias = Callable[[str, Adapter, Path], int]
 """Serves an adapter under a name from memory; the folder has the same. Returns its generation once requests get it."""
 
@@ -66,7 +67,7 @@ ServeAdapter: TypeAlias = Callable[[str, Adapter, Path], int]
 class JobRunner:
     """Thread-safe. `emit` gets a job's id and its events, in order, on the job's thread."""
 
-    def __init__(self, trainer: Trainer, emit: Callable[[str, events.Event], None], serve: ServeAdapter) -> None:
+    def __init__(self, trainer: Trainer, emit: Emit, serve: ServeAdapter) -> None:
         self._trainer, self._emit, self._serve = trainer, emit, serve
         self._lock = threading.Lock()
         self._running: dict[str, _Job] = {}
@@ -133,14 +134,7 @@ class JobRunner:
 
 
 class _Job(threading.Thread):
-    def __init__(
-        self,
-        spec: JobSpec,
-        trainer: Trainer,
-        emit: Callable[[str, events.Event], None],
-        serve: ServeAdapter,
-        replaced: list[_Job],
-    ) -> None:
+    def __init__(self, spec: JobSpec, trainer: Trainer, emit: Emit, serve: ServeAdapter, replaced: list[_Job]) -> None:
         super().__init__(name="symbiosis-job", daemon=True)
         self.spec, self._trainer, self._serve, self._replaced = spec, trainer, serve, replaced
         self._emit: Callable[[events.Event], None] = partial(emit, spec.id)
