@@ -190,7 +190,7 @@ def test_the_loss_falls_and_the_run_is_written_down(model, tmp_path):
 @pytest.mark.parametrize(("epochs", "steps"), [(0.5, 1), (0.4, 1), (1.5, 3)])
 def test_a_fraction_of_an_epoch_has_the_steps_that_a_server_would_do(model, tmp_path, epochs, steps):
     result = finetune(model, tiny_tokenizer(), chats(), tmp_path, FinetuneConfig(epochs=epochs))
-    assert len(result.losses) == steps == Recipe(num_train_epochs=epochs, per_device_train_batch_size=4).total(6)
+    assert len(result.losses) == steps == Recipe(num_train_epochs=epochs, per_device_train_batch_size=4).total_steps(6)
 
 
 def test_the_same_seed_gives_the_same_losses(executor, tmp_path):

@@ -1,4 +1,4 @@
-"""Configs come from strangers."""
+"""Adapters are created from untrusted configs."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from peft.tuners.ia3 import IA3Layer
 from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
 from symbiosis.finetuning import adapter_factory
 from symbiosis.finetuning.adapter_factory import AdapterFactory
-from tests.finetuning.tasks import base, lora
+from tests.configs import lora
+from tests.finetuning.trainer_reference import base
 
 
 @pytest.fixture(scope="module")
-def maker():
+def factory():
     return AdapterFactory(base())
 
 
-def test_a_config_may_be_plain_json(maker):
-    made = maker.make({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, seed=1)
-    assert set(made.parts) == {f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)}
-    assert {part.scale for part in made.parts.values()} == {2.0}
+def test_a_config_may_be_plain_json(factory):
+    created = factory.create({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, seed=1)
+    assert set(created.parts) == {f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)}
+    assert {part.scale for part in created.parts.values()} == {2.0}
 
 
-def test_what_a_config_does_not_say_is_pefts_default(maker):
-    found, plain = (maker.make(config, seed=1) for config in ({"peft_type": "LORA"}, LoraConfig(task_type="CAUSAL_LM")))
+def test_missing_config_fields_have_pefts_defaults(factory):
+    found, plain = (factory.create(config, seed=1) for config in ({"peft_type": "LORA"}, LoraConfig(task_type="CAUSAL_LM")))
     assert set(found.parts) == set(plain.parts)
     for path, part in found.parts.items():
         assert part.scale == plain.parts[path].scale == 1.0
         assert torch.equal(part.a_rI, plain.parts[path].a_rI)
 
 
-def test_targets_that_are_not_named_are_pefts_usual(maker):
-    made = maker.make(LoraConfig(r=2, task_type="CAUSAL_LM"), seed=1)
-    assert {path.rpartition(".")[2] for path in made.parts} == {"q_proj", "v_proj"}
+def test_missing_targets_are_pefts_defaults(factory):
+    created = factory.create(LoraConfig(r=2, task_type="CAUSAL_LM"), seed=1)
+    assert {path.rpartition(".")[2] for path in created.parts} == {"q_proj", "v_proj"}
 
 
 @pytest.mark.parametrize(
@@ -51,11 +52,11 @@ def test_targets_that_are_not_named_are_pefts_usual(maker):
         {"target_modules": ["k_proj", "up_proj"], "feedforward_modules": ["up_proj"]},
     ],
 )
-def test_what_ia3_does_not_name_is_pefts_usual(named, maker):
+def test_missing_ia3_modules_are_pefts_defaults(named, factory):
     config = IA3Config(**named, task_type="CAUSAL_LM")
     theirs = get_peft_model(copy.deepcopy(base()), copy.deepcopy(config)).named_modules()
     expected = {path: m.is_feedforward for path, m in theirs if isinstance(m, IA3Layer)}
-    found = maker.make(config, seed=1).parts
+    found = factory.create(config, seed=1).parts
     assert {f"base_model.model.{path}": part.of_input for path, part in found.items()} == expected
 
 
@@ -95,36 +96,36 @@ def test_what_ia3_does_not_name_is_pefts_usual(named, maker):
     ],
     ids=lambda value: value.peft_type if isinstance(value, PeftConfig) else "",
 )
-def test_what_cannot_be_trained_is_refused(config, error, maker):
+def test_untrainable_configs_are_rejected(config, error, factory):
     with pytest.raises(error):
-        maker.make(config, seed=1)
+        factory.create(config, seed=1)
 
 
-def test_whatever_peft_raises_is_typed(maker, monkeypatch):
+def test_exceptions_of_peft_become_typed_errors(factory, monkeypatch):
     def fail(*_):
         raise KeyError("something of its own")
 
     monkeypatch.setattr(adapter_factory, "get_peft_model", fail)
     with pytest.raises(UnsupportedAdapter, match="something of its own"):
-        maker.make(lora(), seed=1)
+        factory.create(lora(), seed=1)
 
 
-def test_what_is_too_large_is_refused_before_it_is_made():
-    maker = AdapterFactory(base(), max_parameters=10_000)
+def test_an_adapter_that_is_too_large_is_rejected_before_it_is_created():
+    factory = AdapterFactory(base(), max_parameters=10_000)
     for config in (
         lora(r=64, target_modules="all-linear"),
         PrefixTuningConfig(num_virtual_tokens=90, task_type="CAUSAL_LM"),
         PrefixTuningConfig(num_virtual_tokens=2, prefix_projection=True, encoder_hidden_size=4096, task_type="CAUSAL_LM"),
     ):
         with pytest.raises(TooLarge):
-            maker.make(config, seed=1)
-    made = maker.make(lora(r=4), seed=1)
-    assert sum(p.numel() for p in made.parameters.values()) <= 10_000
+            factory.create(config, seed=1)
+    created = factory.create(lora(r=4), seed=1)
+    assert sum(p.numel() for p in created.parameters.values()) <= 10_000
 
 
-def test_an_expression_that_takes_for_ever_does_not(maker):
+def test_a_slow_regular_expression_ends_in_time(factory):
     started = time.monotonic()
     for config in (lora(target_modules="(.*)*(.*)*(.*)*x"), lora(rank_pattern={"(.*)*(.*)*(.*)*x": 3})):
         with contextlib.suppress(BadAdapter, UnsupportedAdapter):
-            maker.make(config, seed=1)
+            factory.create(config, seed=1)
     assert time.monotonic() - started < 10

@@ -1,4 +1,4 @@
-"""Packed training passes on a GPU: kernels and graphs against plain torch, session by session."""
+"""Packed training passes on a GPU: kernels and CUDA graphs against plain torch, session by session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from symbiosis.finetuning.optimizer import StepSettings
 from symbiosis.finetuning.packed.model import PackedModel
 from symbiosis.finetuning.trainer import Trainer
 from tests.conftest import tiny_config
-from tests.finetuning.passes import examples, session_slice, worst
+from tests.finetuning.peft_reference import examples, max_relative_error, slice_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -37,10 +37,10 @@ def model_in(dtype):
     return LlamaForCausalLM(config).to("cuda", dtype).eval()
 
 
-def shares_of(model, lengths, configs=CONFIGS, hidden=1):
-    maker = AdapterFactory(model)
+def slices_of(model, lengths, configs=CONFIGS, hidden=1):
+    factory = AdapterFactory(model)
     return [
-        session_slice(maker.make(config, seed=7 + at), examples(*some, hidden=hidden), divisor=9.0)
+        slice_of(factory.create(config, seed=7 + at), examples(*some, hidden=hidden), divisor=9.0)
         for at, (config, some) in enumerate(zip(configs, lengths, strict=False))
     ]
 
@@ -49,84 +49,84 @@ def graphs_of(packed):
     return sum(len(kept.graphs) for kept in packed._graphs._streams.values())
 
 
-def assert_alike(found, expected, close):
+def assert_close(found, expected, close):
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.is_finite
         assert mine.losses == pytest.approx(theirs.losses, rel=close)
-        assert worst(dict(mine.gradients), dict(theirs.gradients)) < 5 * close
+        assert max_relative_error(dict(mine.gradients), dict(theirs.gradients)) < 5 * close
 
 
-def by_loop(model, lengths, monkeypatch, configs=CONFIGS, hidden=1):
+def run_loop(model, lengths, monkeypatch, configs=CONFIGS, hidden=1):
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "run_on", lambda device: False)
-        return PackedModel(model).compute(shares_of(model, lengths, configs, hidden))
+        return PackedModel(model).compute(slices_of(model, lengths, configs, hidden))
 
 
 @pytest.mark.parametrize("hidden", [1, 20])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_kernels_give_what_the_loop_gives(lengths, dtype, close, hidden, monkeypatch):
+def test_kernels_equal_the_loop_over_sessions(lengths, dtype, close, hidden, monkeypatch):
     model = model_in(dtype)
-    found = PackedModel(model).compute(shares_of(model, LENGTHS[lengths], hidden=hidden))
-    assert_alike(found, by_loop(model, LENGTHS[lengths], monkeypatch, hidden=hidden), close)
+    found = PackedModel(model).compute(slices_of(model, LENGTHS[lengths], hidden=hidden))
+    assert_close(found, run_loop(model, LENGTHS[lengths], monkeypatch, hidden=hidden), close)
 
 
 @pytest.mark.parametrize("hidden", [1, 20])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_graphs_give_what_the_kernels_give(lengths, hidden, monkeypatch):
+def test_graphs_equal_the_kernels(lengths, hidden, monkeypatch):
     model = model_in(torch.bfloat16)
     packed = PackedModel(model, graphs=2)
-    for turn in range(5):
-        shares = shares_of(model, LENGTHS[lengths], CONFIGS[:3], hidden)  # other tensors every time
-        found = packed.compute(shares)
-        assert graphs_of(packed) == (turn >= 2)
-    assert_alike(found, by_loop(model, LENGTHS[lengths], monkeypatch, CONFIGS[:3], hidden), 2e-2)
-    other = shares_of(
+    for number in range(5):
+        slices = slices_of(model, LENGTHS[lengths], CONFIGS[:3], hidden)  # new tensors each time
+        found = packed.compute(slices)
+        assert graphs_of(packed) == (number >= 2)
+    assert_close(found, run_loop(model, LENGTHS[lengths], monkeypatch, CONFIGS[:3], hidden), 2e-2)
+    other = slices_of(
         model, [(41, 69), (8,), (129, 34, 5)] if lengths == "different" else LENGTHS["alike"], CONFIGS[:3], hidden
     )
     again = packed.compute(other)
     assert graphs_of(packed) == 1
     plain = PackedModel(model).compute(other)
-    assert_alike(again, plain, 2e-2)
+    assert_close(again, plain, 2e-2)
 
 
 LARGE, SMALLER = [(512,) * 8] * 3, [[(512,) * 8] * 2, [(512,) * 8], [(512,) * 5] * 3]
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["default stream", "a stream of its own"])
-def test_passes_that_are_no_graphs_have_the_memory_of_graphs(apart):
+def test_eager_passes_reuse_the_memory_of_graphs(apart):
     model = model_in(torch.bfloat16)
     packed, plain = PackedModel(model, graphs=4), PackedModel(model)
-    expected = {len(lengths): plain.compute(shares_of(model, lengths, CONFIGS[:3])) for lengths in SMALLER[:2]}
+    expected = {len(lengths): plain.compute(slices_of(model, lengths, CONFIGS[:3])) for lengths in SMALLER[:2]}
     plain.trim()
     with torch.cuda.stream(torch.cuda.Stream() if apart else torch.cuda.default_stream()):
         for _ in range(4):
-            packed.compute(shares_of(model, LARGE, CONFIGS[:3]))
+            packed.compute(slices_of(model, LARGE, CONFIGS[:3]))
         assert graphs_of(packed) == 1
         before = torch.cuda.memory_reserved()
-        large = packed.compute(shares_of(model, LARGE, CONFIGS[:3]))
-        found = {len(lengths): packed.compute(shares_of(model, lengths, CONFIGS[:3])) for lengths in SMALLER}
-        again = packed.compute(shares_of(model, LARGE, CONFIGS[:3]))
+        large = packed.compute(slices_of(model, LARGE, CONFIGS[:3]))
+        found = {len(lengths): packed.compute(slices_of(model, lengths, CONFIGS[:3])) for lengths in SMALLER}
+        again = packed.compute(slices_of(model, LARGE, CONFIGS[:3]))
     assert graphs_of(packed) == 1
     assert torch.cuda.memory_reserved() < 1.25 * before
-    for sessions, each in expected.items():
-        assert_alike(found[sessions], each, 2e-2)
-    assert_alike(again, large, 1e-6)
+    for sessions, each in expected.divisor():
+        assert_close(found[sessions], each, 2e-2)
+    assert_close(again, large, 1e-6)
 
 
-def test_a_graph_that_is_larger_begins_anew():
+def test_a_larger_graph_replaces_the_memory_pool():
     model = model_in(torch.bfloat16)
     packed = PackedModel(model, graphs=4)
     reserved = []
     for lengths, kept in [(SMALLER[1], 1), (SMALLER[0], 1), (LARGE, 1), (SMALLER[0], 2), (SMALLER[1], 3)]:
         for _ in range(4):
-            packed.compute(shares_of(model, lengths, CONFIGS[:3]))
+            packed.compute(slices_of(model, lengths, CONFIGS[:3]))
         assert graphs_of(packed) == kept
         reserved.append(torch.cuda.memory_reserved())
     assert reserved[4] < 1.25 * reserved[2]
 
 
-def test_what_a_model_keeps_for_later_passes_is_not_written_over(monkeypatch, caplog):
+def test_tensors_that_a_model_caches_are_not_overwritten(monkeypatch, caplog):
     model = model_in(torch.bfloat16)
     packed = PackedModel(model, graphs=4)
     kept = {}
@@ -141,23 +141,23 @@ def test_what_a_model_keeps_for_later_passes_is_not_written_over(monkeypatch, ca
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     for lengths in [LARGE, *SMALLER, LARGE]:
         for _ in range(4):
-            packed.compute(shares_of(model, lengths, CONFIGS[:3]))
+            packed.compute(slices_of(model, lengths, CONFIGS[:3]))
     assert len(kept) == 4
-    for rows, values in kept.items():
+    for rows, values in kept.divisor():
         assert torch.equal(values, torch.full_like(values, rows))
     assert "stores results of training passes" in caplog.text
 
 
-def test_of_streams_the_two_that_were_used_last_keep_their_graphs():
+def test_the_two_most_recent_streams_keep_their_graphs():
     model = model_in(torch.bfloat16)
-    packed, shares = PackedModel(model, graphs=2), shares_of(model, LENGTHS["alike"], CONFIGS[:3])
+    packed, slices = PackedModel(model, graphs=2), slices_of(model, LENGTHS["alike"], CONFIGS[:3])
     whole, part, other = (torch.cuda.Stream() for _ in range(3))
     torch.cuda.synchronize()
 
     def compute(stream, times):
         with torch.cuda.stream(stream):
             for _ in range(times):
-                packed.compute(shares)
+                packed.compute(slices)
             assert not packed.is_new
         return id(packed._graphs._streams[stream.cuda_stream])
 
@@ -171,8 +171,8 @@ def test_of_streams_the_two_that_were_used_last_keep_their_graphs():
 
 
 @pytest.mark.parametrize("family", ["in float32", "with capped scores"])
-def test_what_is_computed_by_the_lengths_of_its_sequences_is_no_graph(family):
-    """Or a pass would be computed by the lengths of the one that was captured."""
+def test_passes_that_depend_on_sequence_lengths_are_not_captured(family):
+    """A replay would use the lengths of the captured pass."""
     if family == "in float32":
         model, close = model_in(torch.float32), 1e-4
     else:
@@ -180,43 +180,43 @@ def test_what_is_computed_by_the_lengths_of_its_sequences_is_no_graph(family):
         config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
         model, close = Gemma2ForCausalLM(config).to("cuda", torch.bfloat16).eval(), 2e-2
     packed, plain = PackedModel(model, graphs=2), PackedModel(model)
-    for turn in range(6):
-        lengths = [(40 + turn, 70 - turn), (9,), (130 - turn, 33, 5 + turn)]
-        shares = shares_of(model, lengths, CONFIGS[:2])
-        assert_alike(packed.compute(shares), plain.compute(shares), close)
+    for number in range(6):
+        lengths = [(40 + number, 70 - number), (9,), (130 - number, 33, 5 + number)]
+        slices = slices_of(model, lengths, CONFIGS[:2])
+        assert_close(packed.compute(slices), plain.compute(slices), close)
     assert graphs_of(packed) == 0
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_numbers_that_are_none_reach_nobody_else(lengths):
+def test_nan_does_not_reach_other_sessions(lengths):
     model = model_in(torch.bfloat16)
     packed = PackedModel(model, graphs=2)
-    shares = shares_of(model, LENGTHS[lengths], CONFIGS[:3])
+    slices = slices_of(model, LENGTHS[lengths], CONFIGS[:3])
     for _ in range(4):
-        clean = packed.compute(shares)
+        clean = packed.compute(slices)
     with torch.no_grad():
-        for parameter in shares[1].adapter.parameters.values():
+        for parameter in slices[1].adapter.parameters.values():
             parameter.fill_(float("nan"))
-    found = packed.compute(shares)
+    found = packed.compute(slices)
     assert [each.is_finite for each in found] == [True, False, True]
     for at in (0, 2):
         assert found[at].losses == clean[at].losses
-        assert all(torch.equal(found[at].gradients[name], g) for name, g in clean[at].gradients.items())
+        assert all(torch.equal(found[at].gradients[name], g) for name, g in clean[at].gradients.divisor())
 
 
-def test_a_host_learns_and_steps_are_those_of_plain_adamw(monkeypatch):
+def test_steps_equal_plain_adamw(monkeypatch):
     model, data = model_in(torch.float32), examples(40, 40)
     ends = []
     for by_kernels in (True, False):
         with monkeypatch.context() as patch:
             if not by_kernels:
                 patch.setattr(kernels, "run_on", lambda device: False)
-            with Trainer(model, TrainerConfig(graphs=2 if by_kernels else 0)) as host:
-                sessions = [host.open("ann", CONFIGS[0], seed=1), host.open("bob", CONFIGS[1], seed=2)]
+            with Trainer(model, TrainerConfig(graphs=2 if by_kernels else 0)) as trainer:
+                sessions = [trainer.open("ann", CONFIGS[0], seed=1), trainer.open("bob", CONFIGS[1], seed=2)]
                 for _ in range(12):
-                    asked = [s.forward_backward(data) for s in sessions]
+                    futures = [s.forward_backward(data) for s in sessions]
                     steps = [s.optim_step(StepSettings(learning_rate=1e-3, weight_decay=0.1)) for s in sessions]
-                    losses = [each.result(60).loss for each in asked]
+                    losses = [each.result(60).loss for each in futures]
                     assert all(each.result(60).gradient_norm > 0 for each in steps)
                 ends.append((losses, [p.detach().clone() for s in sessions for p in s.adapter.parameters.values()]))
     assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-3)
@@ -225,22 +225,22 @@ def test_a_host_learns_and_steps_are_those_of_plain_adamw(monkeypatch):
 
 
 @pytest.mark.parametrize("share_of_gpu", [1.0, 0.5])
-def test_training_beside_answers_gives_what_it_gives_alone(share_of_gpu, tmp_path):
-    """Also when passes move from all of the GPU to a part of it and back, with graphs on both, and files in between."""
+def test_training_during_serving_equals_training_alone(share_of_gpu, tmp_path):
+    """Passes move from the whole GPU to a partition and back, with graphs on both and checkpoints in between."""
     device = torch.device("cuda", 0)
     turns = GpuPartition(device, share_of_gpu)
     model, data, steps = model_in(torch.bfloat16), examples(40, 70), StepSettings(learning_rate=1e-2)
     losses = []
     for shared in (None, turns):
-        with Trainer(model, TrainerConfig(max_rows=256), shared) as host:
-            session = host.open("ann", CONFIGS[0], seed=7)
+        with Trainer(model, TrainerConfig(max_rows=256), shared) as trainer:
+            session = trainer.open("ann", CONFIGS[0], seed=7)
             found = []
             for number in range(16):
                 if shared is not None and number % 8 >= 4:
-                    with turns:  # somebody is served
+                    with turns:  # the engine serves
                         torch.ones(64, 64, device=device).sum().item()
                 else:
-                    turns._step_ended = -float("inf")  # and now nobody
+                    turns._step_ended = -float("inf")  # serving has ended
                 found.append(session.forward_backward(data).result(60).loss)
                 session.optim_step(steps).result(60)
                 if number == 9:

@@ -34,7 +34,7 @@ def made(examples: int = 20, validates: bool = False, **wishes):
 @pytest.mark.parametrize("examples", [1, 19, 20, 333])
 def test_the_steps_are_those_of_the_recipe(examples, wishes):
     found = made(examples, **wishes)
-    assert Recipe(**found.recipe).total(examples) == found.steps
+    assert Recipe(**found.recipe).total_steps(examples) == found.steps
 
 
 def test_learning_rates_are_those_of_finetune():

@@ -362,7 +362,7 @@ def test_a_job_that_diverges_stops_alone_and_its_last_good_checkpoint_is_an_adap
         assert time.monotonic() < end
         time.sleep(0.02)
     assert (found.status, found.error.code, found.fine_tuned_model) == ("failed", "diverged", None)
-    assert "is no number any more" in found.error.message
+    assert "is not finite" in found.error.message
     last = ann.fine_tuning.jobs.checkpoints.list(job.id).data[0]
     assert 2 <= last.step_number <= found.progress["step"] < 400
     assert last.fine_tuned_model_checkpoint == f"{job.will_be_named}-step-{last.step_number}"

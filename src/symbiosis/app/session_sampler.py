@@ -1,6 +1,6 @@
-"""Where a training session's adapter meets the engine: prompts are answered by it as it was, from memory.
+"""Samples from training sessions: an engine completes prompts with a snapshot of a session's adapter, from memory.
 
-The adapter has no name at the engine, so nobody else can ask for it, and it goes with the last of its answers.
+The adapter has no name in the engine, so no other request can use it. It is released with its last completion.
 """
 
 from __future__ import annotations
@@ -16,154 +16,152 @@ from typing import Any
 
 from symbiosis.adapters.reader import read_adapter_from_memory
 from symbiosis.errors import OutOfRange
-from symbiosis.finetuning.sampler_protocol import SampledAnswer as AnyAnswer
+from symbiosis.finetuning.sampler_protocol import SampledCompletion
 from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 from symbiosis.serving.engine import Completion, tokens_of
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_loop import EngineLoop
 from symbiosis.serving.engine_messages import Event, Finished, GenerateRequest, Rejected, Token
 from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, check_range
-from symbiosis.serving.scheduling.sequence import Sequence as Request
+from symbiosis.serving.scheduling.sequence import Sequence as EngineSequence
 
 _SETTINGS = [each.name for each in fields(Sampling)]
 _DEFAULTS = {"temperature": 0.0, "max_tokens": 32}
 
 
 @dataclass(slots=True)
-class _Growing:
-    """An answer so far."""
-
+class _PartialCompletion:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     reason: FinishReason | None = None
 
 
 class SamplerRequest:
-    """One call of `sample`: `n` answers to each of its prompts."""
+    """One call of `sample`: `n` completions of each prompt."""
 
     def __init__(
-        self, sampler: SessionSampler, tenant: str, prompts: list[list[int]], n: int, virtual: int, sampling: Sampling
+        self, sampler: SessionSampler, tenant: str, prompts: list[list[int]], n: int, virtual_tokens: int, sampling: Sampling
     ) -> None:
         """Raises `OutOfRange` or `ContextTooLong`."""
         self._sampler, self.tenant, self.prompts, self.n, self.sampling = sampler, tenant, prompts, n, sampling
-        self.answers, self.tokens = len(prompts) * n, 0
-        found = hashlib.blake2b(digest_size=32)
+        self.completions, self.tokens = len(prompts) * n, 0
+        digest = hashlib.blake2b(digest_size=32)
         for prompt in prompts:
-            request = Request(id="", tenant=tenant, prompt=[0] * virtual + prompt, sampling=sampling, arrival=0.0)
-            request.check(vocab_size=sampler.vocabulary, max_length=sampler.longest)
-            most = sampler.longest - request.prompt_length if sampling.max_tokens is None else sampling.max_tokens
-            self.tokens += n * (request.prompt_length + most * (1 + (sampling.logprobs or 0)))
-            found.update(array("q", (len(prompt), *prompt)))
-        self.key = (found.digest(), n, sampling)
+            whole = EngineSequence(id="", tenant=tenant, prompt=[0] * virtual_tokens + prompt, sampling=sampling, arrival=0.0)
+            whole.check(vocab_size=sampler.vocab_size, max_length=sampler.max_model_len)
+            max_tokens = sampler.max_model_len - whole.prompt_length if sampling.max_tokens is None else sampling.max_tokens
+            self.tokens += n * (whole.prompt_length + max_tokens * (1 + (sampling.logprobs or 0)))
+            digest.update(array("q", (len(prompt), *prompt)))
+        self.key = (digest.digest(), n, sampling)
         self.ids: list[str] = []
-        """Of the orders at the desk, one for each prompt."""
-        self.done: Future[list[AnyAnswer]] = Future()
-        self.growing = [_Growing() for _ in range(self.answers)]
-        self.left = self.answers
-        self.cancelled = False
+        """Of the engine's requests, one for each prompt."""
+        self.future: Future[list[SampledCompletion]] = Future()
+        self.partial = [_PartialCompletion() for _ in range(self.completions)]
+        self.unfinished = self.completions
+        self.is_cancelled = False
 
-    def begin(self, made: AdapterSnapshot) -> Future[list[AnyAnswer]]:
-        self._sampler.begin(self, made)
-        return self.done
+    def begin(self, adapter: AdapterSnapshot) -> Future[list[SampledCompletion]]:
+        self._sampler.begin(self, adapter)
+        return self.future
 
     def cancel(self) -> None:
         self._sampler.cancel(self)
 
 
 class SessionSampler:
-    """Owns a desk, which steps the core until closed."""
+    """Owns an engine loop, which steps the engine until `close`."""
 
     def __init__(self, core: EngineCore, tokenizer: Any = None) -> None:
         self._core, self._tokenizer = core, tokenizer
-        self.vocabulary, self.longest = core.facts.vocab, core.scheduler.max_model_len
+        self.vocab_size, self.max_model_len = core.facts.vocab, core.scheduler.max_model_len
         self._lock = threading.Lock()
-        self._places: dict[str, tuple[SamplerRequest, int]] = {}  # of an order: whose, and its first answer
+        self._requests: dict[str, tuple[SamplerRequest, int]] = {}
+        """By the engine's request id: the sampler's request, and the number of its first completion there."""
         self._ids = itertools.count(1)
+        # converts adapters and decodes tokens, neither on a thread of passes nor on that of the engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-samples")
-        """Makes adapters fit for the engine, and answers of tokens: neither holds up a pass, or a session."""
-        self._desk = EngineLoop(core, self._hear)
+        self._loop = EngineLoop(core, self._on_events)
 
-    def ask(
-        self, tenant: str, prompts: Sequence[str | Sequence[int]], n: int, virtual: int, settings: Mapping[str, Any]
+    def check_request(
+        self, tenant: str, prompts: Sequence[str | Sequence[int]], n: int, virtual_tokens: int, settings: Mapping[str, Any]
     ) -> SamplerRequest:
         check_range("n", n, 1, 128, integer=True)
         for name in settings:
             if name not in _SETTINGS:
                 raise OutOfRange(f"{name!r} is no setting", field=name, expected=f"some of n, number, {', '.join(_SETTINGS)}")
         tokens = [tokens_of(prompt, self._tokenizer) for prompt in prompts]
-        return SamplerRequest(self, tenant, tokens, n, virtual, Sampling(**{**_DEFAULTS, **settings}))
+        return SamplerRequest(self, tenant, tokens, n, virtual_tokens, Sampling(**{**_DEFAULTS, **settings}))
 
-    def begin(self, asked: SamplerRequest, made: AdapterSnapshot) -> None:
-        self._thread.submit(self._begin, asked, made)
+    def begin(self, request: SamplerRequest, adapter: AdapterSnapshot) -> None:
+        self._thread.submit(self._begin, request, adapter)
 
-    def cancel(self, asked: SamplerRequest) -> None:
-        with self._lock:
-            asked.cancelled = True
-            self._forget(asked)
-        for id in asked.ids:
-            self._desk.cancel(id)
+    def cancel(self, request: SamplerRequest) -> None:
+        request.is_cancelled = True
+        self._drop(request, cancel=True)
 
     def close(self) -> None:
-        """What is asked for ends in `Closed`."""
-        self._desk.close()
+        """Unfinished requests fail with `Closed`."""
+        self._loop.close()
         self._thread.shutdown()
 
-    # On its own thread
+    def _drop(self, request: SamplerRequest, *, cancel: bool) -> None:
+        """Ignore further events of a request, and cancel what is left of it in the engine."""
+        with self._lock:
+            dropped = [id for id in request.ids if self._requests.pop(id, None) is not None]
+        for id in dropped if cancel else ():
+            self._loop.cancel(id)
 
-    def _begin(self, asked: SamplerRequest, made: AdapterSnapshot) -> None:
+    # On the sampler's thread
+
+    def _begin(self, request: SamplerRequest, adapter: AdapterSnapshot) -> None:
         try:
-            prepared = self._core.prepare_held(read_adapter_from_memory(made.config, made.tensors, self._core.facts))
-        except Exception as error:  # noqa: BLE001 - somebody waits for an answer
-            asked.done.set_exception(error)
+            prepared = self._core.prepare_held(read_adapter_from_memory(adapter.config, adapter.tensors, self._core.facts))
+        except Exception as error:  # noqa: BLE001 - the caller waits for an outcome
+            request.future.set_exception(error)
             return
         with self._lock:
-            if asked.cancelled:
+            if request.is_cancelled:
                 return
-            for number in range(len(asked.prompts)):
+            for number in range(len(request.prompts)):
                 id = str(next(self._ids))
-                asked.ids.append(id)
-                self._places[id] = (asked, number * asked.n)
-        for id, prompt in zip(list(asked.ids), asked.prompts, strict=True):
-            order = GenerateRequest(id=id, prompt=prompt, sampling=asked.sampling, tenant=asked.tenant, n=asked.n)
-            self._desk.submit(order, prepared)
-        if asked.cancelled:  # meanwhile: an order that was not there yet could not be cancelled
-            self.cancel(asked)
+                request.ids.append(id)
+                self._requests[id] = (request, number * request.n)
+        for id, prompt in zip(list(request.ids), request.prompts, strict=True):
+            submitted = GenerateRequest(id=id, prompt=prompt, sampling=request.sampling, tenant=request.tenant, n=request.n)
+            self._loop.submit(submitted, prepared)
+            if request.is_cancelled:  # `cancel` may have run before the engine knew this id
+                self._loop.cancel(id)
 
-    def _end(self, asked: SamplerRequest, error: Exception | None) -> None:
-        with self._lock:
-            self._forget(asked)
-        if asked.cancelled or asked.done.done():
+    def _end(self, request: SamplerRequest, error: Exception | None) -> None:
+        self._drop(request, cancel=error is not None)
+        if request.is_cancelled or request.future.done():
             return
         if error is not None:
-            asked.done.set_exception(error)
+            request.future.set_exception(error)
         else:
-            asked.done.set_result([self._answer(each) for each in asked.growing])
+            request.future.set_result([self._completion(each) for each in request.partial])
 
-    def _answer(self, made: _Growing) -> Completion:
-        assert made.reason is not None, "all have ended"
-        text = None if self._tokenizer is None else self._tokenizer.decode(made.tokens, skip_special_tokens=True)
-        return Completion(tokens=made.tokens, reason=made.reason, logprobs=made.logprobs, text=text)
+    def _completion(self, partial: _PartialCompletion) -> Completion:
+        assert partial.reason is not None, "all have finished"
+        text = None if self._tokenizer is None else self._tokenizer.decode(partial.tokens, skip_special_tokens=True)
+        return Completion(tokens=partial.tokens, reason=partial.reason, logprobs=partial.logprobs, text=text)
 
-    def _forget(self, asked: SamplerRequest) -> None:
-        for id in asked.ids:
-            self._places.pop(id, None)
+    # On the engine's thread
 
-    # On the stepping thread
-
-    def _hear(self, events: list[Event]) -> None:
+    def _on_events(self, events: list[Event]) -> None:
         for event in events:
-            asked, first = self._places.get(event.id, (None, 0))
-            if asked is None:
+            request, first = self._requests.get(event.id, (None, 0))
+            if request is None:
                 continue
             if isinstance(event, Token):
-                growing = asked.growing[first + event.number]
-                growing.tokens.append(event.token)
+                partial = request.partial[first + event.number]
+                partial.tokens.append(event.token)
                 if event.logprobs is not None:
-                    growing.logprobs.append(event.logprobs)
+                    partial.logprobs.append(event.logprobs)
             elif isinstance(event, Finished):
-                asked.growing[first + event.number].reason = event.reason
-                asked.left -= 1
-                if event.error is not None or not asked.left:
-                    self._thread.submit(self._end, asked, event.error)
+                request.partial[first + event.number].reason = event.reason
+                request.unfinished -= 1
+                if event.error is not None or not request.unfinished:
+                    self._thread.submit(self._end, request, event.error)
             elif isinstance(event, Rejected):
-                self._thread.submit(self._end, asked, event.error)
+                self._thread.submit(self._end, request, event.error)

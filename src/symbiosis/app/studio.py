@@ -1,4 +1,4 @@
-"""Fine-tuning and sampling in one process, over one copy of a model: for people who write their own loops."""
+"""The public `Studio`: fine-tuning and sampling in one process over one copy of a model, for custom training loops."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from transformers import PreTrainedModel
 from symbiosis.app.session_sampler import SessionSampler
 from symbiosis.device_sharing.gpu_partition import create_device_share
 from symbiosis.errors import OutOfRange
-from symbiosis.finetuning.config import TrainerConfig, TrainerStats
+from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.session import TrainingSession
+from symbiosis.finetuning.stats import TrainerStats
 from symbiosis.finetuning.trainer import Trainer
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
 from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.models.loading import ModelSource, check_no_adapters, load_model_and_tokenizer, shared_copy
 from symbiosis.serving.engine_core import EngineCore
 
-_SHARE = 0.5
+_CPU_TRAINING_SHARE = 0.5
 
 
 class Studio:
-    """Sessions that train adapters of one frozen model in shared passes, and sample from them. A context manager.
+    """Trains adapters of one frozen model in shared passes, and samples from them. A context manager.
 
-    `model` is a transformers model, which is the studio's from now on, a folder, a hub id, or nothing: the
-    default model. Prompts may be text if there is a tokenizer. Raises `CannotTrain` or `CannotServe` with the reason if
-    this model cannot be trained in shared passes, or not be sampled from; `UnknownModel` if there is none; `OutOfRange` or
-    `SymbiosisError` if a setting is wrong.
+    `model` is a transformers model, which the studio owns from then on, a folder, a hub id, or None for the default model.
+    Prompts may be text if there is a tokenizer. Raises `CannotTrain` or `CannotServe` with the reason if the model cannot be
+    trained in packed passes or sampled from, `UnknownModel` if it is not found, `OutOfRange` or `SymbiosisError` if a
+    setting is invalid.
     """
 
     def __init__(
@@ -42,19 +43,18 @@ class Studio:
         dtype: str | torch.dtype | None = None,
         training: TrainerConfig = TrainerConfig(),  # noqa: B008 - frozen
         training_share: float | None = None,
-        **engine: Any,
+        **engine_core: Any,
     ) -> None:
-        """`device` and `dtype` are for a model that is loaded here; `engine` are settings of `engine.engine.Core`.
+        """`device` and `dtype` are for a model that is loaded here; `engine_core` are settings of `EngineCore`.
 
-        While prompts are answered, training has `training_share` of the time (half, if it is not given), or of a GPU's
-        multiprocessors (if it is not given, as many as let a token take 1.3 times as long).
+        While the engine samples, training gets `training_share` of the time on a CPU (default: half), or of a GPU's
+        multiprocessors (default: as many as slow a token down by 1.3).
         """
         if tokenizer is not None and not callable(tokenizer):
-            raise OutOfRange(
-                f"tokenizer is {tokenizer!r:.80}", field="tokenizer", expected="a tokenizer of transformers, or None"
-            )
+            expected = "a tokenizer of transformers, or None"
+            raise OutOfRange(f"tokenizer is {tokenizer!r:.80}", field="tokenizer", expected=expected)
         if not isinstance(training, TrainerConfig):
-            raise OutOfRange(f"training is {training!r:.80}", field="training", expected="a HostConfig")
+            raise OutOfRange(f"training is {training!r:.80}", field="training", expected="a TrainerConfig")
         if not isinstance(model, PreTrainedModel):
             model, found = load_model_and_tokenizer(model, device=resolve_device(device), dtype=resolve_dtype(dtype))
             tokenizer = tokenizer or found
@@ -64,11 +64,11 @@ class Studio:
         self.tokenizer = tokenizer
         """The model's own if it was loaded here; None if there is none."""
         if training_share is None and shared.device.type == "cpu":
-            training_share = _SHARE
-        trained, turns = shared_copy(shared), create_device_share(shared.device, training_share)
-        self._sampler = SessionSampler(EngineCore(shared, time_share=turns, **engine), tokenizer)
+            training_share = _CPU_TRAINING_SHARE
+        trained, time_share = shared_copy(shared), create_device_share(shared.device, training_share)
+        self._sampler = SessionSampler(EngineCore(shared, time_share=time_share, **engine_core), tokenizer)
         try:
-            self._host = Trainer(trained, training, turns, self._sampler)
+            self._trainer = Trainer(trained, training, time_share, self._sampler)
         except BaseException:
             self._sampler.close()
             raise
@@ -76,21 +76,21 @@ class Studio:
     def open(
         self, tenant: str, adapter: PeftConfig | Mapping[str, Any], *, seed: int = 42, weight: float = 1.0
     ) -> TrainingSession:
-        """A new session. Its adapter starts as PEFT's `get_peft_model` after `set_seed(seed)` would.
+        """A new session. Its adapter is initialized as by PEFT's `get_peft_model` after `set_seed(seed)`.
 
-        Passes are shared fairly by tenants, according to their sessions' `weight`. Raises `BadAdapter`, `UnsupportedAdapter`,
-        `TooLarge`, `OutOfRange`, `TooManyRequests` or `Closed`.
+        Tenants share passes fairly, by their sessions' `weight`. Raises `BadAdapter`, `UnsupportedAdapter`, `TooLarge`,
+        `OutOfRange`, `TooManyRequests` or `Closed`.
         """
-        return self._host.open(tenant, adapter, seed=seed, weight=weight)
+        return self._trainer.open(tenant, adapter, seed=seed, weight=weight)
 
     @property
     def stats(self) -> TrainerStats:
         """Of training."""
-        return self._host.stats
+        return self._trainer.stats
 
     def close(self) -> None:
-        """End all sessions: what waits ends in `Closed`."""
-        self._host.close()
+        """Close all sessions. Pending calls fail with `Closed`."""
+        self._trainer.close()
         self._sampler.close()
 
     def __enter__(self) -> Self:

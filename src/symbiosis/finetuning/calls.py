@@ -1,158 +1,112 @@
-"""What a session is asked to do. Each call has a number and one answer."""
+"""Calls of a training session. A call is submitted, queued, run and resolved: its future is set exactly once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from symbiosis.finetuning.examples import Example
+from symbiosis.finetuning.examples import Example, digest_batch
 from symbiosis.finetuning.optimizer import StepSettings
-from symbiosis.finetuning.sampler_protocol import PendingAnswers
+from symbiosis.finetuning.sampler_protocol import SampleRequest
 from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """The answer to forward_backward and forward."""
+    """The result of forward_backward and forward."""
 
     loss: float
-    """Over all its examples: the mean over the labels, or their sum over what the caller said."""
+    """Over all examples: the mean over the labels, or their sum divided by `items`."""
     tokens: int
-    """Labels that were learned from."""
+    """Labels that count."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to optim_step."""
+    """The result of optim_step."""
 
     number: int
-    """Of the step, from 1 on."""
+    """Of the optimizer step, from 1 on."""
     gradient_norm: float
-    """Before it was clipped."""
+    """Before clipping."""
 
 
-def _future() -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # a call that was accepted is answered: nobody cancels it
-    return future
+class SessionCall:
+    """`tokens` and `completions` count against the limits until the call is released."""
+
+    def __init__(self, *key: object, tokens: int = 0, completions: int = 0, result_tokens: int = 0) -> None:
+        self.key = (type(self), *key)
+        """Equal for a retry of the same call. It is stored longer than the payload."""
+        self.tokens, self.completions, self.result_tokens = tokens, completions, result_tokens
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()  # an accepted call cannot be cancelled
+
+    def resolve(self, outcome: Any) -> None:
+        """Set the result, or the error if it is an exception. Only the first outcome counts."""
+        with suppress(InvalidStateError):
+            if isinstance(outcome, Exception):
+                self.future.set_exception(outcome.with_traceback(None))
+            else:
+                self.future.set_result(outcome)
+
+    def release(self) -> None:
+        """Drop the payload of a finished call, which stays known for retries."""
 
 
-class _Small:
-    """A call that may be remembered as it is."""
+class ForwardBackward(SessionCall):
+    def __init__(
+        self, examples: tuple[Example, ...], costs: tuple[int, ...], items: float, labels: int, *, learns: bool
+    ) -> None:
+        """`costs`: rows of a pass for each example. `learns` is False for `forward`: no gradients and no dropout."""
+        super().__init__(digest_batch(examples, items), learns, tokens=sum(len(example.ids) for example in examples))
+        self.examples, self.costs, self.items, self.labels, self.learns = examples, costs, items, labels, learns
+        self.starts_step = False
+        """Whether it is the first batch of an optimizer step."""
+        self.losses: list[float] = []
+        """Of the examples computed so far."""
 
-    __slots__ = ()
-
-    @property
-    def size(self) -> int:
-        """Tokens that it holds."""
-        return 0
-
-    @property
-    def answers(self) -> int:
-        """That the engine computes for it."""
-        return 0
-
-    @property
-    def kept(self) -> int:
-        """Tokens that it holds when it is answered."""
-        return 0
-
-    def forget(self) -> None:
-        """Once it is answered: keep nothing large."""
-
-
-@dataclass(slots=True, eq=False)
-class ForwardBackward(_Small):
-    examples: tuple[Example, ...]
-    costs: tuple[int, ...]
-    """Of each example, in rows of a pass."""
-    items: float
-    tokens: int
-    digest: bytes
-    """Of all that was asked for: it is remembered longer than the examples."""
-    learns: bool = True
-    """Whether gradients are wanted; else it is `forward`: nothing is learned, and nothing dropped."""
-    begins: bool = False
-    """Whether it is the first of a step."""
-    losses: list[float] = field(default_factory=list)
-    """Of the examples that were computed."""
-    answer: Future[Any] = field(default_factory=_future)
-
-    def same(self, other: object) -> bool:
-        return isinstance(other, ForwardBackward) and (self.digest, self.learns) == (other.digest, other.learns)
-
-    @property
-    def size(self) -> int:
-        return sum(len(example.ids) for example in self.examples)
-
-    def forget(self) -> None:
+    def release(self) -> None:
         self.examples, self.costs, self.losses = (), (), []
 
 
-@dataclass(slots=True, eq=False)
-class OptimStep(_Small):
-    settings: StepSettings
-    answer: Future[Any] = field(default_factory=_future)
-
-    def same(self, other: object) -> bool:
-        return isinstance(other, OptimStep) and self.settings == other.settings
+class OptimStep(SessionCall):
+    def __init__(self, settings: StepSettings) -> None:
+        super().__init__(settings)
+        self.settings = settings
 
 
-@dataclass(slots=True, eq=False)
-class SaveCheckpoint(_Small):
-    folder: Path
-    optimizer: bool
-    replace: bool = False
-    keep: Callable[[AdapterSnapshot], None] | None = None
-    """Told what was written, once it is on disk."""
-    answer: Future[Any] = field(default_factory=_future)
+class SaveCheckpoint(SessionCall):
+    def __init__(self, folder: Path, *, optimizer: bool, replace: bool, keep: Callable[[AdapterSnapshot], None] | None) -> None:
+        super().__init__(folder, optimizer)
+        self.folder, self.optimizer, self.replace = folder, optimizer, replace
+        self.keep = keep
+        """Called with what was written, once it is on disk."""
 
-    def same(self, other: object) -> bool:
-        return isinstance(other, SaveCheckpoint) and (self.folder, self.optimizer) == (other.folder, other.optimizer)
-
-    def forget(self) -> None:
+    def release(self) -> None:
         self.keep = None
 
 
-@dataclass(slots=True, eq=False)
-class LoadCheckpoint(_Small):
-    folder: Path
-    answer: Future[Any] = field(default_factory=_future)
-
-    def same(self, other: object) -> bool:
-        return isinstance(other, LoadCheckpoint) and self.folder == other.folder
+class LoadCheckpoint(SessionCall):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
 
 
-class SampleCall(_Small):
-    """It leaves its line when the adapter was copied; its answers come later."""
+class SampleCall(SessionCall):
+    """Leaves the queue when the adapter is copied. The completions follow later."""
 
-    __slots__ = ("_kept", "answer", "asked", "key")
+    def __init__(self, request: SampleRequest) -> None:
+        super().__init__(request.key, tokens=request.tokens, completions=request.completions, result_tokens=request.tokens)
+        self.request: SampleRequest | None = request
+        """None after the call is released."""
 
-    def __init__(self, asked: PendingAnswers) -> None:
-        self.asked: PendingAnswers | None = asked
-        """None: it is answered."""
-        self.key, self._kept, self.answer = asked.key, asked.tokens, _future()
-
-    def same(self, other: object) -> bool:
-        return isinstance(other, SampleCall) and self.key == other.key
-
-    @property
-    def size(self) -> int:
-        return 0 if self.asked is None else self.asked.tokens
-
-    @property
-    def answers(self) -> int:
-        return 0 if self.asked is None else self.asked.answers
-
-    @property
-    def kept(self) -> int:
-        return self._kept
-
-    def forget(self) -> None:
-        self.asked = None
+    def release(self) -> None:
+        self.request = None
 
 
-Call = ForwardBackward | OptimStep | SaveCheckpoint | LoadCheckpoint | SampleCall
+BackgroundCall: TypeAlias = SaveCheckpoint | LoadCheckpoint | SampleCall
+"""Runs outside of passes."""

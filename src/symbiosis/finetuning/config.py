@@ -1,4 +1,4 @@
-"""What a host is given, and what it has done."""
+"""Limits of a trainer."""
 
 from __future__ import annotations
 
@@ -9,62 +9,42 @@ from symbiosis.errors import OutOfRange
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerConfig:
-    """Limits of one host. All are checked."""
+    """Raises `OutOfRange` for an invalid value. Limits named `tenant_` are for all sessions of one tenant."""
 
     max_rows: int = 4096
-    """The longest example, and the most rows, over all sessions, that a pass may have."""
+    """Of one example, and of one pass over all sessions."""
     pass_rows: int | None = None
-    """Rows of a pass, but for one example that is longer; None: 256 on a CPU, which gains nothing by more, else `max_rows`."""
+    """Rows of a pass, unless one example is longer; None: 256 on a CPU, where larger passes are not faster, else `max_rows`."""
     max_examples: int = 1024
-    """Most examples of one forward_backward; they may be computed in several passes."""
+    """Of one forward_backward, which may take several passes."""
     max_sessions: int = 256
     tenant_sessions: int = 64
     max_parameters: int = 1 << 30
-    """Most that are trained at once; each takes 16 bytes with its gradient and what AdamW keeps."""
+    """Trained at once; each takes 16 bytes with its gradient and AdamW's state."""
     tenant_parameters: int = 1 << 28
-    """Of one tenant, also in one adapter."""
+    """Also the limit of one adapter."""
     max_waiting: int = 64
-    """Most calls of one session that wait at once."""
+    """Pending calls of one session."""
     max_waiting_tokens: int = 1 << 20
-    """Most tokens of one session that wait at once; a batch has half of it at most."""
+    """Pending tokens of one session; a batch has half of it at most."""
     tenant_waiting_tokens: int = 1 << 22
-    max_answers: int = 4096
-    """Most answers that are asked for by `sample` and have not come."""
-    tenant_answers: int = 1024
+    max_completions: int = 4096
+    """Requested by `sample` and not finished."""
+    tenant_completions: int = 1024
     graphs: int = 16
-    """Most CUDA graphs of passes that are kept, on all of a GPU and on a part; 0 for none. Each is of one kind of pass."""
-    short_pass_s: float | None = None
-    """How long a pass should take while answers are served beside; a single example may take longer.
+    """CUDA graphs of passes kept for each stream; 0 for none. Each graph is for one shape of pass."""
+    serving_pass_s: float | None = None
+    """Target time of a pass while the engine serves; a single example may take longer.
 
-    None: 0.1 where both compute on the same cores; a GPU computes them at the same time (`device_sharing/gpu_partition`), so there
-    it does not matter how long a pass is.
+    None: 0.1 on a CPU, where passes and serving alternate. A GPU runs both at once (`device_sharing/gpu_partition`), so
+    the time of a pass does not matter there.
     """
 
     def __post_init__(self) -> None:
-        seconds: object = self.short_pass_s
+        seconds: object = self.serving_pass_s
         if seconds is not None and (type(seconds) not in (int, float) or not 0.001 <= seconds <= 3600):  # type: ignore[operator]
-            raise OutOfRange(f"short_pass_s is {seconds!r}", field="short_pass_s", expected="0.001 to 3600")
-        for name in set(self.__slots__) - {"short_pass_s"}:
+            raise OutOfRange(f"serving_pass_s is {seconds!r}", field="serving_pass_s", expected="0.001 to 3600")
+        for name in set(self.__slots__) - {"serving_pass_s"} - ({"pass_rows"} if self.pass_rows is None else set()):
             value, least = getattr(self, name), 0 if name == "graphs" else 1
-            if name == "pass_rows" and value is None:
-                continue
             if type(value) is not int or not least <= value <= 1 << 31:
                 raise OutOfRange(f"{name} is {value!r}", field=name, expected=f"a whole number from {least} on")
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerStats:
-    passes: int = 0
-    rows: int = 0
-    sessions: int = 0
-    """Of which the passes were made: 8 sessions in one pass count 8."""
-    seconds: float = 0.0
-    """That passes took."""
-    beside_passes: int = 0
-    """Those while answers were served; all of the above has them too."""
-    beside_rows: int = 0
-    beside_seconds: float = 0.0
-    new_passes: int = 0
-    """Those of a kind that was not ready yet, on a GPU: the next of it are faster."""
-    steps: int = 0
-    """Of optimizers."""

@@ -1,6 +1,6 @@
-"""The examples of a job as they lie in a file: all tokens behind each other, and where each example ends.
+"""The examples of a job in a file: all tokens concatenated, and the end of each example.
 
-They stay tensors, and an example is made when it is asked for: Python's numbers take ten times the memory.
+They stay tensors; an `Example` is created on access, because Python's ints take ten times the memory.
 
 T = tokens of all examples, E = examples.
 """
@@ -25,7 +25,7 @@ _DTYPES = ("I32", "I64")
 
 
 class Dataset(Sequence[Example]):
-    """Made by `read`, which has checked the shapes."""
+    """Created by `read_dataset`, which checks the shapes."""
 
     def __init__(self, ids_T: Tensor, labels_T: Tensor, ends_E: Tensor) -> None:
         self._ids_T, self._labels_T, self._ends_E = ids_T, labels_T, ends_E
@@ -46,48 +46,44 @@ class Dataset(Sequence[Example]):
         return Example(tuple(self._ids_T[span].tolist()), tuple(self._labels_T[span].tolist()))
 
     def check(self, *, vocabulary: int, longest: int) -> None:
-        """As `examples.check`, without making them."""
+        """As `check_examples`, without creating them."""
         lengths_E = torch.diff(self._ends_E, prepend=self._ends_E.new_zeros(1))
         if bool((lengths_E > longest).any()):
             number = int((lengths_E > longest).nonzero()[0])
-            raise OutOfRange(
-                f"example {number} has {int(lengths_E[number])} tokens", field="data", expected=f"1 to {longest} tokens"
-            )
-        strange_T = (self._ids_T < 0) | (self._ids_T >= vocabulary)
-        strange_T |= ((self._labels_T < 0) & (self._labels_T != IGNORED)) | (self._labels_T >= vocabulary)
-        if bool(strange_T.any()):
-            place = strange_T.nonzero()[0]
+            length = int(lengths_E[number])
+            raise OutOfRange(f"example {number} has {length} tokens", field="data", expected=f"1 to {longest} tokens")
+        invalid_T = (self._ids_T < 0) | (self._ids_T >= vocabulary)
+        invalid_T |= ((self._labels_T < 0) & (self._labels_T != IGNORED)) | (self._labels_T >= vocabulary)
+        if bool(invalid_T.any()):
+            place = invalid_T.nonzero()[0]
             number = int(torch.searchsorted(self._ends_E, place, right=True))
-            raise OutOfRange(
-                f"example {number} has the token {int(self._ids_T[place])} with the label {int(self._labels_T[place])}",
-                field="data",
-                expected=f"0 to {vocabulary - 1}",
-            )
+            what = f"example {number} has the token {int(self._ids_T[place])} with the label {int(self._labels_T[place])}"
+            raise OutOfRange(what, field="data", expected=f"0 to {vocabulary - 1}")
 
 
-def read(path: Path) -> Dataset:
-    """The examples in a file. Raises `BadData`, which says what is wrong with it and not where it is."""
+def read_dataset(path: Path) -> Dataset:
+    """Raises `BadData`. Its message does not contain the path."""
     try:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
-            raise BadData(f"the data is no plain file of at most {MAX_BYTES} bytes")
+            raise BadData(f"the data is not a plain file of at most {MAX_BYTES} bytes")
         with safe_open(path, framework="pt") as file:
             if sorted(file.keys()) != list(_NAMES):
                 raise BadData(f"the data must have the tensors {', '.join(_NAMES)} and no other")
             for name in _NAMES:
-                piece = file.get_slice(name)
-                if piece.get_dtype() not in _DTYPES or len(piece.get_shape()) != 1:
-                    raise BadData(f"{name} must be a row of whole numbers of 32 or 64 bits")
+                tensor = file.get_slice(name)
+                if tensor.get_dtype() not in _DTYPES or len(tensor.get_shape()) != 1:
+                    raise BadData(f"{name} must be one-dimensional, of 32 or 64 bit integers")
             ends_E, ids_T, labels_T = (file.get_tensor(name) for name in _NAMES)
     except OSError as error:
         raise BadData(f"the data cannot be read: {error.strerror or type(error).__name__}") from None
     except SafetensorError as error:
-        raise BadData(f"the data is no safetensors file: {str(error)[:200]}") from None
+        raise BadData(f"the data is not a safetensors file: {str(error)[:200]}") from None
     ends_E = ends_E.long()
     if len(ids_T) != len(labels_T):
         raise BadData(f"there are {len(ids_T)} ids and {len(labels_T)} labels")
     if not len(ends_E) or int(ends_E[-1]) != len(ids_T):
-        raise BadData(f"ends must have one example at least, and the last must end at {len(ids_T)}, where the tokens do")
+        raise BadData(f"ends must have at least one example, and the last must end at {len(ids_T)}, the number of tokens")
     if bool((torch.diff(ends_E, prepend=ends_E.new_zeros(1)) < 1).any()):
-        raise BadData("ends must grow: every example has one token at least")
+        raise BadData("ends must increase: every example has at least one token")
     return Dataset(ids_T, labels_T, ends_E)

@@ -1,7 +1,7 @@
-"""AdamW as transformers' Trainer sets it up, for the parameters of one adapter.
+"""AdamW as transformers' Trainer configures it, for the parameters of one adapter.
 
-`Optimizer` steps parameter by parameter, `FlatOptimizer` the whole adapter at once and without a word to the host: it
-is for GPUs, and the first is its reference.
+`Optimizer` steps parameter by parameter. `FlatOptimizer` steps the whole adapter at once without waiting for the device:
+it is for GPUs, and `Optimizer` is its reference.
 
 N = numbers of an adapter.
 """
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,43 +21,35 @@ from symbiosis.errors import BadCall, OutOfRange
 from symbiosis.finetuning.flat_parameters import FlatGradients, FlatParameters
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names of parameters that Trainer's weight decay leaves alone."""
-KEPT = ("exp_avg", "exp_avg_sq", "step")
-"""What AdamW keeps of a parameter."""
-
-
-_NOTHING = "a step needs gradients: call forward_backward first"
+"""Parameters without weight decay in Trainer."""
+STATE_NAMES = ("exp_avg", "exp_avg_sq", "step")
+"""AdamW's state of a parameter."""
+_NO_GRADIENTS = "a step needs gradients: call forward_backward first"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSettings:
-    """One step's settings, by Trainer's names and defaults. All are checked."""
+    """Settings of one optimizer step, with Trainer's names and defaults. Raises `OutOfRange`."""
 
     learning_rate: float = 5e-5
     max_grad_norm: float = 1.0
-    """Longer gradients are shortened to this; 0 for never."""
+    """Gradients are clipped to this norm; 0 for never."""
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        ranges = {
-            "learning_rate": (0.0, 1e30),
-            "max_grad_norm": (0.0, 1e9),
-            "weight_decay": (0.0, 1e3),
-            "adam_beta1": (0.0, 0.9999999),
-            "adam_beta2": (0.0, 0.9999999),
-            "adam_epsilon": (0.0, 1.0),
-        }
-        for name, (low, high) in ranges.items():
+        highest = {"learning_rate": 1e30, "max_grad_norm": 1e9, "weight_decay": 1e3, "adam_epsilon": 1.0}
+        highest |= {"adam_beta1": 0.9999999, "adam_beta2": 0.9999999}
+        for name, high in highest.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise OutOfRange(f"{name} is {value!r:.80}", field=name, expected=f"an int or float from {low:g} to {high}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
+                raise OutOfRange(f"{name} is {value!r:.80}", field=name, expected=f"an int or float from 0 to {high}")
 
 
 class Optimizer:
-    """Owns the state of AdamW; gradients lie at the parameters themselves."""
+    """Owns the state of AdamW; gradients are stored in the parameters' `grad`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -75,19 +67,14 @@ class Optimizer:
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
-        """What has gathered."""
+        """Accumulated since the last step."""
         return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
-    @property
-    def has_gradients(self) -> bool:
-        return any(p.grad is not None for p in self._parameters.values())
-
     def step(self, settings: StepSettings) -> Tensor:
-        """Change the parameters, forget the gradients, return their norm. If that is no number, nothing is changed."""
-        if not self.has_gradients:
-            raise BadCall(_NOTHING)
-        longest = settings.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(list(self._parameters.values()), longest)
+        """Update the parameters, clear the gradients, return their norm. A norm that is not finite changes nothing."""
+        if not self.gradients:
+            raise BadCall(_NO_GRADIENTS)
+        norm = nn.utils.clip_grad_norm_(list(self._parameters.values()), settings.max_grad_norm or math.inf)
         if not math.isfinite(float(norm)):
             return norm
         for group, decay in zip(self._adamw.param_groups, (settings.weight_decay, 0.0), strict=True):
@@ -98,41 +85,38 @@ class Optimizer:
         return norm
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU, by parameter and what it is."""
+        """Copies on the CPU, named `parameter/kind`."""
         return {
-            f"{name}/{kept}": self._adamw.state[p][kept].detach().to("cpu", copy=True)
+            f"{name}/{kind}": self._adamw.state[p][kind].detach().to("cpu", copy=True)
             for name, p in self._parameters.items()
-            for kept in KEPT
+            for kind in STATE_NAMES
             if p in self._adamw.state
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """What `state` gave, checked by the caller; nothing for a fresh start."""
+        """Set what `state` returned, checked by the caller; empty for a fresh start."""
         self.clear()
         self._adamw.state.clear()
         for name, parameter in self._parameters.items():
             if f"{name}/step" in state:
-                entry: dict[str, Any] = {}
-                for kept in KEPT:
-                    dtype = torch.float32 if kept == "step" else parameter.dtype
-                    entry[kept] = state[f"{name}/{kept}"].to(parameter.device, dtype, copy=True)
-                self._adamw.state[parameter] = entry
+                dtypes = dict.fromkeys(STATE_NAMES, parameter.dtype) | {"step": torch.float32}
+                self._adamw.state[parameter] = {
+                    kind: state[f"{name}/{kind}"].to(parameter.device, dtype, copy=True) for kind, dtype in dtypes.items()
+                }
 
 
 class FlatOptimizer:
-    """The same over an adapter in one tensor. A gradient that is missing counts as 0."""
+    """The same for an adapter in one tensor. A missing gradient counts as 0."""
 
     def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
         self._gradients_N: Tensor | None = None
-        self._kept: dict[str, Tensor] = {}
-        """By what AdamW keeps; empty before the first step."""
-        self._runs: list[tuple[int, int, bool]] = []
-        """Parameters that lie together: where they begin and end, and whether they decay."""
+        self._state: dict[str, Tensor] = {}  # by `STATE_NAMES`; empty before the first step
+        self._runs: list[tuple[int, int, bool]] = []  # contiguous parameters: start, end, and whether they decay
         for name, place in flat.slices.items():
             decays = not _NO_DECAY.search(name.lower())
             if self._runs and self._runs[-1][2] == decays:
@@ -149,33 +133,29 @@ class FlatOptimizer:
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
-        """What has gathered."""
+        """Accumulated since the last step."""
         return {} if self._gradients_N is None else FlatGradients(self._flat, self._gradients_N)
-
-    @property
-    def has_gradients(self) -> bool:
-        return self._gradients_N is not None
 
     @torch.no_grad()
     def step(self, settings: StepSettings) -> Tensor:
-        """As `Optimizer.step`; the norm is on its way, and the device sees for itself whether it is a number."""
+        """As `Optimizer.step`, but asynchronous: the device itself checks whether the norm is finite."""
         gradients_N = self._gradients_N
         if gradients_N is None:
-            raise BadCall(_NOTHING)
+            raise BadCall(_NO_GRADIENTS)
         values_N = self._flat.values_N
-        if not self._kept:
-            self._kept = {kept: torch.zeros_like(values_N) for kept in KEPT[:2]} | {"step": values_N.new_zeros(())}
+        if not self._state:
+            self._state = {kind: torch.zeros_like(values_N) for kind in STATE_NAMES[:2]} | {"step": values_N.new_zeros(())}
         norm: Tensor = torch.linalg.vector_norm(gradients_N)
         failed = torch.isfinite(norm).logical_not().to(norm.dtype)
-        # what gradients are divided by, as in clip_grad_norm_
+        # the divisor of the gradients, as in clip_grad_norm_
         divisor = ((norm + 1e-6) / settings.max_grad_norm).clamp(min=1.0) if settings.max_grad_norm else None
-        step = self._kept["step"].add_(1 - failed)
+        step = self._state["step"].add_(1 - failed)
         for start, end, decays in self._runs:
             torch._fused_adamw_(
                 [values_N[start:end]],
                 [gradients_N[start:end]],
-                [self._kept["exp_avg"][start:end]],
-                [self._kept["exp_avg_sq"][start:end]],
+                [self._state["exp_avg"][start:end]],
+                [self._state["exp_avg_sq"][start:end]],
                 [],
                 [step],
                 lr=settings.learning_rate,
@@ -192,35 +172,35 @@ class FlatOptimizer:
         return norm
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self._gradients_N = None
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU, by parameter and what it is."""
+        """Copies on the CPU, named `parameter/kind`."""
         found: dict[str, Tensor] = {}
-        for kept, flat in self._kept.items():
-            whole = flat.to("cpu", copy=True)
+        for kind, flat in self._state.items():
+            on_cpu = flat.to("cpu", copy=True)
             for name in self._flat.slices:
-                found[f"{name}/{kept}"] = whole.clone() if kept == "step" else self._flat.view_of(whole, name).clone()
+                found[f"{name}/{kind}"] = on_cpu.clone() if kind == "step" else self._flat.view_of(on_cpu, name).clone()
         return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """What `state` gave, checked by the caller; nothing for a fresh start."""
+        """Set what `state` returned, checked by the caller; empty for a fresh start."""
         self.clear()
-        self._kept = {}
+        self._state = {}
         if not state:
             return
-        whole = {kept: torch.zeros_like(self._flat.values_N) for kept in KEPT[:2]}
+        moments = {kind: torch.zeros_like(self._flat.values_N) for kind in STATE_NAMES[:2]}
         for name in self._flat.slices:
-            for kept, flat in whole.items():
-                if f"{name}/{kept}" in state:
-                    self._flat.view_of(flat, name).copy_(state[f"{name}/{kept}"])
+            for kind, flat in moments.items():
+                if f"{name}/{kind}" in state:
+                    self._flat.view_of(flat, name).copy_(state[f"{name}/{kind}"])
         steps = [float(state[f"{name}/step"]) for name in self._flat.slices if f"{name}/step" in state]
-        self._kept = {**whole, "step": self._flat.values_N.new_tensor(max(steps, default=0.0))}
+        self._state = {**moments, "step": self._flat.values_N.new_tensor(max(steps, default=0.0))}
 
 
 AnyOptimizer: TypeAlias = Optimizer | FlatOptimizer
 
 
-def optimizer_of(parameters: Mapping[str, nn.Parameter], flat: FlatParameters | None) -> AnyOptimizer:
+def create_optimizer(parameters: Mapping[str, nn.Parameter], flat: FlatParameters | None) -> AnyOptimizer:
     return Optimizer(parameters) if flat is None else FlatOptimizer(flat)

@@ -1,4 +1,4 @@
-"""Answers by a session's adapter: what training knows of them. Who computes them stands above it, and is given to the host."""
+"""What training needs from an engine that samples with a session's adapter. The trainer receives an implementation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 
 
-class SampledAnswer(Protocol):
-    """What came of one prompt."""
+class SampledCompletion(Protocol):
+    """One completion of one prompt."""
 
     @property
     def tokens(self) -> list[int]: ...
@@ -21,36 +21,36 @@ class SampledAnswer(Protocol):
 
     @property
     def logprobs(self) -> Sequence[Any]:
-        """Of each token, if they were asked for: `chosen`, and `top` with the likeliest."""
+        """Of each token, if requested: `chosen`, and `top` with the likeliest."""
 
     @property
     def text(self) -> str | None:
-        """If there is a tokenizer."""
+        """None without a tokenizer."""
 
 
-class PendingAnswers(Protocol):
-    """Answers that were asked for. Each method may be called by any thread, and returns at once."""
+class SampleRequest(Protocol):
+    """A checked request. Every method is thread-safe and returns at once."""
 
     @property
     def tokens(self) -> int:
-        """Of all prompts, and the most that all answers can have; a logprob of another token counts like a token."""
+        """Of all prompts, and at most of all completions; a logprob of another token counts as a token."""
 
     @property
-    def answers(self) -> int: ...
+    def completions(self) -> int: ...
 
     @property
     def key(self) -> object:
-        """Equal if the same was asked for; it is remembered longer than the prompts."""
+        """Equal for equal requests. It is stored longer than the prompts."""
 
-    def begin(self, made: AdapterSnapshot) -> Future[list[SampledAnswer]]:
-        """Compute them by this adapter. The future ends once, unless `cancel` was called: nobody waits for it then."""
+    def begin(self, adapter: AdapterSnapshot) -> Future[list[SampledCompletion]]:
+        """Sample with this adapter. The future is set once, unless `cancel` is called."""
 
     def cancel(self) -> None:
-        """Nobody wants them any more."""
+        """Stop sampling."""
 
 
 class SamplerProtocol(Protocol):
-    def ask(
-        self, tenant: str, prompts: Sequence[str | Sequence[int]], n: int, virtual: int, settings: Mapping[str, Any]
-    ) -> PendingAnswers:
-        """Nothing is computed yet. `virtual`: tokens that the adapter puts in front. Raises what is wrong with it."""
+    def check_request(
+        self, tenant: str, prompts: Sequence[str | Sequence[int]], n: int, virtual_tokens: int, settings: Mapping[str, Any]
+    ) -> SampleRequest:
+        """Nothing is computed yet. `virtual_tokens`: those the adapter puts before each prompt. Raises what is wrong."""

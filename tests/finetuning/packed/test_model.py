@@ -15,7 +15,7 @@ from symbiosis.finetuning.adapter_factory import AdapterFactory
 from symbiosis.finetuning.packed.attention import attend_batched
 from symbiosis.finetuning.packed.model import PackedModel
 from tests.conftest import tiny_config
-from tests.finetuning.passes import by_peft, examples, session_slice, worst
+from tests.finetuning.peft_reference import examples, max_relative_error, run_peft, slice_of
 from tests.parity.architectures import ARCHITECTURES, MORE
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -60,16 +60,16 @@ def all_methods(plain, packed):
     """All methods in one batch, two examples or more each."""
     factory = AdapterFactory(plain)
     data = {name: examples(5 + at, 9, 2 + at) for at, name in enumerate(METHODS)}
-    slices = [session_slice(factory.make(config, seed=7), data[name]) for name, config in METHODS.items()]
+    slices = [slice_of(factory.create(config, seed=7), data[name]) for name, config in METHODS.items()]
     return data, dict(zip(METHODS, packed.compute(slices), strict=True))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_in_one_batch(name, plain, all_methods):
     data, results = all_methods
-    _, losses, gradients = by_peft(plain, METHODS[name], data[name])
+    _, losses, gradients = run_peft(plain, METHODS[name], data[name])
     assert results[name].losses == pytest.approx(losses, rel=1e-5)
-    assert worst(results[name].gradients, gradients) < 5e-5
+    assert max_relative_error(results[name].gradients, gradients) < 5e-5
     assert results[name].is_finite
 
 
@@ -77,12 +77,12 @@ def test_a_model_in_bfloat16_trains_adapters_in_float32():
     torch.manual_seed(3)
     model = LlamaForCausalLM(tiny_config(attention_bias=True)).to(torch.bfloat16).eval()
     factory, data = AdapterFactory(model), examples(5, 9)
-    slices = [session_slice(factory.make(config, seed=7), data) for config in METHODS.values()]
+    slices = [slice_of(factory.create(config, seed=7), data) for config in METHODS.values()]
     assert all(p.dtype is torch.float32 for each in slices for p in each.adapter.parameters.values())
     for config, result in zip(METHODS.values(), PackedModel(model).compute(slices), strict=True):
-        _, losses, gradients = by_peft(model, config, data)
+        _, losses, gradients = run_peft(model, config, data)
         assert result.losses == pytest.approx(losses, rel=1e-2)
-        assert worst(result.gradients, gradients) < 0.2
+        assert max_relative_error(result.gradients, gradients) < 0.2
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -91,13 +91,12 @@ def test_architectures(name):
     config.task_type = "CAUSAL_LM"
     factory, data = AdapterFactory(model), examples(9, 4, 12)
     slices = [
-        session_slice(factory.make(config, seed=seed), rows)
-        for seed, rows in ((3, examples(6, 7)), (7, data), (4, examples(5)))
+        slice_of(factory.create(config, seed=seed), rows) for seed, rows in ((3, examples(6, 7)), (7, data), (4, examples(5)))
     ]
     result = PackedModel(model).compute(slices)[1]
-    _, losses, gradients = by_peft(model, config, data)
+    _, losses, gradients = run_peft(model, config, data)
     assert result.losses == pytest.approx(losses, rel=1e-5)
-    assert worst(result.gradients, gradients) < 5e-5
+    assert max_relative_error(result.gradients, gradients) < 5e-5
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -123,10 +122,10 @@ def test_a_prefix_before_a_window():
     model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_hidden_layers=6, head_dim=8, sliding_window=6)).eval()
     config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     data = examples(9, 14)
-    result = PackedModel(model).compute([session_slice(AdapterFactory(model).make(config, seed=7), data)])[0]
-    _, losses, gradients = by_peft(model, config, data)
+    result = PackedModel(model).compute([slice_of(AdapterFactory(model).create(config, seed=7), data)])[0]
+    _, losses, gradients = run_peft(model, config, data)
     assert result.losses == pytest.approx(losses, rel=1e-4)
-    assert worst(result.gradients, gradients) < 1e-4
+    assert max_relative_error(result.gradients, gradients) < 1e-4
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
@@ -134,10 +133,10 @@ def test_nan_and_overflow_stay_in_their_session(poison, plain, packed):
     """Bitwise: the other sessions' results do not depend on the bad session's values."""
     factory = AdapterFactory(plain)
     good = [
-        session_slice(factory.make(METHODS[name], seed=7), examples(5, 8)) for name in ("LoRA", "DoRA", "IA3", "prefix tuning")
+        slice_of(factory.create(METHODS[name], seed=7), examples(5, 8)) for name in ("LoRA", "DoRA", "IA3", "prefix tuning")
     ]
     for name in ("LoRA", "IA3", "prefix tuning", "prompt tuning"):
-        bad = session_slice(factory.make(METHODS[name], seed=1), examples(6, 3))
+        bad = slice_of(factory.create(METHODS[name], seed=1), examples(6, 3))
         mixed = [*good[:2], bad, *good[2:]]
         harmless = packed.compute(mixed)
         with torch.no_grad():
@@ -154,15 +153,15 @@ def test_nan_and_overflow_stay_in_their_session(poison, plain, packed):
 
 def test_dropout_depends_on_the_example_and_not_on_the_batch(plain, packed):
     config = LoraConfig(r=3, target_modules=ALL, init_lora_weights=False, lora_dropout=0.4, task_type="CAUSAL_LM")
-    adapter = AdapterFactory(plain).make(config, seed=7)
-    both = session_slice(adapter, examples(5, 8))
-    together = packed.compute([session_slice(AdapterFactory(plain).make(config, seed=7), examples(4)), both])[1]
+    adapter = AdapterFactory(plain).create(config, seed=7)
+    both = slice_of(adapter, examples(5, 8))
+    together = packed.compute([slice_of(AdapterFactory(plain).create(config, seed=7), examples(4)), both])[1]
     alone = [packed.compute([type(both)(adapter, (example,))])[0] for example in both.examples]
     assert together.losses == pytest.approx([result.losses[0] for result in alone], rel=1e-5)
     summed = {name: alone[0].gradients[name] + alone[1].gradients[name] for name in together.gradients}
-    assert worst(dict(together.gradients), summed) < 1e-5
+    assert max_relative_error(dict(together.gradients), summed) < 1e-5
     still = LoraConfig(r=3, target_modules=ALL, init_lora_weights=False, task_type="CAUSAL_LM")
-    undropped = packed.compute([session_slice(AdapterFactory(plain).make(still, seed=7), examples(5, 8))])[0]
+    undropped = packed.compute([slice_of(AdapterFactory(plain).create(still, seed=7), examples(5, 8))])[0]
     assert together.losses != pytest.approx(undropped.losses, rel=1e-3)
     assert together.losses == pytest.approx(undropped.losses, rel=0.5)
 
@@ -170,8 +169,8 @@ def test_dropout_depends_on_the_example_and_not_on_the_batch(plain, packed):
 def test_the_original_model_is_unchanged(plain):
     model = copy.deepcopy(plain).requires_grad_(True)
     kinds, before = {name: type(m) for name, m in model.named_modules()}, copy.deepcopy(model.state_dict())
-    adapter = AdapterFactory(model).make(METHODS["DoRA"], seed=7)
-    PackedModel(model).compute([session_slice(adapter, examples(5))])
+    adapter = AdapterFactory(model).create(METHODS["DoRA"], seed=7)
+    PackedModel(model).compute([slice_of(adapter, examples(5))])
     assert {name: type(m) for name, m in model.named_modules()} == kinds
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

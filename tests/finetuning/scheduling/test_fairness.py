@@ -1,4 +1,4 @@
-"""Who is in the next pass."""
+"""The choice of examples for the next pass."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def waits(session, rows, tenant=None, weight=1.0):
     return Candidate(session, tenant or session, weight, rows)
 
 
-def test_everybody_who_fits_is_in():
+def test_all_sessions_that_fit_are_picked():
     assert Fairness().pick([waits("a", [4, 4]), waits("b", [8]), waits("c", [2, 2])], 32) == {"a": 2, "b": 1, "c": 2}
     assert Fairness().pick([], 32) == {}
 
 
-def test_nobody_gets_more_because_it_asks_for_more():
+def test_more_pending_examples_gain_no_more_rows():
     fairness, served = Fairness(), Counter()
     for _ in range(20):
         picked = fairness.pick([waits("many", [5] * 50), waits("few", [5] * 10)], 40)
@@ -27,7 +27,7 @@ def test_nobody_gets_more_because_it_asks_for_more():
     assert served["many"] == served["few"]
 
 
-def test_sessions_do_not_make_a_tenant_larger():
+def test_more_sessions_gain_a_tenant_no_more_rows():
     fairness, served = Fairness(), Counter()
     for _ in range(30):
         crowd = [waits(f"a{number}", [5] * 9, "ann") for number in range(5)]
@@ -44,7 +44,7 @@ def test_twice_the_weight_is_twice_the_rows():
     assert served["heavy"] == 2 * served["light"]
 
 
-def test_who_comes_back_has_saved_nothing_up():
+def test_idle_time_gains_no_credit():
     fairness = Fairness()
     for _ in range(50):
         fairness.pick([waits("busy", [10] * 4)], 40)
@@ -52,7 +52,7 @@ def test_who_comes_back_has_saved_nothing_up():
     assert picked == {"busy": 2, "back": 2}
 
 
-def test_what_is_computed_outside_of_passes_counts():
+def test_work_outside_of_passes_is_charged():
     fairness, served = Fairness(), Counter()
     for _ in range(30):
         fairness.charge("steps", 10.0)
@@ -60,7 +60,7 @@ def test_what_is_computed_outside_of_passes_counts():
     assert served["rows"] == 2 * served["steps"]
 
 
-def test_a_long_example_is_not_passed_over_for_ever():
+def test_a_long_example_does_not_starve():
     fairness = Fairness()
     first = fairness.pick([waits("long", [38]), waits("short", [4] * 9)], 40)
     if "long" not in first:

@@ -1,21 +1,26 @@
-"""What a job says of itself. Each job that began ends once: trained, stopped or failed; one that did not is refused."""
+"""Events of a job. A job that began ends with exactly one of succeeded, stopped and failed; else it is rejected.
+
+`kind` is the event's name in messages.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from symbiosis.errors import SymbiosisError
 
 
 @dataclass(frozen=True, slots=True)
 class JobStarted:
+    kind: ClassVar = "begun"
     steps: int
     """Of the whole job."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
+    kind: ClassVar = "step"
     step: int
     total: int
     loss: float
@@ -23,33 +28,34 @@ class StepDone:
     gradient_norm: float
     tokens: int
     tokens_per_s: float
-    """Lately: steps are launched ahead, and done in bunches."""
+    """A recent mean: steps are launched ahead and finish in groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationDone:
+    kind: ClassVar = "validation"
     step: int
     loss: float
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """A checkpoint is on disk."""
-
+    kind: ClassVar = "checkpoint"
     step: int
     folder: str
     hash: str
     serves: str | None
-    """The name it is served under now."""
+    """The name it is served under."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSucceeded:
-    """The end: the adapter is on disk, and served if that was asked for."""
+    """The adapter is on disk, and served if the job has a name for it."""
 
+    kind: ClassVar = "trained"
     step: int
     loss: float | None
-    """Of the last step; None if there was none to do."""
+    """Of the last step; None if no step was left to do."""
     folder: str
     hash: str
     generation: int | None
@@ -57,45 +63,35 @@ class JobSucceeded:
 
 @dataclass(frozen=True, slots=True)
 class JobStopped:
-    """The end: it can go on from the folder; None: it has to begin again."""
-
+    kind: ClassVar = "stopped"
     step: int
     folder: str | None
+    """The checkpoint to resume from; None: the job starts again."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """The end, with the last good checkpoint."""
-
+    kind: ClassVar = "failed"
     code: str
     message: str
     field: str | None
     step: int
     checkpoint: str | None
+    """The last good one."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobRejected:
-    """It never began."""
+    """The job did not begin."""
 
+    kind: ClassVar = "refused"
     error: SymbiosisError
 
 
-Event: TypeAlias = (
-    JobStarted | StepDone | ValidationDone | CheckpointSaved | JobSucceeded | JobStopped | JobFailed | JobRejected
-)
-
-_NAMES = {
-    JobStarted: "begun",
-    StepDone: "step",
-    ValidationDone: "validation",
-    CheckpointSaved: "checkpoint",
-    JobSucceeded: "trained",
-    JobStopped: "stopped",
-    JobFailed: "failed",
-}
+JobEnd: TypeAlias = JobSucceeded | JobStopped | JobFailed | JobRejected
+Event: TypeAlias = JobStarted | StepDone | ValidationDone | CheckpointSaved | JobEnd
 
 
-def written(event: Event) -> dict[str, Any]:
-    """As an object of its name and fields; not of `JobRejected`."""
-    return {_NAMES[type(event)]: asdict(event)}
+def to_message(event: Event) -> dict[str, Any]:
+    """The event's fields under its kind; not for `JobRejected`."""
+    return {event.kind: asdict(event)}

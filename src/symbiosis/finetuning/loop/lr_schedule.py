@@ -1,4 +1,4 @@
-"""The learning rate of each step, by transformers' schedules of the same names."""
+"""Learning rate schedules: those of transformers with the same names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class LrSchedule(StrEnum):
     CONSTANT_WITH_WARMUP = "constant_with_warmup"
 
 
-def factor(schedule: LrSchedule, step: int, *, warmup: int, total: int) -> float:
-    """What the learning rate of a step (from 0 on) is multiplied with."""
+def lr_factor(schedule: LrSchedule, step: int, *, warmup: int, total: int) -> float:
+    """The multiplier of the learning rate at a step, from 0 on."""
     if schedule is LrSchedule.CONSTANT:
         return 1.0
     if step < warmup:

@@ -1,4 +1,4 @@
-"""A whole fine-tuning run over a session's calls, as transformers' Trainer would do it."""
+"""A whole fine-tuning run over a session's calls, with the results of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,13 +21,13 @@ from symbiosis.finetuning.session import TrainingSession
 from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 
 _T = TypeVar("_T")
-_AHEAD = 2  # steps under way, so that the host need not wait for this thread to wake up
-_PATIENCE = 1000  # times that a tenant's other sessions may have left no room
+_STEPS_AHEAD = 2  # submitted at once: the trainer does not wait for this thread
+_MAX_RETRIES = 1000  # while other sessions of the tenant use its whole quota
 
 
 @dataclass(frozen=True, slots=True)
 class LoopResult:
-    """A step of a job."""
+    """A finished step of a run."""
 
     step: int
     """From 1 on."""
@@ -41,61 +41,61 @@ class LoopResult:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Examples that are not learned from: how well does the adapter do with them?"""
+    """Held-out examples whose loss is computed during the run."""
 
     data: Sequence[Example]
     every: int | None
     """After every so many steps, and after the last; None: after the last."""
     on_loss: Callable[[int, float], None]
-    """Told the step and the mean over all labels."""
+    """Called with the step and the mean over all labels."""
 
     def is_due(self, step: int, total: int) -> bool:
         return step == total or (self.every is not None and step % self.every == 0)
 
-    def ask(self, session: TrainingSession, asked: _Asked) -> list[Future[LossResult]]:
+    def submit(self, calls: _SubmittedCalls) -> list[Future[LossResult]]:
+        session = calls.session
         items = sum(count_target_tokens(session.adapter, example) for example in self.data)
-        return [asked.ask(session, partial(session.forward, batch, items=items)) for batch in session.batches(self.data)]
+        return [calls.submit(partial(session.forward, batch, items=items)) for batch in session.batches(self.data)]
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A step that was asked for."""
-
+class _SubmittedStep:
     losses: list[Future[LossResult]]
     stepped: Future[StepResult]
     learning_rate: float
-    evaluated: list[Future[LossResult]] = field(default_factory=list)
-    saved: Future[None] | None = None
-    kept: list[AdapterSnapshot] = field(default_factory=list)
+    validation_losses: list[Future[LossResult]]
+    saved: Future[None] | None
+    snapshots: list[AdapterSnapshot]
 
-    def done(self, total: int) -> LoopResult:
-        """Waits for its answers."""
+    def wait(self, total: int) -> LoopResult:
         losses, step = [future.result() for future in self.losses], self.stepped.result()
         loss, tokens = sum(each.loss for each in losses), sum(each.tokens for each in losses)
         return LoopResult(step.number, total, loss, self.learning_rate, step.gradient_norm, tokens)
 
 
-class _Asked:
-    """Calls without an answer yet. When a session takes no more, the oldest is waited for; with none, the tenant's others."""
+class _SubmittedCalls:
+    """Unresolved calls of a session. When its quota is used up, `submit` waits for the oldest call, then for the tenant."""
 
-    def __init__(self) -> None:
-        self._open: deque[Future[Any]] = deque()
+    def __init__(self, session: TrainingSession) -> None:
+        self.session = session
+        self._unresolved: deque[Future[Any]] = deque()
 
-    def ask(self, session: TrainingSession, call: Callable[[], Future[_T]]) -> Future[_T]:
-        if self._open and self._open[-1].done() and isinstance(error := self._open[-1].exception(), Withdrawn):
-            raise error  # what follows belongs to the same step, or to a later one
-        while self._open and self._open[0].done():
-            self._open.popleft()
-        patience = _PATIENCE
+    def submit(self, call: Callable[[], Future[_T]]) -> Future[_T]:
+        unresolved = self._unresolved
+        if unresolved and unresolved[-1].done() and isinstance(error := unresolved[-1].exception(), Withdrawn):
+            raise error  # this call belongs to the same step, or to a later one
+        while unresolved and unresolved[0].done():
+            unresolved.popleft()
+        retries = _MAX_RETRIES
         while True:
             try:
-                self._open.append(future := call())
+                unresolved.append(future := call())
             except TooManyRequests as error:
-                session.begin()
-                if self._open:
-                    wait([self._open.popleft()])
-                elif patience > 0:
-                    patience -= 1
+                self.session.begin()
+                if unresolved:
+                    wait([unresolved.popleft()])
+                elif retries > 0:
+                    retries -= 1
                     time.sleep(error.retry_s)
                 else:
                     raise
@@ -103,8 +103,8 @@ class _Asked:
                 return future
 
 
-def _items(session: TrainingSession, data: Sequence[Example], batches: list[list[int]]) -> list[int]:
-    """What the losses of each batch of a step are divided by, as Trainer does it."""
+def _batch_items(session: TrainingSession, data: Sequence[Example], batches: list[list[int]]) -> list[int]:
+    """The divisor of each batch's loss, as in Trainer."""
     if session.takes_items:
         return [sum(data[number].labelled for batch in batches for number in batch)] * len(batches)
     return [len(batches) * sum(count_target_tokens(session.adapter, data[number]) for number in batch) for batch in batches]
@@ -121,64 +121,59 @@ def run(
     on_saved: Callable[[int, AdapterSnapshot], None] | None = None,
     validation: Validation | None = None,
 ) -> LoopResult | None:
-    """Train until the recipe's end, or until the session is stopped; returns the last step, None if there was none.
+    """Train until the recipe's end, or until the session is stopped. Returns the last step, None if there was none.
 
-    `checkpoint` is asked after which steps to save the session, and where (what is there is replaced); `on_saved` is told
-    when that is on disk. All that is told is told in order, by this thread. `after` steps have been done before, and
-    the session was loaded from where they ended. Raises what ends the session; `OutOfRange` before the first step if
-    an example cannot be trained on.
+    `checkpoint` maps a step to the folder to save it to (replaced if it exists), or None; `on_saved` is called when that is
+    on disk. Callbacks run on this thread, in order. `after` steps were done before, and the session was loaded from their
+    checkpoint. Raises what ends the session; `OutOfRange` before the first step if an example is invalid.
     """
     if not data:
         raise OutOfRange("there is nothing to learn from", field="data", expected="one example at least")
     session.check(data)
-    total = recipe.total(len(data))
-    under_way: deque[_UnderWay] = deque()
-    asked = _Asked()
+    total = recipe.total_steps(len(data))
+    calls, submitted = _SubmittedCalls(session), deque[_SubmittedStep]()
     last: LoopResult | None = None
 
-    def finish() -> LoopResult:
-        first = under_way.popleft()
-        done = first.done(total)
+    def finish_step() -> LoopResult:
+        step = submitted.popleft()
+        result = step.wait(total)
         if on_step is not None:
-            on_step(done)
-        if validation is not None and first.evaluated:
-            validation.on_loss(done.step, sum(each.result().loss for each in first.evaluated))
-        if first.saved is not None:
-            first.saved.result()
+            on_step(result)
+        if validation is not None and step.validation_losses:
+            validation.on_loss(result.step, sum(each.result().loss for each in step.validation_losses))
+        if step.saved is not None:
+            step.saved.result()
             if on_saved is not None:
-                on_saved(done.step, first.kept.pop())
-        return done
+                on_saved(result.step, step.snapshots.pop())
+        return result
 
-    def ask(step: int, batches: list[list[int]]) -> _UnderWay:
-        settings = recipe.settings(step - 1, total)
+    def submit_step(step: int, batches: list[list[int]]) -> _SubmittedStep:
+        settings = recipe.step_settings(step - 1, total)
         with session.gathering():
-            losses = [  # a batch is made when there is room for it: those of a step may be more than fits in memory
-                asked.ask(session, partial(session.forward_backward, [data[number] for number in batch], items=items))
-                for batch, items in zip(batches, _items(session, data, batches), strict=True)
+            losses = [  # each batch is created when the queue has capacity: a step may not fit into memory
+                calls.submit(partial(session.forward_backward, [data[number] for number in batch], items=items))
+                for batch, items in zip(batches, _batch_items(session, data, batches), strict=True)
             ]
-            stepped = asked.ask(session, partial(session.optim_step, settings))
-        due = validation is not None and validation.is_due(step, total)
-        evaluated = validation.ask(session, asked) if validation is not None and due else []
-        kept: list[AdapterSnapshot] = []
-        folder = checkpoint(step) if checkpoint is not None else None
-        saved = None
+            stepped = calls.submit(partial(session.optim_step, settings))
+        is_due = validation is not None and validation.is_due(step, total)
+        validation_losses = validation.submit(calls) if validation is not None and is_due else []
+        folder, saved, snapshots = checkpoint(step) if checkpoint is not None else None, None, list[AdapterSnapshot]()
         if folder is not None:
-            save = partial(session.save, folder, optimizer=True, replace=True, keep=kept.append)
-            saved = asked.ask(session, save)
-        return _UnderWay(losses, stepped, settings.learning_rate, evaluated, saved, kept)
+            saved = calls.submit(partial(session.save, folder, optimizer=True, replace=True, keep=snapshots.append))
+        return _SubmittedStep(losses, stepped, settings.learning_rate, validation_losses, saved, snapshots)
 
     try:
-        with suppress(Withdrawn):  # the session was stopped, and this step was not begun; one before it may be under way
-            for step, batches in enumerate(recipe.batches(len(data), after=after), after + 1):
-                under_way.append(ask(step, batches))
-                if len(under_way) >= _AHEAD:
-                    last = finish()
+        with suppress(Withdrawn):  # the session was stopped before this step; an earlier one may be running
+            for step, batches in enumerate(recipe.steps(len(data), after=after), after + 1):
+                submitted.append(submit_step(step, batches))
+                if len(submitted) >= _STEPS_AHEAD:
+                    last = finish_step()
         with suppress(Withdrawn):
-            while under_way:
-                last = finish()
+            while submitted:
+                last = finish_step()
     except SymbiosisError:
         with suppress(SymbiosisError):
-            while under_way and under_way[0].stepped.done():
-                finish()  # it was done before that happened: whoever listens is to know of it
+            while submitted and submitted[0].stepped.done():
+                finish_step()  # it was done before the error: the callbacks report it
         raise
     return last

@@ -1,6 +1,7 @@
-"""Whose examples go into the next pass, and how many: by `fairness`, and by how long a pass may take.
+"""Plans the next pass: which sessions take part, and with how many examples.
 
-It may be short since answers are served (`pace`), should hold up nobody's step (`lengths`), and has to fit into memory.
+Fairness chooses the examples. Their number is bounded by the time budget of the permit, by step time fairness, and by
+memory.
 """
 
 from __future__ import annotations
@@ -14,62 +15,58 @@ from symbiosis.finetuning.scheduling.fairness import Candidate, Fairness
 from symbiosis.finetuning.scheduling.pass_time_budget import PassTimeBudget
 from symbiosis.finetuning.scheduling.step_time_fairness import StepTimeFairness
 
-_FITTED = 500  # passes after which larger ones are tried again
-_NEW = 8  # passes of new kinds in a row: then that is how it is
+_PASSES_BEFORE_GROWTH = 500  # that fit into memory; then larger ones are tried again
+_MAX_NEW_IN_A_ROW = 8  # after these, passes of new shapes count as typical
 _log = logging.getLogger("symbiosis")
 
 
 class BatchPlanner:
-    """The host has the lock."""
+    """The trainer holds the lock."""
 
-    def __init__(self, most: int, *, least: int = 1) -> None:
-        """Rows of a pass; fewer than `least` would take as long. Where that is so (on a GPU) the room for short ones is of few
-        sizes, since passes that come again and again are faster (`replays`).
+    def __init__(self, max_rows: int, *, min_rows: int = 1) -> None:
+        """Passes of fewer than `min_rows` take as long. If it is above 1 (on a GPU), time budgets are rounded to few sizes:
+        CUDA graphs of repeated shapes are faster.
         """
-        self._most, self._least = most, min(least, most)
-        self.rows = most
-        """What fits into memory, as far as is known."""
-        self._fitted = 0
-        """Passes since one did not."""
-        self._new = 0
-        """The last so many were of new kinds."""
-        self.fairness, self._pace = Fairness(), PassTimeBudget()
-        self._lengths: defaultdict[str, StepTimeFairness] = defaultdict(StepTimeFairness)
-        """Of each kind of passes."""
+        self._max_rows, self._min_rows = max_rows, min(min_rows, max_rows)
+        self.rows = max_rows
+        """Rows that fit into memory, as far as is known."""
+        self._fitted = 0  # passes since the last that did not fit
+        self._new_in_a_row = 0
+        self.fairness, self._time_budget = Fairness(), PassTimeBudget()
+        self._step_times: defaultdict[str, StepTimeFairness] = defaultdict(StepTimeFairness)  # by kind of pass
 
-    def room(self, permit: PassBudget) -> int:
-        """Rows of the next pass, at most."""
-        room = max(self._pace.max_rows(self.rows, permit.kind, permit.max_s), min(self._least, self.rows))
-        return room if room == self.rows or self._least == 1 else _round(room)
+    def max_rows(self, permit: PassBudget) -> int:
+        """Of the next pass."""
+        rows = max(self._time_budget.max_rows(self.rows, permit.kind, permit.max_s), min(self._min_rows, self.rows))
+        return rows if rows == self.rows or self._min_rows == 1 else _round_down(rows)
 
-    def pick(self, waiting: Sequence[Candidate], permit: PassBudget) -> dict[str, int]:
-        """How many examples of which sessions, in the order they were chosen."""
-        chosen, room = self._lengths[permit.kind].limit(waiting, self.room(permit))
-        return self.fairness.pick(chosen, room)
+    def plan(self, candidates: Sequence[Candidate], permit: PassBudget) -> dict[str, int]:
+        """The number of examples by session, in the order they were chosen."""
+        chosen, max_rows = self._step_times[permit.kind].limit(candidates, self.max_rows(permit))
+        return self.fairness.pick(chosen, max_rows)
 
-    def note(self, permit: PassBudget, rows: int, seconds: float, *, is_new: bool = False) -> None:
-        """A pass took so long, the first ones of its kind longer than others will."""
-        self._new = self._new + 1 if is_new else 0
-        self._lengths[permit.kind].observe(rows, seconds)
-        if not is_new or self._new > _NEW:
-            self._pace.observe(permit.kind, rows, seconds)
+    def record_pass(self, permit: PassBudget, rows: int, seconds: float, *, is_new: bool = False) -> None:
+        """Measure a pass. The first passes of a shape (`is_new`) are slower than later ones."""
+        self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
+        self._step_times[permit.kind].observe(rows, seconds)
+        if not is_new or self._new_in_a_row > _MAX_NEW_IN_A_ROW:
+            self._time_budget.observe(permit.kind, rows, seconds)
         self._fitted += 1
-        if self._fitted % _FITTED == 0:
-            self.rows = min(self._most, 2 * self.rows)
+        if self._fitted % _PASSES_BEFORE_GROWTH == 0:
+            self.rows = min(self._max_rows, 2 * self.rows)
 
-    def too_large(self, rows: int) -> None:
-        """A pass of so many did not fit into memory."""
+    def record_out_of_memory(self, rows: int) -> None:
+        """Halve the limit after a pass that did not fit."""
         self.rows, self._fitted = max(1, min(self.rows, rows) // 2), 0
         _log.warning("a training pass of %d rows does not fit into memory: at most %d from now on", rows, self.rows)
 
-    def forget(self, tenant: str, session: str) -> None:
-        """It is gone."""
-        self.fairness.forget(tenant, session)
-        for lengths in self._lengths.values():
-            lengths.forget(session)
+    def remove_session(self, tenant: str, session: str) -> None:
+        self.fairness.remove_session(tenant, session)
+        for step_times in self._step_times.values():
+            step_times.forget(session)
 
 
-def _round(rows: int) -> int:
-    """Down to 256, 384, 512, 768, 1024 …"""
+def _round_down(rows: int) -> int:
+    """To 256, 384, 512, 768, 1024 …"""
     power = 1 << rows.bit_length() - 1
     return power + power // 2 if rows >= power + power // 2 else power

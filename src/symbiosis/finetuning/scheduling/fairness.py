@@ -1,11 +1,10 @@
-"""Whose examples go into the next pass? A pure object: it sees who waits, and what each example costs in rows.
+"""Fair choice of the next pass's examples among tenants, by virtual time.
 
-As in the serving engine (`engine.scheduler`): a tenant's counter grows with what was computed for it, divided by its
-weight, and the least counter is served first, one example at a time. A tenant that comes back is lifted to the
-least counter of those who wait, so that nobody saves up. Within a tenant, sessions take turns.
+As in the serving scheduler: a tenant's virtual time grows with the rows computed for it, divided by its weight. The tenant
+with the least virtual time is served first, one example at a time. A tenant that returns is raised to the least virtual
+time of the candidates, so idle time gains no credit. Within a tenant, the least recently served session goes first.
 
-An example that does not fit leaves its tenant where it was, at the head of the next pass, which is empty then: so
-everybody gets on, and nobody waits for anybody to be ready.
+A tenant whose example does not fit is not charged. It is served first in the next pass, so no example starves.
 """
 
 from __future__ import annotations
@@ -18,66 +17,63 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A session that waits."""
+    """A session with pending examples."""
 
     session: str
     tenant: str
     weight: float
     costs: Sequence[int]
-    """Of its examples in rows, in their order."""
+    """Rows of its examples, in their order."""
 
 
 class Fairness:
     def __init__(self) -> None:
-        self._counters: dict[str, float] = {}
-        self._turns: dict[str, int] = {}
-        """When a session was served last."""
-        self._turn = 0
-        self._least = 0.0
-        """The least counter of those who waited last, after that pass."""
+        self._virtual_times: dict[str, float] = {}
+        self._last_served: dict[str, int] = {}  # by session, in examples of all tenants
+        self._served = 0
+        self._least = 0.0  # virtual time of the candidates after the last pass
 
-    def counter(self, tenant: str) -> float:
-        """What was computed for a tenant, by weight; what it would be lifted to if it is not known."""
-        return max(self._counters.get(tenant, 0.0), self._least)
+    def virtual_time(self, tenant: str) -> float:
+        return max(self._virtual_times.get(tenant, 0.0), self._least)
 
-    def forget(self, tenant: str, session: str) -> None:
-        """A session is gone. Its tenant's counter is kept as long as it counts."""
-        self._turns.pop(session, None)
-        if self._counters.get(tenant, 0.0) <= self._least:
-            self._counters.pop(tenant, None)
+    def remove_session(self, tenant: str, session: str) -> None:
+        """The tenant's virtual time is kept while it is above the least."""
+        self._last_served.pop(session, None)
+        if self._virtual_times.get(tenant, 0.0) <= self._least:
+            self._virtual_times.pop(tenant, None)
 
     def charge(self, tenant: str, cost: float) -> None:
-        """For what was computed outside of passes, by weight."""
-        self._counters[tenant] = self.counter(tenant) + cost
+        """Add work outside of passes, divided by weight."""
+        self._virtual_times[tenant] = self.virtual_time(tenant) + cost
 
-    def pick(self, waiting: Sequence[Candidate], max_rows: int) -> dict[str, int]:
-        """How many examples of which sessions, in the order they were chosen, of at most so much; one in any case."""
+    def pick(self, candidates: Sequence[Candidate], max_rows: int) -> dict[str, int]:
+        """The number of examples by session, in the order they were chosen: of `max_rows` at most, or one longer example."""
         queues: dict[str, deque[tuple[Candidate, int]]] = {}
-        for candidate in sorted(waiting, key=lambda c: self._turns.get(c.session, 0)):
+        for candidate in sorted(candidates, key=lambda each: self._last_served.get(each.session, 0)):
             queues.setdefault(candidate.tenant, deque()).append((candidate, 0))
         if not queues:
             return {}
-        heap = [(self.counter(tenant), tenant) for tenant in queues]
+        heap = [(self.virtual_time(tenant), tenant) for tenant in queues]
         heapq.heapify(heap)
         picked: dict[str, int] = {}
-        left = max_rows
-        while heap and left > 0:
-            counter, tenant = heapq.heappop(heap)
+        free_rows = max_rows
+        while heap and free_rows > 0:
+            virtual_time, tenant = heapq.heappop(heap)
             queue = queues[tenant]
-            fitting = next((entry for entry in queue if entry[0].costs[entry[1]] <= left or not picked), None)
+            fitting = next((entry for entry in queue if entry[0].costs[entry[1]] <= free_rows or not picked), None)
             if fitting is None:
                 continue
             queue.remove(fitting)
             candidate, at = fitting
             cost = candidate.costs[at]
-            left -= cost
+            free_rows -= cost
             picked[candidate.session] = at + 1
-            self._turn += 1
-            self._turns[candidate.session] = self._turn
-            self._counters[tenant] = counter + cost / candidate.weight
+            self._served += 1
+            self._last_served[candidate.session] = self._served
+            self._virtual_times[tenant] = virtual_time + cost / candidate.weight
             if at + 1 < len(candidate.costs):
                 queue.append((candidate, at + 1))
             if queue:
-                heapq.heappush(heap, (self._counters[tenant], tenant))
-        self._least = min(map(self.counter, queues))
+                heapq.heappush(heap, (self._virtual_times[tenant], tenant))
+        self._least = min(map(self.virtual_time, queues))
         return picked

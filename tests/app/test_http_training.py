@@ -1,4 +1,4 @@
-"""A whole server: what is trained behind it is served over HTTP at once."""
+"""A whole server: trained adapters are served over HTTP at once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.trainer import Trainer
-from tests.app.workshop import Peer, order
+from tests.app.service_harness import IpcPeer, train_message
+from tests.configs import lora
 from tests.finetuning.packed.test_model import BY_NAME, REFUSED
-from tests.finetuning.tasks import Task, lora
+from tests.finetuning.trainer_reference import Task
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 
@@ -24,30 +25,30 @@ def server(tmp_path_factory):
             yield executor, hosting
 
 
-def test_a_job_behind_a_server_is_asked_over_http_as_soon_as_it_has_ended(server, tmp_path):
+def test_a_trained_adapter_is_served_over_http_at_once(server, tmp_path):
     _, hosting = server
     task = Task("ann", lora(r=8), {"max_steps": 8, "learning_rate": 0.05})
-    peer = Peer(hosting._window.path)
-    peer.send(**order(task, tmp_path, "job", serve_as="mine"))
+    peer = IpcPeer(hosting._window.path)
+    peer.send(**train_message(task, tmp_path, "job", serve_as="mine"))
     peer.wait("job")
-    assert peer.said("job", "trained")
-    asked = {"model": "mine", "prompt": "hello", "max_tokens": 12, "temperature": 0}
-    answer = httpx2.post(f"{hosting.url}/v1/completions", json=asked, timeout=60, verify=False).json()
+    assert peer.events("job", "trained")
+    body = {"model": "mine", "prompt": "hello", "max_tokens": 12, "temperature": 0}
+    response = httpx2.post(f"{hosting.url}/v1/completions", json=body, timeout=60, verify=False).json()
     prompt = tiny_tokenizer()("hello")["input_ids"]
-    found = peer.ask("q", prompt, "mine", count=12)
-    assert tiny_tokenizer().decode(found, skip_special_tokens=True).startswith(answer["choices"][0]["text"])
+    found = peer.generate("q", prompt, "mine", count=12)
+    assert tiny_tokenizer().decode(found, skip_special_tokens=True).startswith(response["choices"][0]["text"])
     peer.close()
 
 
-def test_training_has_no_second_copy_of_the_weights(server):
+def test_the_trainer_shares_the_executors_weights(server):
     executor, hosting = server
     own = {p.untyped_storage().data_ptr() for p in executor._model.parameters()}
-    packed = hosting._trains._packed._model
+    packed = hosting._trains._passes._packed._model
     assert {p.untyped_storage().data_ptr() for p in packed.parameters()} == own
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_be_packed_has_a_reason_and_no_training(name):
+def test_a_model_that_cannot_be_packed_is_rejected_with_a_reason(name):
     found = _training(BY_NAME[name].model(), TrainerConfig(), CpuTimeShare())
     assert isinstance(found, CannotTrain)
     assert not isinstance(found, Trainer)

@@ -1,4 +1,4 @@
-"""Data, adapters and recipes of eight jobs, and transformers' Trainer as the reference for each."""
+"""Data, adapters and recipes of eight tasks, and transformers' Trainer as the reference for each."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ from functools import cache
 from typing import Any
 
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import IA3Config, PeftConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.loop.recipe import Recipe
+from tests.configs import ALL_LINEAR, lora
 from tests.conftest import tiny_config
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STEPS = 50
 
 
 @cache
 def base() -> LlamaForCausalLM:
-    """Never trained. A little larger than random weights usually are, so that adapters have something to work with."""
+    """Never trained. Its weights are larger than usual random ones, so that adapters have an effect."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(initializer_range=0.1, pad_token_id=0)).eval()
     return model.requires_grad_(False)
-
-
-def lora(**settings: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings})
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ TASKS = {
     task.name: task
     for task in [
         Task("rank 2", lora(r=2), {"lr_scheduler_type": "cosine", "warmup_steps": 5}),
-        Task("rank 8", lora(r=8, lora_alpha=32, target_modules=ALL), {"gradient_accumulation_steps": 2, "seed": 11}),
+        Task("rank 8", lora(r=8, lora_alpha=32, target_modules=ALL_LINEAR), {"gradient_accumulation_steps": 2, "seed": 11}),
         Task("rank 16", lora(r=16, use_rslora=True, target_modules="all-linear"), {"weight_decay": 0.1}, examples=7),
         Task("DoRA", lora(r=4, use_dora=True, target_modules=["q_proj", "o_proj", "down_proj"]), {"max_grad_norm": 0.3}),
         Task("IA3", IA3Config(task_type="CAUSAL_LM"), {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}),
@@ -100,7 +96,7 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Reference:
-    """What Trainer made of a task."""
+    """Trainer's result of a task."""
 
     start: dict[str, Tensor]
     end: dict[str, Tensor]
@@ -111,11 +107,11 @@ class Reference:
 
 
 @cache
-def trained_alone(name: str) -> Reference:
-    return by_trainer(copy.deepcopy(base()), TASKS[name])
+def reference_run(name: str) -> Reference:
+    return run_trainer(copy.deepcopy(base()), TASKS[name])
 
 
-def by_trainer(plain: LlamaForCausalLM, task: Task) -> Reference:
+def run_trainer(plain: LlamaForCausalLM, task: Task) -> Reference:
     """Trainer and PEFT, alone, on the task's data."""
     import tempfile
 

@@ -1,4 +1,4 @@
-"""Inputs of packed batches, and PEFT's own losses and gradients as the reference."""
+"""PEFT's own losses and gradients, for comparison with a packed pass."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def examples(*lengths: int, vocabulary: int = 96, hidden: int = 1) -> list[Examp
     return [Example(ids, (-100,) * min(hidden, length) + ids[hidden:]) for ids, length in zip(found, lengths, strict=True)]
 
 
-def session_slice(adapter: TrainedAdapter, data: list[Example], divisor: float = 5.0) -> SessionSlice:
+def slice_of(adapter: TrainedAdapter, data: list[Example], divisor: float = 5.0) -> SessionSlice:
     return SessionSlice(adapter, tuple(PackedExample(example, divisor, f"1/{number}") for number, example in enumerate(data)))
 
 
-def by_peft(
+def run_peft(
     plain: PreTrainedModel, config: PeftConfig, data: list[Example], divisor: float = 5.0, seed: int = 7
 ) -> tuple[PeftModel, list[float], dict[str, Tensor]]:
     """A PEFT model, its losses one by one, and the gradients of their sum."""
@@ -46,8 +46,8 @@ def by_peft(
     return model, losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def max_relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest relative error of a gradient."""
     assert found.keys() == expected.keys()
     assert expected
-    return max(float((found[name] - g).norm() / g.norm().clamp(min=1e-9)) for name, g in expected.items())
+    return max(float((found[name] - g).norm() / g.norm().clamp(min=1e-9)) for name, g in expected.divisor())

@@ -11,16 +11,18 @@ from torch import Tensor
 from symbiosis.finetuning.loop.train_loop import LoopResult, run
 from symbiosis.finetuning.session import TrainingSession
 from symbiosis.finetuning.trainer import Trainer
-from tests.finetuning.tasks import TASKS, Task, trained_alone
+from tests.finetuning.trainer_reference import TASKS, Task, reference_run
 
 
-def start(host: Trainer, task: Task) -> TrainingSession:
-    return host.open(task.name, task.adapter, seed=task.settings()["seed"])
+def open_session(trainer: Trainer, task: Task) -> TrainingSession:
+    return trainer.open(task.name, task.adapter, seed=task.settings()["seed"])
 
 
-def run_together(host: Trainer, tasks: list[Task], **options: Any) -> dict[str, tuple[TrainingSession, list[LoopResult]]]:
+def run_concurrently(
+    trainer: Trainer, tasks: list[Task], **options: Any
+) -> dict[str, tuple[TrainingSession, list[LoopResult]]]:
     """All tasks to their end, each on a thread of its own."""
-    sessions = {task.name: (start(host, task), []) for task in tasks}
+    sessions = {task.name: (open_session(trainer, task), []) for task in tasks}
     with ThreadPoolExecutor(len(tasks)) as threads:
         running = [
             threads.submit(run, session, TASKS[name].data(), TASKS[name].recipe_of(), on_step=done.append, **options)
@@ -31,9 +33,9 @@ def run_together(host: Trainer, tasks: list[Task], **options: Any) -> dict[str, 
     return sessions
 
 
-def assert_as_trainer(session: TrainingSession, name: str, relative: float = 1e-5) -> None:
+def assert_equals_trainer(session: TrainingSession, name: str, relative: float = 1e-5) -> None:
     """Every parameter is Trainer's, measured by how far training moved it."""
-    reference = trained_alone(name)
+    reference = reference_run(name)
     assert session.adapter.parameters.keys() == reference.end.keys()
     assert_close(dict(session.adapter.parameters), reference.end, reference.start, relative)
 

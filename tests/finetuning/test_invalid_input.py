@@ -1,4 +1,4 @@
-"""Mistakes in a loop of one's own: each is an error of ours that says what was wrong and what was expected."""
+"""Invalid input of a custom training loop raises a typed error with what was wrong and what was expected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import symbiosis
 from symbiosis.errors import BadAdapter, NotStored, OutOfRange, SymbiosisError, UnknownModel
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.optimizer import StepSettings
-from tests.finetuning.tasks import base, lora
+from tests.configs import lora
+from tests.finetuning.trainer_reference import base
 
 IDS = (5, 6, 7)
 
@@ -29,7 +30,7 @@ def studio():
 def session(studio):
     session = studio.open("ann", lora(), seed=7)
     yield session
-    loss = session.forward_backward([Example(IDS, IDS)])  # whatever was refused has not harmed it
+    loss = session.forward_backward([Example(IDS, IDS)])  # rejected calls leave the session intact
     assert loss.result(60).tokens == 2
     session.close()
 
@@ -42,12 +43,12 @@ MODELS = {
 
 
 @pytest.mark.parametrize(("model", "said"), MODELS.values(), ids=MODELS)
-def test_what_is_no_model_is_not_looked_for(model, said):
+def test_an_invalid_model_is_rejected(model, said):
     with pytest.raises(UnknownModel, match=f"{said}.*expected a transformers model"):
         symbiosis.Studio(model)
 
 
-def test_a_model_that_carries_an_adapter_is_refused():
+def test_a_model_with_an_adapter_is_rejected():
     model = copy.deepcopy(base())
     model.add_adapter(lora())
     with pytest.raises(UnknownModel, match="already carries adapters"):
@@ -57,7 +58,7 @@ def test_a_model_that_carries_an_adapter_is_refused():
 
 
 @pytest.mark.parametrize("settings", [{"device": "quantum"}, {"device": None}, {"dtype": "int8"}, {"dtype": 7}], ids=str)
-def test_a_place_that_is_not_there_is_said_before_anything_is_loaded(settings):
+def test_an_invalid_device_or_dtype_is_rejected_before_loading(settings):
     (name,) = settings
     with pytest.raises(SymbiosisError, match=f"{name}=.*expected"):
         symbiosis.Studio(**settings)
@@ -92,12 +93,12 @@ def test_a_tenant_has_a_name(studio, tenant):
 
 
 @pytest.mark.parametrize("tenant", ["team/ann", "../..", "Ann B."])
-def test_a_name_is_no_path_so_it_may_have_any_characters(studio, tenant):
+def test_a_tenants_name_may_have_any_characters(studio, tenant):
     studio.open(tenant, lora()).close()
 
 
 @pytest.mark.parametrize("adapter", ["lora", None, 7, LoraConfig, [("peft_type", "LORA")]], ids=str)
-def test_an_adapter_is_a_config(studio, adapter):
+def test_an_adapter_must_be_a_config(studio, adapter):
     with pytest.raises(BadAdapter, match=r"adapter is .*expected a config of PEFT"):
         studio.open("ann", adapter)
 
@@ -105,7 +106,7 @@ def test_an_adapter_is_a_config(studio, adapter):
 @pytest.mark.parametrize(
     "settings", [{"weight": 0}, {"weight": math.nan}, {"weight": "1"}, {"seed": 1 << 63}, {"seed": "1"}], ids=str
 )
-def test_how_a_session_is_opened_is_checked(studio, settings):
+def test_the_arguments_of_open_are_checked(studio, settings):
     (name,) = settings
     with pytest.raises(OutOfRange, match=f"{name} is .*expected an int") as error:
         studio.open("ann", lora(), **settings)
@@ -124,7 +125,7 @@ def test_every_setting_of_a_step_is_a_number_in_its_range(name, value):
 
 
 @pytest.mark.parametrize("settings", [None, 1e-3, {"learning_rate": 1e-3}, StepSettings], ids=str)
-def test_a_step_takes_its_settings(session, settings):
+def test_optim_step_requires_step_settings(session, settings):
     with pytest.raises(OutOfRange, match=r"settings is .*expected StepSettings"):
         session.optim_step(settings)
 
@@ -154,27 +155,27 @@ BATCHES = {
 
 @pytest.mark.parametrize(("batch", "said"), BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("call", ["forward", "forward_backward"])
-def test_what_is_no_batch_is_refused_at_once(session, call, batch, said):
+def test_an_invalid_batch_is_rejected_at_once(session, call, batch, said):
     with pytest.raises(OutOfRange, match=said) as error:
         getattr(session, call)(batch)
     assert error.value.field == "batch"
 
 
 @pytest.mark.parametrize("number", [0, -1, "1", 1.0, True], ids=repr)
-def test_calls_are_numbered_from_one_on(session, number):
+def test_numbers_of_calls_are_positive_integers(session, number):
     with pytest.raises(OutOfRange, match=r"number is .*expected a whole number from 1 on"):
         session.forward([Example(IDS, IDS)], number=number)
 
 
 @pytest.mark.parametrize("call", ["save", "load"])
 @pytest.mark.parametrize("folder", [None, 7, "", "/", "a\0b", b"folder"], ids=repr)
-def test_a_folder_is_a_path(session, call, folder):
+def test_an_invalid_folder_is_rejected(session, call, folder):
     with pytest.raises(OutOfRange, match=r"folder is .*expected the path of a folder"):
         getattr(session, call)(folder)
 
 
 @pytest.mark.parametrize("settings", [{"optimizer": "yes"}, {"replace": "no"}, {"replace": 1}, {"keep": 7}], ids=str)
-def test_how_to_save_is_checked(session, tmp_path, settings):
+def test_the_arguments_of_save_are_checked(session, tmp_path, settings):
     (name,) = settings
     with pytest.raises(OutOfRange, match=f"{name} is .*expected"):
         session.save(tmp_path / "it", **settings)
@@ -205,7 +206,7 @@ def test_only_folders_are_replaced(session, tmp_path):
             session.load(tmp_path / name).result(60)
 
 
-def test_a_folder_is_where_it_was_when_it_was_named(session, tmp_path, monkeypatch):
+def test_a_relative_folder_is_resolved_when_save_is_called(session, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with session.gathering():
         saved = session.save("it")
@@ -233,6 +234,6 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize(("settings", "said"), SAMPLES.values(), ids=SAMPLES)
-def test_what_is_asked_for_is_checked(session, settings, said):
+def test_the_arguments_of_sample_are_checked(session, settings, said):
     with pytest.raises(OutOfRange, match=said):
         session.sample(**{"prompts": [[1, 2]], **settings})

@@ -1,4 +1,4 @@
-"""A real window with a workshop behind it, and the other end of its line."""
+"""An engine with a training service over IPC, and the peer that an HTTP process is."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from symbiosis.models.loading import shared_copy
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.ipc_server import IpcServer
 from symbiosis.transport.shm import runtime_folder
-from tests.finetuning.tasks import Task, base
+from tests.configs import lora
+from tests.finetuning.trainer_reference import Task, base
 
 ENDS = {"trained", "stopped", "failed"}
+PLAIN = Task("plain", lora(lora_dropout=0.1), {"max_steps": 12, "gradient_accumulation_steps": 3})
 
 
 @dataclass
-class Peer:
-    """What an HTTP process has: a line to the window."""
+class IpcPeer:
+    """The HTTP process's end of the connection."""
 
     path: Path
-    heard: list[Any] = field(default_factory=list)
+    received: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._context = zmq.Context()
@@ -44,32 +46,36 @@ class Peer:
     def send(self, **body: Any) -> None:
         self._socket.send(json.dumps(body).encode())
 
-    def hear(self, seconds: float = 0.05) -> None:
+    def receive(self, seconds: float = 0.05) -> None:
         while self._socket.poll(int(seconds * 1000)):
-            self.heard += json.loads(self._socket.recv()).get("events", [])
+            self.received += json.loads(self._socket.recv()).get("events", [])
             seconds = 0
 
     def of(self, id: str) -> list[dict[str, Any]]:
-        return [event for event in self.heard if isinstance(event, dict) and event["id"] == id]
+        return [event for event in self.received if isinstance(event, dict) and event["id"] == id]
 
-    def said(self, id: str, kind: str) -> list[dict[str, Any]]:
-        """What a job said of one kind."""
+    def events(self, id: str, kind: str) -> list[dict[str, Any]]:
+        """A job's events of one kind."""
         return [event["training"][kind] for event in self.of(id) if kind in event.get("training", {})]
 
+    def ends(self, id: str) -> list[str]:
+        """The kinds of a job's final events."""
+        return [kind for event in self.of(id) for kind in event.get("training", {}) if kind in ENDS]
+
     def tokens(self, id: str) -> list[int]:
-        return [event[2] for event in self.heard if isinstance(event, list) and event[0] == id]
+        return [event[2] for event in self.received if isinstance(event, list) and event[0] == id]
 
     def wait(self, *ids: str, seconds: float = 60) -> None:
-        """Until each has come to its end."""
+        """Until each has ended."""
         self.wait_for(lambda: all(any(_is_end(event) for event in self.of(id)) for id in ids), seconds)
 
     def wait_for(self, over: Any, seconds: float = 60) -> None:
         until = time.monotonic() + seconds
         while not over():
-            assert time.monotonic() < until, self.heard[-20:]
-            self.hear()
+            assert time.monotonic() < until, self.received[-20:]
+            self.receive()
 
-    def ask(self, id: str, prompt: list[int], adapter: str | None = None, tenant: str = "", count: int = 8) -> list[int]:
+    def generate(self, id: str, prompt: list[int], adapter: str | None = None, tenant: str = "", count: int = 8) -> list[int]:
         """Greedy tokens."""
         self.submit(id, prompt, adapter, tenant, count)
         self.wait(id)
@@ -80,7 +86,7 @@ class Peer:
         self.send(op="submit", id=id, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant)
 
     def stats(self) -> dict[str, Any]:
-        id = f"stats-{len(self.heard)}"
+        id = f"stats-{len(self.received)}"
         self.send(op="stats", id=id)
         self.wait(id)
         return self.of(id)[0]["settled"]
@@ -94,41 +100,41 @@ def _is_end(event: dict[str, Any]) -> bool:
 
 
 @dataclass
-class Site:
-    window: IpcServer
-    workshop: TrainingService
+class RunningService:
+    server: IpcServer
+    service: TrainingService
     core: EngineCore
-    host: Trainer
-    peer: Peer
+    trainer: Trainer
+    peer: IpcPeer
 
 
 @contextmanager
-def site(**settings: Any) -> Iterator[Site]:
-    """The engine and training over the very same weights."""
-    model, turns = shared_copy(base()), CpuTimeShare(settings.pop("share", 0.1))
-    host = Trainer(shared_copy(model), TrainerConfig(**settings), turns)
-    core = EngineCore(model, time_share=turns)
-    window = IpcServer(core, runtime_folder())
-    workshop = TrainingService(window, core, host)
-    peer = Peer(window.path)
+def run_service(**settings: Any) -> Iterator[RunningService]:
+    """The engine and the trainer over the same weights."""
+    model, time_share = shared_copy(base()), CpuTimeShare(settings.pop("share", 0.1))
+    trainer = Trainer(shared_copy(model), TrainerConfig(**settings), time_share)
+    core = EngineCore(model, time_share=time_share)
+    server = IpcServer(core, runtime_folder())
+    service = TrainingService(server, core, trainer)
+    peer = IpcPeer(server.path)
     try:
-        yield Site(window, workshop, core, host, peer)
+        yield RunningService(server, service, core, trainer, peer)
     finally:
         peer.close()
-        window.close()
+        server.close()
 
 
-def write(path: Path, examples: list[Example]) -> Path:
+def write_dataset(path: Path, examples: list[Example]) -> Path:
     ids, labels = ([token for example in examples for token in getattr(example, name)] for name in ("ids", "labels"))
     ends = torch.tensor([len(example.ids) for example in examples]).cumsum(0)
     save_file({"ids": torch.tensor(ids, dtype=torch.int32), "labels": torch.tensor(labels), "ends": ends}, path)
     return path
 
 
-def order(task: Task, root: Path, id: str, **changes: Any) -> dict[str, Any]:
-    """As an HTTP process writes it."""
-    place = root / id
-    place.mkdir(parents=True, exist_ok=True)
+def train_message(task: Task, root: Path, id: str, **changes: Any) -> dict[str, Any]:
+    """As an HTTP process sends it."""
+    folder = root / id
+    folder.mkdir(parents=True, exist_ok=True)
     adapter = {key: sorted(v) if isinstance(v, set) else v for key, v in task.adapter.to_dict().items()}
     return {
         "op": "train",
@@ -138,14 +144,14 @@ def order(task: Task, root: Path, id: str, **changes: Any) -> dict[str, Any]:
         "recipe": {**task.settings(), **changes.pop("recipe", {})},
         "seed": task.settings()["seed"],
         "weight": 1.0,
-        "data": str(write(place / "data.safetensors", task.data())),
+        "data": str(write_dataset(folder / "data.safetensors", task.data())),
         "validation": None,
         "evaluate_every": None,
-        "checkpoints": str(place / "checkpoints"),
+        "checkpoints": str(folder / "checkpoints"),
         "checkpoint_every": 20,
         "resume": None,
         "after": 0,
-        "final": str(place / "final"),
+        "final": str(folder / "final"),
         "serve_as": f"{task.name}:mine",
         "serve_checkpoints": False,
         **changes,
