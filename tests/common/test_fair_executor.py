@@ -1,35 +1,35 @@
-"""One at a time, by tenants in turn, whoever goes away."""
+"""FairLock: one holder at a time, tenants round-robin, cancelled waiters skipped."""
 
 from __future__ import annotations
 
 import asyncio
 
-from symbiosis.jobs.fair_lock import FairLock
+from symbiosis.common.async_locks import FairLock
 
 
-def test_tenants_take_turns():
+def test_tenants_are_served_round_robin():
     async def play() -> list[str]:
-        turn, had = FairLock(), list[str]()
+        lock, had = FairLock(), list[str]()
 
         async def use(tenant: str) -> None:
-            async with turn.of(tenant):
+            async with lock.acquire(tenant):
                 had.append(tenant)
                 await asyncio.sleep(0)
 
         await asyncio.gather(*(use(tenant) for tenant in ("ann", "ann", "ann", "bob", "bob", "eve")))
-        await use("ann")  # nobody has it
+        await use("ann")  # the lock is free
         return had
 
     assert asyncio.run(play()) == ["ann", "ann", "bob", "eve", "ann", "bob", "ann"]
 
 
-def test_who_goes_away_takes_no_turn_and_keeps_none():
+def test_a_cancelled_waiter_neither_takes_nor_holds_the_lock():
     async def play() -> list[str]:
-        turn, had = FairLock(), list[str]()
+        lock, had = FairLock(), list[str]()
         hold = asyncio.Event()
 
         async def use(name: str) -> None:
-            async with turn.of(name):
+            async with lock.acquire(name):
                 had.append(name)
                 await hold.wait()
 
@@ -37,12 +37,12 @@ def test_who_goes_away_takes_no_turn_and_keeps_none():
         await asyncio.sleep(0)
         tasks["waits"].cancel()
         await asyncio.sleep(0)
-        tasks["first"].cancel()  # its turn is given to "called", which
+        tasks["first"].cancel()  # hands the lock over to "called", which
         await asyncio.sleep(0)
-        tasks["called"].cancel()  # goes away before or after it wakes
+        tasks["called"].cancel()  # is cancelled before or after it wakes
         hold.set()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        async with turn.of("later"):
+        async with lock.acquire("later"):
             had.append("later")
         return had
 
