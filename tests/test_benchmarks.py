@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import (
     adapter_kernels,
-    beside_training,
-    gpu_beside,
+    colocation,
+    gpu_colocation,
     gpu_memory,
     gpu_policies,
     gpu_serving,
@@ -63,8 +63,8 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         (gpu_training, ["--seconds", "0.1"]),
         (gpu_training, ["--seconds", "0.1", "--scale"]),
         (gpu_training, ["--seconds", "0.1", "--fair"]),
-        (gpu_beside, ["--seconds", "1", "--rounds", "1"]),
-        (gpu_beside, ["--seconds", "1", "--rounds", "1", "--load", "chat"]),
+        (gpu_colocation, ["--seconds", "1", "--rounds", "1"]),
+        (gpu_colocation, ["--seconds", "1", "--rounds", "1", "--load", "chat"]),
     ],
     ids=[
         "sharing",
@@ -79,7 +79,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         "gpu_training",
         "scale",
         "fair",
-        "gpu_beside",
+        "gpu_colocation",
         "chat",
     ],
 )
@@ -99,13 +99,13 @@ def test_serving_gives_the_answers_of_peft(tmp_path):
     assert (tmp_path / "serving-tiny.json").is_file()
 
 
-def test_answers_beside_training_are_measured(tmp_path):
-    figures = beside_training.run(beside_training.TINY, tmp_path)
+def test_answers_colocation_are_measured(tmp_path):
+    figures = colocation.run(colocation.TINY, tmp_path)
     assert figures["ratios"].keys() == {"1 at a time", "2 at a time"}
     trained = figures["training_rows_per_s"]  # beside so few tokens, a tenant may not come to train anything
     assert trained.keys() == {"training alone", "1 at a time, beside training", "2 at a time, beside training"}
     assert trained["training alone"] > 0
-    assert (tmp_path / "beside-training-tiny.json").is_file()
+    assert (tmp_path / "colocation-tiny.json").is_file()
 
 
 def test_queueing_answers_everybody_and_tells_what_each_took(tmp_path):
