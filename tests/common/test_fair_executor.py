@@ -1,52 +1,46 @@
-"""FairLock: one holder at a time, tenants round-robin, cancelled waiters skipped."""
+"""FairExecutor serves tenants round-robin; cancelled calls block no other."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 
-from symbiosis.common.async_locks import FairLock
+from symbiosis.common.fair_executor import FairExecutor
 
 
 def test_tenants_are_served_round_robin():
     async def play() -> list[str]:
-        lock, had = FairLock(), list[str]()
+        executor, served = FairExecutor("test"), list[str]()
+        tenants = ("ann", "ann", "ann", "bob", "bob", "eve")
+        await asyncio.gather(*(executor.run(tenant, lambda tenant=tenant: served.append(tenant)) for tenant in tenants))
+        await executor.run("ann", lambda: served.append("ann"))
+        assert not executor.tenant_locks, "locks are freed"
+        executor.close()
+        return served
 
-        async def use(tenant: str) -> None:
-            async with lock.acquire(tenant):
-                had.append(tenant)
-                await asyncio.sleep(0)
-
-        await asyncio.gather(*(use(tenant) for tenant in ("ann", "ann", "ann", "bob", "bob", "eve")))
-        await use("ann")  # the lock is free
-        return had
-
-    assert asyncio.run(play()) == ["ann", "ann", "bob", "eve", "ann", "bob", "ann"]
+    assert asyncio.run(play()) == ["ann", "bob", "eve", "ann", "bob", "ann", "ann"]
 
 
-def test_a_cancelled_waiter_neither_takes_nor_holds_the_lock():
+def test_a_cancelled_call_neither_runs_nor_blocks_others():
     async def play() -> list[str]:
-        lock, had = FairLock(), list[str]()
-        hold = asyncio.Event()
+        executor, served, hold = FairExecutor("test"), list[str](), threading.Event()
 
-        async def use(name: str) -> None:
-            async with lock.acquire(name):
-                had.append(name)
-                await hold.wait()
+        def serve(name: str) -> None:
+            served.append(name)
+            hold.wait(10)
 
-        tasks = {name: asyncio.create_task(use(name)) for name in ("first", "waits", "called", "last")}
-        await asyncio.sleep(0)
-        tasks["waits"].cancel()
-        await asyncio.sleep(0)
-        tasks["first"].cancel()  # hands the lock over to "called", which
-        await asyncio.sleep(0)
-        tasks["called"].cancel()  # is cancelled before or after it wakes
+        calls = {
+            name: asyncio.create_task(executor.run(name[0], lambda name=name: serve(name))) for name in ("a1", "a2", "b1", "c1")
+        }
+        while not served:
+            await asyncio.sleep(0.001)
+        for name in ("a1", "a2", "b1"):  # running, waiting for the lock of its tenant, in the queue of the thread
+            calls[name].cancel()
+            await asyncio.sleep(0)
         hold.set()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        async with lock.acquire("later"):
-            had.append("later")
-        return had
+        await asyncio.gather(*calls.values(), return_exceptions=True)
+        await executor.run("a", lambda: served.append("later"))
+        executor.close()
+        return served
 
-    had = asyncio.run(asyncio.wait_for(play(), 10))
-    assert had[0] == "first"
-    assert had[-2:] == ["last", "later"]
-    assert "waits" not in had
+    assert asyncio.run(asyncio.wait_for(play(), 10)) == ["a1", "c1", "later"]

@@ -27,7 +27,7 @@ def server(tmp_path_factory):
 def test_a_job_behind_a_server_is_asked_over_http_as_soon_as_it_has_ended(server, tmp_path):
     _, hosting = server
     task = Task("ann", lora(r=8), {"max_steps": 8, "learning_rate": 0.05})
-    peer = Peer(hosting._window.path)
+    peer = Peer(hosting._ipc.path)
     peer.send(**order(task, tmp_path, "job", serve_as="mine"))
     peer.wait("job")
     assert peer.said("job", "trained")
@@ -42,7 +42,7 @@ def test_a_job_behind_a_server_is_asked_over_http_as_soon_as_it_has_ended(server
 def test_training_has_no_second_copy_of_the_weights(server):
     executor, hosting = server
     own = {p.untyped_storage().data_ptr() for p in executor._model.parameters()}
-    packed = hosting._trains._packed._model
+    packed = hosting._trainer._packed._model
     assert {p.untyped_storage().data_ptr() for p in packed.parameters()} == own
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from symbiosis.errors import UnknownAdapter
 from symbiosis.jobs.data_preparation import DataPreparer
-from symbiosis.jobs.database import Database
+from symbiosis.jobs.database import HYPERPARAMETERS, Database
 from symbiosis.jobs.errors import StorageFull
 from symbiosis.jobs.layout import JobsLayout
 from symbiosis.jobs.plan import Hyperparameters, build_plan, resolve_length
@@ -23,7 +23,7 @@ LIMITS = JobLimits(running=2, tenant_running=1)
 PARAMS = Hyperparameters(n_steps=10, checkpoint_every=2)
 DATA = {"length": resolve_length(PARAMS, 256), "examples": 8, "tokens": 9, "validates": False}
 PLAN = build_plan(PARAMS, **DATA, seed=3, max_steps=100).to_json()
-ASKED = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 3, "wishes": {}}
+ASKED = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 3, HYPERPARAMETERS: {}}
 
 
 @dataclass

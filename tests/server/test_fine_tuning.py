@@ -1,4 +1,4 @@
-"""Fine-tuning over HTTP with the real `openai` client: files, jobs, their lives, and who sees what."""
+"""Fine-tuning over HTTP with the `openai` client: files, jobs, their states and visibility."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from symbiosis.jobs.database import Database
+from symbiosis.jobs.database import HYPERPARAMETERS, Database
 from symbiosis.jobs.plan import Hyperparameters
 from symbiosis.jobs.queue import JobLimits
 from symbiosis.jobs.states import JobState
@@ -29,6 +29,7 @@ from symbiosis.server.openai.job_responses import job_body
 from tests.server.conftest import ANN, BOB, CHIEF
 from tests.tiny_chat import tiny_tokenizer
 
+JSON = {"Content-Type": "application/json"}
 ASKED = "what do you say"
 ROWS = [{"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "arr"}]}] * 8
 FAST = {"n_steps": 40, "learning_rate": 3e-2, "rank": 8, "targets": "all-linear", "batch_size": 8}
@@ -84,9 +85,9 @@ def refusal(client: openai.OpenAI, error=openai.BadRequestError, **options) -> s
 
 
 @pytest.fixture(scope="module")
-def school(world, start, tmp_path_factory):
+def job_server(world, start, tmp_path_factory):
     """Two tenants and an admin; two jobs at once, one of each tenant."""
-    uploads = tmp_path_factory.mktemp("school") / "uploads"
+    uploads = tmp_path_factory.mktemp("job_server") / "uploads"
     return start(
         world.folder,
         keys={"ann": ANN, "bob": BOB},
@@ -100,9 +101,9 @@ def school(world, start, tmp_path_factory):
 
 
 @pytest.fixture
-def ann(school):
+def ann(job_server):
     """Her client; afterwards nothing of hers runs any more."""
-    client = school.client(ANN)
+    client = job_server.client(ANN)
     yield client
     for job in client.fine_tuning.jobs.list(limit=100):
         if job.status in ("validating_files", "queued", "running", "paused"):
@@ -111,7 +112,7 @@ def ann(school):
         client.files.delete(file.id)
 
 
-def test_upload_create_follow_and_chat_with_the_result(school, ann, tmp_path, world):
+def test_upload_create_follow_and_chat_with_the_result(job_server, ann, tmp_path, world):
     before = says(ann, "tiny")
     job = created(ann, suffix="pirate", metadata={"for": "test"}, validation_file=uploaded(ann, ROWS[:2]))
     assert job.id.startswith("ftjob-")
@@ -136,19 +137,21 @@ def test_upload_create_follow_and_chat_with_the_result(school, ann, tmp_path, wo
     assert [each.step_number for each in checkpoints] == list(range(40, 0, -4))
     assert checkpoints[0].metrics.train_loss is not None
     # the adapter is one like any other: it is listed, can be fetched and is plain PEFT, and has the same hash
-    (listed,) = [each for each in school.ask("GET", "/v1/adapters", ANN).json()["data"] if each["id"] == done.fine_tuned_model]
+    (listed,) = [
+        each for each in job_server.ask("GET", "/v1/adapters", ANN).json()["data"] if each["id"] == done.fine_tuned_model
+    ]
     assert (listed["owner"], listed["root"]) == ("ann", done.content_hash)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / file).write_bytes(school.ask("GET", f"/v1/adapters/{done.fine_tuned_model}/{file}", ANN).content)
-        assert school.ask("GET", f"/v1/adapters/{done.fine_tuned_model}/{file}", BOB).status_code == 404
+        (tmp_path / file).write_bytes(job_server.ask("GET", f"/v1/adapters/{done.fine_tuned_model}/{file}", ANN).content)
+        assert job_server.ask("GET", f"/v1/adapters/{done.fine_tuned_model}/{file}", BOB).status_code == 404
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "tiny"
     PeftModel.from_pretrained(world.models[None], tmp_path).unload()
-    assert school.ask("DELETE", f"/v1/adapters/{done.fine_tuned_model}", ANN).status_code == 200
+    assert job_server.ask("DELETE", f"/v1/adapters/{done.fine_tuned_model}", ANN).status_code == 200
     with pytest.raises(openai.NotFoundError):
         says(ann, done.fine_tuned_model)
 
 
-def test_files_are_kept_listed_given_back_and_deleted(school, ann):
+def test_files_are_kept_listed_given_back_and_deleted(job_server, ann):
     made = [ann.files.create(file=jsonl(ROWS[:count]), purpose="fine-tune") for count in (1, 2, 3)]
     assert made[0].filename == "data.jsonl"
     assert made[0].bytes == len(jsonl(ROWS[:1]).getvalue())
@@ -157,9 +160,9 @@ def test_files_are_kept_listed_given_back_and_deleted(school, ann):
     assert [file.id for file in ann.files.list(limit=2)] == [file.id for file in reversed(made)]
     assert [file.id for file in ann.files.list(order="asc", after=made[0].id)] == [file.id for file in made[1:]]
     assert ann.files.list(purpose="batch").data == []
-    bob = school.client(BOB)
+    bob = job_server.client(BOB)
     assert bob.files.list().data == []
-    for ask in (bob.files.retrieve, bob.files.content, bob.files.delete, school.client(CHIEF).files.retrieve):
+    for ask in (bob.files.retrieve, bob.files.content, bob.files.delete, job_server.client(CHIEF).files.retrieve):
         with pytest.raises(openai.NotFoundError):
             ask(made[0].id)
     assert ann.files.delete(made[0].id).deleted
@@ -187,7 +190,7 @@ def test_cancel_pause_and_resume(ann):
         jobs.resume(job.id)
     running(ann, job.id, 9)
     said = [event.message for event in jobs.list_events(job.id)]
-    assert any("goes on after step" in message for message in said)
+    assert any("resumed after step" in message for message in said)
     steps = [int(message.split()[1].split("/")[0]) for message in said if message.startswith("Step ")]
     assert len(steps) == len(set(steps))  # none is told twice
     assert jobs.cancel(job.id).status == "cancelled"
@@ -199,7 +202,7 @@ def test_cancel_pause_and_resume(ann):
     assert jobs.retrieve(job.id).fine_tuned_model is None
 
 
-def test_a_job_that_is_paused_again_and_again_ends_in_the_same_adapter(school, ann):
+def test_a_job_that_is_paused_again_and_again_ends_in_the_same_adapter(job_server, ann):
     asked = {**LONG, "n_steps": 120, "learning_rate": 1e-2}
     whole = until(ann, created(ann, asked).id, "succeeded")
     job = created(ann, asked)
@@ -208,12 +211,12 @@ def test_a_job_that_is_paused_again_and_again_ends_in_the_same_adapter(school, a
         ann.fine_tuning.jobs.pause(job.id)
         ann.fine_tuning.jobs.resume(job.id)
     done = until(ann, job.id, "succeeded")
-    assert any("goes on after step" in event.message for event in ann.fine_tuning.jobs.list_events(job.id))
+    assert any("resumed after step" in event.message for event in ann.fine_tuning.jobs.list_events(job.id))
     assert done.content_hash == whole.content_hash
 
 
-def test_the_rest_waits_in_a_queue_with_positions(school, ann):
-    bob = school.client(BOB)
+def test_the_rest_waits_in_a_queue_with_positions(job_server, ann):
+    bob = job_server.client(BOB)
     first = created(ann, LONG)
     running(ann, first.id)
     waiting = [created(ann, LONG) for _ in range(2)]
@@ -221,22 +224,22 @@ def test_the_rest_waits_in_a_queue_with_positions(school, ann):
     running(bob, his.id)  # before hers that wait
     assert [ann.fine_tuning.jobs.retrieve(job.id).queue_position for job in (first, *waiting)] == [None, 1, 2]
     assert created(ann, LONG).queue_position == 3
-    assert "have not ended" in refusal(ann, openai.RateLimitError)
+    assert "open jobs" in refusal(ann, openai.RateLimitError)
     listed = ann.fine_tuning.jobs.list(limit=2)
     assert len(listed.data) == 2
     assert len([job for job in ann.fine_tuning.jobs.list(limit=2) if job.status in ("queued", "running")]) == 4
-    lines = school.ask("GET", "/metrics", CHIEF).text
+    lines = job_server.ask("GET", "/metrics", CHIEF).text
     assert 'symbiosis_jobs{state="running"} 2.0' in lines
     assert 'symbiosis_training_steps_total{tenant="bob"}' in lines
-    assert school.metric("symbiosis_trained_tokens_total", CHIEF) > 0
+    assert job_server.metric("symbiosis_trained_tokens_total", CHIEF) > 0
     ann.fine_tuning.jobs.cancel(first.id)
     running(ann, waiting[0].id)
     bob.fine_tuning.jobs.cancel(his.id)
 
 
-def test_another_tenants_jobs_are_not_there_but_the_admin_sees_them(school, ann):
+def test_another_tenants_jobs_are_not_there_but_the_admin_sees_them(job_server, ann):
     job = created(ann, LONG)
-    bob, chief = school.client(BOB).fine_tuning.jobs, school.client(CHIEF).fine_tuning.jobs
+    bob, chief = job_server.client(BOB).fine_tuning.jobs, job_server.client(CHIEF).fine_tuning.jobs
     for ask in (bob.retrieve, bob.cancel, bob.pause, bob.resume, bob.checkpoints.list, bob.list_events):
         with pytest.raises(openai.NotFoundError):
             ask(job.id)
@@ -245,7 +248,7 @@ def test_another_tenants_jobs_are_not_there_but_the_admin_sees_them(school, ann)
         bob.list(after=job.id)
     assert job.id in [each.id for each in chief.list(limit=100)]
     assert chief.cancel(job.id).status == "cancelled"
-    assert "there is no file" in refusal(school.client(BOB), training_file=uploaded(ann))
+    assert "there is no file" in refusal(job_server.client(BOB), training_file=uploaded(ann))
 
 
 def test_a_request_sent_again_with_its_key_makes_one_job(ann):
@@ -285,23 +288,23 @@ def test_names_never_collide(ann):
     assert len(names) == 3
 
 
-def test_no_upload_takes_the_name_of_a_job_that_has_not_ended(school, ann, world):
+def test_no_upload_takes_the_name_of_a_job_that_has_not_ended(job_server, ann, world):
     parts = {field: (file, (world.root / "pirate" / file).read_bytes()) for field, file in FIELDS.items()}
     job = created(ann, LONG)
     path = f"/v1/adapters/{job.will_be_named}"
-    answer = school.ask("PUT", path, ANN, files=parts)
+    answer = job_server.ask("PUT", path, ANN, files=parts)
     assert answer.status_code == 409, answer.text
     assert answer.json()["error"]["code"] == "name_reserved"
     assert job.id in answer.json()["error"]["message"]
-    assert school.ask("PUT", path, BOB, files=parts).status_code == 201  # his are others
-    assert school.ask("DELETE", path, BOB).status_code == 200
+    assert job_server.ask("PUT", path, BOB, files=parts).status_code == 201  # his are others
+    assert job_server.ask("DELETE", path, BOB).status_code == 200
     ann.fine_tuning.jobs.cancel(job.id)
     end = time.monotonic() + 60
-    while (answer := school.ask("PUT", path, ANN, files=parts)).status_code == 409:
+    while (answer := job_server.ask("PUT", path, ANN, files=parts)).status_code == 409:
         assert time.monotonic() < end
         time.sleep(0.05)
     assert answer.status_code == 201
-    assert school.ask("DELETE", path, ANN).status_code == 200
+    assert job_server.ask("DELETE", path, ANN).status_code == 200
 
 
 def test_the_adapter_of_a_job_counts_from_when_the_job_is_accepted(world, start):
@@ -316,17 +319,17 @@ def test_the_adapter_of_a_job_counts_from_when_the_job_is_accepted(world, start)
     job = created(ann, LONG)
     ann.fine_tuning.jobs.pause(job.id)
     assert [put(name) for name in ("one", "two", "one")] == [201, 403, 201]  # the last takes its own place again
-    assert "you would have 3 adapters, 2 of them from jobs" in refusal(ann, openai.PermissionDeniedError)
+    assert "1 stored + 2 of open jobs > 2 allowed" in refusal(ann, openai.PermissionDeniedError)
     ann.fine_tuning.jobs.cancel(job.id)
     assert [put(name) for name in ("two", "three")] == [201, 403]
     here.hosting.close()
 
 
-def test_the_admin_loads_nothing_under_the_name_of_a_job_for_everybody(school):
-    chief = school.client(CHIEF)
+def test_the_admin_loads_nothing_under_the_name_of_a_job_for_everybody(job_server):
+    chief = job_server.client(CHIEF)
     job = created(chief, LONG)
     body = {"lora_name": job.will_be_named, "lora_path": "pirate"}
-    answer = school.ask("POST", "/v1/load_lora_adapter", CHIEF, json=body)
+    answer = job_server.ask("POST", "/v1/load_lora_adapter", CHIEF, json=body)
     chief.fine_tuning.jobs.cancel(job.id)
     assert answer.status_code == 409
     assert job.id in answer.json()["error"]["message"]
@@ -351,9 +354,9 @@ def test_checkpoints_are_served_if_asked(ann):
     assert time.monotonic() < end
 
 
-def test_a_job_that_diverges_stops_alone_and_its_last_good_checkpoint_is_an_adapter(school, ann, tmp_path, world):
+def test_a_job_that_diverges_stops_alone_and_its_last_good_checkpoint_is_an_adapter(job_server, ann, tmp_path, world):
     """A decay of 1 by a rate of 10 turns every number into -9 times itself at each step, until none is left."""
-    bob = school.client(BOB)
+    bob = job_server.client(BOB)
     other = created(bob, {**FAST, "n_steps": 60})
     wild = {**FAST, "learning_rate": 10.0, "weight_decay": 1.0, "scheduler": "constant", "checkpoint_every": 2}
     job = created(ann, {**wild, "n_steps": 400})
@@ -366,12 +369,12 @@ def test_a_job_that_diverges_stops_alone_and_its_last_good_checkpoint_is_an_adap
     last = ann.fine_tuning.jobs.checkpoints.list(job.id).data[0]
     assert 2 <= last.step_number <= found.progress["step"] < 400
     assert last.fine_tuned_model_checkpoint == f"{job.will_be_named}-step-{last.step_number}"
-    assert found.error.message.endswith(f"was put up as the adapter {last.fine_tuned_model_checkpoint}")
+    assert found.error.message.endswith(f"is served as the adapter {last.fine_tuned_model_checkpoint}")
     assert job.will_be_named not in [model.id for model in ann.models.list()]
     assert last.fine_tuned_model_checkpoint in [model.id for model in ann.models.list()]
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         path = f"/v1/adapters/{last.fine_tuned_model_checkpoint}/{file}"
-        (tmp_path / file).write_bytes(school.ask("GET", path, ANN).content)
+        (tmp_path / file).write_bytes(job_server.ask("GET", path, ANN).content)
     numbers = load_file(tmp_path / "adapter_model.safetensors").values()
     assert all(bool(torch.isfinite(tensor).all()) for tensor in numbers)
     assert max(float(tensor.abs().max()) for tensor in numbers) > 100  # it was on its way
@@ -424,16 +427,22 @@ def test_too_long_is_refused_or_cut_off_as_asked(ann):
     rows = [{"text": "x" * 300}] * 2
     assert "line 1: has 301 tokens, at most 256" in refusal(ann, rows=rows, hyperparameters={"truncate": False})
     assert until(ann, created(ann, {"n_steps": 1}, rows).id, "succeeded")
-    assert "takes" in refusal(ann, hyperparameters={"max_length": 100_000})
+    assert "tokens allowed" in refusal(ann, hyperparameters={"max_length": 100_000})
 
 
-BAD_WISHES = {
-    "another model": ({"model": "gpt-4"}, "only the base model, tiny"),
-    "an adapter": ({"model": "tiny:mine"}, "only the base model, tiny"),
+BAD_REQUESTS = {
+    "another model": ({"model": "gpt-4"}, "expected the base model, tiny"),
+    "an adapter": ({"model": "tiny:mine"}, "expected the base model, tiny"),
     "unknown field": ({"extra_body": {"wonder": 1}}, "wonder is not supported"),
-    "integrations": ({"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]}, "integrations: none is supported here"),
+    "integrations": (
+        {"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]},
+        "integrations: not supported",
+    ),
     "dpo": ({"method": {"type": "dpo"}}, "supervised"),
-    "suffix": ({"suffix": "../../x"}, "suffix: expected 1 to 64 letters, digits, dots, dashes and underscores, first a"),
+    "suffix": (
+        {"suffix": "../../x"},
+        "1 to 64 letters, digits, dots, dashes and underscores, starting with a",
+    ),
     "long suffix": ({"suffix": "x" * 65}, "suffix: expected 1 to 64 letters"),
     "empty suffix": ({"suffix": ""}, "suffix: expected 1 to 64 letters"),
     "suffix with a line's end": ({"suffix": "x\n"}, "suffix: expected 1 to 64 letters"),
@@ -448,9 +457,9 @@ BAD_WISHES = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_WISHES)
+@pytest.mark.parametrize("kind", BAD_REQUESTS)
 def test_a_bad_request_is_refused(ann, kind):
-    options, what = BAD_WISHES[kind]
+    options, what = BAD_REQUESTS[kind]
     assert what in refusal(ann, **options)
 
 
@@ -490,20 +499,20 @@ def test_the_old_place_of_hyperparameters_and_auto(ann):
     assert 0 <= job.seed < 1 << 31
 
 
-def test_a_job_shows_all_that_was_asked_of_it(school, ann, tmp_path):
+def test_a_job_shows_all_that_was_asked_of_it(job_server, ann, tmp_path):
     asked = {"max_length": 64, "truncate": True, "evaluate_every": 3, "serve_checkpoints": True, "checkpoint_every": 5}
     job = created(ann, {**LONG, **asked}, validation_file=uploaded(ann))
     for path in (f"/{job.id}", "?limit=1"):
-        found = school.ask("GET", f"/v1/fine_tuning/jobs{path}", ANN).json()
+        found = job_server.ask("GET", f"/v1/fine_tuning/jobs{path}", ANN).json()
         method = (found["data"][0] if "data" in found else found)["method"]
         assert asked.items() <= method["supervised"]["hyperparameters"].items()
-    records = Database(tmp_path / "jobs.sqlite")  # while its files are read nothing is decided yet
-    said = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 1}
-    reading = records.add_job(
-        "x", "ann", "ann", "x", JobState.VALIDATING, {**said, "wishes": asdict(Hyperparameters(rank=3))}, None
+    db = Database(tmp_path / "jobs.sqlite")  # while its files are validated nothing is resolved yet
+    fields = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 1}
+    validating = db.add_job(
+        "x", "ann", "ann", "x", JobState.VALIDATING, {**fields, HYPERPARAMETERS: asdict(Hyperparameters(rank=3))}, None
     )
-    records.close()
-    assert job_body(reading, "tiny", None)["method"]["supervised"]["hyperparameters"] == {"rank": 3}
+    db.close()
+    assert job_body(validating, "tiny", None)["method"]["supervised"]["hyperparameters"] == {"rank": 3}
 
 
 def test_targets_that_the_model_has_not_are_named_before_there_is_a_job(ann):
@@ -512,9 +521,9 @@ def test_targets_that_the_model_has_not_are_named_before_there_is_a_job(ann):
     assert [job.id for job in ann.fine_tuning.jobs.list()] == before
 
 
-def test_files_have_limits(school, ann):
+def test_files_have_limits(job_server, ann):
     def put(content: bytes, **options):
-        return school.ask(
+        return job_server.ask(
             "POST", "/v1/files", ANN, files={"file": ("x", content)}, **{"data": {"purpose": "fine-tune"}, **options}
         )
 
@@ -524,20 +533,20 @@ def test_files_have_limits(school, ann):
     assert put(b"x", data={"purpose": "assistants"}).json()["error"]["param"] == "purpose"
     assert put(b"x", data={}).status_code == 400
     assert put(b"x", data={"purpose": "fine-tune", "more": "x"}).status_code == 400
-    assert school.ask("POST", "/v1/files", ANN, json={"file": "x"}).status_code == 415
+    assert job_server.ask("POST", "/v1/files", ANN, json={"file": "x"}).status_code == 415
     assert [put(b"x" * 1_000_000).status_code for _ in range(3)] == [200, 200, 403]
     assert len(ann.files.list().data) == 2
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "a\\b", "x" * 1000, "é\u202e.jsonl", "a\tb"])
-def test_a_files_name_leads_nowhere(school, ann, name):
+def test_a_files_name_leads_nowhere(job_server, ann, name):
     made = ann.files.create(file=(name, b"x"), purpose="fine-tune")
     assert not set(made.filename) & set("/\\\t\u202e")
     assert len(made.filename) <= 255
     assert ann.files.content(made.id).content == b"x"
 
 
-def test_ids_are_no_paths_and_no_sql(school, ann):
+def test_ids_are_no_paths_and_no_sql(job_server, ann):
     kept = uploaded(ann)
     for id in ("..%2f..%2fjobs.sqlite", "%2e%2e", "' OR 1=1 --", "file-%00", "x" * 3000, "*"):
         for path in (
@@ -546,9 +555,9 @@ def test_ids_are_no_paths_and_no_sql(school, ann):
             f"/v1/fine_tuning/jobs/{id}",
             f"/v1/fine_tuning/jobs/{id}/events",
         ):
-            answer = school.ask("GET", path, ANN)
+            answer = job_server.ask("GET", path, ANN)
             assert answer.status_code in (404, 405), (path, answer.text)
-        assert school.ask("DELETE", f"/v1/files/{id}", ANN).status_code in (404, 405)
+        assert job_server.ask("DELETE", f"/v1/files/{id}", ANN).status_code in (404, 405)
     assert ann.files.retrieve(kept).id == kept
 
 
@@ -566,8 +575,8 @@ BAD_PAGES = {
 
 
 @pytest.mark.parametrize("query", BAD_PAGES)
-def test_a_page_is_asked_for_within_bounds(school, query):
-    answer = school.ask("GET", f"/v1/fine_tuning/jobs?{query}", ANN)
+def test_a_page_is_asked_for_within_bounds(job_server, query):
+    answer = job_server.ask("GET", f"/v1/fine_tuning/jobs?{query}", ANN)
     assert answer.status_code == 400
     assert BAD_PAGES[query] in answer.json()["error"]["message"]
 
@@ -580,17 +589,17 @@ def test_a_page_is_asked_for_within_bounds(school, query):
         ('{"model": "tiny", "training_file": "x", "hyperparameters": {"adapter": {"r": 1, "r": 2}}}', "r"),
     ],
 )
-def test_a_key_that_stands_twice_is_named(school, body, key):
-    answer = school.ask("POST", "/v1/fine_tuning/jobs", ANN, content=body, headers={"Content-Type": "application/json"})
+def test_a_key_that_stands_twice_is_named(job_server, body, key):
+    answer = job_server.ask("POST", "/v1/fine_tuning/jobs", ANN, content=body, headers=JSON)
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert (error["param"], error["message"]) == (key, f"{key!r} stands twice in the body: leave one out")
+    assert (error["param"], error["message"]) == (key, f"duplicate key {key!r} in the body: leave one out")
 
 
-def test_after_of_events_is_an_id_of_events(school, ann):
+def test_after_of_events_is_an_id_of_events(job_server, ann):
     job = created(ann, LONG)
     for after in ("1", "ftevent-x", "ftevent--1", "ftevent-" + "9" * 30):
-        answer = school.ask("GET", f"/v1/fine_tuning/jobs/{job.id}/events?after={after}", ANN)
+        answer = job_server.ask("GET", f"/v1/fine_tuning/jobs/{job.id}/events?after={after}", ANN)
         assert answer.status_code == 400, answer.text
     assert ann.fine_tuning.jobs.list_events(job.id, after="ftevent-0").data == []
 
@@ -598,7 +607,7 @@ def test_after_of_events_is_an_id_of_events(school, ann):
 HUGE = b'{"model": "tiny", "training_file": "x", "hyperparameters": {"adapter": {"r": ' + b"1" * 5000 + b"}}}"
 
 
-def test_a_body_that_is_no_request_is_400(school, ann):
+def test_a_body_that_is_no_request_is_400(job_server, ann):
     kept = len(ann.fine_tuning.jobs.list(limit=100).data)
     for body in (
         b"",
@@ -610,13 +619,10 @@ def test_a_body_that_is_no_request_is_400(school, ann):
         b'{"model": "tiny", "training_file": ["x"]}',
         HUGE,
     ):
-        answer = school.ask("POST", "/v1/fine_tuning/jobs", ANN, content=body, headers={"Content-Type": "application/json"})
+        answer = job_server.ask("POST", "/v1/fine_tuning/jobs", ANN, content=body, headers=JSON)
         assert answer.status_code == 400, answer.text
     big = b'{"model": "' + b"x" * (17 << 20) + b'"}'
-    assert (
-        school.ask("POST", "/v1/fine_tuning/jobs", ANN, content=big, headers={"Content-Type": "application/json"}).status_code
-        == 413
-    )
+    assert job_server.ask("POST", "/v1/fine_tuning/jobs", ANN, content=big, headers=JSON).status_code == 413
     assert len(ann.fine_tuning.jobs.list(limit=100).data) == kept
 
 
@@ -647,9 +653,9 @@ def test_the_tokenizer_has_what_the_tests_say():
     assert len(tiny_tokenizer()("x" * 300)["input_ids"]) == 300
 
 
-def leave(site, path: str, body: dict, after_s: float) -> None:
+def leave(server, path: str, body: dict, after_s: float) -> None:
     """Ask, and be gone before the answer."""
-    host, port = site.url.removeprefix("http://").split(":")
+    host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {ANN}\r\nContent-Type: application/json\r\n"
     with socket.create_connection((host, int(port))) as made:
@@ -685,12 +691,14 @@ def test_who_leaves_before_the_answer_leaves_nothing_half_done(world, start, tmp
     here.hosting.close()
 
 
-def test_jobs_are_made_a_few_at_a_time_and_no_more_than_may_be_open(school, ann):
+def test_jobs_are_made_a_few_at_a_time_and_no_more_than_may_be_open(job_server, ann):
     """However many are asked for at once: files are read for everybody by the same thread."""
     file, body = uploaded(ann), {"model": "tiny", "hyperparameters": LONG}
     with ThreadPoolExecutor(24) as pool:
         answers = list(
-            pool.map(lambda _: school.ask("POST", "/v1/fine_tuning/jobs", ANN, json={**body, "training_file": file}), range(24))
+            pool.map(
+                lambda _: job_server.ask("POST", "/v1/fine_tuning/jobs", ANN, json={**body, "training_file": file}), range(24)
+            )
         )
     assert {answer.status_code for answer in answers} == {200, 429}
     assert len([job for job in ann.fine_tuning.jobs.list(limit=100) if job.status in ("queued", "running")]) <= 4

@@ -13,7 +13,7 @@ from typing import Any
 
 from symbiosis.errors import TooManyRequests
 from symbiosis.jobs.data_preparation import INLINE_BYTES, DataPreparer
-from symbiosis.jobs.database import Database, JobRecord
+from symbiosis.jobs.database import HYPERPARAMETERS, Database, JobRecord
 from symbiosis.jobs.errors import KeyReused
 from symbiosis.jobs.event_recorder import FinishedAdapters
 from symbiosis.jobs.layout import JobsLayout
@@ -109,7 +109,7 @@ class Admission:
     async def _create(self, request: JobRequest) -> JobRecord:
         id, name = await asyncio.to_thread(self._choose_name, request)
         seed = secrets.randbelow(1 << 31) if request.seed is None else request.seed
-        asked = {**request.fields, "seed": seed, "wishes": asdict(request.params)}
+        asked = {**request.fields, "seed": seed, HYPERPARAMETERS: asdict(request.params)}
         try:
             size = await asyncio.to_thread(self._preparer.link_sources, id, request.sources)
             plan = await self._prepare_inline(id, request, seed) if size <= INLINE_BYTES else None

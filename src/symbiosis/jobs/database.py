@@ -22,6 +22,7 @@ from symbiosis.jobs.queue import QueuedJob
 from symbiosis.jobs.states import JobState, StateChange, next_state
 
 VERSION = 1
+HYPERPARAMETERS = "wishes"  # key of `asked`, fixed by the on-disk format (check_vocabulary)
 _MAX_NUMBER = 1 << 62
 _NEWEST_FIRST = "job=? AND number < ? ORDER BY number DESC LIMIT ?"
 _SCHEMA = """

@@ -23,7 +23,7 @@ from symbiosis.adapters.names import owned
 from symbiosis.errors import EngineLost, QuotaExceeded, SymbiosisError, UnknownAdapter
 from symbiosis.jobs import recovery
 from symbiosis.jobs.data_preparation import DataPreparer
-from symbiosis.jobs.database import CheckpointRecord, Database, JobRecord
+from symbiosis.jobs.database import HYPERPARAMETERS, CheckpointRecord, Database, JobRecord
 from symbiosis.jobs.errors import NameReserved, StorageFull, WrongState
 from symbiosis.jobs.event_recorder import (
     CountSteps,
@@ -46,7 +46,7 @@ _BACKOFF_S = 5.0
 """Wait before the next start of a job that the engine had no capacity for."""
 _STOP_TIMEOUT_S = 15.0
 _MAX_EVENTS = 2000
-_ANONYMOUS = "everybody"
+_ANONYMOUS = "anonymous"
 """Tenant of all requests to a server without keys."""
 _STEP_SUFFIX = re.compile(r"-step-[0-9]+$")
 """Added to the adapter's name for the checkpoint of a failed job."""
@@ -186,7 +186,7 @@ class Supervisor:
     # Validation
 
     async def _validate(self, job: JobRecord) -> None:
-        params, seed = Hyperparameters(**job.asked["wishes"]), job.asked["seed"]
+        params, seed = Hyperparameters(**job.asked[HYPERPARAMETERS]), job.asked["seed"]
         try:
             plan = await self._retry_while_full(
                 lambda: self._preparer.prepare(job.id, job.tenant, params, seed, in_background=True)

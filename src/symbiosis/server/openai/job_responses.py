@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from symbiosis.jobs.database import CheckpointRecord, EventRecord, FileRecord, JobRecord
+from symbiosis.jobs.database import HYPERPARAMETERS, CheckpointRecord, EventRecord, FileRecord, JobRecord
 from symbiosis.jobs.states import JobState
 
 Body = dict[str, Any]
@@ -28,7 +28,7 @@ def file_body(file: FileRecord) -> Body:
 
 def job_body(job: JobRecord, base: str, position: int | None) -> Body:
     """`position`: in the queue; None if the job is not queued."""
-    given = {name: value for name, value in job.asked["wishes"].items() if value is not None}
+    given = {name: value for name, value in job.asked[HYPERPARAMETERS].items() if value is not None}
     hyperparameters = given if job.plan is None else job.plan["shown"]
     finish = job.figures.get("finish_at") if job.state is JobState.RUNNING else None
     openai_names = ("n_epochs", "batch_size", "learning_rate_multiplier")

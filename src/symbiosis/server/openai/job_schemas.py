@@ -88,7 +88,7 @@ class CreateJobRequest(StrictModel):
     @classmethod
     def _check_integrations(cls, value: list[Any] | None) -> list[Any] | None:
         if value:
-            raise ValueError("integrations are not supported: leave it out")
+            raise ValueError("not supported: leave it out")
         return value
 
     @field_validator("suffix")
