@@ -6,7 +6,7 @@ import httpx2
 import pytest
 
 import symbiosis
-from symbiosis.app.http_host import _training
+from symbiosis.app.http_host import _make_trainer
 from symbiosis.device_sharing.cpu_turns import CpuTimeShare
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.config import TrainerConfig
@@ -48,6 +48,6 @@ def test_training_has_no_second_copy_of_the_weights(server):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_be_packed_has_a_reason_and_no_training(name):
-    found = _training(BY_NAME[name].model(), TrainerConfig(), CpuTimeShare())
+    found = _make_trainer(BY_NAME[name].model(), TrainerConfig(), CpuTimeShare())
     assert isinstance(found, CannotTrain)
     assert not isinstance(found, Trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.tiny_chat import tiny_tokenizer
 LIMITS = JobLimits(running=2, tenant_running=1)
 PARAMS = Hyperparameters(n_steps=10, checkpoint_every=2)
 DATA = {"length": resolve_length(PARAMS, 256), "examples": 8, "tokens": 9, "validates": False}
-PLAN = build_plan(PARAMS, **DATA, seed=3, max_steps=100).to_json()
+PLAN = asdict(build_plan(PARAMS, **DATA, seed=3, max_steps=100))
 ASKED = {"training_file": "f", "validation_file": None, "suffix": None, "metadata": None, "seed": 3, HYPERPARAMETERS: {}}
 
 
@@ -98,6 +98,9 @@ class Store:
         return self.added.pop((owner, name), None) is not None
 
     def check_bytes(self, owner) -> None:
+        pass
+
+    def check_count(self, owner, expected) -> None:
         pass
 
 

@@ -19,7 +19,7 @@ from tests.jobs.environment import ASKED, PLAN, World, run_async, until
 
 def make_admission(world: World) -> Admission:
     preparer, store = world.supervisor._preparer, world.store
-    return Admission(world.db, world.layout, preparer, world.supervisor, store, world.limits, lambda owner, open_jobs: None)
+    return Admission(world.db, world.layout, preparer, world.supervisor, store, world.limits)
 
 
 def make_request(world: World, key: str | None = None, digest: str = "", text: str = '{"text": "x y z"}\n') -> JobRequest:

@@ -229,7 +229,7 @@ def test_an_old_checkpoint_is_removed_after_the_new_one_is_recorded(db, tmp_path
     job = add(db)
     db.change_state(job.id, StateChange.BEGIN)
     run = JobRun(job.id, "ann", 1, tmp_path / "final")
-    recorder = EventRecorder(db, store=None)  # type: ignore[arg-type] - not used here
+    recorder = EventRecorder(db, store=None, count_steps=None)  # type: ignore[arg-type] - not used here
     folders = [tmp_path / f"step-{step}" for step in (1, 2)]
     events = []
     for step, folder in enumerate(folders, 1):

@@ -63,7 +63,7 @@ def test_a_plan_is_json_with_resolved_hyperparameters():
     }
     assert (found.checkpoint_every, found.evaluate_every) == (6, 6)
     assert found.shown["n_epochs"] == 3
-    assert plan.TrainingPlan(**found.to_json()) == found
+    assert plan.TrainingPlan(**asdict(found)) == found
     assert Hyperparameters(**asdict(Hyperparameters(rank=3))) == Hyperparameters(rank=3)
 
 

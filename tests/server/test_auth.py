@@ -13,10 +13,12 @@ from symbiosis.server.metrics import Metrics
 from symbiosis.server.settings import ADMIN, Settings
 from tests.server.conftest import ANN, BOB, CHAT, CHIEF
 
+FOLDERS = {"base": "x", "uploads": "/nowhere", "jobs": "/nowhere"}
+
 
 def routes() -> list[tuple[str, str]]:
     """Every route of the app."""
-    guard = Server(None, None, Settings(base="x")).app()  # type: ignore[arg-type] - no request is made
+    guard = Server(None, None, Settings(**FOLDERS)).app()  # type: ignore[arg-type] - no request is made
     assert isinstance(guard, AuthMiddleware)
     return [(method, route.path) for route in guard._app.routes for method in route.methods]
 
@@ -68,7 +70,7 @@ def test_the_prefix_cache_is_per_tenant(keyed_server):
 def test_ambiguous_keys_are_rejected():
     for keys, admin in (({"ann": ANN, "bob": ANN}, None), ({"ann": ANN}, ANN), ({"ann": ""}, None), ({ADMIN: ANN}, None)):
         with pytest.raises(SymbiosisError) as caught:
-            Settings(base="x", keys=keys, admin_key=admin)
+            Settings(**FOLDERS, keys=keys, admin_key=admin)
         assert ANN not in str(caught.value)
 
 

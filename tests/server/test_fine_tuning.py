@@ -64,7 +64,7 @@ def until(client: openai.OpenAI, id: str, *states: str, seconds: float = 120):
 
 
 def running(client: openai.OpenAI, id: str, steps: int = 1):
-    """Wait until it has done some steps."""
+    """Wait until the job has done some steps."""
     until(client, id, "running")
     end = time.monotonic() + 60
     while client.fine_tuning.jobs.retrieve(id).progress["step"] < steps:
@@ -77,7 +77,7 @@ def says(client: openai.OpenAI, model: str) -> str:
     return client.chat.completions.create(model=model, messages=ask, max_tokens=8, temperature=0).choices[0].message.content
 
 
-def refusal(client: openai.OpenAI, error=openai.BadRequestError, **options) -> str:
+def request_error(client: openai.OpenAI, error=openai.BadRequestError, **options) -> str:
     with pytest.raises(error) as caught:
         created(client, **options)
     assert "/tmp" not in str(caught.value)
@@ -86,8 +86,8 @@ def refusal(client: openai.OpenAI, error=openai.BadRequestError, **options) -> s
 
 @pytest.fixture(scope="module")
 def job_server(world, start, tmp_path_factory):
-    """Two tenants and an admin; two jobs at once, one of each tenant."""
-    uploads = tmp_path_factory.mktemp("job_server") / "uploads"
+    """Two tenants and an admin; at most two running jobs, one per tenant."""
+    uploads = tmp_path_factory.mktemp("jobs") / "uploads"
     return start(
         world.folder,
         keys={"ann": ANN, "bob": BOB},
@@ -102,7 +102,7 @@ def job_server(world, start, tmp_path_factory):
 
 @pytest.fixture
 def ann(job_server):
-    """Her client; afterwards nothing of hers runs any more."""
+    """A client of one tenant; its jobs are cancelled and its files removed at the end."""
     client = job_server.client(ANN)
     yield client
     for job in client.fine_tuning.jobs.list(limit=100):
@@ -112,7 +112,7 @@ def ann(job_server):
         client.files.delete(file.id)
 
 
-def test_upload_create_follow_and_chat_with_the_result(job_server, ann, tmp_path, world):
+def test_a_job_from_upload_to_chat(job_server, ann, tmp_path, world):
     before = says(ann, "tiny")
     job = created(ann, suffix="pirate", metadata={"for": "test"}, validation_file=uploaded(ann, ROWS[:2]))
     assert job.id.startswith("ftjob-")
@@ -124,7 +124,7 @@ def test_upload_create_follow_and_chat_with_the_result(job_server, ann, tmp_path
     assert done.finished_at >= done.created_at
     assert says(ann, done.fine_tuned_model) == says(ann, f"tiny:{done.fine_tuned_model}") == "arr" != before
     assert done.fine_tuned_model in [model.id for model in ann.models.list()]
-    # events tell it, newest first, in pages
+    # events are newest first, in pages
     events = list(ann.fine_tuning.jobs.list_events(job.id, limit=7))
     assert events[0].message == "The job has successfully completed"
     assert events[-1].message == f"Created fine-tuning job: {job.id}"
@@ -151,7 +151,7 @@ def test_upload_create_follow_and_chat_with_the_result(job_server, ann, tmp_path
         says(ann, done.fine_tuned_model)
 
 
-def test_files_are_kept_listed_given_back_and_deleted(job_server, ann):
+def test_files_are_stored_listed_downloaded_and_deleted(job_server, ann):
     made = [ann.files.create(file=jsonl(ROWS[:count]), purpose="fine-tune") for count in (1, 2, 3)]
     assert made[0].filename == "data.jsonl"
     assert made[0].bytes == len(jsonl(ROWS[:1]).getvalue())
@@ -170,7 +170,7 @@ def test_files_are_kept_listed_given_back_and_deleted(job_server, ann):
         ann.files.delete(made[0].id)
 
 
-def test_a_file_may_go_once_its_job_was_accepted(ann):
+def test_a_file_may_be_deleted_after_its_job_is_accepted(ann):
     file = uploaded(ann)
     job = created(ann, training_file=file)
     ann.files.delete(file)
@@ -192,7 +192,7 @@ def test_cancel_pause_and_resume(ann):
     said = [event.message for event in jobs.list_events(job.id)]
     assert any("resumed after step" in message for message in said)
     steps = [int(message.split()[1].split("/")[0]) for message in said if message.startswith("Step ")]
-    assert len(steps) == len(set(steps))  # none is told twice
+    assert len(steps) == len(set(steps))  # none is repeated
     assert jobs.cancel(job.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="is cancelled, so it cannot be cancelled"):
         jobs.cancel(job.id)
@@ -202,7 +202,7 @@ def test_cancel_pause_and_resume(ann):
     assert jobs.retrieve(job.id).fine_tuned_model is None
 
 
-def test_a_job_that_is_paused_again_and_again_ends_in_the_same_adapter(job_server, ann):
+def test_a_job_paused_several_times_ends_in_the_same_adapter(job_server, ann):
     asked = {**LONG, "n_steps": 120, "learning_rate": 1e-2}
     whole = until(ann, created(ann, asked).id, "succeeded")
     job = created(ann, asked)
@@ -215,16 +215,16 @@ def test_a_job_that_is_paused_again_and_again_ends_in_the_same_adapter(job_serve
     assert done.content_hash == whole.content_hash
 
 
-def test_the_rest_waits_in_a_queue_with_positions(job_server, ann):
+def test_queued_jobs_have_positions(job_server, ann):
     bob = job_server.client(BOB)
     first = created(ann, LONG)
     running(ann, first.id)
     waiting = [created(ann, LONG) for _ in range(2)]
-    his = created(bob, LONG)
-    running(bob, his.id)  # before hers that wait
+    other = created(bob, LONG)
+    running(bob, other.id)  # before the queued jobs of ann
     assert [ann.fine_tuning.jobs.retrieve(job.id).queue_position for job in (first, *waiting)] == [None, 1, 2]
     assert created(ann, LONG).queue_position == 3
-    assert "open jobs" in refusal(ann, openai.RateLimitError)
+    assert "open jobs" in request_error(ann, openai.RateLimitError)
     listed = ann.fine_tuning.jobs.list(limit=2)
     assert len(listed.data) == 2
     assert len([job for job in ann.fine_tuning.jobs.list(limit=2) if job.status in ("queued", "running")]) == 4
@@ -234,31 +234,31 @@ def test_the_rest_waits_in_a_queue_with_positions(job_server, ann):
     assert job_server.metric("symbiosis_trained_tokens_total", CHIEF) > 0
     ann.fine_tuning.jobs.cancel(first.id)
     running(ann, waiting[0].id)
-    bob.fine_tuning.jobs.cancel(his.id)
+    bob.fine_tuning.jobs.cancel(other.id)
 
 
-def test_another_tenants_jobs_are_not_there_but_the_admin_sees_them(job_server, ann):
+def test_jobs_are_visible_to_their_tenant_and_the_admin(job_server, ann):
     job = created(ann, LONG)
-    bob, chief = job_server.client(BOB).fine_tuning.jobs, job_server.client(CHIEF).fine_tuning.jobs
+    bob, admin = job_server.client(BOB).fine_tuning.jobs, job_server.client(CHIEF).fine_tuning.jobs
     for ask in (bob.retrieve, bob.cancel, bob.pause, bob.resume, bob.checkpoints.list, bob.list_events):
         with pytest.raises(openai.NotFoundError):
             ask(job.id)
     assert job.id not in [each.id for each in bob.list()]
     with pytest.raises(openai.NotFoundError):
         bob.list(after=job.id)
-    assert job.id in [each.id for each in chief.list(limit=100)]
-    assert chief.cancel(job.id).status == "cancelled"
-    assert "there is no file" in refusal(job_server.client(BOB), training_file=uploaded(ann))
+    assert job.id in [each.id for each in admin.list(limit=100)]
+    assert admin.cancel(job.id).status == "cancelled"
+    assert "there is no file" in request_error(job_server.client(BOB), training_file=uploaded(ann))
 
 
-def test_a_request_sent_again_with_its_key_makes_one_job(ann):
+def test_an_idempotency_key_creates_one_job(ann):
     file = uploaded(ann)
     again = {"training_file": file, "extra_headers": {"Idempotency-Key": "just once"}}
     one, other = (created(ann, LONG, **again) for _ in range(2))
     assert one.id == other.id
     with pytest.raises(openai.ConflictError):
         created(ann, FAST, **again)
-    assert "Idempotency-Key" in refusal(ann, extra_headers={"Idempotency-Key": "x" * 256})
+    assert "Idempotency-Key" in request_error(ann, extra_headers={"Idempotency-Key": "x" * 256})
     body = json.dumps({"training_file": file, "model": "base"}).encode()
     connection = HTTPConnection(ann.base_url.host, ann.base_url.port)
     connection.putrequest("POST", "/v1/fine_tuning/jobs")
@@ -271,24 +271,24 @@ def test_a_request_sent_again_with_its_key_makes_one_job(ann):
     connection.close()
 
 
-def test_a_request_sent_again_is_the_same_in_whatever_order_its_keys_stand(ann):
+def test_idempotency_ignores_the_order_of_json_keys(ann):
     file, pairs = uploaded(ann), {"a": "1", "b": "2"}
     again = {"training_file": file, "extra_headers": {"Idempotency-Key": "in any order"}}
     adapter = {"peft_type": "LORA", "r": 4}
     asked = {"n_steps": 5000, "adapter": adapter}
     one = created(ann, asked, metadata=pairs, **again)
-    turned = {"adapter": dict(reversed(adapter.items())), "n_steps": 5000}
-    assert created(ann, turned, metadata=dict(reversed(pairs.items())), **again).id == one.id
+    reordered = {"adapter": dict(reversed(adapter.items())), "n_steps": 5000}
+    assert created(ann, reordered, metadata=dict(reversed(pairs.items())), **again).id == one.id
     with pytest.raises(openai.ConflictError):
         created(ann, asked, metadata={"a": "2", "b": "1"}, **again)
 
 
-def test_names_never_collide(ann):
+def test_names_are_unique(ann):
     names = {created(ann, LONG, suffix="same").will_be_named for _ in range(3)}
     assert len(names) == 3
 
 
-def test_no_upload_takes_the_name_of_a_job_that_has_not_ended(job_server, ann, world):
+def test_an_upload_cannot_take_the_name_of_an_open_job(job_server, ann, world):
     parts = {field: (file, (world.root / "pirate" / file).read_bytes()) for field, file in FIELDS.items()}
     job = created(ann, LONG)
     path = f"/v1/adapters/{job.will_be_named}"
@@ -296,7 +296,7 @@ def test_no_upload_takes_the_name_of_a_job_that_has_not_ended(job_server, ann, w
     assert answer.status_code == 409, answer.text
     assert answer.json()["error"]["code"] == "name_reserved"
     assert job.id in answer.json()["error"]["message"]
-    assert job_server.ask("PUT", path, BOB, files=parts).status_code == 201  # his are others
+    assert job_server.ask("PUT", path, BOB, files=parts).status_code == 201  # names are per tenant
     assert job_server.ask("DELETE", path, BOB).status_code == 200
     ann.fine_tuning.jobs.cancel(job.id)
     end = time.monotonic() + 60
@@ -307,8 +307,8 @@ def test_no_upload_takes_the_name_of_a_job_that_has_not_ended(job_server, ann, w
     assert job_server.ask("DELETE", path, ANN).status_code == 200
 
 
-def test_the_adapter_of_a_job_counts_from_when_the_job_is_accepted(world, start):
-    """Paused or not: else uploads would take the room it ends up in."""
+def test_the_adapter_of_an_open_job_counts_towards_the_quota(world, start):
+    """Paused or not: uploads must not use up its quota."""
     here = start(world.folder, keys={"ann": ANN}, store_limits=StoreLimits(adapters=2))
     ann = here.client(ANN)
     parts = {field: (file, (world.root / "pirate" / file).read_bytes()) for field, file in FIELDS.items()}
@@ -318,24 +318,24 @@ def test_the_adapter_of_a_job_counts_from_when_the_job_is_accepted(world, start)
 
     job = created(ann, LONG)
     ann.fine_tuning.jobs.pause(job.id)
-    assert [put(name) for name in ("one", "two", "one")] == [201, 403, 201]  # the last takes its own place again
-    assert "1 stored + 2 of open jobs > 2 allowed" in refusal(ann, openai.PermissionDeniedError)
+    assert [put(name) for name in ("one", "two", "one")] == [201, 403, 201]  # the last replaces its own
+    assert "1 stored + 2 of open jobs > 2 allowed" in request_error(ann, openai.PermissionDeniedError)
     ann.fine_tuning.jobs.cancel(job.id)
     assert [put(name) for name in ("two", "three")] == [201, 403]
     here.hosting.close()
 
 
-def test_the_admin_loads_nothing_under_the_name_of_a_job_for_everybody(job_server):
-    chief = job_server.client(CHIEF)
-    job = created(chief, LONG)
+def test_the_admin_cannot_load_under_the_name_of_a_shared_job(job_server):
+    admin = job_server.client(CHIEF)
+    job = created(admin, LONG)
     body = {"lora_name": job.will_be_named, "lora_path": "pirate"}
     answer = job_server.ask("POST", "/v1/load_lora_adapter", CHIEF, json=body)
-    chief.fine_tuning.jobs.cancel(job.id)
+    admin.fine_tuning.jobs.cancel(job.id)
     assert answer.status_code == 409
     assert job.id in answer.json()["error"]["message"]
 
 
-def test_checkpoints_are_served_if_asked(ann):
+def test_serve_checkpoints_serves_the_last_one(ann):
     job = created(ann, {**LONG, "serve_checkpoints": True})
     end = time.monotonic() + 60
     while not (found := ann.fine_tuning.jobs.checkpoints.list(job.id).data):
@@ -345,7 +345,7 @@ def test_checkpoints_are_served_if_asked(ann):
     assert name == job.will_be_named
     assert says(ann, name) is not None
     ann.fine_tuning.jobs.cancel(job.id)
-    while time.monotonic() < end:  # with the job goes what it served
+    while time.monotonic() < end:  # cancelling the job unloads it
         try:
             says(ann, name)
         except openai.NotFoundError:
@@ -354,8 +354,8 @@ def test_checkpoints_are_served_if_asked(ann):
     assert time.monotonic() < end
 
 
-def test_a_job_that_diverges_stops_alone_and_its_last_good_checkpoint_is_an_adapter(job_server, ann, tmp_path, world):
-    """A decay of 1 by a rate of 10 turns every number into -9 times itself at each step, until none is left."""
+def test_a_diverged_job_fails_alone_and_its_last_good_checkpoint_is_served(job_server, ann, tmp_path, world):
+    """A decay of 1 with a rate of 10 multiplies every weight by -9 at each step, until it overflows."""
     bob = job_server.client(BOB)
     other = created(bob, {**FAST, "n_steps": 60})
     wild = {**FAST, "learning_rate": 10.0, "weight_decay": 1.0, "scheduler": "constant", "checkpoint_every": 2}
@@ -377,19 +377,19 @@ def test_a_job_that_diverges_stops_alone_and_its_last_good_checkpoint_is_an_adap
         (tmp_path / file).write_bytes(job_server.ask("GET", path, ANN).content)
     numbers = load_file(tmp_path / "adapter_model.safetensors").values()
     assert all(bool(torch.isfinite(tensor).all()) for tensor in numbers)
-    assert max(float(tensor.abs().max()) for tensor in numbers) > 100  # it was on its way
-    # its neighbour in the same passes became what it is without it
+    assert max(float(tensor.abs().max()) for tensor in numbers) > 100  # it was diverging
+    # the other job of the same batches trains as it does alone
     done = until(bob, other.id, "succeeded")
     alone = until(bob, created(bob, {**FAST, "n_steps": 60}).id, "succeeded")
     losses = [
         [e.data["train_loss"] for e in bob.fine_tuning.jobs.list_events(each.id, limit=100) if "train_loss" in e.data]
         for each in (done, alone)
     ]
-    assert losses[0][-8:] == pytest.approx(losses[1][-8:], rel=1e-2)  # of the first steps; later, bits have become digits
+    assert losses[0][-8:] == pytest.approx(losses[1][-8:], rel=1e-2)  # rounding differences grow with the steps
     assert says(bob, done.fine_tuned_model) == "arr"
 
 
-def test_other_methods_and_a_config_of_peft(ann):
+def test_other_methods_and_a_peft_config_train(ann):
     short = {"n_steps": 2, "batch_size": 4}
     adapter = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}
     for more in ({"peft_method": "ia3"}, {"peft_method": "prefix", "virtual_tokens": 4}, {"adapter": adapter}):
@@ -411,23 +411,23 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("kind", BAD_DATA)
-def test_bad_data_is_refused_before_a_job_is_accepted(ann, kind):
+def test_bad_data_is_rejected_before_a_job_is_accepted(ann, kind):
     content, what = BAD_DATA[kind]
     before = len(ann.fine_tuning.jobs.list(limit=100).data)
     raw = content if isinstance(content, bytes) else content.encode()
     file = ann.files.create(file=("x.jsonl", raw), purpose="fine-tune").id
-    assert what in refusal(ann, training_file=file)
-    said = refusal(ann, validation_file=file)
+    assert what in request_error(ann, training_file=file)
+    said = request_error(ann, validation_file=file)
     assert "validation_file: " in said
     assert what in said
     assert len(ann.fine_tuning.jobs.list(limit=100).data) == before
 
 
-def test_too_long_is_refused_or_cut_off_as_asked(ann):
+def test_long_examples_are_rejected_or_truncated(ann):
     rows = [{"text": "x" * 300}] * 2
-    assert "line 1: has 301 tokens, at most 256" in refusal(ann, rows=rows, hyperparameters={"truncate": False})
+    assert "line 1: has 301 tokens, at most 256" in request_error(ann, rows=rows, hyperparameters={"truncate": False})
     assert until(ann, created(ann, {"n_steps": 1}, rows).id, "succeeded")
-    assert "tokens allowed" in refusal(ann, hyperparameters={"max_length": 100_000})
+    assert "tokens allowed" in request_error(ann, hyperparameters={"max_length": 100_000})
 
 
 BAD_REQUESTS = {
@@ -458,9 +458,9 @@ BAD_REQUESTS = {
 
 
 @pytest.mark.parametrize("kind", BAD_REQUESTS)
-def test_a_bad_request_is_refused(ann, kind):
+def test_a_bad_request_is_rejected(ann, kind):
     options, what = BAD_REQUESTS[kind]
-    assert what in refusal(ann, **options)
+    assert what in request_error(ann, **options)
 
 
 BAD_HYPERPARAMETERS = {
@@ -477,21 +477,21 @@ BAD_HYPERPARAMETERS = {
     "both rates": {"learning_rate": 1e-3, "learning_rate_multiplier": 1},
     "unknown": {"momentum": 0.9},
     "huge config": {"adapter": {"peft_type": "LORA", "target_modules": ["x" * 500] * 200}},
-    "targets that the model has not": {"targets": ["nosuch_proj"]},
+    "unknown targets": {"targets": ["nosuch_proj"]},
     "a layer that is not linear": {"targets": ["input_layernorm"]},
-    "a prompt longer than training takes": {"peft_method": "prompt", "virtual_tokens": 4000},
+    "a prompt longer than allowed": {"peft_method": "prompt", "virtual_tokens": 4000},
 }
 
 
 @pytest.mark.parametrize("kind", BAD_HYPERPARAMETERS)
-def test_bad_hyperparameters_are_refused(ann, kind):
-    assert len(refusal(ann, hyperparameters=BAD_HYPERPARAMETERS[kind])) > 10
+def test_bad_hyperparameters_are_rejected(ann, kind):
+    assert len(request_error(ann, hyperparameters=BAD_HYPERPARAMETERS[kind])) > 10
     top = {"method": openai.NOT_GIVEN, "hyperparameters": BAD_HYPERPARAMETERS[kind]}
     with pytest.raises(openai.BadRequestError):
         ann.fine_tuning.jobs.create(model="tiny", training_file=uploaded(ann), **top)
 
 
-def test_the_old_place_of_hyperparameters_and_auto(ann):
+def test_top_level_hyperparameters_and_auto(ann):
     auto = {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}
     job = ann.fine_tuning.jobs.create(model="tiny", training_file=uploaded(ann), hyperparameters=auto)
     assert (job.hyperparameters.n_epochs, job.hyperparameters.batch_size) == (3, 1)
@@ -499,7 +499,7 @@ def test_the_old_place_of_hyperparameters_and_auto(ann):
     assert 0 <= job.seed < 1 << 31
 
 
-def test_a_job_shows_all_that_was_asked_of_it(job_server, ann, tmp_path):
+def test_a_job_shows_its_hyperparameters(job_server, ann, tmp_path):
     asked = {"max_length": 64, "truncate": True, "evaluate_every": 3, "serve_checkpoints": True, "checkpoint_every": 5}
     job = created(ann, {**LONG, **asked}, validation_file=uploaded(ann))
     for path in (f"/{job.id}", "?limit=1"):
@@ -515,13 +515,13 @@ def test_a_job_shows_all_that_was_asked_of_it(job_server, ann, tmp_path):
     assert job_body(validating, "tiny", None)["method"]["supervised"]["hyperparameters"] == {"rank": 3}
 
 
-def test_targets_that_the_model_has_not_are_named_before_there_is_a_job(ann):
+def test_unknown_targets_are_rejected_before_a_job_is_accepted(ann):
     before = [job.id for job in ann.fine_tuning.jobs.list()]
-    assert "names nothing" in refusal(ann, hyperparameters={"targets": ["nosuch_proj"]})
+    assert "names nothing" in request_error(ann, hyperparameters={"targets": ["nosuch_proj"]})
     assert [job.id for job in ann.fine_tuning.jobs.list()] == before
 
 
-def test_files_have_limits(job_server, ann):
+def test_file_quotas_are_enforced(job_server, ann):
     def put(content: bytes, **options):
         return job_server.ask(
             "POST", "/v1/files", ANN, files={"file": ("x", content)}, **{"data": {"purpose": "fine-tune"}, **options}
@@ -539,14 +539,14 @@ def test_files_have_limits(job_server, ann):
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "a\\b", "x" * 1000, "é\u202e.jsonl", "a\tb"])
-def test_a_files_name_leads_nowhere(job_server, ann, name):
+def test_a_file_name_is_sanitized(job_server, ann, name):
     made = ann.files.create(file=(name, b"x"), purpose="fine-tune")
     assert not set(made.filename) & set("/\\\t\u202e")
     assert len(made.filename) <= 255
     assert ann.files.content(made.id).content == b"x"
 
 
-def test_ids_are_no_paths_and_no_sql(job_server, ann):
+def test_ids_are_neither_paths_nor_sql(job_server, ann):
     kept = uploaded(ann)
     for id in ("..%2f..%2fjobs.sqlite", "%2e%2e", "' OR 1=1 --", "file-%00", "x" * 3000, "*"):
         for path in (
@@ -575,7 +575,7 @@ BAD_PAGES = {
 
 
 @pytest.mark.parametrize("query", BAD_PAGES)
-def test_a_page_is_asked_for_within_bounds(job_server, query):
+def test_page_parameters_are_bounded(job_server, query):
     answer = job_server.ask("GET", f"/v1/fine_tuning/jobs?{query}", ANN)
     assert answer.status_code == 400
     assert BAD_PAGES[query] in answer.json()["error"]["message"]
@@ -589,14 +589,14 @@ def test_a_page_is_asked_for_within_bounds(job_server, query):
         ('{"model": "tiny", "training_file": "x", "hyperparameters": {"adapter": {"r": 1, "r": 2}}}', "r"),
     ],
 )
-def test_a_key_that_stands_twice_is_named(job_server, body, key):
+def test_a_duplicate_key_is_named(job_server, body, key):
     answer = job_server.ask("POST", "/v1/fine_tuning/jobs", ANN, content=body, headers=JSON)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["message"]) == (key, f"duplicate key {key!r} in the body: leave one out")
 
 
-def test_after_of_events_is_an_id_of_events(job_server, ann):
+def test_after_must_be_an_id_of_the_list(job_server, ann):
     job = created(ann, LONG)
     for after in ("1", "ftevent-x", "ftevent--1", "ftevent-" + "9" * 30):
         answer = job_server.ask("GET", f"/v1/fine_tuning/jobs/{job.id}/events?after={after}", ANN)
@@ -607,7 +607,7 @@ def test_after_of_events_is_an_id_of_events(job_server, ann):
 HUGE = b'{"model": "tiny", "training_file": "x", "hyperparameters": {"adapter": {"r": ' + b"1" * 5000 + b"}}}"
 
 
-def test_a_body_that_is_no_request_is_400(job_server, ann):
+def test_an_invalid_body_is_400(job_server, ann):
     kept = len(ann.fine_tuning.jobs.list(limit=100).data)
     for body in (
         b"",
@@ -626,7 +626,7 @@ def test_a_body_that_is_no_request_is_400(job_server, ann):
     assert len(ann.fine_tuning.jobs.list(limit=100).data) == kept
 
 
-def test_jobs_go_on_after_a_restart_and_what_they_made_is_there(world, start, tmp_path):
+def test_jobs_and_adapters_survive_a_restart(world, start, tmp_path):
     settings = {"keys": {"ann": ANN}, "uploads": tmp_path / "up", "jobs": tmp_path / "jobs"}
     first = start(world.folder, **settings)
     client = first.client(ANN)
@@ -649,12 +649,12 @@ def test_jobs_go_on_after_a_restart_and_what_they_made_is_there(world, start, tm
     second.hosting.close()
 
 
-def test_the_tokenizer_has_what_the_tests_say():
+def test_the_tiny_tokenizer_has_one_token_per_character():
     assert len(tiny_tokenizer()("x" * 300)["input_ids"]) == 300
 
 
-def leave(server, path: str, body: dict, after_s: float) -> None:
-    """Ask, and be gone before the answer."""
+def disconnect(server, path: str, body: dict, after_s: float) -> None:
+    """Send a request and disconnect before the response."""
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {ANN}\r\nContent-Type: application/json\r\n"
@@ -663,8 +663,8 @@ def leave(server, path: str, body: dict, after_s: float) -> None:
         time.sleep(after_s)
 
 
-def test_who_leaves_before_the_answer_leaves_nothing_half_done(world, start, tmp_path):
-    """Neither a job without data, nor one whose data nobody reads, nor one that is stopped in the records only."""
+def test_a_disconnect_leaves_no_change_half_done(world, start, tmp_path):
+    """Neither a job without data, nor one without validation, nor one cancelled only in the database."""
     here = start(world.folder, keys={"ann": ANN}, uploads=tmp_path / "up", jobs=tmp_path / "jobs")
     ann = here.client(ANN)
     large = [{"text": "x" * 200}] * 21_000
@@ -672,7 +672,7 @@ def test_who_leaves_before_the_answer_leaves_nothing_half_done(world, start, tmp
         file = uploaded(ann, rows)
         body = {"model": "tiny", "training_file": file, "hyperparameters": {"n_steps": 1, "max_length": 32}}
         for attempt in range(count):
-            leave(here, "/v1/fine_tuning/jobs", body, 0.002 * attempt)
+            disconnect(here, "/v1/fine_tuning/jobs", body, 0.002 * attempt)
         end = time.monotonic() + 120
         while any(job.status not in ("succeeded",) for job in ann.fine_tuning.jobs.list(limit=100)):
             assert time.monotonic() < end, [(job.status, job.error) for job in ann.fine_tuning.jobs.list(limit=100)]
@@ -680,19 +680,19 @@ def test_who_leaves_before_the_answer_leaves_nothing_half_done(world, start, tmp
             time.sleep(0.1)
     made = created(ann, LONG)
     running(ann, made.id)
-    leave(here, f"/v1/fine_tuning/jobs/{made.id}/cancel", {}, 0)
+    disconnect(here, f"/v1/fine_tuning/jobs/{made.id}/cancel", {}, 0)
     end = time.monotonic() + 60
     while here.ask("GET", f"/v1/fine_tuning/jobs/{made.id}", ANN).json()["status"] != "cancelled":
         assert time.monotonic() < end
         time.sleep(0.05)
-    while list((tmp_path / "jobs" / "work").iterdir()):  # the engine has heard of it too
+    while list((tmp_path / "jobs" / "work").iterdir()):  # the run at the engine has ended too
         assert time.monotonic() < end
         time.sleep(0.05)
     here.hosting.close()
 
 
-def test_jobs_are_made_a_few_at_a_time_and_no_more_than_may_be_open(job_server, ann):
-    """However many are asked for at once: files are read for everybody by the same thread."""
+def test_concurrent_job_creation_is_bounded(job_server, ann):
+    """One thread validates the files of all tenants."""
     file, body = uploaded(ann), {"model": "tiny", "hyperparameters": LONG}
     with ThreadPoolExecutor(24) as pool:
         answers = list(
@@ -704,8 +704,8 @@ def test_jobs_are_made_a_few_at_a_time_and_no_more_than_may_be_open(job_server, 
     assert len([job for job in ann.fine_tuning.jobs.list(limit=100) if job.status in ("queued", "running")]) <= 4
 
 
-def test_every_object_has_what_openais_types_demand(ann):
-    """The client itself takes anything: so each is held against its type."""
+def test_every_object_matches_openais_types(ann):
+    """The client accepts anything, so each object is validated explicitly."""
     job = created(ann, {**FAST, "n_steps": 4, "checkpoint_every": 2, "n_epochs": "auto"}, validation_file=uploaded(ann))
     jobs = ann.fine_tuning.jobs
     FineTuningJob.model_validate(job.model_dump(), strict=True)

@@ -201,10 +201,10 @@ def test_uploads_survive_a_restart(world, start, tmp_path):
 
 def test_an_unusable_folder_is_an_error_with_its_option(world, start, tmp_path, monkeypatch):
     first = start(world.folder, uploads=tmp_path / "up")
-    at = "is in use by another server: stop it, or store"
+    at, used = "cannot store", "it is in use by another server: stop it, or choose another"
     for options, said in (
-        ({"uploads": tmp_path / "up"}, f"up {at} adapters in another folder with --uploads FOLDER"),
-        ({"jobs": tmp_path / "up-jobs"}, f"up-jobs {at} fine-tuning jobs in another folder with --jobs FOLDER"),
+        ({"uploads": tmp_path / "up"}, f"up {at} adapters: {used} with --uploads FOLDER"),
+        ({"jobs": tmp_path / "up-jobs"}, f"up-jobs {at} fine-tuning jobs: {used} with --jobs FOLDER"),
         ({"uploads": tmp_path / "new", "jobs": tmp_path / "new"}, "--uploads and --jobs are both .*new: give each a folder"),
         ({"jobs": Path("/dev/null/x")}, "/x cannot store fine-tuning jobs: Not a directory; choose another with --jobs FOLDER"),
     ):

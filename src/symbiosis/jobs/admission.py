@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from symbiosis.jobs.queue import JobLimits
 from symbiosis.jobs.states import JobState
 from symbiosis.jobs.supervisor import Supervisor
 
-_TENANT_VALIDATIONS = 4
+_MAX_VALIDATING = 4
 """Jobs of one tenant in validation: jobs of other tenants wait behind them."""
 
 
@@ -45,7 +45,7 @@ class JobRequest:
 
 
 class Admission:
-    """One per server. `check_adapters` receives an owner and its number of open jobs; it raises to reject one more."""
+    """One per server."""
 
     def __init__(
         self,
@@ -55,10 +55,9 @@ class Admission:
         supervisor: Supervisor,
         store: FinishedAdapters,
         limits: JobLimits,
-        check_adapters: Callable[[str | None, int], None],
     ) -> None:
-        self._db, self._layout, self._preparer, self._supervisor = db, layout, preparer, supervisor
-        self._store, self._limits, self._check_adapters = store, limits, check_adapters
+        self._db, self._layout, self._preparer = db, layout, preparer
+        self._supervisor, self._store, self._limits = supervisor, store, limits
         self._admitting: Counter[str] = Counter()
         self._pending: dict[tuple[str, str], tuple[str, asyncio.Task[JobRecord]]] = {}  # digest and task by tenant and key
 
@@ -146,31 +145,24 @@ class Admission:
         except TimeoutError:
             return None
         await asyncio.to_thread(self._supervisor.check_token_quota, request.tenant, plan.tokens)
-        return plan.to_json()
+        return asdict(plan)
 
     def _check_quotas(self, request: JobRequest, admitting: int) -> None:
         """`admitting`: the tenant's jobs being admitted, this one included."""
         counts = self._db.count_by_state(request.tenant)
-        validating, allowed = counts[JobState.VALIDATING], _TENANT_VALIDATIONS
-        if validating >= allowed:
-            raise TooManyRequests(
-                f"{validating} jobs are validating_files, at most {allowed} allowed. Try again later", retry_s=60
-            )
-        open_jobs = sum(count for state, count in counts.items() if not state.is_end) + admitting - 1
-        if open_jobs >= self._limits.tenant_open:
-            raise TooManyRequests(
-                f"job quota exceeded: {open_jobs} open jobs, at most {self._limits.tenant_open} allowed. Try again later",
-                retry_s=60,
-            )
-        self._check_adapters(request.owner, open_jobs)
+        if (count := counts[JobState.VALIDATING]) >= _MAX_VALIDATING:
+            raise TooManyRequests(f"{count} jobs validating, at most {_MAX_VALIDATING} allowed. Try again later", retry_s=60)
+        count, most = sum(counts[state] for state in JobState if not state.is_end) + admitting, self._limits.tenant_open
+        if count > most:
+            raise TooManyRequests(f"{count - 1} open jobs, at most {most} allowed. Try again later", retry_s=60)
+        self._store.check_count(request.owner, count)  # each open job will add an adapter
+        self._store.check_bytes(request.owner)
 
     @contextmanager
     def _count_admitting(self, tenant: str) -> Iterator[int]:
         """Count one more job being admitted. Yields the tenant's total."""
-        if self._admitting[tenant] >= _TENANT_VALIDATIONS:
-            raise TooManyRequests(
-                f"{self._admitting[tenant]} jobs are being checked, at most {_TENANT_VALIDATIONS} allowed. Try again later"
-            )
+        if self._admitting[tenant] >= _MAX_VALIDATING:
+            raise TooManyRequests(f"{_MAX_VALIDATING} jobs being admitted, and no more are allowed. Try again later")
         self._admitting[tenant] += 1
         try:
             yield self._admitting[tenant]

@@ -16,13 +16,13 @@ class BadTrainingFile(SymbiosisError):
 
 
 class BadPlan(SymbiosisError):
-    """Hyperparameters contradict each other, the method or the data."""
+    """Hyperparameters contradict each other, the method or the data; `name` is the hyperparameter."""
 
     code = "invalid_hyperparameters"
 
-    def __init__(self, message: str, *, field: str = "hyperparameters") -> None:
+    def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
-        self.field = field
+        self.field = f"hyperparameters.{name}"
 
 
 class UnknownFile(SymbiosisError):

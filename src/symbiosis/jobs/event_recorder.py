@@ -31,6 +31,7 @@ class FinishedAdapters(Protocol):
     def has(self, owner: str | None, name: str) -> bool: ...
     def remove(self, owner: str | None, name: str) -> bool: ...
     def check_bytes(self, owner: str | None) -> None: ...
+    def check_count(self, owner: str | None, expected: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,8 @@ class JobRun:
 class EventRecorder:
     """Thread-safe. `count_steps` receives a tenant, its optimizer steps and their tokens."""
 
-    def __init__(
-        self,
-        db: Database,
-        store: FinishedAdapters,
-        count_steps: CountSteps = lambda tenant, steps, tokens: None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._db, self._store, self._count_steps, self._clock = db, store, count_steps, clock
+    def __init__(self, db: Database, store: FinishedAdapters, count_steps: CountSteps) -> None:
+        self._db, self._store, self._count_steps = db, store, count_steps
 
     def record(self, run: JobRun, events: list[Event]) -> JobRecord:
         """Raises `StorageFull`; then nothing is recorded."""
@@ -99,7 +94,7 @@ class EventRecorder:
         kind, body = next(iter(event["training"].items()))
         if kind == "begun":
             self._db.update_job(job.id, steps=body["steps"])
-            run.steps, run.tokens = Throughput(self._clock()), Throughput(self._clock())
+            run.steps, run.tokens = Throughput(time.time()), Throughput(time.time())
         elif kind == "step":
             self._record_step(job, run, body)
         elif kind == "validation":
@@ -128,7 +123,7 @@ class EventRecorder:
             self._db.add_event(job.id, "message", "The job has successfully completed")
 
     def _record_step(self, job: JobRecord, run: JobRun, body: Event) -> None:
-        now = self._clock()
+        now = time.time()
         finish = None
         if run.steps is not None and run.tokens is not None:
             run.steps.note(1, now)

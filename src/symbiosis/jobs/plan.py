@@ -88,7 +88,7 @@ class LengthLimit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """JSON-serializable."""
+    """JSON-serializable by `asdict`."""
 
     adapter: dict[str, Any]
     recipe: dict[str, Any]
@@ -101,34 +101,26 @@ class TrainingPlan:
     shown: dict[str, Any]
     """The resolved hyperparameters, for responses."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def resolve_length(params: Hyperparameters, max_tokens: int) -> LengthLimit:
     """The length limit of examples; virtual tokens count towards `max_tokens`. Raises `BadPlan`."""
     virtual = int(build_adapter_config(params).get("num_virtual_tokens") or 0)
     if virtual >= max_tokens:
-        raise BadPlan(
-            f"{virtual} virtual tokens leave none for examples: at most {max_tokens} tokens allowed in total",
-            field="hyperparameters.virtual_tokens" if params.adapter is None else "hyperparameters.adapter",
-        )
+        name = "virtual_tokens" if params.adapter is None else "adapter"
+        raise BadPlan(f"{virtual} virtual tokens leave none for examples: at most {max_tokens} allowed in total", name)
     max_length = params.max_length or min(_DEFAULT_LENGTH, max_tokens - virtual)
     if max_length > max_tokens - virtual:
         extra = f" with {virtual} virtual tokens" if virtual else ""
-        raise BadPlan(
-            f"max_length is {max_length}, at most {max_tokens - virtual} tokens allowed{extra}",
-            field="hyperparameters.max_length",
-        )
+        raise BadPlan(f"max_length is {max_length}, at most {max_tokens - virtual} tokens allowed{extra}", "max_length")
     return LengthLimit(max_length=max_length, truncate=params.truncate is not False)
 
 
 def check_hyperparameters(params: Hyperparameters) -> None:
     """Check everything that does not depend on the data. Raises `BadPlan`, `BadAdapter` or `UnsupportedAdapter`."""
     if params.learning_rate is not None and params.learning_rate_multiplier is not None:
-        raise BadPlan("give learning_rate or learning_rate_multiplier, not both", field="hyperparameters.learning_rate")
+        raise BadPlan("give learning_rate or learning_rate_multiplier, not both", "learning_rate")
     if params.n_epochs is not None and params.n_steps is not None:
-        raise BadPlan("give n_epochs or n_steps, not both", field="hyperparameters.n_steps")
+        raise BadPlan("give n_epochs or n_steps, not both", "n_steps")
     adapter = build_adapter_config(params)
     # PEFT takes missing targets from the model; placeholders let the rest be parsed without it.
     has_targets = adapter["peft_type"] in (PeftMethod.LORA, PeftMethod.IA3)
@@ -141,26 +133,22 @@ def build_adapter_config(params: Hyperparameters) -> dict[str, Any]:
     if params.adapter is not None:
         for name in _METHOD_FIELDS:
             if getattr(params, name) is not None:
-                raise BadPlan(f"adapter replaces {name}: leave {name} out", field=f"hyperparameters.{name}")
+                raise BadPlan(f"adapter replaces {name}: leave {name} out", name)
         kind = params.adapter.get("peft_type")
         if not isinstance(kind, str):
             raise BadAdapter(f"{CONFIG}: peft_type is missing; expected one of {', '.join(PeftMethod)}")
         if kind not in PeftMethod.__members__:
-            raise UnsupportedAdapter(
-                f"{CONFIG}: peft_type {kind!r:.40} is not supported; expected one of {', '.join(PeftMethod)}"
-            )
+            raise UnsupportedAdapter(f"{CONFIG}: unsupported peft_type {kind!r:.40}: expected one of {', '.join(PeftMethod)}")
         return {**params.adapter, "task_type": "CAUSAL_LM"}
     name = params.peft_method or "lora"
     method = METHODS.get(name)
     if method is None:
-        raise BadPlan(
-            f"{name!r:.40} is not a supported method: expected one of {', '.join(METHODS)}", field="hyperparameters.peft_method"
-        )
+        raise BadPlan(f"unsupported method {name!r:.40}: expected one of {', '.join(METHODS)}", "peft_method")
     unsupported = [] if method.is_low_rank else ["rank", "alpha"]
     unsupported.append("targets" if method.has_virtual_tokens else "virtual_tokens")
     for option in unsupported:
         if getattr(params, option) is not None:
-            raise BadPlan(f"the method {name} has no {option}: leave it out", field=f"hyperparameters.{option}")
+            raise BadPlan(f"the method {name} has no {option}: leave it out", option)
     config: dict[str, Any] = {"peft_type": method.kind.value, "task_type": "CAUSAL_LM", **method.fixed}
     if method.is_low_rank:
         rank = params.rank or 8
@@ -185,22 +173,17 @@ def build_plan(
     steps = params.n_steps or math.ceil(epochs * math.ceil(math.ceil(examples / batch_size) / accumulation))
     if steps > max_steps:
         name, fix = ("n_epochs", "use fewer epochs or larger batches") if params.n_steps is None else ("n_steps", "use fewer")
-        raise BadPlan(f"{steps} steps requested, at most {max_steps} allowed: {fix}", field=f"hyperparameters.{name}")
+        raise BadPlan(f"{steps} steps requested, at most {max_steps} allowed: {fix}", name)
     if params.evaluate_every is not None and not validates:
-        raise BadPlan(
-            "evaluate_every is set, but there is no validation_file: give one, or leave evaluate_every out",
-            field="hyperparameters.evaluate_every",
-        )
+        raise BadPlan("there is no validation_file: give one, or leave evaluate_every out", "evaluate_every")
     warmup = params.warmup or 0
     if warmup > steps or (warmup > 1 and warmup != int(warmup)):
-        raise BadPlan(
-            f"warmup is {warmup:g} of {steps} steps: expected a fraction below 1, or a whole number of steps up to {steps}",
-            field="hyperparameters.warmup",
-        )
+        expected = f"expected a fraction below 1, or a whole number of steps up to {steps}"
+        raise BadPlan(f"warmup is {warmup:g}: {expected}", "warmup")
     default_rate = _default_rate(params, adapter)
     rate = params.learning_rate or default_rate * (params.learning_rate_multiplier or 1.0)
     if not rate > 0:
-        raise BadPlan("the learning rate rounds to 0: raise it", field="hyperparameters.learning_rate_multiplier")
+        raise BadPlan("the learning rate rounds to 0: raise it", "learning_rate_multiplier")
     recipe = {
         "seed": seed % (1 << 31),
         "num_train_epochs": float(epochs),

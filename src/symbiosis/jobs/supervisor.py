@@ -12,10 +12,10 @@ import itertools
 import logging
 import re
 import shutil
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -66,7 +66,7 @@ class TrainingBackend(Protocol):
 
 
 class Supervisor:
-    """One per server. `count_steps` and `clock` are those of `EventRecorder`."""
+    """One per server. `cancel`, `pause` and `resume` raise `WrongState`. `count_steps` is that of `EventRecorder`."""
 
     def __init__(
         self,
@@ -76,12 +76,11 @@ class Supervisor:
         store: FinishedAdapters,
         preparer: DataPreparer,
         limits: JobLimits,
-        count_steps: CountSteps = lambda tenant, steps, tokens: None,
-        clock: Callable[[], float] = time.time,
+        count_steps: CountSteps,
     ) -> None:
         self._db, self._layout, self._engine, self._store = db, layout, engine, store
         self._preparer, self._limits = preparer, limits
-        self._recorder = EventRecorder(db, store, count_steps, clock)
+        self._recorder = EventRecorder(db, store, count_steps)
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._runs: dict[str, JobRun] = {}
         self._last_start: dict[str, int] = {}  # by tenant
@@ -125,15 +124,12 @@ class Supervisor:
         task.add_done_callback(lambda _: self._validations.pop(job.id, None))
 
     async def cancel(self, id: str) -> JobRecord:
-        """Raises `WrongState`."""
         return await self._halt(id, StateChange.CANCEL, "The job was cancelled")
 
     async def pause(self, id: str) -> JobRecord:
-        """Raises `WrongState`."""
         return await self._halt(id, StateChange.PAUSE, "The job was paused")
 
     async def resume(self, id: str) -> JobRecord:
-        """Raises `WrongState`."""
         job = await asyncio.to_thread(self._change_state, id, StateChange.RESUME, "The job was resumed: it is queued")
         self.wake()
         return job
@@ -146,17 +142,13 @@ class Supervisor:
         """Raises `NameReserved` if a job will give this name to its adapter."""
         for job in self._db.list_jobs_named(owner, name, _STEP_SUFFIX.sub("", name)):
             if not job.state.is_end or job.id in self.busy_jobs():
-                raise NameReserved(
-                    f"{name} is reserved for the adapter of the job {job.id}: choose another name, or cancel the job"
-                )
+                raise NameReserved(f"{name} is reserved for the adapter of job {job.id}: choose another, or cancel the job")
 
     def check_token_quota(self, tenant: str, tokens: int) -> None:
         """Raises `QuotaExceeded` if a job with this many dataset tokens exceeds the tenant's quota."""
         taken, most = self._db.sum_open_tokens(tenant), self._limits.tenant_tokens
         if taken + tokens > most:
-            raise QuotaExceeded(
-                f"token quota exceeded: {tokens} requested + {taken} of open jobs > {most} allowed. Try again later"
-            )
+            raise QuotaExceeded(f"token quota exceeded: {tokens} requested + {taken} open > {most} allowed. Try again later")
 
     def queue_positions(self) -> dict[str, int]:
         """Positions of queued jobs, from 1. Thread-safe."""
@@ -191,7 +183,7 @@ class Supervisor:
             plan = await self._retry_while_full(
                 lambda: self._preparer.prepare(job.id, job.tenant, params, seed, in_background=True)
             )
-            await self._retry_while_full(lambda: asyncio.to_thread(self._enqueue, job, plan.to_json()))
+            await self._retry_while_full(lambda: asyncio.to_thread(self._enqueue, job, asdict(plan)))
             self._preparer.remove_sources(job.id)
         except WrongState:  # cancelled meanwhile
             await asyncio.to_thread(self._layout.remove_job, job.id)

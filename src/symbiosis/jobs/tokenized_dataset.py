@@ -49,9 +49,7 @@ def tokenize_samples(
     With message weights that is an error.
     """
     if samples[0].kind is LineKind.CHAT and not getattr(tokenizer, "chat_template", None):
-        raise BadTrainingFile(
-            'the model\'s tokenizer has no chat template, so chats are not supported: use lines of {"text": …}', field=field
-        )
+        raise BadTrainingFile('the model\'s tokenizer has no chat template: use lines of {"text": …}', field=field)
     errors, tokenized, tokens = LineErrors(field), list[tuple[JsonlSample, list[int], list[tuple[int, int]] | None]](), 0
     for sample in samples:
         check()
@@ -71,10 +69,8 @@ def tokenize_samples(
     has_spans = all(spans is not None for _, _, spans in tokenized)
     weighted = [sample.line for sample in samples if any(m.role == "assistant" and not m.is_label for m in sample.messages)]
     if not has_spans and weighted:
-        raise BadTrainingFile(
-            f"line {weighted[0]}: has a weight, but the model's chat template does not delimit the assistant's messages",
-            field=field,
-        )
+        reason = "has a weight, but the model's chat template does not delimit the assistant's messages"
+        raise BadTrainingFile(f"line {weighted[0]}: {reason}", field=field)
     examples = [TokenizedExample(ids, _label(ids, spans if has_spans else [(0, len(ids))])) for _, ids, spans in tokenized]
     for (sample, _, _), example in zip(tokenized, examples, strict=True):
         if all(label == IGNORED for label in example.labels[1:]):  # the first token is never predicted

@@ -51,19 +51,14 @@ class Uploads:
         if used > self._limits.tenant_bytes:
             raise QuotaExceeded(f"file quota exceeded: {used} bytes > {self._limits.tenant_bytes} allowed: delete a file")
 
-    def close(self, upload: IncomingUpload, filename: str | None) -> FileRecord | None:
-        """Record the file, or remove it if `filename` is None or recording fails."""
-        record: FileRecord | None = None
-        try:
-            if filename is not None:
-                record = self._db.add_file(upload.path.name, upload.tenant, sanitize_filename(filename), upload.bytes)
-            return record
-        finally:
-            if record is None:
-                upload.path.unlink(missing_ok=True)
-            with self._lock:  # after the record: the bytes count twice for a moment rather than not at all
-                if upload in self._active:
-                    self._active.remove(upload)
+    def record(self, upload: IncomingUpload, filename: str) -> FileRecord:
+        record = self._db.add_file(upload.path.name, upload.tenant, sanitize_filename(filename), upload.bytes)
+        self.release(upload)  # after the record: the bytes count twice for a moment rather than not at all
+        return record
+
+    def release(self, upload: IncomingUpload) -> None:
+        with self._lock:
+            self._active.remove(upload)
 
     def path(self, id: str, tenant: str) -> Path:
         """Raises `UnknownFile`."""
@@ -99,20 +94,23 @@ class IncomingUpload:
             self._file.write(chunk)
 
     def commit(self, filename: str) -> FileRecord:
-        """Sync to disk, then record. Raises `StorageFull`."""
-        with map_os_errors():
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            sync_to_disk(self.path.parent)
-        record = self._uploads.close(self, filename)
-        assert record is not None
-        return record
+        """Sync to disk, then record. Raises `StorageFull`; then the upload is aborted."""
+        try:
+            with map_os_errors():
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                sync_to_disk(self.path.parent)
+            return self._uploads.record(self, filename)
+        except BaseException:
+            self.abort()
+            raise
 
     def abort(self) -> None:
         with suppress(OSError):  # close() flushes, and the disk may be full
             self._file.close()
-        self._uploads.close(self, None)
+        self.path.unlink(missing_ok=True)
+        self._uploads.release(self)
 
 
 def sanitize_filename(filename: str) -> str:

@@ -11,6 +11,7 @@ import json
 import logging
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -38,10 +39,11 @@ async def _serve(config: dict[str, Any]) -> None:
     engine = EngineClient(IpcClient(config["ipc_path"]))
     settings = Settings.from_json(config["settings"])
     max_connections = file_limits.allow_many() - _RESERVED_FILES
+    protocol = partial(TimeoutProtocol, timeout_s=settings.client_timeout_s, max_connections=max_connections)
     server = uvicorn.Server(
         uvicorn.Config(
             Server(engine, ServerTokenizer(tokenizer, settings.max_model_len), settings).app(),
-            http=_protocol(timeout_s=settings.client_timeout_s, max_connections=max_connections),
+            http=protocol,  # type: ignore[arg-type]  # uvicorn only calls it
             log_config=None,
             access_log=False,
             server_header=False,
@@ -59,16 +61,6 @@ async def _serve(config: dict[str, Any]) -> None:
         server.should_exit = True
     lost.cancel()
     await serving
-
-
-def _protocol(**options: Any) -> type[asyncio.Protocol]:
-    """uvicorn requires a class."""
-
-    class Protocol(TimeoutProtocol):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **options, **kwargs)
-
-    return Protocol
 
 
 def main() -> None:

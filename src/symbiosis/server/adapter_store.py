@@ -24,7 +24,7 @@ from symbiosis.jobs.atomic_files import sync_to_disk, write_atomic
 METADATA = "served.json"
 FIELDS = {"config": CONFIG, "weights": TENSORS}
 """Form fields of an upload and their files."""
-_OWNER_UPLOADS = 2
+_MAX_UPLOADS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,22 +46,19 @@ class StoredAdapter:
 
 def lock_folder(folder: Path, what: str = "adapters", option: str = "--uploads") -> int:
     """Lock the folder of `what` while the returned descriptor is open. Raises `SymbiosisError`."""
+    hint = f"choose another with {option} FOLDER"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise SymbiosisError(f"{folder} cannot store {what}: {error.strerror}; choose another with {option} FOLDER") from None
+        raise SymbiosisError(f"{folder} cannot store {what}: {error.strerror}; {hint}") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(handle)
         if not isinstance(error, BlockingIOError):  # some network file systems have no locks
-            raise SymbiosisError(
-                f"{folder} cannot store {what}: it cannot be locked: {error.strerror}; choose another with {option} FOLDER"
-            ) from None
-        raise SymbiosisError(
-            f"{folder} is in use by another server: stop it, or store {what} in another folder with {option} FOLDER"
-        ) from None
+            raise SymbiosisError(f"{folder} cannot store {what}: it cannot be locked: {error.strerror}; {hint}") from None
+        raise SymbiosisError(f"{folder} cannot store {what}: it is in use by another server: stop it, or {hint}") from None
     return handle
 
 
@@ -105,10 +102,8 @@ class AdapterStore:
     def open_upload(self, owner: str | None, name: str) -> AdapterUpload:
         """Raises `TooManyRequests`."""
         active = [upload for upload in self._uploads if upload.owner == owner]
-        if len(active) >= _OWNER_UPLOADS or any(upload.name == name for upload in active):
-            raise TooManyRequests(
-                f"{len(active)} uploads in progress, at most {_OWNER_UPLOADS} allowed, and one per name. Try again later"
-            )
+        if len(active) >= _MAX_UPLOADS or any(upload.name == name for upload in active):
+            raise TooManyRequests(f"{len(active)} uploads in progress, at most {_MAX_UPLOADS}, one per name. Try again later")
         upload = AdapterUpload(self, self.new_folder(secrets.token_hex(12)), owner, name)
         self._uploads.append(upload)
         return upload
@@ -145,11 +140,10 @@ class AdapterStore:
         """Uploads in progress and `expected` adapters of open jobs count too. Raises `QuotaExceeded`."""
         names = {each.name for each in self._list_owned(owner)}
         names |= {upload.name for upload in list(self._uploads) if upload.owner == owner}
-        if len(names) + expected > self._limits.adapters:
-            raise QuotaExceeded(
-                f"adapter quota exceeded: {len(names)} stored + {expected} of open jobs > {self._limits.adapters} allowed: "
-                "remove an adapter or cancel a job"
-            )
+        stored, most = len(names), self._limits.adapters
+        if stored + expected > most:
+            hint = "remove an adapter or cancel a job"
+            raise QuotaExceeded(f"adapter quota exceeded: {stored} stored + {expected} of open jobs > {most} allowed: {hint}")
 
     def check_bytes(self, owner: str | None) -> None:
         """Raises `QuotaExceeded` if the owner's quota is used up. The size of a new adapter is not known yet."""

@@ -41,7 +41,7 @@ class Server:
     def __init__(self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._metrics = Metrics()
-        self._store = None if settings.uploads is None else AdapterStore(Path(settings.uploads), settings.store_limits)
+        self._store = AdapterStore(Path(settings.uploads), settings.store_limits)
         self._jobs = JobService(engine, tokenizer, settings, self._store, self._metrics.count_steps)
 
     def app(self) -> ASGIApp:

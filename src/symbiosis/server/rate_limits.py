@@ -57,7 +57,6 @@ class RateLimiter:
         left, updated = self._buckets.get(tenant, (float(size), now))
         left = min(float(size), left + (now - updated) * size / 60)
         if left < 1:
-            raise TooManyRequests(
-                f"at most {size} requests allowed in a minute. Try again later", retry_s=(1 - left) * 60 / size
-            )
+            retry_s = (1 - left) * 60 / size
+            raise TooManyRequests(f"at most {size} requests allowed in a minute. Try again later", retry_s=retry_s)
         self._buckets[tenant] = (left - 1, now)

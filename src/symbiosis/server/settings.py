@@ -28,11 +28,11 @@ class Settings:
     admin_key: str | None = field(default=None, repr=False)
     adapter_root: str | None = None
     """Folder that the admin may load adapters from; None: loading is off."""
-    uploads: str | None = None
-    """Folder of uploaded adapters; None: uploads are off."""
+    uploads: str
+    """Folder of uploaded adapters."""
     store_limits: StoreLimits = field(default_factory=StoreLimits)
-    jobs: str | None = None
-    """Folder of fine-tuning jobs; None: fine-tuning is off."""
+    jobs: str
+    """Folder of fine-tuning jobs."""
     max_training_len: int | None = None
     """Most tokens of a training example; None: as `max_model_len`."""
     training_error: str | None = None

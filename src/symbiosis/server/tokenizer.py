@@ -17,15 +17,10 @@ class ServerTokenizer:
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
         """`max_tokens`: a text that certainly has more is rejected without encoding it."""
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self.tokenizer, self._max_tokens = tokenizer, max_tokens  # copy it for use on another thread
         self._max_token_chars = 1 if tokenizer is None else max(len(token) for token in tokenizer.get_vocab())
         self._worker = FairExecutor("symbiosis-tokenizer")
         self.token_text = lru_cache(maxsize=65536)(self._decode_token)
-
-    @property
-    def tokenizer(self) -> Any:
-        """None if the model has none. Copy it for use on another thread."""
-        return self._tokenizer
 
     async def encode(self, tenant: str, text: str, *, special: bool = True) -> list[int]:
         """Raises `NoTokenizer` or `ContextTooLong`."""
@@ -33,9 +28,7 @@ class ServerTokenizer:
 
     def _encode(self, text: str, special: bool) -> list[int]:
         if len(text) > self._max_tokens * self._max_token_chars:
-            raise ContextTooLong(
-                f"a text of {len(text)} characters has more than the {self._max_tokens} tokens allowed. Shorten the prompt"
-            )
+            raise ContextTooLong(f"{len(text)} characters exceed the {self._max_tokens} tokens allowed. Shorten the prompt")
         return list(self._require()(text, add_special_tokens=special)["input_ids"])
 
     async def encode_chat(
@@ -73,6 +66,6 @@ class ServerTokenizer:
         return str(self._require().decode([token], skip_special_tokens=False))
 
     def _require(self) -> Any:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise NoTokenizer("this model is served without a tokenizer: text and chats are not supported")
-        return self._tokenizer
+        return self.tokenizer

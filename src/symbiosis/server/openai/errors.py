@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
@@ -12,46 +11,36 @@ from starlette.responses import JSONResponse
 from symbiosis import errors
 from symbiosis.jobs import errors as job_errors
 
-_INVALID, _AUTH, _DENIED = "invalid_request_error", "authentication_error", "permission_error"
-_MISSING, _BUSY, _SERVER = "not_found_error", "rate_limit_error", "server_error"
 _SHOULD_BE = "Input should be "  # pydantic
 _MAX_ERRORS = 1000
 """pydantic lists all errors of a body or none, and listing is slow."""
 _log = logging.getLogger("symbiosis")
 
 
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    status: int
-    type: str
-    code: str | None = None
-    """OpenAI's code; None: the error's own."""
-
-
-_MAPPINGS: dict[type[Exception], _Mapping] = {
-    errors.OutOfRange: _Mapping(400, _INVALID, "invalid_value"),
-    errors.ContextTooLong: _Mapping(400, _INVALID, "context_length_exceeded"),
-    errors.BadAdapter: _Mapping(400, _INVALID),
-    errors.UnsupportedAdapter: _Mapping(400, _INVALID),
-    errors.AdapterExists: _Mapping(400, _INVALID),
-    errors.NoTokenizer: _Mapping(400, _INVALID),
-    errors.Unauthorized: _Mapping(401, _AUTH, "invalid_api_key"),
-    errors.Forbidden: _Mapping(403, _DENIED),
-    errors.QuotaExceeded: _Mapping(403, _DENIED),
-    errors.UnknownAdapter: _Mapping(404, _MISSING, "model_not_found"),
-    job_errors.BadTrainingFile: _Mapping(400, _INVALID),
-    job_errors.BadPlan: _Mapping(400, _INVALID),
-    job_errors.WrongState: _Mapping(400, _INVALID),
-    job_errors.UnknownFile: _Mapping(404, _MISSING),
-    job_errors.UnknownJob: _Mapping(404, _MISSING),
-    job_errors.KeyReused: _Mapping(409, _INVALID),
-    job_errors.NameReserved: _Mapping(409, _INVALID),
-    job_errors.StorageFull: _Mapping(507, _SERVER),
-    errors.TooLarge: _Mapping(413, _INVALID),
-    errors.TooManyRequests: _Mapping(429, _BUSY, "rate_limit_exceeded"),
-    errors.EngineLost: _Mapping(503, _SERVER),
-    errors.Closed: _Mapping(503, _SERVER),
+_STATUSES: dict[int, tuple[type[Exception], ...]] = {
+    400: (
+        *(errors.OutOfRange, errors.ContextTooLong, errors.BadAdapter, errors.UnsupportedAdapter, errors.AdapterExists),
+        *(errors.NoTokenizer, job_errors.BadTrainingFile, job_errors.BadPlan, job_errors.WrongState),
+    ),
+    401: (errors.Unauthorized,),
+    403: (errors.Forbidden, errors.QuotaExceeded),
+    404: (errors.UnknownAdapter, job_errors.UnknownFile, job_errors.UnknownJob),
+    409: (job_errors.KeyReused, job_errors.NameReserved),
+    413: (errors.TooLarge,),
+    429: (errors.TooManyRequests,),
+    503: (errors.EngineLost, errors.Closed),
+    507: (job_errors.StorageFull,),
 }
+_STATUS_OF = {kind: status for status, kinds in _STATUSES.items() for kind in kinds}
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_OPENAI_CODES: dict[type[Exception], str] = {
+    errors.OutOfRange: "invalid_value",
+    errors.ContextTooLong: "context_length_exceeded",
+    errors.Unauthorized: "invalid_api_key",
+    errors.UnknownAdapter: "model_not_found",
+    errors.TooManyRequests: "rate_limit_exceeded",
+}
+"""Codes that clients of OpenAI know; other errors have their own."""
 
 
 class BadRequest(errors.SymbiosisError):
@@ -64,25 +53,26 @@ class BadRequest(errors.SymbiosisError):
         self.field, self.code, self.status = field, code, status
 
 
-def _find_mapping(error: Exception) -> _Mapping:
-    if isinstance(error, BadRequest):
-        return _Mapping(error.status, _INVALID)
-    return _MAPPINGS.get(type(error), _Mapping(500, _SERVER))
+def _find_status(error: Exception) -> int:
+    return error.status if isinstance(error, BadRequest) else _STATUS_OF.get(type(error), 500)
 
 
 def error_body(error: Exception) -> dict[str, dict[str, str | None]]:
     """`{"error": {message, type, param, code}}`. Internal errors are logged and not shown."""
-    mapping = _find_mapping(error)
+    status = _find_status(error)
+    kind = "invalid_request_error"
+    if not isinstance(error, BadRequest):
+        kind = _TYPES.get(status, kind if status < 500 else "server_error")
     if isinstance(error, errors.SymbiosisError):
-        message, code = str(error), mapping.code or error.code
+        message, code = str(error), _OPENAI_CODES.get(type(error), error.code)
     else:
         _log.error("a request failed", exc_info=error)
         message, code = "internal server error: see the server's log", "internal_error"
-    return {"error": {"message": message, "type": mapping.type, "param": getattr(error, "field", "") or None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": getattr(error, "field", "") or None, "code": code}}
 
 
 def error_response(error: Exception) -> JSONResponse:
-    status = _find_mapping(error).status
+    status = _find_status(error)
     retry_s = math.ceil(error.retry_s) if isinstance(error, errors.TooManyRequests) else 5
     headers = {429: {"Retry-After": str(max(1, retry_s))}, 503: {"Retry-After": "5"}, 401: {"WWW-Authenticate": "Bearer"}}
     return JSONResponse(error_body(error), status, headers.get(status))

@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from symbiosis.adapters.files import CONFIG
 from symbiosis.adapters.names import owned, owner_and_name
 from symbiosis.common.fair_executor import KeyedLocks
-from symbiosis.errors import BadAdapter, Forbidden, UnknownAdapter
+from symbiosis.errors import BadAdapter, UnknownAdapter
 from symbiosis.server.adapter_store import FIELDS, AdapterStore, AdapterUpload
 from symbiosis.server.auth import Caller
 from symbiosis.server.engine_client import EngineClient
@@ -38,7 +38,7 @@ def visible_adapters(caller: Caller, served: dict[str, Any]) -> dict[str, tuple[
 class AdapterRoutes:
     """An adapter belongs to the tenant that uploads it. The admin's are shared by all tenants."""
 
-    def __init__(self, engine: EngineClient, settings: Settings, store: AdapterStore | None, jobs: JobService) -> None:
+    def __init__(self, engine: EngineClient, settings: Settings, store: AdapterStore, jobs: JobService) -> None:
         self._engine, self._settings, self._store, self._jobs = engine, settings, store, jobs
         self._name_locks = KeyedLocks()
         """By owner and name: the served and the stored adapter change together."""
@@ -56,29 +56,21 @@ class AdapterRoutes:
         return JSONResponse({"object": "list", "data": [self._body(*each, stats["adapters_pinned"]) for each in found]})
 
     def _body(self, owner: str | None, name: str, hash: str, pinned: Collection[str]) -> dict[str, Any]:
-        stored = None if self._store is None else self._store.get(owner, name)
-        return {
-            "id": name,
-            "object": "adapter",
-            "owner": owner,
-            "parent": self._settings.base,
-            "root": hash,
-            "bytes": None if stored is None else stored.bytes,
-            "pinned": owned(owner, name) in pinned,
-        }
+        stored = self._store.get(owner, name)
+        size, is_pinned = None if stored is None else stored.bytes, owned(owner, name) in pinned
+        body = {"id": name, "object": "adapter", "owner": owner, "parent": self._settings.base, "root": hash}
+        return {**body, "bytes": size, "pinned": is_pinned}
 
     async def upload(self, request: Request) -> Response:
         """Store the two files of an adapter and serve it, in place of an older one of that name."""
         name, owner = self._parse_name(request), request.state.caller.owner
-        if self._store is None:
-            raise Forbidden("this server stores no adapters: start it with a folder for them (--uploads FOLDER)")
-        await self._jobs.check_name(owner, name)
+        await asyncio.to_thread(self._jobs.supervisor.check_name, owner, name)
         upload = self._store.open_upload(owner, name)
         try:
             if self._store.get(owner, name) is None:
                 # After the upload is open: a concurrent upload and job each count the other.
-                expected = await self._jobs.count_expected_adapters(request.state.caller.tenant)
-                self._store.check_count(owner, expected)
+                count_expected = self._jobs.admission.count_expected_adapters
+                self._store.check_count(owner, await asyncio.to_thread(count_expected, request.state.caller.tenant))
             await self._receive(request, upload)
         except BaseException:
             upload.abort()
@@ -117,7 +109,7 @@ class AdapterRoutes:
     async def download(self, request: Request) -> Response:
         """One of the two files of the caller's adapter."""
         name, file = self._parse_name(request), request.path_params["file"]
-        stored = None if self._store is None else self._store.get(request.state.caller.owner, name)
+        stored = self._store.get(request.state.caller.owner, name)
         if stored is None or file not in FIELDS.values() or not (stored.folder / file).exists():  # may just be replaced
             raise UnknownAdapter(f"there is no stored adapter {name!r} of yours with a file {file!r:.60}")
         return FileResponse(stored.folder / file, media_type="application/octet-stream")
@@ -134,11 +126,10 @@ class AdapterRoutes:
         body = await read_json(request, LoadAdapterRequest)
         self._check_not_base(body.lora_name, "lora_name")
         folder = _resolve_path(self._settings.adapter_root, body.lora_path)
-        await self._jobs.check_name(None, body.lora_name)
+        await asyncio.to_thread(self._jobs.supervisor.check_name, None, body.lora_name)
         async with self._name_locks.of((None, body.lora_name)):
             await self._engine.ask("load", name=body.lora_name, folder=str(folder), replace=body.load_inplace)
-            if self._store is not None:
-                self._store.remove(None, body.lora_name)  # replaced
+            self._store.remove(None, body.lora_name)  # replaced
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -153,7 +144,7 @@ class AdapterRoutes:
 
     async def _remove(self, owner: str | None, name: str) -> None:
         async with self._name_locks.of((owner, name)):
-            was_stored = self._store is not None and self._store.remove(owner, name)
+            was_stored = self._store.remove(owner, name)
             try:
                 await self._engine.ask("unload", name=owned(owner, name))
             except UnknownAdapter:
@@ -164,11 +155,8 @@ class AdapterRoutes:
         try:
             name = AdapterPath(name=request.path_params["name"]).name
         except ValidationError:
-            raise BadRequest(
-                "an adapter's name must have 1 to 128 letters, digits, dots, dashes and underscores, "
-                "starting with a letter or digit",
-                field="name",
-            ) from None
+            expected = "1 to 128 letters, digits, dots, dashes and underscores, starting with a letter or digit"
+            raise BadRequest(f"invalid name of an adapter: expected {expected}", field="name") from None
         self._check_not_base(name, "name")
         return name
 

@@ -29,12 +29,7 @@ _DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API; a chat has no d
 
 class CompletionRoutes:
     def __init__(
-        self,
-        engine: EngineClient,
-        tokenizer: ServerTokenizer,
-        settings: Settings,
-        limiter: RateLimiter,
-        metrics: Metrics,
+        self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, limiter: RateLimiter, metrics: Metrics
     ) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._limiter, self._metrics = limiter, metrics
@@ -64,11 +59,8 @@ class CompletionRoutes:
         return await self._generate(request, body, encode, sampling, formatter)
 
     async def embed(self, request: Request) -> Response:
-        raise BadRequest(
-            f"{self._settings.base} generates text and does not support embeddings: use an embedding model elsewhere",
-            field="model",
-            code="unsupported_model",
-        )
+        message = f"{self._settings.base} does not support embeddings: use an embedding model elsewhere"
+        raise BadRequest(message, field="model", code="unsupported_model")
 
     async def _generate(
         self,

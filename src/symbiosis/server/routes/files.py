@@ -7,8 +7,6 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from symbiosis.jobs.database import FileRecord
-from symbiosis.jobs.uploads import IncomingUpload
 from symbiosis.server.job_service import JobService
 from symbiosis.server.openai.errors import BadRequest
 from symbiosis.server.openai.job_responses import PURPOSE, file_body, list_body
@@ -29,7 +27,7 @@ class FileRoutes:
         self._max_bytes, self._jobs = settings.job_limits.file_bytes + _FORM_BYTES, jobs
 
     async def upload(self, request: Request) -> Response:
-        self._jobs.require_db()
+        self._jobs.check()
         form = MultipartForm(request.headers.get("content-type", ""), ("file", "purpose"))
         upload = await self._jobs.finish(asyncio.to_thread(self._jobs.uploads.open, request.state.caller.tenant))
         try:
@@ -52,39 +50,35 @@ class FileRoutes:
         except BaseException:
             await self._jobs.finish(asyncio.to_thread(upload.abort))
             raise
-        return JSONResponse(file_body(await self._jobs.finish(self._commit(upload, form.filename or "file"))))
-
-    async def _commit(self, upload: IncomingUpload, filename: str) -> FileRecord:
-        try:
-            return await asyncio.to_thread(upload.commit, filename)
-        except BaseException:
-            await self._jobs.finish(asyncio.to_thread(upload.abort))
-            raise
+        record = await self._jobs.finish(asyncio.to_thread(upload.commit, form.filename or "file"))
+        return JSONResponse(file_body(record))
 
     async def list(self, request: Request) -> Response:
         page, tenant = read_query(request, FilesPage), request.state.caller.tenant
         if page.purpose not in (None, PURPOSE):
             return JSONResponse(list_body([], page.limit))
-        db, oldest_first = self._jobs.require_db(), page.order == "asc"
+        self._jobs.check()
+        oldest_first = page.order == "asc"
         files = await asyncio.to_thread(
-            lambda: db.list_files(tenant, after=page.after, limit=page.limit + 1, oldest_first=oldest_first)
+            lambda: self._jobs.db.list_files(tenant, after=page.after, limit=page.limit + 1, oldest_first=oldest_first)
         )
         return JSONResponse(list_body([file_body(file) for file in files], page.limit))
 
     async def get(self, request: Request) -> Response:
         reject_query(request)
-        file = await asyncio.to_thread(self._jobs.require_db().get_file, request.path_params["id"], request.state.caller.tenant)
+        self._jobs.check()
+        file = await asyncio.to_thread(self._jobs.db.get_file, request.path_params["id"], request.state.caller.tenant)
         return JSONResponse(file_body(file))
 
     async def download(self, request: Request) -> Response:
         reject_query(request)
-        self._jobs.require_db()
+        self._jobs.check()
         path = await asyncio.to_thread(self._jobs.uploads.path, request.path_params["id"], request.state.caller.tenant)
         headers = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}
         return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
     async def remove(self, request: Request) -> Response:
         id = request.path_params["id"]
-        self._jobs.require_db()
+        self._jobs.check()
         await asyncio.to_thread(self._jobs.uploads.remove, id, request.state.caller.tenant)
         return JSONResponse({"id": id, "object": "file", "deleted": True})

@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import json
 import re
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -35,7 +37,7 @@ class FineTuningRoutes:
         self._engine, self._base, self._jobs = engine, settings.base, jobs
 
     async def create(self, request: Request) -> Response:
-        self._jobs.require_db()
+        self._jobs.check()
         caller: Caller = request.state.caller
         body = await read_json(request, CreateJobRequest, unique_keys=True)
         key = _read_idempotency_key(request)
@@ -44,11 +46,8 @@ class FineTuningRoutes:
         if key is not None and (job := await self._jobs.admission.find_existing(caller.tenant, key, digest)) is not None:
             return await self._respond(job)
         if body.model != self._base:
-            raise BadRequest(
-                f"{body.model!r:.80} cannot be fine-tuned here: expected the base model, {self._base}",
-                field="model",
-                code="model_not_available",
-            )
+            message = f"{body.model!r:.80} cannot be fine-tuned here: expected the base model, {self._base}"
+            raise BadRequest(message, field="model", code="model_not_available")
         params = body.to_hyperparameters()
         plan.check_hyperparameters(params)
         plan.resolve_length(params, self._jobs.max_example_len)
@@ -73,8 +72,8 @@ class FineTuningRoutes:
             raise BadRequest(str(error), field=field, code="file_not_found") from None
 
     async def list(self, request: Request) -> Response:
-        page, db = read_query(request, Page), self._jobs.require_db()
-        tenant = _scope(request.state.caller)
+        page, db, tenant = read_query(request, Page), self._jobs.db, _scope(request.state.caller)
+        self._jobs.check()
         jobs, positions = await asyncio.to_thread(
             lambda: (db.list_jobs(tenant, after=page.after, limit=page.limit + 1), self._jobs.supervisor.queue_positions())
         )
@@ -86,34 +85,35 @@ class FineTuningRoutes:
         return await self._respond(await self._find_job(request))
 
     async def cancel(self, request: Request) -> Response:
-        return await self._change(request, "cancel")
+        return await self._change(request, self._jobs.supervisor.cancel)
 
     async def pause(self, request: Request) -> Response:
-        return await self._change(request, "pause")
+        return await self._change(request, self._jobs.supervisor.pause)
 
     async def resume(self, request: Request) -> Response:
-        return await self._change(request, "resume")
+        return await self._change(request, self._jobs.supervisor.resume)
 
-    async def _change(self, request: Request, action: str) -> Response:
-        self._jobs.require_db()
+    async def _change(self, request: Request, change: Callable[[str], Coroutine[Any, Any, JobRecord]]) -> Response:
+        self._jobs.check()
         reject_query(request)
         job = await self._find_job(request)
-        return await self._respond(await self._jobs.finish(getattr(self._jobs.supervisor, action)(job.id)))
+        return await self._respond(await self._jobs.finish(change(job.id)))
 
     async def list_events(self, request: Request) -> Response:
         page, job = read_query(request, Page), await self._find_job(request)
-        after, db = _parse_number(page.after, "ftevent-"), self._jobs.require_db()
-        events = await asyncio.to_thread(lambda: db.list_events(job, after=after, limit=page.limit + 1))
+        after = _parse_number(page.after, "ftevent-")
+        events = await asyncio.to_thread(lambda: self._jobs.db.list_events(job, after=after, limit=page.limit + 1))
         return JSONResponse(list_body([event_body(event) for event in events], page.limit))
 
     async def list_checkpoints(self, request: Request) -> Response:
         page, job = read_query(request, Page), await self._find_job(request)
-        after, db = _parse_number(page.after, "ftckpt-"), self._jobs.require_db()
-        checkpoints = await asyncio.to_thread(lambda: db.list_checkpoints(job, after=after, limit=page.limit + 1))
+        after = _parse_number(page.after, "ftckpt-")
+        checkpoints = await asyncio.to_thread(lambda: self._jobs.db.list_checkpoints(job, after=after, limit=page.limit + 1))
         return JSONResponse(list_body([checkpoint_body(each, job) for each in checkpoints], page.limit))
 
     async def _find_job(self, request: Request) -> JobRecord:
-        return await asyncio.to_thread(self._jobs.require_db().get_job, request.path_params["id"], _scope(request.state.caller))
+        self._jobs.check()
+        return await asyncio.to_thread(self._jobs.db.get_job, request.path_params["id"], _scope(request.state.caller))
 
     async def _respond(self, job: JobRecord) -> Response:
         is_queued = job.state is JobState.QUEUED

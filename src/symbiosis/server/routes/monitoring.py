@@ -24,5 +24,5 @@ class MonitoringRoutes:
 
     async def metrics(self, request: Request) -> Response:
         stats = await self._engine.ask("stats") if self._engine.is_alive() else None
-        jobs = await asyncio.to_thread(self._jobs.count_by_state)
+        jobs = await asyncio.to_thread(self._jobs.db.count_by_state)
         return Response(self._metrics.render(stats, jobs), media_type=CONTENT_TYPE)
