@@ -15,6 +15,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import symbiosis
+from symbiosis.jobs.queue import JobLimits
 from symbiosis.server.adapter_store import StoreLimits
 from tests.tiny_chat import TEMPLATE, make_tiny_chat, tiny_tokenizer
 
@@ -137,3 +138,31 @@ def server(world, start) -> RunningServer:
     """Without keys, with all adapters but `cook`."""
     adapters = {name: world.root / name for name in KINDS if name != "cook"}
     return start(world.folder, adapters=adapters, adapter_root=world.root)
+
+
+@pytest.fixture(scope="session")
+def job_server(world, start, tmp_path_factory):
+    """Two tenants and an admin; at most two running jobs, one per tenant."""
+    uploads = tmp_path_factory.mktemp("jobs") / "uploads"
+    return start(
+        world.folder,
+        keys={"ann": ANN, "bob": BOB},
+        admin_key=CHIEF,
+        uploads=uploads,
+        adapter_root=world.root,
+        job_limits=JobLimits(
+            running=2, tenant_running=1, tenant_open=4, tenant_files=60, file_bytes=1 << 20, tenant_bytes=2 << 20
+        ),
+    )
+
+
+@pytest.fixture
+def ann(job_server):
+    """A client of one tenant; its jobs are cancelled and its files removed at the end."""
+    client = job_server.client(ANN)
+    yield client
+    for job in client.fine_tuning.jobs.list(limit=100):
+        if job.status in ("validating_files", "queued", "running", "paused"):
+            client.fine_tuning.jobs.cancel(job.id)
+    for file in client.files.list():
+        client.files.delete(file.id)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from tests.server.test_fine_tuning import LONG, created, until, uploaded
+from tests.server.job_client import LONG, created, until, uploaded
 
 STEPS = 60
 SLOW = {**LONG, "n_steps": STEPS, "checkpoint_every": 4, "learning_rate": 1e-2}

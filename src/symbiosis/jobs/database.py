@@ -235,10 +235,10 @@ class Database:
                 if (existing := self.find_job_by_key(tenant, key, digest)) is not None:
                     return existing
                 self._db.execute("INSERT INTO keys (tenant, key, digest, job) VALUES (?, ?, ?, ?)", (tenant, key, digest, id))
-            steps = 0 if plan is None else plan["steps"]
+            encoded, steps = (None, 0) if plan is None else (json.dumps(plan), plan["steps"])
             self._db.execute(
                 "INSERT INTO jobs (id, tenant, owner, state, name, created_at, asked, plan, steps) VALUES (?,?,?,?,?,?,?,?,?)",
-                (id, tenant, owner, state.value, name, self._now(), json.dumps(asked), plan and json.dumps(plan), steps),
+                (id, tenant, owner, state.value, name, self._now(), json.dumps(asked), encoded, steps),
             )
             self.add_event(id, "created", f"Created fine-tuning job: {id}")
             return self.get_job(id)
