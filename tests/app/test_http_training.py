@@ -1,4 +1,4 @@
-"""A whole server: trained adapters are served over HTTP at once."""
+"""A whole server: what is trained behind it is served over HTTP at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import httpx2
 import pytest
 
 import symbiosis
-from symbiosis.app.http_host import _training
+from symbiosis.app.http_host import _make_trainer
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.config import TrainerConfig
@@ -28,7 +28,7 @@ def server(tmp_path_factory):
 def test_a_trained_adapter_is_served_over_http_at_once(server, tmp_path):
     _, hosting = server
     task = Task("ann", lora(r=8), {"max_steps": 8, "learning_rate": 0.05})
-    peer = IpcPeer(hosting._window.path)
+    peer = IpcPeer(hosting._ipc.path)
     peer.send(**train_message(task, tmp_path, "job", serve_as="mine"))
     peer.wait("job")
     assert peer.events("job", "trained")
@@ -43,12 +43,12 @@ def test_a_trained_adapter_is_served_over_http_at_once(server, tmp_path):
 def test_the_trainer_shares_the_executors_weights(server):
     executor, hosting = server
     own = {p.untyped_storage().data_ptr() for p in executor._model.parameters()}
-    packed = hosting._trains._passes._packed._model
+    packed = hosting._trainer._passes._packed._model
     assert {p.untyped_storage().data_ptr() for p in packed.parameters()} == own
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_be_packed_is_rejected_with_a_reason(name):
-    found = _training(BY_NAME[name].model(), TrainerConfig(), CpuTimeShare())
+    found = _make_trainer(BY_NAME[name].model(), TrainerConfig(), CpuTimeShare())
     assert isinstance(found, CannotTrain)
     assert not isinstance(found, Trainer)

@@ -17,7 +17,7 @@ from symbiosis.cli.commands import jobs
 from symbiosis.cli.http_client import HttpClient
 from tests.cli.test_serve import fails, run
 from tests.server.conftest import ANN, BOB
-from tests.server.test_fine_tuning import ROWS, says
+from tests.server.job_client import ROWS, says
 
 
 @pytest.fixture(scope="module")

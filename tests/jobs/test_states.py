@@ -1,15 +1,15 @@
-"""A job's life: what leads where, and nothing else does."""
+"""State machine of a job: every allowed change, and no other."""
 
 from __future__ import annotations
 
 import pytest
 
 from symbiosis.jobs.errors import WrongState
-from symbiosis.jobs.states import JobState, StateChange, after
+from symbiosis.jobs.states import JobState, StateChange, next_state
 
 V, Q, R, P, S, F, C = JobState
 
-LIFE = {
+ALLOWED = {
     StateChange.VALIDATE: {V: Q},
     StateChange.BEGIN: {Q: R},
     StateChange.INTERRUPT: {R: Q},
@@ -23,14 +23,14 @@ LIFE = {
 
 @pytest.mark.parametrize("change", StateChange)
 @pytest.mark.parametrize("state", JobState)
-def test_every_change_of_every_state(state, change):
-    if state in LIFE[change]:
-        assert after(state, change) is LIFE[change][state]
+def test_every_change_in_every_state(state, change):
+    if state in ALLOWED[change]:
+        assert next_state(state, change) is ALLOWED[change][state]
     else:
         with pytest.raises(WrongState, match=f"is {state}, so it cannot be {change}"):
-            after(state, change)
+            next_state(state, change)
 
 
-def test_from_an_end_nothing_leads_on():
+def test_no_change_leaves_an_end_state():
     assert [state for state in JobState if state.is_end] == [S, F, C]
-    assert not [state for found in LIFE.values() for state in found if state.is_end]
+    assert not [state for found in ALLOWED.values() for state in found if state.is_end]

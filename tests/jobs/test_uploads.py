@@ -1,4 +1,4 @@
-"""Uploaded files: whose they are, how many come at once, and what a full disk leaves of them."""
+"""Uploaded files: ownership, concurrent uploads, deletion on a full disk."""
 
 from __future__ import annotations
 
@@ -16,74 +16,74 @@ from symbiosis.jobs.uploads import Uploads
 
 
 @pytest.fixture
-def folder(tmp_path):
+def layout(tmp_path):
     return JobsLayout(tmp_path)
 
 
 @pytest.fixture
-def records(folder):
-    made = Database(folder.database)
+def db(layout):
+    made = Database(layout.database_path)
     yield made
     made.close()
 
 
 @pytest.fixture
-def files(folder, records):
-    return Uploads(folder, records, JobLimits())
+def uploads(layout, db):
+    return Uploads(layout, db, JobLimits())
 
 
-def kept(files: Uploads, tenant: str = "ann") -> str:
-    incoming = files.begin(tenant)
-    incoming.write(b"{}")
-    return incoming.keep("data.jsonl").id
+def store_file(uploads: Uploads, tenant: str = "ann") -> str:
+    upload = uploads.open(tenant)
+    upload.write(b"{}")
+    return upload.commit("data.jsonl").id
 
 
-def test_a_file_is_its_owners(files):
-    id = kept(files)
-    assert files.path(id, "ann").read_bytes() == b"{}"
-    for do in (files.path, files.remove):
+def test_a_file_belongs_to_its_tenant(uploads):
+    id = store_file(uploads)
+    assert uploads.path(id, "ann").read_bytes() == b"{}"
+    for do in (uploads.path, uploads.remove):
         with pytest.raises(UnknownFile):
             do(id, "bob")
-    files.remove(id, "ann")
+    uploads.remove(id, "ann")
     with pytest.raises(UnknownFile):
-        files.path(id, "ann")
+        uploads.path(id, "ann")
 
 
-def test_no_more_come_at_once_than_may_however_many_threads_ask(files):
+def test_concurrent_uploads_are_bounded_across_threads(uploads):
     together = threading.Barrier(16)
 
-    def begin(number: int) -> object:
+    def open_upload(number: int) -> object:
         together.wait(30)
         try:
-            return files.begin("ann")
+            return uploads.open("ann")
         except TooManyRequests:
             return None
 
     with ThreadPoolExecutor(16) as threads:
-        begun = [each for each in threads.map(begin, range(16)) if each is not None]
-    assert len(begun) == 4
-    for each in begun:
-        each.drop()
-    kept(files)
+        opened = [each for each in threads.map(open_upload, range(16)) if each is not None]
+    assert len(opened) == 4
+    for upload in opened:
+        upload.abort()
+    store_file(uploads)
 
 
-def test_on_a_full_disk_a_file_can_be_deleted_since_its_content_goes_first(files, records, folder, monkeypatch):
-    id, remove = kept(files), records.remove_file
+def test_a_file_can_be_deleted_on_a_full_disk_because_its_content_is_removed_first(uploads, db, layout, monkeypatch):
+    id, remove = store_file(uploads), db.remove_file
 
-    def needs_room(id: str, tenant: str) -> None:
-        if folder.file(id).exists():
+    def needs_space(id: str, tenant: str) -> None:
+        if layout.file_path(id).exists():
             raise StorageFull("full")
         remove(id, tenant)
 
-    monkeypatch.setattr(records, "remove_file", needs_room)
-    files.remove(id, "ann")
-    assert records.file_ids() == folder.file_ids() == set()
+    monkeypatch.setattr(db, "remove_file", needs_space)
+    uploads.remove(id, "ann")
+    assert db.file_ids() == layout.file_ids() == set()
 
 
-def test_a_file_that_was_half_deleted_is_no_file_and_can_be_deleted_again(files, records, folder):
-    id = kept(files)
-    folder.file(id).unlink()
+def test_a_half_deleted_file_is_unknown_and_can_be_deleted_again(uploads, db, layout):
+    id = store_file(uploads)
+    layout.file_path(id).unlink()
     with pytest.raises(UnknownFile, match="being deleted"):
-        files.path(id, "ann")
-    files.remove(id, "ann")
-    assert records.file_ids() == set()
+        uploads.path(id, "ann")
+    uploads.remove(id, "ann")
+    assert db.file_ids() == set()

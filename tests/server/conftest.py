@@ -1,4 +1,4 @@
-"""A real server: a tiny random model with adapters, its HTTP process, and the real `openai` client."""
+"""A real server: a tiny random model with adapters, its HTTP process, and the `openai` client."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import symbiosis
+from symbiosis.jobs.queue import JobLimits
 from symbiosis.server.adapter_store import StoreLimits
 from tests.tiny_chat import TEMPLATE, make_tiny_chat, tiny_tokenizer
 
@@ -27,14 +28,14 @@ CHAT = [{"role": "user", "content": "hello there"}]
 
 @dataclass
 class World:
-    """A model's folder, plain models to compare with, and their adapters' folders."""
+    """Folders of the model and its adapters, and plain PEFT models as the reference."""
 
     folder: Path
     root: Path
     models: dict[str | None, Any]
 
     def greedy(self, name: str | None, prompt: list[int], count: int) -> list[int]:
-        """Greedy tokens by whole forward passes, up to the end of text."""
+        """Greedy tokens of the reference, without a KV cache, up to the end of text."""
         ids, model = list(prompt), self.models[name]
         with torch.no_grad():
             while len(ids) < len(prompt) + count and ids[-1] != 1:
@@ -42,7 +43,7 @@ class World:
         return ids[len(prompt) :]
 
     def says(self, name: str | None, prompt: str, count: int) -> str:
-        """The text that plain PEFT gives."""
+        """Greedy text of the reference."""
         tokenizer = tiny_tokenizer()
         return tokenizer.decode(self.greedy(name, tokenizer(prompt)["input_ids"], count), skip_special_tokens=True)
 
@@ -70,8 +71,8 @@ def world(tmp_path_factory) -> World:
 
 
 @dataclass
-class Site:
-    """A running server and ways to ask it."""
+class RunningServer:
+    """A running server and its clients."""
 
     url: str
     hosting: Any
@@ -85,7 +86,7 @@ class Site:
 
     def ask(self, method: str, path: str, key: str | None = None, **options: Any) -> httpx2.Response:
         headers = {**({} if key is None else {"Authorization": f"Bearer {key}"}), **options.pop("headers", {})}
-        # without certificates, which take longer to load than the answer takes
+        # verify=False: loading certificates takes longer than the request
         return httpx2.request(method, f"{self.url}{path}", headers=headers, timeout=60, verify=False, **options)
 
     def metric(self, name: str, key: str | None = None) -> float:
@@ -95,19 +96,19 @@ class Site:
 
 @pytest.fixture(scope="session")
 def start():
-    """Start servers: `start(folder, keys=…)`; all are closed at the end."""
-    started: list[Site] = []
+    """`start(folder, keys=…)` starts a server; all are closed at the end."""
+    started: list[RunningServer] = []
 
-    def begin(folder: Path, **options: Any) -> Site:
+    def begin(folder: Path, **options: Any) -> RunningServer:
         executor = symbiosis.Executor(folder, hosting=True)
         hosting = executor.host("127.0.0.1:0", **options)
-        started.append(Site(hosting.url, hosting, executor))
+        started.append(RunningServer(hosting.url, hosting, executor))
         return started[-1]
 
     yield begin
-    for site in started:
-        site.hosting.close()
-        site.executor.close()
+    for server in started:
+        server.hosting.close()
+        server.executor.close()
 
 
 ANN, BOB, CHIEF = "a secret of ann's", "a secret of bob's", "a secret of the chief's"
@@ -119,8 +120,8 @@ def uploads(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def hotel(world, start, uploads) -> Site:
-    """Two tenants, an admin, one adapter for everybody, and room for two more of each."""
+def keyed_server(world, start, uploads) -> RunningServer:
+    """Two tenants, an admin, one shared adapter, and a quota of two adapters per owner."""
     return start(
         world.folder,
         keys={"ann": ANN, "bob": BOB},
@@ -133,7 +134,35 @@ def hotel(world, start, uploads) -> Site:
 
 
 @pytest.fixture(scope="session")
-def site(world, start) -> Site:
-    """Without keys, with all adapters but the cook."""
+def server(world, start) -> RunningServer:
+    """Without keys, with all adapters but `cook`."""
     adapters = {name: world.root / name for name in KINDS if name != "cook"}
     return start(world.folder, adapters=adapters, adapter_root=world.root)
+
+
+@pytest.fixture(scope="session")
+def job_server(world, start, tmp_path_factory):
+    """Two tenants and an admin; at most two running jobs, one per tenant."""
+    uploads = tmp_path_factory.mktemp("jobs") / "uploads"
+    return start(
+        world.folder,
+        keys={"ann": ANN, "bob": BOB},
+        admin_key=CHIEF,
+        uploads=uploads,
+        adapter_root=world.root,
+        job_limits=JobLimits(
+            running=2, tenant_running=1, tenant_open=4, tenant_files=60, file_bytes=1 << 20, tenant_bytes=2 << 20
+        ),
+    )
+
+
+@pytest.fixture
+def ann(job_server):
+    """A client of one tenant; its jobs are cancelled and its files removed at the end."""
+    client = job_server.client(ANN)
+    yield client
+    for job in client.fine_tuning.jobs.list(limit=100):
+        if job.status in ("validating_files", "queued", "running", "paused"):
+            client.fine_tuning.jobs.cancel(job.id)
+    for file in client.files.list():
+        client.files.delete(file.id)

@@ -1,4 +1,4 @@
-"""Adapters come and go under traffic, and every answer is that of its own adapter."""
+"""Adapters are loaded and unloaded under traffic, and every completion uses its own adapter."""
 
 from __future__ import annotations
 
@@ -13,60 +13,60 @@ from tests.server.conftest import KINDS
 COUNT = 24
 
 
-def post(site, path: str, **body):
-    return site.ask("POST", f"/v1/{path}", json=body)
+def post(server, path: str, **body):
+    return server.ask("POST", f"/v1/{path}", json=body)
 
 
-def test_an_adapter_is_loaded_replaced_and_unloaded(site, world):
-    assert post(site, "load_lora_adapter", lora_name="new", lora_path="cook").status_code == 200
+def test_an_adapter_is_loaded_replaced_and_unloaded(server, world):
+    assert post(server, "load_lora_adapter", lora_name="new", lora_path="cook").status_code == 200
     said = [
-        site.client().completions.create(model=m, prompt="the", max_tokens=COUNT, temperature=0) for m in ("new", "tiny:new")
+        server.client().completions.create(model=m, prompt="the", max_tokens=COUNT, temperature=0) for m in ("new", "tiny:new")
     ]
     assert [each.choices[0].text for each in said] == [world.says("cook", "the", COUNT)] * 2
-    again = post(site, "load_lora_adapter", lora_name="new", lora_path="poet")
+    again = post(server, "load_lora_adapter", lora_name="new", lora_path="poet")
     assert again.status_code == 400
     assert again.json()["error"]["code"] == "adapter_exists"
-    assert post(site, "load_lora_adapter", lora_name="new", lora_path="poet", load_inplace=True).status_code == 200
-    now = site.client().completions.create(model="new", prompt="the", max_tokens=COUNT, temperature=0)
+    assert post(server, "load_lora_adapter", lora_name="new", lora_path="poet", load_inplace=True).status_code == 200
+    now = server.client().completions.create(model="new", prompt="the", max_tokens=COUNT, temperature=0)
     assert now.choices[0].text == world.says("poet", "the", COUNT)
-    assert site.metric("symbiosis_adapter_loads") >= 2
-    assert site.metric("symbiosis_adapter_load_seconds") > 0
-    resident = site.metric("symbiosis_adapters_resident")
-    assert post(site, "unload_lora_adapter", lora_name="new").status_code == 200
-    assert site.metric("symbiosis_adapters_resident") == resident  # `poet` is served under its own name too
+    assert server.metric("symbiosis_adapter_loads") >= 2
+    assert server.metric("symbiosis_adapter_load_seconds") > 0
+    resident = server.metric("symbiosis_adapters_resident")
+    assert post(server, "unload_lora_adapter", lora_name="new").status_code == 200
+    assert server.metric("symbiosis_adapters_resident") == resident  # `poet` is also served under its own name
     with pytest.raises(openai.NotFoundError):
-        site.client().completions.create(model="new", prompt="the")
-    assert post(site, "unload_lora_adapter", lora_name="new").status_code == 404
+        server.client().completions.create(model="new", prompt="the")
+    assert post(server, "unload_lora_adapter", lora_name="new").status_code == 404
 
 
-def test_memory_of_an_adapter_without_a_name_is_let_go(site):
-    before = site.metric("symbiosis_adapters_resident")
-    post(site, "load_lora_adapter", lora_name="guest", lora_path="cook")
-    assert site.metric("symbiosis_adapters_resident") == before + 1
-    post(site, "unload_lora_adapter", lora_name="guest")
-    assert site.metric("symbiosis_adapters_resident") == before
+def test_unloading_the_last_name_frees_the_memory(server):
+    before = server.metric("symbiosis_adapters_resident")
+    post(server, "load_lora_adapter", lora_name="guest", lora_path="cook")
+    assert server.metric("symbiosis_adapters_resident") == before + 1
+    post(server, "unload_lora_adapter", lora_name="guest")
+    assert server.metric("symbiosis_adapters_resident") == before
 
 
 @pytest.mark.parametrize("path", ["..", "../tiny", "/etc", ".", "nowhere", "cook/../../tiny"])
-def test_adapters_come_from_the_root_and_nowhere_else(site, path):
-    answer = post(site, "load_lora_adapter", lora_name="bad", lora_path=path)
+def test_adapters_are_loaded_only_from_the_root(server, path):
+    answer = post(server, "load_lora_adapter", lora_name="bad", lora_path=path)
     assert answer.status_code == 400
     assert "--adapter-root" in answer.json()["error"]["message"]
 
 
-def test_a_broken_adapter_says_what_is_wrong(site, world):
+def test_a_broken_adapter_is_rejected_with_the_reason(server, world):
     broken = world.root / "broken"
     broken.mkdir(exist_ok=True)
     (broken / "adapter_config.json").write_text("{}")
-    answer = post(site, "load_lora_adapter", lora_name="broken", lora_path="broken")
+    answer = post(server, "load_lora_adapter", lora_name="broken", lora_path="broken")
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] in ("bad_adapter", "unsupported_adapter")
-    assert post(site, "load_lora_adapter", lora_name="tiny", lora_path="cook").json()["error"]["param"] == "lora_name"
-    assert post(site, "load_lora_adapter", lora_name="a:b", lora_path="cook").json()["error"]["param"] == "lora_name"
+    assert post(server, "load_lora_adapter", lora_name="tiny", lora_path="cook").json()["error"]["param"] == "lora_name"
+    assert post(server, "load_lora_adapter", lora_name="a:b", lora_path="cook").json()["error"]["param"] == "lora_name"
 
 
-def test_every_answer_is_its_adapters_while_adapters_come_and_go(site, world):
-    """One name changes its adapter all the time; who asks for it gets one or the other, whole, and never a mixture."""
+def test_completions_are_consistent_while_adapters_change(server, world):
+    """One name changes its adapter all the time. A completion uses one or the other throughout."""
     prompts = ["the", "a cat", "I am", "so"]
     expected = {(name, p): world.says(name, p, COUNT) for name in (None, *KINDS) for p in prompts}
     assert len(set(expected.values())) == len(expected)
@@ -81,22 +81,22 @@ def test_every_answer_is_its_adapters_while_adapters_come_and_go(site, world):
             prompt, name = prompts[(number + done) % 4], [None, "pirate", "poet", "judge"][number % 4]
             assert await ask(client, name or "tiny", prompt) == expected[name, prompt]
             with suppress(openai.NotFoundError):
-                assert await ask(client, "turn", prompt) in (expected["cook", prompt], expected["poet", prompt])
+                assert await ask(client, "changing", prompt) in (expected["cook", prompt], expected["poet", prompt])
             done += 1
         return done
 
     async def change(rounds: int) -> None:
-        for turn in range(rounds):
-            path = ("cook", "poet")[turn % 2]
-            for way, body in (
-                ("load_lora_adapter", {"lora_name": "turn", "lora_path": path, "load_inplace": True}),
-                *([("unload_lora_adapter", {"lora_name": "turn"})] if turn % 3 == 2 else []),
+        for number in range(rounds):
+            path = ("cook", "poet")[number % 2]
+            for route, body in (
+                ("load_lora_adapter", {"lora_name": "changing", "lora_path": path, "load_inplace": True}),
+                *([("unload_lora_adapter", {"lora_name": "changing"})] if number % 3 == 2 else []),
             ):
-                answer = await asyncio.to_thread(post, site, way, **body)
+                answer = await asyncio.to_thread(post, server, route, **body)
                 assert answer.status_code == 200, answer.text
 
     async def run() -> int:
-        client, stop = site.async_client(), asyncio.Event()
+        client, stop = server.async_client(), asyncio.Event()
         tasks = [asyncio.create_task(traffic(client, number, stop)) for number in range(12)]
         await change(24)
         stop.set()
@@ -105,4 +105,4 @@ def test_every_answer_is_its_adapters_while_adapters_come_and_go(site, world):
         return sum(done)
 
     assert asyncio.run(run()) >= 12
-    post(site, "unload_lora_adapter", lora_name="turn")
+    post(server, "unload_lora_adapter", lora_name="changing")

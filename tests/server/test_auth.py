@@ -1,4 +1,4 @@
-"""Deny by default: no route answers without a key where there are keys, and the admin's routes are the admin's."""
+"""Deny by default: with keys, every route needs one, and the admin's routes need the admin key."""
 
 from __future__ import annotations
 
@@ -8,97 +8,100 @@ import pytest
 from symbiosis.app.http_host import check_http
 from symbiosis.errors import AddressInUse, BadAddress, InsecureListen, SymbiosisError
 from symbiosis.server.app import Server
-from symbiosis.server.auth import OPEN_PATHS, ApiKeys, AuthMiddleware, is_tenants
+from symbiosis.server.auth import OPEN_PATHS, ApiKeys, AuthMiddleware, is_tenant_path
 from symbiosis.server.metrics import Metrics
 from symbiosis.server.settings import ADMIN, Settings
 from tests.server.conftest import ANN, BOB, CHAT, CHIEF
 
+FOLDERS = {"base": "x", "uploads": "/nowhere", "jobs": "/nowhere"}
+
 
 def routes() -> list[tuple[str, str]]:
-    """Every route there is, by walking the app itself."""
-    guard = Server(None, None, Settings(base="x")).app()  # type: ignore[arg-type] - nothing is asked
+    """Every route of the app."""
+    guard = Server(None, None, Settings(**FOLDERS)).app()  # type: ignore[arg-type] - no request is made
     assert isinstance(guard, AuthMiddleware)
     return [(method, route.path) for route in guard._app.routes for method in route.methods]
 
 
-def test_no_route_answers_without_a_key_or_with_a_wrong_one(hotel):
+def test_every_route_rejects_a_missing_or_wrong_key(keyed_server):
     known = routes()
     assert len(known) >= 8
-    assert hotel.ask("GET", "/health").json() == {"status": "ok"}  # that somebody is there, and nothing else
+    assert keyed_server.ask("GET", "/health").json() == {"status": "ok"}
     known = [(method, path) for method, path in known if path not in OPEN_PATHS]
     for method, path in [*known, ("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/v1/anything")]:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {ANN}"}, {"Authorization": "Bearer"}):
-            answer = hotel.ask(method, path, headers=headers)
+            answer = keyed_server.ask(method, path, headers=headers)
             assert answer.status_code == 401, (method, path)
             if method != "HEAD":
                 assert answer.json()["error"]["code"] == "invalid_api_key"
             assert ANN not in answer.text
 
 
-def test_the_admins_routes_are_not_the_tenants(hotel):
+def test_admin_routes_reject_tenants(keyed_server):
     for method, path in routes():
-        if not is_tenants(path) and path not in OPEN_PATHS:
-            assert hotel.ask(method, path, ANN).status_code == 403, path
-            assert hotel.ask(method, path, CHIEF).status_code != 403, path
+        if not is_tenant_path(path) and path not in OPEN_PATHS:
+            assert keyed_server.ask(method, path, ANN).status_code == 403, path
+            assert keyed_server.ask(method, path, CHIEF).status_code != 403, path
     for key in (ANN, CHIEF):
-        assert hotel.ask("GET", "/v1/nothing", key).status_code == 404
-    assert hotel.ask("POST", "/v1/embeddings", ANN, json={}).status_code == 400  # refused by name, to everybody
+        assert keyed_server.ask("GET", "/v1/nothing", key).status_code == 404
+    assert keyed_server.ask("POST", "/v1/embeddings", ANN, json={}).status_code == 400  # rejected for all callers
 
 
-def test_a_tenant_with_its_key_is_served_and_counted_by_name(hotel):
-    made = hotel.client(ANN).chat.completions.create(model="tiny", messages=CHAT, max_tokens=3)
+def test_a_tenant_is_served_and_counted_by_name(keyed_server):
+    made = keyed_server.client(ANN).chat.completions.create(model="tiny", messages=CHAT, max_tokens=3)
     assert made.choices[0].message.content is not None
     with pytest.raises(openai.AuthenticationError):
-        hotel.client("nonsense").chat.completions.create(model="tiny", messages=CHAT, max_tokens=3)
-    lines = hotel.ask("GET", "/metrics", CHIEF).text
+        keyed_server.client("nonsense").chat.completions.create(model="tiny", messages=CHAT, max_tokens=3)
+    lines = keyed_server.ask("GET", "/metrics", CHIEF).text
     assert 'symbiosis_tokens_total{kind="prompt",tenant="ann"}' in lines
     assert ANN not in lines
 
 
-def test_tenants_find_only_their_own_prompts_in_the_cache(hotel):
+def test_the_prefix_cache_is_per_tenant(keyed_server):
     ask = {"model": "tiny", "prompt": "what only one of them has said before, at length: " * 2, "max_tokens": 1}
     cached = [
-        hotel.client(key).completions.create(**ask).usage.prompt_tokens_details.cached_tokens for key in (ANN, BOB, ANN, BOB)
+        keyed_server.client(key).completions.create(**ask).usage.prompt_tokens_details.cached_tokens
+        for key in (ANN, BOB, ANN, BOB)
     ]
     assert cached[:2] == [0, 0]
     assert min(cached[2:]) > 0
 
 
-def test_keys_that_could_not_be_told_apart_are_refused():
+def test_ambiguous_keys_are_rejected():
     for keys, admin in (({"ann": ANN, "bob": ANN}, None), ({"ann": ANN}, ANN), ({"ann": ""}, None), ({ADMIN: ANN}, None)):
         with pytest.raises(SymbiosisError) as caught:
-            Settings(base="x", keys=keys, admin_key=admin)
+            Settings(**FOLDERS, keys=keys, admin_key=admin)
         assert ANN not in str(caught.value)
 
 
-def test_a_key_says_who_asks():
+def test_a_key_identifies_its_tenant():
     keys = ApiKeys({"ann": ANN}, None)
-    assert not keys.caller(f"Bearer {ANN}").is_admin
-    assert keys.caller(f"bearer {ANN}").tenant == "ann"
+    assert not keys.authenticate(f"Bearer {ANN}").is_admin
+    assert keys.authenticate(f"bearer {ANN}").tenant == "ann"
     both = ApiKeys({"ann": ANN}, CHIEF)
-    assert both.caller(f"Bearer {CHIEF}").tenant == ADMIN
+    assert both.authenticate(f"Bearer {CHIEF}").tenant == ADMIN
 
 
-def test_without_tenants_keys_the_admins_key_still_guards_what_is_the_admins():
+def test_an_admin_key_alone_protects_the_admin_routes():
     keys = ApiKeys({}, CHIEF)
-    assert not keys.caller(None).is_admin
-    assert keys.caller(f"Bearer {CHIEF}").is_admin
-    assert ApiKeys({}).caller(None).is_admin
+    assert not keys.authenticate(None).is_admin
+    assert keys.authenticate(f"Bearer {CHIEF}").is_admin
+    assert ApiKeys({}).authenticate(None).is_admin
 
 
-def test_a_web_page_cannot_speak_for_the_user_of_a_server_without_keys(site):
-    assert site.ask("GET", "/v1/models", headers={"Host": "evil.example"}).status_code == 403
-    assert site.ask("GET", "/v1/models", headers={"Host": "localhost:8000"}).status_code == 200
+def test_a_server_without_keys_rejects_other_web_pages(server):
+    assert server.ask("GET", "/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    assert server.ask("GET", "/v1/models", headers={"Host": "localhost:8000"}).status_code == 200
     for origin in ("http://evil.example", "https://127.0.0.1.evil.example", "null"):
-        assert site.ask("OPTIONS", "/v1/completions", headers={"Origin": origin}).status_code == 403
-        # a form of any web page can be sent here, though its sender does not see the answer
+        assert server.ask("OPTIONS", "/v1/completions", headers={"Origin": origin}).status_code == 403
+        # browsers send cross-origin forms without a preflight
         form = {"purpose": (None, "fine-tune"), "file": ("x.jsonl", b'{"text": "x y z"}')}
-        assert site.ask("POST", "/v1/files", files=form, headers={"Origin": origin}).status_code == 403
+        assert server.ask("POST", "/v1/files", files=form, headers={"Origin": origin}).status_code == 403
     for origin in ("http://localhost:3000", "http://[::1]:3000", "https://127.0.0.1"):
-        assert site.ask("GET", "/v1/models", headers={"Origin": origin}).status_code == 200
+        assert server.ask("GET", "/v1/models", headers={"Origin": origin}).status_code == 200
 
 
-def test_listening_beyond_this_machine_without_keys_refuses_to_start(site):
+def test_listening_on_a_public_address_needs_keys(server):
     for address in ("0.0.0.0:0", "[::]:0"):
         with pytest.raises(InsecureListen, match="--key"):
             check_http(address, {})
@@ -107,11 +110,11 @@ def test_listening_beyond_this_machine_without_keys_refuses_to_start(site):
         with pytest.raises(BadAddress):
             check_http(address, {})
     with pytest.raises(AddressInUse):
-        check_http(site.url.removeprefix("http://"), {})
+        check_http(server.url.removeprefix("http://"), {})
 
 
-def test_metrics_of_two_servers_do_not_meet():
+def test_two_servers_have_separate_metrics():
     one, other = Metrics(), Metrics()
     one.count_prompt("ann", 3)
-    assert b'tenant="ann"' in one.written(None)
-    assert b'tenant="ann"' not in other.written(None)
+    assert b'tenant="ann"' in one.render(None, {})
+    assert b'tenant="ann"' not in other.render(None, {})

@@ -1,4 +1,4 @@
-"""What is asked wrongly is refused by name, in OpenAI's shape, and costs nobody else anything."""
+"""Invalid requests are rejected by field, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from symbiosis.server.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
 from tests.server.conftest import CHAT
 
+JSON = {"Content-Type": "application/json"}
 BAD = [
     ({"temperature": 3}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -32,14 +33,14 @@ BAD = [
     ({"logprobs": 21}, "logprobs"),
     ({"stream_options": {"include_usage": True}}, None),
     ({"seed": 1 << 70}, "seed"),
-    ({"prompt": [127, 128]}, "prompt"),  # no token of this model: only the engine knows
+    ({"prompt": [127, 128]}, "prompt"),  # not a token of this model: checked by the engine
     ({"stop_token_ids": [500]}, "stop_ids"),
 ]
 
 
 @pytest.mark.parametrize(("change", "field"), BAD, ids=lambda value: str(value)[:40])
-def test_a_bad_option_is_named(site, change, field):
-    answer = site.ask("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2, **change})
+def test_an_error_names_the_invalid_field(server, change, field):
+    answer = server.ask("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2, **change})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -63,60 +64,60 @@ def test_a_bad_option_is_named(site, change, field):
     ],
     ids=str,
 )
-def test_a_chat_that_asks_for_what_is_not_there_is_refused(site, change):
-    answer = site.ask("POST", "/v1/chat/completions", json={"model": "tiny", "messages": CHAT, **change})
+def test_unsupported_chat_fields_are_rejected(server, change):
+    answer = server.ask("POST", "/v1/chat/completions", json={"model": "tiny", "messages": CHAT, **change})
     assert answer.status_code == 400, answer.text
     assert next(iter(change)) in answer.json()["error"]["message"]
 
 
-def test_a_picture_is_refused_as_such(site):
+def test_an_image_part_is_rejected(server):
     picture = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "http://x"}}]
     asked = {"model": "tiny", "messages": [*CHAT, {"role": "user", "content": picture}]}
-    said = site.ask("POST", "/v1/chat/completions", json=asked).json()["error"]["message"]
-    assert said == f"messages.{len(CHAT)}.content: a part of the type 'image_url' is not supported here: expected text"
+    said = server.ask("POST", "/v1/chat/completions", json=asked).json()["error"]["message"]
+    assert said == f"messages.{len(CHAT)}.content: a part of type 'image_url' is not supported: expected text"
 
 
-def test_an_unknown_model_is_404(site):
-    for model in ("nobody", "tiny:nobody", "TINY", "../pirate", "tiny:", ":", "tiny:tiny", "a:pirate"):
+def test_an_unknown_model_is_404(server):
+    for model in ("unknown", "tiny:unknown", "TINY", "../pirate", "tiny:", ":", "tiny:tiny", "a:pirate"):
         with pytest.raises(openai.NotFoundError) as caught:
-            site.client().completions.create(model=model, prompt="x")
+            server.client().completions.create(model=model, prompt="x")
         assert caught.value.code == "model_not_found"
 
 
-def test_too_long_is_400_and_says_the_limit(site):
+def test_a_long_prompt_is_400_with_the_limit(server):
     for ask in ({"prompt": "x" * 300}, {"prompt": "x" * 3_000_000}, {"prompt": "x", "max_tokens": 256}):
         with pytest.raises(openai.BadRequestError, match="256") as caught:
-            site.client().completions.create(model="tiny", **ask)
+            server.client().completions.create(model="tiny", **ask)
         assert caught.value.code == "context_length_exceeded"
 
 
-def test_tokens_that_are_too_many_never_reach_the_engine(site):
+def test_long_prompts_are_rejected_before_the_engine(server):
     with pytest.raises(openai.BadRequestError, match="a prompt has 300 tokens, at most 256") as caught:
-        site.client().completions.create(model="tiny", prompt=[[1], [1] * 300])
+        server.client().completions.create(model="tiny", prompt=[[1], [1] * 300])
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_embeddings_are_refused_and_not_made_up(site):
-    with pytest.raises(openai.BadRequestError, match="does not do embeddings") as caught:
-        site.client().embeddings.create(model="tiny", input="x")
+def test_embeddings_are_rejected(server):
+    with pytest.raises(openai.BadRequestError, match="does not support embeddings") as caught:
+        server.client().embeddings.create(model="tiny", input="x")
     assert caught.value.code == "unsupported_model"
 
 
-def test_errors_come_before_a_stream_begins(site):
+def test_errors_precede_the_stream(server):
     with pytest.raises(openai.NotFoundError):
-        site.client().completions.create(model="nobody", prompt="x", stream=True)
+        server.client().completions.create(model="unknown", prompt="x", stream=True)
 
 
-def test_what_is_no_request_is_refused(site):
-    broken = site.ask("POST", "/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+def test_invalid_bodies_and_methods_are_rejected(server):
+    broken = server.ask("POST", "/v1/completions", content=b"{", headers=JSON)
     assert broken.status_code == 400
-    assert broken.json()["error"]["message"] == "the body is no JSON: EOF while parsing an object at line 1 column 1"
-    assert site.ask("POST", "/v1/completions", content=b"[1]", headers={"Content-Type": "application/json"}).status_code == 400
-    assert site.ask("POST", "/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert broken.json()["error"]["message"] == "the body is not JSON: EOF while parsing an object at line 1 column 1"
+    assert server.ask("POST", "/v1/completions", content=b"[1]", headers=JSON).status_code == 400
+    assert server.ask("POST", "/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
     huge = b'{"model": "' + b"x" * (17 << 20) + b'"}'
-    assert site.ask("POST", "/v1/completions", content=huge, headers={"Content-Type": "application/json"}).status_code == 413
-    assert site.ask("GET", "/v1/completions").status_code == 405
-    assert site.ask("GET", "/v1/nothing").json()["error"]["code"] == "not_found"
+    assert server.ask("POST", "/v1/completions", content=huge, headers=JSON).status_code == 413
+    assert server.ask("GET", "/v1/completions").status_code == 405
+    assert server.ask("GET", "/v1/nothing").json()["error"]["code"] == "not_found"
 
 
 @pytest.mark.parametrize(
@@ -128,22 +129,22 @@ def test_what_is_no_request_is_refused(site):
         (DetokenizeRequest, b'{"tokens": [' + b",".join([b'"x"'] * 50_000) + b"]}"),
     ],
 )
-def test_a_list_ends_at_its_first_fault(kind, body):
-    """An error for each of a million would keep everybody waiting."""
+def test_validation_of_a_list_stops_at_the_first_error(kind, body):
+    """An error for each of a million items would block the event loop."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate_json(body)
     assert caught.value.error_count() < 10
 
 
-def test_more_faults_than_anybody_reads_are_counted(site):
+def test_many_errors_are_only_counted(server):
     body = {"model": "tiny", "prompt": "x", **{f"x{at}": 1 for at in range(50_000)}}
-    said = site.ask("POST", "/v1/completions", json=body).json()["error"]["message"]
-    assert said.startswith("the body is wrong in 50000 places")
+    said = server.ask("POST", "/v1/completions", json=body).json()["error"]["message"]
+    assert said.startswith("the body has 50000 errors")
 
 
-def test_more_than_may_wait_is_429_with_retry_after(site):
+def test_a_full_queue_is_429_with_retry_after(server):
     async def flood() -> list[object]:
-        client = site.async_client()
+        client = server.async_client()
         ask = {"model": "tiny", "prompt": "x", "n": 128, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
         tasks = [asyncio.create_task(client.completions.create(**ask)) for _ in range(14)]
         done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -157,4 +158,4 @@ def test_more_than_may_wait_is_429_with_retry_after(site):
     assert any(isinstance(error, openai.RateLimitError) for error in found), found
     error = next(error for error in found if isinstance(error, openai.RateLimitError))
     assert error.response.headers["retry-after"] == "1"
-    assert site.client().completions.create(model="tiny", prompt="x", max_tokens=1).choices  # all who left were cancelled
+    assert server.client().completions.create(model="tiny", prompt="x", max_tokens=1).choices  # the others were cancelled

@@ -1,4 +1,4 @@
-"""kill -9 of the HTTP process, and of the whole server: every job goes on and ends in the same adapter."""
+"""kill -9 of the HTTP process or the whole server: every job resumes and ends in the same adapter."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from tests.server.test_fine_tuning import LONG, created, until, uploaded
+from tests.server.job_client import LONG, created, until, uploaded
 
 STEPS = 60
 SLOW = {**LONG, "n_steps": STEPS, "checkpoint_every": 4, "learning_rate": 1e-2}
 
 
 def job_of(client: openai.OpenAI, id: str):
-    """However long it takes a server to come back."""
+    """Retries while the server restarts."""
     end = time.monotonic() + 120
     while True:
         try:
@@ -41,7 +41,7 @@ def finished(client: openai.OpenAI, id: str):
         time.sleep(0.1)
     assert job.status == "succeeded", job.error
     steps = [event.data["step"] for event in client.fine_tuning.jobs.list_events(id, limit=100) if event.type == "metrics"]
-    assert sorted(steps) == list(range(1, STEPS + 1))  # none lost, none doubled
+    assert sorted(steps) == list(range(1, STEPS + 1))  # none lost, none repeated
     return job
 
 
@@ -51,33 +51,33 @@ def weights(url: str, name: str) -> dict[str, torch.Tensor]:
 
 
 def check_same(url: str, jobs: list) -> None:
-    """To the bit where the passes were the same; who else was in them, or was served beside, changes the last bits."""
+    """Within rounding: other rows of a batch change the last bits."""
     expected, *others = [weights(url, job.fine_tuned_model) for job in jobs]
     for found in others:
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-def kill(site) -> None:
-    process = site.hosting._process._process
+def kill(server) -> None:
+    process = server.hosting._process._process
     process.kill()
     process.wait()
-    site.hosting._deaths = 0  # it is killed more often than anybody would put up with
-    site.hosting.check()
+    server.hosting._deaths = 0  # the test kills it more often than the limit
+    server.hosting.check()
 
 
-def test_the_http_process_is_killed_and_every_job_ends_in_the_same_adapter(world, start, tmp_path):
-    site = start(world.folder, uploads=tmp_path / "up")
-    client = site.client()
+def test_jobs_end_in_the_same_adapter_after_kills_of_the_http_process(world, start, tmp_path):
+    server = start(world.folder, uploads=tmp_path / "up")
+    client = server.client()
     file = uploaded(client)
     expected = until(client, created(client, SLOW, training_file=file).id, "succeeded")
     jobs = [created(client, SLOW, training_file=file).id for _ in range(2)]
     random.seed(5)
     for _ in range(3):
         time.sleep(random.uniform(0.1, 1.0))
-        kill(site)
+        kill(server)
         job_of(client, jobs[0])
-    check_same(site.url, [expected, *(finished(client, id) for id in jobs)])
+    check_same(server.url, [expected, *(finished(client, id) for id in jobs)])
     assert len(client.fine_tuning.jobs.list().data) == 3
 
 
@@ -91,7 +91,7 @@ def served(folder: Path, root: Path) -> tuple[subprocess.Popen, str]:
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
-def test_the_whole_server_is_killed_and_the_job_ends_in_the_same_adapter(world, tmp_path, kills):
+def test_jobs_end_in_the_same_adapter_after_kills_of_the_server(world, tmp_path, kills):
     process, url = served(world.folder, tmp_path)
     job = None
     try:

@@ -1,4 +1,4 @@
-"""Values of a body are counted without reading it, and rightly so."""
+"""The count of values equals the parsed one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANYTHING = st.recursive(
 
 
 def counted(value: Any) -> tuple[int, int, int, int]:
-    """The plain way: texts, keys, groups and commas of what was read."""
+    """Strings, keys, containers and commas of a parsed value."""
     if isinstance(value, str):
         return 1, 0, 0, 0
     if not isinstance(value, list | dict):
@@ -34,22 +34,22 @@ def counted(value: Any) -> tuple[int, int, int, int]:
 
 
 @given(ANYTHING, st.booleans())
-def test_as_many_as_there_are_and_not_one_more(value, ascii):
+def test_the_limits_are_exact(value, ascii):
     body = json.dumps(value, ensure_ascii=ascii).encode()
     texts, keys, groups, commas = counted(value)
     with pytest.MonkeyPatch.context() as patch:
-        found = {"_MOST_TEXTS": texts, "_MOST_KEYS": keys, "_MOST_GROUPS": groups, "_MOST_VALUES": commas + 1}
+        found = {"_MAX_STRINGS": texts, "_MAX_KEYS": keys, "_MAX_CONTAINERS": groups, "_MAX_VALUES": commas + 1}
         for name, most in found.items():
             patch.setattr(json_budget, name, most)
         check_values(body)
         for name, most in found.items():
             if most:
                 patch.setattr(json_budget, name, most - 1)
-                with pytest.raises(TooLarge, match=f"at most {most - 1} are taken"):
+                with pytest.raises(TooLarge, match=f"at most {most - 1} allowed"):
                     check_values(body)
                 patch.setattr(json_budget, name, most)
 
 
 @given(st.binary())
-def test_whatever_the_bytes_are(body):
+def test_any_bytes_are_accepted(body):
     check_values(body)

@@ -1,4 +1,4 @@
-"""One copy of the weights for both ways in: tenants of the executor and requests over HTTP, at the same time."""
+"""Split tenants and HTTP requests share one copy of the weights at the same time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.tiny_chat import tiny_tokenizer
 
 
 @pytest.mark.parametrize("mode", ["executor", "direct"])
-def test_a_split_tenant_computes_the_same_while_adapters_are_served(site, world, mode):
+def test_a_split_tenant_is_exact_while_adapters_are_served(server, world, mode):
     ids = torch.tensor([tiny_tokenizer()("hello")["input_ids"]])
     stop = threading.Event()
     expected = world.answers("pirate", CHAT, 16)
     wrong: list[str] = []
 
     def ask() -> None:
-        client = site.client()
+        client = server.client()
         while not stop.is_set():
             made = client.chat.completions.create(model="pirate", messages=CHAT, max_tokens=16, temperature=0)
             if made.choices[0].message.content != expected:
@@ -29,7 +29,7 @@ def test_a_split_tenant_computes_the_same_while_adapters_are_served(site, world,
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        model = symbiosis.connect(site.executor, mode=mode)
+        model = symbiosis.connect(server.executor, mode=mode)
         with torch.no_grad():
             plain = world.models[None](input_ids=ids).logits
             for _ in range(30):
@@ -41,8 +41,8 @@ def test_a_split_tenant_computes_the_same_while_adapters_are_served(site, world,
     assert not wrong
 
 
-def test_the_engine_has_the_very_tensors_of_the_executor(site):
-    engine = site.hosting._window.engine_loop._core._runner.model
-    held = {weight.data_ptr() for layer in site.executor.split.layers for weight in layer.weights.values()}
-    held |= {tensor.data_ptr() for tensor in site.executor.split.client_tensors.values()}
+def test_the_engine_uses_the_tensors_of_the_executor(server):
+    engine = server.hosting._ipc.engine_loop._core._runner.model
+    held = {weight.data_ptr() for layer in server.executor.split.layers for weight in layer.weights.values()}
+    held |= {tensor.data_ptr() for tensor in server.executor.split.client_tensors.values()}
     assert {parameter.data_ptr() for parameter in engine.parameters()} <= held

@@ -1,4 +1,4 @@
-"""Tenants take turns at the tokenizer."""
+"""The tokenizer's thread serves tenants round-robin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from symbiosis.server.tokenizer import ServerTokenizer
 from tests.tiny_chat import tiny_tokenizer
 
 
-def test_nobody_waits_for_all_of_another_tenants_texts():
+def test_a_tenant_does_not_wait_for_all_texts_of_another():
     tokens, done = ServerTokenizer(tiny_tokenizer(), 1 << 20), []
 
     async def encode(tenant: str, text: str) -> None:
@@ -29,10 +29,10 @@ def test_nobody_waits_for_all_of_another_tenants_texts():
     asyncio.run(run())
     assert sorted(done[:4]) == ["ann", "ann", "bob", "bob"]
     assert len(done) == 22
-    assert not tokens._turns, "kept of tenants who have no text here"
+    assert not tokens._worker.tenant_locks, "locks of tenants without texts are freed"
 
 
-def test_who_leaves_or_fails_holds_up_nobody():
+def test_cancelled_and_failed_calls_block_no_other():
     async def run() -> list[bool]:
         tokens = ServerTokenizer(tiny_tokenizer(), 1 << 10)
         left = [asyncio.ensure_future(tokens.encode("ann", "x " * 500)) for _ in range(5)]

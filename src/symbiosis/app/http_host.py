@@ -1,4 +1,4 @@
-"""Hosted serving, wired: the engine in this process, HTTP in one of its own, a line between the two."""
+"""Hosted serving: the engine in this process, HTTP in a child process, IPC between the two."""
 
 from __future__ import annotations
 
@@ -48,27 +48,23 @@ from symbiosis.serving.ipc_server import IpcServer
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.transport.shm import runtime_folder
 
-_START_S = 120.0
-_FINISH_S = 40.0
-_SOON_S, _DEATHS = 30.0, 3
+_START_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 40.0
+_MIN_UPTIME_S, _MAX_DEATHS = 30.0, 3
 _TEMPORARY = "symbiosis-uploads-"
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
+_ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
 _log = logging.getLogger("symbiosis")
 
 
 class HttpHost:
-    """Answers OpenAI's API at `url` until closed. Owns the model from now on. A context manager.
+    """Serves OpenAI's API at `url` until closed. Owns the model. A context manager.
 
-    `keys` are tenants' secrets by name; without any, only this machine may ask.
-    `adapters` are folders by name, loaded before anybody is served;
-    `adapter_root` is where the admin may load more from. Adapters that tenants
-    upload are kept in `uploads` and served again by the next server with that
-    folder; without one they are gone when this is closed. Fine-tuning jobs are kept in
-    `jobs`, by default in a folder beside `uploads`. Clients have
-    `patience_s` to send a request's head. `training` are the limits of hosted
-    fine-tuning over the same weights; None: nothing is trained. A model that
-    cannot be trained in shared passes is served all the same. `turns` are taken
-    by all who compute on this device. `engine` are other settings of `EngineCore`.
+    `keys` are secrets by tenant; without any, only this machine can connect. `adapters` are folders by name, loaded at the
+    start; `adapter_root` is the folder that the admin may load more from. Uploaded adapters are stored in `uploads` and
+    fine-tuning jobs in `jobs` (default: `uploads` with the suffix -jobs); a later server with these folders continues with
+    them. Without `uploads` both are removed at `close`. `patience_s` is the time for a client to send a request's head.
+    `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
+    `time_share` is shared by everything that computes on this device. `engine_core` are further options of `EngineCore`.
     """
 
     def __init__(
@@ -90,96 +86,93 @@ class HttpHost:
         residency: AdapterCacheConfig | None = None,
         patience_s: float = 20.0,
         training: TrainerConfig | None = TrainerConfig(),  # noqa: B008 - frozen
-        turns: CpuTimeShare | None = None,
-        **engine: Any,
+        time_share: CpuTimeShare | None = None,
+        **engine_core: Any,
     ) -> None:
+        keys, adapters = dict(keys or {}), dict(adapters or {})
         base = Path(name).name if Path(name).is_dir() else name
-        model.name_or_path = model.config._name_or_path = base  # adapters and messages name it so, never by our path
-        _check_names(base, adapters or {})
+        model.name_or_path = model.config._name_or_path = base  # adapters and messages never show the local path
+        _check_names(base, adapters)
         if adapter_root is not None and not Path(adapter_root).is_dir():
-            raise SymbiosisError(f"there is no folder {adapter_root}: --adapter-root is where the admin may load adapters from")
+            raise SymbiosisError(f"there is no folder {adapter_root}: --adapter-root must be a folder of adapters")
         with ExitStack() as undo:
-            self._socket = undo.enter_context(closing(_listen(address, keys or {})))
-            self._uploads = undo.enter_context(closing(_Uploads(uploads)))
-            beside = None if uploads is None else Path(uploads).with_name(f"{Path(uploads).resolve().name}-jobs")
-            if jobs is not None and Path(jobs).resolve() == self._uploads.folder:
+            self._socket = undo.enter_context(closing(_listen(address, keys)))
+            self._uploads = undo.enter_context(closing(_LockedFolder(uploads, "adapters", "--uploads")))
+            adapter_store.remove_incomplete(self._uploads.path)
+            if jobs is not None and Path(jobs).resolve() == self._uploads.path:
                 raise SymbiosisError(f"--uploads and --jobs are both {jobs}: give each a folder of its own")
-            self._jobs = undo.enter_context(closing(_Kept(jobs or beside, "fine-tuning jobs", "--jobs")))
+            if jobs is None and uploads is not None:
+                jobs = Path(uploads).with_name(f"{Path(uploads).resolve().name}-jobs")
+            self._jobs = undo.enter_context(closing(_LockedFolder(jobs, "fine-tuning jobs", "--jobs")))
             host, port = self._socket.getsockname()[:2]
             settings = Settings(
                 base=base,
-                keys=dict(keys or {}),
+                keys=keys,
                 admin_key=admin_key,
                 adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
-                uploads=str(self._uploads.folder),
-                jobs=str(self._jobs.folder),
+                uploads=str(self._uploads.path),
+                jobs=str(self._jobs.path),
                 job_limits=job_limits or JobLimits(),
-                store=store_limits or adapter_store.StoreLimits(),
-                requests=requests or RequestLimits(),
-                patience_s=patience_s,
-                hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
+                store_limits=store_limits or adapter_store.StoreLimits(),
+                request_limits=requests or RequestLimits(),
+                client_timeout_s=patience_s,
+                allowed_hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
             )
             undo.pop_all()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._process = _Process(self._socket)  # it takes seconds to import what it needs: begin now
+        self._process = _HttpProcess(self._socket)  # its imports take seconds: they run while the engine loads
         self._deaths = 0
-        self._window: IpcServer | None = None
-        self._trains: Trainer | SymbiosisError | None = None
-        turns = turns or create_device_share(model.device)
+        self._ipc: IpcServer | None = None
+        self._trainer: Trainer | None = None
+        time_share = time_share or create_device_share(model.device)
         try:
-            self._trains = _training(model, training, turns)
-            core = EngineCore(model, residency=residency or AdapterCacheConfig(), time_share=turns, **engine)
-            for adapter, folder in (adapters or {}).items():
-                try:
-                    core.add_adapter(adapter, folder)
-                except (BadAdapter, UnsupportedAdapter) as error:
-                    raise type(error)(f"the adapter {adapter} in {folder}: {error}") from None
-            self._uploads.serve(core)
-            self._window = IpcServer(core, runtime_folder())
-            trained = _workshop(self._window, core, self._trains)
-            self._told = {
-                "line": str(self._window.path),
-                "tokenizer": None if tokenizer is None else str(tokenizer),
-                "settings": {**asdict(settings), "longest": core.scheduler.max_model_len, **trained},
-            }
-            self._process.tell(self._told)
-            self._wait()
+            trainer = _make_trainer(model, training, time_share)
+            self._trainer = trainer if isinstance(trainer, Trainer) else None
+            core = EngineCore(model, residency=residency or AdapterCacheConfig(), time_share=time_share, **engine_core)
+            _load_adapters(core, adapters, self._uploads.path)
+            self._ipc = IpcServer(core, runtime_folder())
+            values = {**asdict(settings), "max_model_len": core.scheduler.max_model_len}
+            if isinstance(trainer, Trainer):
+                TrainingService(self._ipc, core, trainer)
+                values["max_training_len"] = trainer.longest
+            else:
+                NoTrainingService(self._ipc, trainer)
+                values["training_error"] = str(trainer)
+            folder = None if tokenizer is None else str(tokenizer)
+            self._config = {"ipc_path": str(self._ipc.path), "tokenizer": folder, "settings": values}
+            self._process.configure(self._config)
+            self._wait_until_connected(self._ipc)
         except BaseException:
             self.close()
             raise
 
-    def _wait(self) -> None:
-        assert self._window is not None
-        until = time.monotonic() + _START_S
-        while not self._window.joined.wait(0.05):
-            if not self._process.is_alive() or time.monotonic() > until:
-                raise EngineLost("the HTTP process did not start; the log above says why")
+    def _wait_until_connected(self, ipc: IpcServer) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not ipc.joined.wait(0.05):
+            if not self._process.is_alive() or time.monotonic() > deadline:
+                raise EngineLost("the HTTP process did not start: see the log above")
 
     def check(self) -> None:
-        """Start the HTTP process again if it died. Raises `EngineLost` if it dies at once, or a loop here has failed."""
-        assert self._window is not None
-        if not self._window.is_alive():
-            raise EngineLost("the engine's loop has failed, as the log above says")
-        if isinstance(self._trains, Trainer) and not self._trains.is_alive():
-            raise EngineLost("the device has failed hosted training: start again, and jobs go on from their checkpoints")
+        """Restart the HTTP process if it died. Raises `EngineLost` if it keeps dying, or a loop of this process has failed."""
+        assert self._ipc is not None
+        if not self._ipc.is_alive():
+            raise EngineLost("the engine's loop has failed: see the log above")
+        if self._trainer is not None and not self._trainer.is_alive():
+            raise EngineLost("hosted training has failed on the device: start again, and jobs resume from their checkpoints")
         if not self._process.is_alive():
-            self._deaths = self._deaths + 1 if time.monotonic() - self._process.started < _SOON_S else 1
-            if self._deaths >= _DEATHS:
-                raise EngineLost(f"the HTTP process died {_DEATHS} times within seconds; the log above says why")
-            _log.warning("the HTTP process is gone: starting another")
-            self._process = _Process(self._socket)
-            self._process.tell(self._told)
+            self._deaths = self._deaths + 1 if time.monotonic() - self._process.started < _MIN_UPTIME_S else 1
+            if self._deaths >= _MAX_DEATHS:
+                raise EngineLost(f"the HTTP process died {_MAX_DEATHS} times within seconds: see the log above")
+            _log.warning("the HTTP process has died: starting another")
+            self._process = _HttpProcess(self._socket)
+            self._process.configure(self._config)
 
     def close(self) -> None:
-        """No new requests; running answers may finish for half a minute; then everything ends."""
+        """Stop accepting requests, let running ones finish for half a minute, then stop everything."""
         self._process.stop()
-        if self._window is not None:
-            self._window.close()
-        if isinstance(self._trains, Trainer):
-            self._trains.close()
-        self._uploads.close()
-        self._jobs.close()
-        self._socket.close()
+        for part in (self._ipc, self._trainer, self._uploads, self._jobs, self._socket):
+            if part is not None:
+                part.close()
 
     def __enter__(self) -> HttpHost:
         return self
@@ -188,48 +181,30 @@ class HttpHost:
         self.close()
 
 
-class _Kept:
-    """A folder that things are kept in: the provider's, or one of our own for as long as we serve.
+class _LockedFolder:
+    """A folder of the provider, or a temporary one. Errors name `what` it stores and its `option`."""
 
-    Errors say `what` is kept, and the `option` that the folder is given with.
-    """
-
-    def __init__(self, folder: str | Path | None, what: str, option: str) -> None:
-        self._is_ours = folder is None
-        if folder is None:
-            adapter_store.remove_deserted(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
-        self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY) if folder is None else folder).resolve()
-        self._lock = adapter_store.lock(self.folder, what, option)
+    def __init__(self, path: str | Path | None, what: str, option: str) -> None:
+        self._is_temporary = path is None
+        if path is None:
+            adapter_store.remove_abandoned(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
+            path = tempfile.mkdtemp(prefix=_TEMPORARY)
+        self.path = Path(path).resolve()
+        self._lock = adapter_store.lock_folder(self.path, what, option)
 
     def close(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-        if self._is_ours:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._is_temporary:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
-class _Uploads(_Kept):
-    """Of adapters that tenants uploaded, or that were trained for them."""
-
-    def __init__(self, folder: str | Path | None) -> None:
-        super().__init__(folder, "adapters", "--uploads")
-        adapter_store.remove_left_over(self.folder)
-
-    def serve(self, core: EngineCore) -> None:
-        """What is kept from another time; what does not fit this model stays where it is."""
-        for each in adapter_store.kept(self.folder):
-            try:
-                core.add_adapter(qualify_name(each.owner, each.name), each.folder)
-            except SymbiosisError as error:
-                _log.warning("the adapter %s in %s is not served: %s", each.name, each.folder, error)
-
-
-class _Process:
+class _HttpProcess:
     def __init__(self, listening: socket.socket) -> None:
         self._fd = listening.fileno()
         self.started = time.monotonic()
-        # its own session: Ctrl-C in the terminal comes to us, and we tell it
+        # In its own session: Ctrl-C reaches only this process, which then stops the child.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "symbiosis.server"],
             stdin=subprocess.PIPE,
@@ -238,13 +213,14 @@ class _Process:
             env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
 
-    def tell(self, told: dict[str, Any]) -> None:
+    def configure(self, config: dict[str, Any]) -> None:
+        """Send the configuration; the process serves from then on."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({**told, "fd": self._fd}).encode() + b"\n")
+            self._process.stdin.write(json.dumps({**config, "fd": self._fd}).encode() + b"\n")
             self._process.stdin.close()
         except OSError:
-            raise EngineLost("the HTTP process did not start; the log above says why") from None
+            raise EngineLost("the HTTP process did not start: see the log above") from None
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -252,45 +228,50 @@ class _Process:
     def stop(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(_FINISH_S)
+            self._process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
-def _training(model: PreTrainedModel, config: TrainerConfig | None, turns: CpuTimeShare) -> Trainer | SymbiosisError:
-    """Hosted training over the model's weights, in modules of its own; or why there is none."""
+def _make_trainer(model: PreTrainedModel, config: TrainerConfig | None, time_share: CpuTimeShare) -> Trainer | SymbiosisError:
+    """Hosted training over the model's weights, in its own modules; or the reason why there is none."""
     if config is None:
         return CannotTrain("this server does not train")
     try:
-        return Trainer(shared_copy(model), config, turns)
+        return Trainer(shared_copy(model), config, time_share)
     except CannotTrain as error:
-        _log.warning("nothing can be trained here: %s", error)
+        _log.warning("hosted training is off: %s", error)
         return error
-    except Exception as error:  # noqa: BLE001 - a model's code may raise anything, and it is served all the same
-        _log.warning("nothing can be trained here", exc_info=error)
+    except Exception as error:  # noqa: BLE001 - a model's code may raise anything; it is still served
+        _log.warning("hosted training is off", exc_info=error)
         return CannotTrain(f"{type(model).__name__} cannot be trained here: {type(error).__name__}")
 
 
-def _workshop(window: IpcServer, core: EngineCore, trains: Trainer | SymbiosisError) -> dict[str, Any]:
-    """Put the room of jobs behind the window; what the HTTP process is told of it."""
-    if isinstance(trains, Trainer):
-        TrainingService(window, core, trains)
-        return {"training": {"longest": trains.longest}}
-    NoTrainingService(window, trains)
-    return {"training": {"why": str(trains)}}
+def _load_adapters(core: EngineCore, adapters: Mapping[str, str | Path], uploads: Path) -> None:
+    """Stored uploads that do not fit this model are skipped with a warning; any other failure raises."""
+    for name, folder in adapters.items():
+        try:
+            core.add_adapter(name, folder)
+        except (BadAdapter, UnsupportedAdapter) as error:
+            raise type(error)(f"the adapter {name} in {folder}: {error}") from None
+    for stored in adapter_store.list_stored(uploads):
+        try:
+            core.add_adapter(qualify_name(stored.owner, stored.name), stored.folder)
+        except SymbiosisError as error:
+            _log.warning("the adapter %s in %s is not served: %s", stored.name, stored.folder, error)
 
 
 def _check_names(base: str, adapters: Mapping[str, Any]) -> None:
     for name in adapters:
         if name == base:
-            raise SymbiosisError(f"an adapter is named {base!r}, like the base model: give it another name")
-        if not re.fullmatch(_NAME, name):
+            raise SymbiosisError(f"an adapter is named {base!r}, like the base model: choose another name")
+        if not re.fullmatch(_ADAPTER_NAME, name):
             raise SymbiosisError(f"an adapter is named {name!r}: expected letters, digits, dots, dashes and underscores")
 
 
 def check_http(address: str, keys: Mapping[str, str]) -> None:
-    """Raise what listening there would raise now."""
+    """Raise what listening at this address would raise now."""
     _listen(address, keys).close()
 
 
@@ -301,22 +282,22 @@ def _listen(address: str, keys: Mapping[str, str]) -> socket.socket:
     if not host or not port.isdigit() or int(port) > 65535:
         raise BadAddress(f"{address!r} is not an address for HTTP: expected HOST:PORT, such as 127.0.0.1:8000")
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, resolved = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except OSError:
-        raise BadAddress(f"{host!r} is no address of this machine") from None
-    if not keys and not ipaddress.ip_address(where[0]).is_loopback:
+        raise BadAddress(f"{host!r} is not an address of this machine") from None
+    if not keys and not ipaddress.ip_address(resolved[0]).is_loopback:
         raise InsecureListen(
-            f"{address} can be reached from other machines and no keys are set: anybody could ask. "
-            "Give keys (--key NAME=SECRET), or listen at 127.0.0.1"
+            f"{address} is reachable from other machines, and no keys are set: "
+            "give keys (--key NAME=SECRET), or listen at 127.0.0.1"
         )
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(where)
+        listening.bind(resolved)
         listening.listen(2048)
     except OSError as error:
         listening.close()
         if isinstance(error, PermissionError):
             raise BadAddress(f"cannot listen at {address}: {error.strerror}") from None
-        raise AddressInUse(f"{address} is taken, or not of this machine: choose another (port 0: any)") from None
+        raise AddressInUse(f"{address} is in use, or not of this machine: choose another (port 0: any)") from None
     return listening

@@ -1,170 +1,171 @@
-"""How a job comes to be: within its tenant's limits, with its data checked if that is quick, and recorded."""
+"""Admission of jobs: checks the tenant's quotas, validates small data at once, records the job."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from symbiosis.errors import TooManyRequests
-from symbiosis.jobs.data_preparation import AT_ONCE, DataPreparer
-from symbiosis.jobs.database import Database, JobRecord
+from symbiosis.jobs.data_preparation import INLINE_BYTES, DataPreparer
+from symbiosis.jobs.database import HYPERPARAMETERS, Database, JobRecord
 from symbiosis.jobs.errors import KeyReused
-from symbiosis.jobs.event_recorder import AdapterShelf
+from symbiosis.jobs.event_recorder import FinishedAdapters
 from symbiosis.jobs.layout import JobsLayout
 from symbiosis.jobs.plan import Hyperparameters
 from symbiosis.jobs.queue import JobLimits
 from symbiosis.jobs.states import JobState
 from symbiosis.jobs.supervisor import Supervisor
 
-_READ_AT_ONCE = 4
-"""Jobs of one tenant whose files are being read: everybody else's wait behind them."""
+_MAX_VALIDATING = 4
+"""Jobs of one tenant in validation: jobs of other tenants wait behind them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """A job that was asked for. Who asks, and the paths, are not the asker's own words."""
+    """Tenant, owner and paths come from the server, never from the request's body."""
 
     tenant: str
     owner: str | None
     sources: dict[str, Path]
-    """Its files, by field."""
-    said: dict[str, Any]
-    """What is shown of it again: files, suffix, metadata."""
+    """Uploaded files by field."""
+    fields: dict[str, Any]
+    """Fields that responses repeat: file ids, suffix, metadata."""
     seed: int | None
-    wishes: Hyperparameters
+    params: Hyperparameters
     key: str | None
-    """Idempotency-Key, and what it stands for."""
+    """The Idempotency-Key."""
     digest: str
+    """Identifies the body that the key belongs to."""
 
 
 class Admission:
-    """One for a server. `check` is asked before a job is made, with how many of an owner's have not ended; it may refuse."""
+    """One per server."""
 
     def __init__(
         self,
-        records: Database,
-        folder: JobsLayout,
+        db: Database,
+        layout: JobsLayout,
         preparer: DataPreparer,
         supervisor: Supervisor,
-        shelf: AdapterShelf,
+        store: FinishedAdapters,
         limits: JobLimits,
-        check: Callable[[str | None, int], None],
     ) -> None:
-        self._records, self._folder, self._preparer, self._supervisor = records, folder, preparer, supervisor
-        self._shelf, self._limits, self._check = shelf, limits, check
-        self._coming: Counter[str] = Counter()
-        self._checking: dict[tuple[str, str], tuple[str, asyncio.Task[JobRecord]]] = {}  # by tenant and key, with its digest
+        self._db, self._layout, self._preparer = db, layout, preparer
+        self._supervisor, self._store, self._limits = supervisor, store, limits
+        self._admitting: Counter[str] = Counter()
+        self._pending: dict[tuple[str, str], tuple[str, asyncio.Task[JobRecord]]] = {}  # digest and task by tenant and key
 
-    async def known(self, tenant: str, key: str, digest: str) -> JobRecord | None:
-        """The job that the same request made before, once that is certain. Raises what it raised, or `KeyReused`."""
-        if (tenant, key) not in self._checking:
-            return await asyncio.to_thread(self._records.job_of_key, tenant, key, digest)
-        checked, task = self._checking[tenant, key]
-        if checked != digest:
-            raise KeyReused("this Idempotency-Key stands for another request: take a new one")
+    async def find_existing(self, tenant: str, key: str, digest: str) -> JobRecord | None:
+        """The job of an earlier request with this key; waits for a pending one. Raises its error, or `KeyReused`."""
+        if (tenant, key) not in self._pending:
+            return await asyncio.to_thread(self._db.find_job_by_key, tenant, key, digest)
+        pending_digest, task = self._pending[tenant, key]
+        if pending_digest != digest:
+            raise KeyReused("this Idempotency-Key belongs to a different request: use a new one")
         return await asyncio.shield(task)
 
-    async def admit(self, wanted: JobRequest) -> JobRecord:
-        """Once begun, let it come to its end. Raises what is wrong with it, or that there is no room.
+    async def admit(self, request: JobRequest) -> JobRecord:
+        """Create a job; must not be cancelled. Raises the reason of a rejection.
 
-        A request that comes again while it is checked gets the answer of the first.
+        A request that is repeated while the first is pending returns the result of the first.
         """
-        if wanted.key is None:
-            return await self._admit(wanted)
-        place = wanted.tenant, wanted.key
-        if place not in self._checking:
-            task = asyncio.create_task(self._admit(wanted))
-            self._checking[place] = wanted.digest, task
-            task.add_done_callback(lambda _: self._checking.pop(place))
-        job = await self.known(*place, wanted.digest)
-        assert job is not None, "it is being checked"
+        if request.key is None:
+            return await self._admit(request)
+        slot = request.tenant, request.key
+        if slot not in self._pending:
+            task = asyncio.create_task(self._admit(request))
+            self._pending[slot] = request.digest, task
+            task.add_done_callback(lambda _: self._pending.pop(slot))
+        job = await self.find_existing(*slot, request.digest)
+        assert job is not None, "the request is pending"
         return job
 
-    def promised(self, tenant: str) -> int:
-        """Adapters to come: of jobs that have not ended, paused ones too, and of those that are being made."""
-        return self._records.count_open(tenant) + self._coming[tenant]
+    def count_expected_adapters(self, tenant: str) -> int:
+        """Adapters that jobs will add: of open jobs, paused ones included, and of those being admitted."""
+        return self._db.count_open(tenant) + self._admitting[tenant]
 
-    async def _admit(self, wanted: JobRequest) -> JobRecord:
-        if wanted.key is not None:  # it may have been made since somebody looked
-            known = await asyncio.to_thread(self._records.job_of_key, wanted.tenant, wanted.key, wanted.digest)
-            if known is not None:
-                return known
-        with self._one_more(wanted.tenant) as coming:
-            await asyncio.to_thread(self._check_room, wanted, coming)
-            job = await self._make(wanted)
-        limits, busy = self._limits, self._supervisor.busy()
+    async def _admit(self, request: JobRequest) -> JobRecord:
+        if request.key is not None:  # it may have been recorded since the caller looked
+            existing = await asyncio.to_thread(self._db.find_job_by_key, request.tenant, request.key, request.digest)
+            if existing is not None:
+                return existing
+        with self._count_admitting(request.tenant) as admitting:
+            await asyncio.to_thread(self._check_quotas, request, admitting)
+            job = await self._create(request)
+        limits, busy = self._limits, self._supervisor.busy_jobs()
         await asyncio.to_thread(
-            lambda: self._records.forget_old(wanted.tenant, limits.tenant_ended, limits.tenant_ended_steps, but=busy)
+            lambda: self._db.prune_ended(request.tenant, limits.tenant_ended, limits.tenant_ended_steps, exclude=busy)
         )
         self._supervisor.wake()
         return job
 
-    async def _make(self, wanted: JobRequest) -> JobRecord:
-        id, name = await asyncio.to_thread(self._named, wanted)
-        seed = secrets.randbelow(1 << 31) if wanted.seed is None else wanted.seed
-        asked = {**wanted.said, "seed": seed, "wishes": asdict(wanted.wishes)}
+    async def _create(self, request: JobRequest) -> JobRecord:
+        id, name = await asyncio.to_thread(self._choose_name, request)
+        seed = secrets.randbelow(1 << 31) if request.seed is None else request.seed
+        asked = {**request.fields, "seed": seed, HYPERPARAMETERS: asdict(request.params)}
         try:
-            size = await asyncio.to_thread(self._preparer.take, id, wanted.sources)
-            decided = await self._decided(id, wanted, seed) if size <= AT_ONCE else None
-            state = JobState.VALIDATING if decided is None else JobState.QUEUED
+            size = await asyncio.to_thread(self._preparer.link_sources, id, request.sources)
+            plan = await self._prepare_inline(id, request, seed) if size <= INLINE_BYTES else None
+            state = JobState.VALIDATING if plan is None else JobState.QUEUED
             job = await asyncio.to_thread(
-                lambda: self._records.add_job(
-                    *(id, wanted.tenant, wanted.owner, name, state, asked, decided), key=wanted.key, digest=wanted.digest
+                lambda: self._db.add_job(
+                    *(id, request.tenant, request.owner, name, state, asked, plan), key=request.key, digest=request.digest
                 )
             )
         except BaseException:
-            self._folder.remove_work(id)
+            self._layout.remove_job(id)
             raise
-        if job.id != id:  # the same request came a moment before
-            self._folder.remove_work(id)
-        elif decided is None:
+        if job.id != id:  # the same request was recorded a moment before
+            self._layout.remove_job(id)
+        elif plan is None:
             self._supervisor.validate(job)
         else:
-            self._preparer.release(id)
+            self._preparer.remove_sources(id)
         return job
 
-    def _named(self, wanted: JobRequest) -> tuple[str, str]:
-        """An id, and with it a name that no adapter of the owner's has, nor will have by another job."""
-        suffix = wanted.said["suffix"]
+    def _choose_name(self, request: JobRequest) -> tuple[str, str]:
+        """A job id and an adapter name that neither a stored adapter nor a job of the owner has."""
+        suffix = request.fields["suffix"]
         while True:
             id = f"ftjob-{secrets.token_hex(12)}"
             name = "-".join(["ft", *([suffix] if suffix else []), id[-8:]])
-            if not self._shelf.has(wanted.owner, name) and not self._records.jobs_named(wanted.owner, name):
+            if not self._store.has(request.owner, name) and not self._db.list_jobs_named(request.owner, name):
                 return id, name
 
-    async def _decided(self, id: str, wanted: JobRequest, seed: int) -> dict[str, Any] | None:
-        """Its plan; None if that takes long."""
+    async def _prepare_inline(self, id: str, request: JobRequest, seed: int) -> dict[str, Any] | None:
+        """The plan; None after a timeout."""
         try:
-            found = await self._preparer.prepare(id, wanted.tenant, wanted.wishes, seed, large=False)
+            plan = await self._preparer.prepare(id, request.tenant, request.params, seed, in_background=False)
         except TimeoutError:
             return None
-        await asyncio.to_thread(self._supervisor.check_tokens, wanted.tenant, found.plan.tokens)
-        return found.plan.to_json()
+        await asyncio.to_thread(self._supervisor.check_token_quota, request.tenant, plan.tokens)
+        return asdict(plan)
 
-    def _check_room(self, wanted: JobRequest, coming: int) -> None:
-        """`coming`: jobs that are being made, this one among them."""
-        reading = self._records.count(wanted.tenant)[JobState.VALIDATING]
-        if reading >= _READ_AT_ONCE:
-            raise TooManyRequests(f"{reading} jobs of yours are validating_files. Try again later", retry_s=60)
-        begun = self._records.count_open(wanted.tenant) + coming - 1
-        if begun >= self._limits.tenant_open:
-            raise TooManyRequests(f"{begun} jobs of yours have not ended, and no more may be open. Try again later", retry_s=60)
-        self._check(wanted.owner, begun)
+    def _check_quotas(self, request: JobRequest, admitting: int) -> None:
+        """`admitting`: the tenant's jobs being admitted, this one included."""
+        counts = self._db.count_by_state(request.tenant)
+        if (count := counts[JobState.VALIDATING]) >= _MAX_VALIDATING:
+            raise TooManyRequests(f"{count} jobs validating, at most {_MAX_VALIDATING} allowed. Try again later", retry_s=60)
+        count, most = sum(counts[state] for state in JobState if not state.is_end) + admitting, self._limits.tenant_open
+        if count > most:
+            raise TooManyRequests(f"{count - 1} open jobs, at most {most} allowed. Try again later", retry_s=60)
+        self._store.check_count(request.owner, count)  # each open job will add an adapter
+        self._store.check_bytes(request.owner)
 
     @contextmanager
-    def _one_more(self, tenant: str) -> Iterator[int]:
-        """How many jobs of a tenant are being made, with this one."""
-        if self._coming[tenant] >= _READ_AT_ONCE:
-            raise TooManyRequests(f"{self._coming[tenant]} jobs of yours are being checked. Try again when they are")
-        self._coming[tenant] += 1
+    def _count_admitting(self, tenant: str) -> Iterator[int]:
+        """Count one more job being admitted. Yields the tenant's total."""
+        if self._admitting[tenant] >= _MAX_VALIDATING:
+            raise TooManyRequests(f"{_MAX_VALIDATING} jobs being admitted, and no more are allowed. Try again later")
+        self._admitting[tenant] += 1
         try:
-            yield self._coming[tenant]
+            yield self._admitting[tenant]
         finally:
-            self._coming[tenant] -= 1
-            self._coming += Counter()  # drops zeros
+            self._admitting[tenant] -= 1
+            self._admitting += Counter()  # drops zeros: tenants cannot grow memory

@@ -1,4 +1,4 @@
-"""Files that are there whole, and on the disk, or not at all."""
+"""Durable, all-or-nothing file writes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """What the disk refuses becomes an error of ours, which names no path."""
+def map_os_errors() -> Iterator[None]:
+    """Turn `OSError` into `StorageFull` or `SymbiosisError`, without the path."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise StorageFull("the server's disk is full: nothing was kept. Try again later, or tell the provider") from None
-        raise SymbiosisError(f"the server's disk fails: {error.strerror}") from None
+            raise StorageFull("the server's disk is full: nothing was stored. Try again later, or tell the provider") from None
+        raise SymbiosisError(f"the server's disk failed: {error.strerror}") from None
 
 
-def to_disk(path: Path) -> None:
-    """A file, or what a folder lists."""
+def sync_to_disk(path: Path) -> None:
+    """Call fsync on a file or a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -35,17 +35,17 @@ def to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def written(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """Raises `StorageFull`."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    with told():
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    with map_os_errors():
         try:
-            with beside.open("xb") as file:
+            with scratch.open("xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
-            to_disk(path.parent)
+            scratch.replace(path)
+            sync_to_disk(path.parent)
         except BaseException:
-            beside.unlink(missing_ok=True)
+            scratch.unlink(missing_ok=True)
             raise

@@ -1,142 +1,128 @@
-"""A job's own copy of its data: checked, tokenised and written before it waits for its turn.
+"""A job's own copy of its data: validated, tokenized and written before the job is queued.
 
-The files of a job are linked into its folder first, so that their owner may delete them at any time.
+The files of a job are hard-linked into its folder first, so that the tenant may delete them at any time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from symbiosis.common.fair_executor import FairExecutor
 from symbiosis.errors import NoTokenizer
 from symbiosis.jobs import jsonl, plan, tokenized_dataset
-from symbiosis.jobs.atomic_files import to_disk, told
+from symbiosis.jobs.atomic_files import map_os_errors, sync_to_disk
 from symbiosis.jobs.errors import BadTrainingFile, UnknownFile, WrongState
-from symbiosis.jobs.fair_lock import FairLock
 from symbiosis.jobs.layout import JobsLayout
 from symbiosis.jobs.plan import Hyperparameters, TrainingPlan
 from symbiosis.jobs.queue import JobLimits
 
-AT_ONCE = 1 << 20
-"""Files of so many bytes together are checked before a job is accepted; larger ones while it is `validating_files`."""
-_AT_ONCE_S = 5.0
-"""And no longer than this: a chat of many turns takes far longer than its size tells."""
-_LARGE_S = 1800.0
-"""And a large file no longer than this: others wait for it."""
+INLINE_BYTES = 1 << 20
+"""Files up to this total size are validated before a job is accepted; larger ones while it is `validating_files`."""
+_INLINE_TIMEOUT_S = 5.0
+"""Long chats take far longer than their size suggests: after this time they are validated in the background."""
+_BACKGROUND_TIMEOUT_S = 1800.0
+"""A larger file fails: other jobs wait for it."""
 FIELDS = ("training_file", "validation_file")
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedData:
-    plan: TrainingPlan
-    files: dict[str, tokenized_dataset.TokenizedDataset]
-
-
 class DataPreparer:
-    """Two threads, each with a tokenizer of its own: small files do not wait for large ones. Of these, tenants take turns."""
+    """Two threads, each with its own tokenizer: inline validation does not wait for the background."""
 
-    def __init__(self, tokenizer: Any, longest: int, folder: JobsLayout, limits: JobLimits) -> None:
-        self._longest, self._folder, self._limits = longest, folder, limits
+    def __init__(self, tokenizer: Any, max_tokens: int, layout: JobsLayout, limits: JobLimits) -> None:
+        """`max_tokens`: the longest example that the engine trains on."""
+        self._max_tokens, self._layout, self._limits = max_tokens, layout, limits
         self._tokenizers = [copy.deepcopy(tokenizer) for _ in range(2)]
-        self._workers = [ThreadPoolExecutor(1, thread_name_prefix="symbiosis-data") for _ in range(2)]
-        self._turn = FairLock()
-        self._given_up: dict[str, threading.Event] = {}  # by job that is being read, or waits for that
+        self._workers = [FairExecutor("symbiosis-data") for _ in range(2)]
+        self._cancellations: dict[str, threading.Event] = {}  # by job in preparation or waiting for it
 
-    def take(self, job: str, sources: dict[str, Path]) -> int:
-        """Link files into the job's folder; their bytes. Raises `StorageFull`, or `UnknownFile` if one is no more."""
-        with told():
-            self._folder.work(job).mkdir(mode=0o700)
+    def link_sources(self, job: str, sources: dict[str, Path]) -> int:
+        """Link files into the job's folder. Returns their total bytes. Raises `StorageFull` or `UnknownFile`."""
+        with map_os_errors():
+            folder = self._layout.job_folder(job)
+            folder.mkdir(mode=0o700)
             for field, path in sources.items():
                 try:
-                    os.link(path, self._source(job, field))
+                    os.link(path, self._source_path(job, field))
                 except FileNotFoundError:
-                    raise UnknownFile(f"{field}: the file was deleted while the job was made: upload it again") from None
-            for each in (self._folder.work(job), self._folder.work(job).parent):  # before the job is recorded
-                to_disk(each)
-            return sum(self._source(job, field).stat().st_size for field in sources)
+                    raise UnknownFile(f"{field}: the file was deleted while the job was created: upload it again") from None
+            for each in (folder, folder.parent):  # before the job is recorded
+                sync_to_disk(each)
+            return sum(self._source_path(job, field).stat().st_size for field in sources)
 
-    async def prepare(self, job: str, tenant: str, wishes: Hyperparameters, seed: int, *, large: bool) -> PreparedData:
-        """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`; if it is not to be `large`, but takes long, `TimeoutError`.
+    async def prepare(self, job: str, tenant: str, params: Hyperparameters, seed: int, *, in_background: bool) -> TrainingPlan:
+        """Raises `BadTrainingFile`, `BadPlan` or `StorageFull`; `WrongState` after `cancel`.
 
-        `WrongState` once the job was given up.
+        Raises `TimeoutError` if it is not `in_background` and takes too long.
         """
         if self._tokenizers[0] is None:
-            raise NoTokenizer("this model was served without a tokenizer: no training data can be read")
-        loop = asyncio.get_running_loop()
-        given_up = self._given_up[job] = threading.Event()
-        work = partial(self._prepare, self._tokenizers[large], job, wishes, seed, large, given_up)
+            raise NoTokenizer("this model is served without a tokenizer: training data cannot be tokenized")
+        cancelled = self._cancellations[job] = threading.Event()
         try:
-            async with self._turn.of(tenant) if large else nullcontext():
-                return await loop.run_in_executor(self._workers[large], work)
+            return await self._workers[in_background].run(
+                tenant, lambda: self._prepare(job, params, seed, in_background, cancelled)
+            )
         finally:
-            del self._given_up[job]
+            del self._cancellations[job]
 
-    def give_up(self, job: str) -> None:
-        """Nobody wants it any more: others' files do not wait for it. Nothing happens if it is not being read."""
-        if job in self._given_up:
-            self._given_up[job].set()
+    def cancel(self, job: str) -> None:
+        """Does nothing if the job is not in preparation."""
+        if job in self._cancellations:
+            self._cancellations[job].set()
 
     def _prepare(
-        self, tokenizer: Any, job: str, wishes: Hyperparameters, seed: int, large: bool, given_up: threading.Event
-    ) -> PreparedData:
-        until = time.monotonic() + (_LARGE_S if large else _AT_ONCE_S)
+        self, job: str, params: Hyperparameters, seed: int, in_background: bool, cancelled: threading.Event
+    ) -> TrainingPlan:
+        deadline = time.monotonic() + (_BACKGROUND_TIMEOUT_S if in_background else _INLINE_TIMEOUT_S)
 
         def check() -> None:
-            if given_up.is_set():
-                raise WrongState("the job was ended while its data was read")
-            if time.monotonic() <= until:
+            if cancelled.is_set():
+                raise WrongState("the job was cancelled while its data was validated")
+            if time.monotonic() <= deadline:
                 return
-            if not large:
+            if not in_background:
                 raise TimeoutError
-            most = f"{_LARGE_S / 60:.0f} minutes"
-            raise BadTrainingFile(f"reading it takes longer than {most}: split it, or its longest chats", field=field)
+            minutes = f"{_BACKGROUND_TIMEOUT_S / 60:.0f} minutes"
+            raise BadTrainingFile(f"tokenizing it takes longer than {minutes}: split it, or its longest chats", field=field)
 
-        allowed, found = plan.length(wishes, self._longest), dict[str, tokenized_dataset.TokenizedDataset]()
+        length, datasets = plan.resolve_length(params, self._max_tokens), dict[str, tokenized_dataset.DatasetSize]()
         for field in FIELDS:
-            source = self._source(job, field)
+            source = self._source_path(job, field)
             if not source.exists():
                 continue
-            samples = jsonl.read(source, field=field, max_examples=self._limits.examples, check=check)
-            examples, cut = tokenized_dataset.encode(
+            samples = jsonl.read_samples(source, field=field, max_examples=self._limits.examples, check=check)
+            examples = tokenized_dataset.tokenize_samples(
                 samples,
-                tokenizer,
-                max_length=allowed.max_length,
-                truncate=allowed.truncate,
+                self._tokenizers[in_background],
+                max_length=length.max_length,
+                truncate=length.truncate,
                 max_tokens=self._limits.tokens,
                 field=field,
                 check=check,
             )
-            made = tokenized_dataset.write(self._folder.data(job, field), examples)
-            found[field] = tokenized_dataset.TokenizedDataset(made.examples, made.tokens, cut)
-        count = found["training_file"].examples
-        decided = plan.make(
-            wishes,
-            allowed=allowed,
-            examples=count,
-            tokens=sum(each.tokens for each in found.values()),
-            validates="validation_file" in found,
+            datasets[field] = tokenized_dataset.write_dataset(self._layout.dataset_path(job, field), examples)
+        return plan.build_plan(
+            params,
+            length=length,
+            examples=datasets["training_file"].examples,
+            tokens=sum(size.tokens for size in datasets.values()),
+            validates="validation_file" in datasets,
             seed=seed,
             max_steps=self._limits.steps,
         )
-        return PreparedData(decided, found)
 
-    def release(self, job: str) -> None:
-        """The plan is recorded: the text is not needed any more."""
+    def remove_sources(self, job: str) -> None:
+        """Remove the text of a job whose plan is recorded."""
         for field in FIELDS:
-            self._source(job, field).unlink(missing_ok=True)
+            self._source_path(job, field).unlink(missing_ok=True)
 
-    def _source(self, job: str, field: str) -> Path:
-        return self._folder.work(job) / f"{field}.jsonl"
+    def _source_path(self, job: str, field: str) -> Path:
+        return self._layout.job_folder(job) / f"{field}.jsonl"
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.shutdown(wait=False, cancel_futures=True)
+            worker.close()

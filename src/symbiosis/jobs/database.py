@@ -1,7 +1,7 @@
-"""What lasts: files, jobs, events and checkpoints in SQLite (WAL, synchronous=FULL).
+"""Files, jobs, events and checkpoints in SQLite (WAL, synchronous=FULL).
 
-What was answered is on the disk. A job's state changes by compare-and-set on state and epoch: the number of its
-start, so that what an earlier start still says is told apart.
+Every change is on disk before its method returns. A job's state changes by compare-and-set on its state and epoch.
+The epoch is the number of its run: late messages of an earlier run are rejected.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from symbiosis.errors import SymbiosisError
 from symbiosis.jobs.errors import KeyReused, StorageFull, UnknownFile, UnknownJob
 from symbiosis.jobs.queue import QueuedJob
-from symbiosis.jobs.states import JobState, StateChange, after
+from symbiosis.jobs.states import JobState, StateChange, next_state
 
 VERSION = 1
+HYPERPARAMETERS = "wishes"  # key of `asked`, fixed by the on-disk format (check_vocabulary)
+_MAX_NUMBER = 1 << 62
+_NEWEST_FIRST = "job=? AND number < ? ORDER BY number DESC LIMIT ?"
 _SCHEMA = """
 CREATE TABLE files (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, filename TEXT NOT NULL,
@@ -65,22 +68,23 @@ class JobRecord:
     id: str
     tenant: str
     owner: str | None
-    """Whose adapter it will be; None: everybody's."""
+    """Owner of the adapter; None: shared by all tenants."""
     state: JobState
     epoch: int
-    """How often it was started."""
+    """Number of runs so far."""
     name: str
-    """Of the adapter."""
+    """Name of the adapter."""
     created_at: int
     began_at: int | None
     finished_at: int | None
     asked: dict[str, Any]
+    """The request's fields."""
     plan: dict[str, Any] | None
     step: int
     steps: int
     tokens: int
     figures: dict[str, Any]
-    """Of its last step."""
+    """Metrics of the last step."""
     hash: str | None
     error: dict[str, Any] | None
 
@@ -101,55 +105,37 @@ class CheckpointRecord:
     number: int
     step: int
     folder: str | None
-    """None: it is gone."""
+    """None: removed."""
     hash: str | None
     serves: str | None
     metrics: dict[str, Any]
     created_at: int
 
 
-_JOB, _FILE, _EVENT, _CHECKPOINT = (
-    ", ".join(kind.__slots__) for kind in (JobRecord, FileRecord, EventRecord, CheckpointRecord)
-)
-
-
-def _job(row: Sequence[Any]) -> JobRecord:
-    made = dict(zip(JobRecord.__slots__, row, strict=True))
-    made["state"] = JobState(made["state"])
-    for name in ("asked", "plan", "figures", "error"):
-        made[name] = None if made[name] is None else json.loads(made[name])
-    return JobRecord(**made)
-
-
-def _event(row: Sequence[Any]) -> EventRecord:
-    *columns, data = row
-    return EventRecord(**dict(zip(EventRecord.__slots__, (*columns, json.loads(data)), strict=True)))
-
-
-def _checkpoint(row: Sequence[Any]) -> CheckpointRecord:
-    made = dict(zip(CheckpointRecord.__slots__, row, strict=True))
-    return CheckpointRecord(**{**made, "metrics": json.loads(made["metrics"])})
+Record = TypeVar("Record", FileRecord, JobRecord, EventRecord, CheckpointRecord)
+_TABLES: dict[type[Any], str] = {FileRecord: "files", JobRecord: "jobs", EventRecord: "events", CheckpointRecord: "checkpoints"}
+_JSON_COLUMNS = ("asked", "plan", "figures", "error", "data", "metrics")
 
 
 class Database:
-    """One for a server. Any thread may use it; each method is a transaction, or part of the one around it."""
+    """One per server. Thread-safe. Each method is a transaction, or part of the enclosing one."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Raises `SymbiosisError` if the database is another version's."""
+        """Raises `SymbiosisError` if the database has another schema version."""
         self._clock = clock
         self._lock = threading.RLock()
-        self._depth = 0
-        with _told():
+        self._in_transaction = False
+        with _map_sqlite_errors():
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("PRAGMA foreign_keys=ON")
-            found = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if found == 0:
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
                 self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={VERSION};COMMIT;")
-            elif found != VERSION:
+            elif version != VERSION:
                 self._db.close()
-                raise SymbiosisError(f"{path} was written by another version (its schema is {found}, ours {VERSION})")
+                raise SymbiosisError(f"{path} was written by another version: schema {version}, expected {VERSION}")
 
     def close(self) -> None:
         with self._lock:
@@ -158,12 +144,12 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing. Raises `StorageFull`."""
-        with self._lock, _told():
-            if self._depth:
+        with self._lock, _map_sqlite_errors():
+            if self._in_transaction:
                 yield
                 return
             self._db.execute("BEGIN IMMEDIATE")
-            self._depth = 1
+            self._in_transaction = True
             try:
                 yield
                 self._db.execute("COMMIT")
@@ -172,11 +158,17 @@ class Database:
                     self._db.execute("ROLLBACK")
                 raise
             finally:
-                self._depth = 0
+                self._in_transaction = False
 
-    def _all(self, sql: str, *values: Any) -> list[Any]:
-        with self._lock, _told():
+    def _query(self, sql: str, *values: Any) -> list[Any]:
+        with self._lock, _map_sqlite_errors():
             return self._db.execute(sql, values).fetchall()
+
+    def _select(self, kind: type[Record], where: str, *values: Any) -> list[Record]:
+        """`where` is built from constants only; everything else is in `values`."""
+        names = [field.name for field in fields(kind)]
+        rows = self._query(f"SELECT {', '.join(names)} FROM {_TABLES[kind]} WHERE {where}", *values)  # noqa: S608
+        return [kind(**{name: _decode(name, value) for name, value in zip(names, row, strict=True)}) for row in rows]
 
     def _now(self) -> int:
         return int(self._clock())
@@ -189,38 +181,36 @@ class Database:
                 "INSERT INTO files (id, tenant, filename, bytes, created_at) VALUES (?, ?, ?, ?, ?)",
                 (id, tenant, filename, size, self._now()),
             )
-            return self.file(id, tenant)
+            return self.get_file(id, tenant)
 
-    def file(self, id: str, tenant: str) -> FileRecord:
-        """Raises `UnknownFile`, also for another's."""
-        found = self._all(f"SELECT {_FILE} FROM files WHERE id=? AND tenant=?", id, tenant)  # noqa: S608 - columns of ours
+    def get_file(self, id: str, tenant: str) -> FileRecord:
+        """Raises `UnknownFile`, also for a file of another tenant."""
+        found = self._select(FileRecord, "id=? AND tenant=?", id, tenant)
         if not found:
             raise UnknownFile(f"there is no file {id!r:.80} of yours")
-        return FileRecord(*found[0])
+        return found[0]
 
-    def files(self, tenant: str, *, after: str | None, limit: int, oldest_first: bool = False) -> list[FileRecord]:
-        """Raises `UnknownFile` if there is no `after`."""
-        sign, way = (">", "ASC") if oldest_first else ("<", "DESC")
-        where, values = "tenant=?", [tenant]
-        if after is not None:
-            where, values = f"{where} AND number {sign} ?", [*values, self.file(after, tenant).number]  # type: ignore[list-item]
-        sql = f"SELECT {_FILE} FROM files WHERE {where} ORDER BY number {way} LIMIT ?"  # noqa: S608 - all parts are ours
-        return [FileRecord(*row) for row in self._all(sql, *values, limit)]
+    def list_files(self, tenant: str, *, after: str | None, limit: int, oldest_first: bool = False) -> list[FileRecord]:
+        """Raises `UnknownFile` if `after` does not exist."""
+        sign, direction = (">", "ASC") if oldest_first else ("<", "DESC")
+        bound = (0 if oldest_first else _MAX_NUMBER) if after is None else self.get_file(after, tenant).number
+        where = f"tenant=? AND number {sign} ? ORDER BY number {direction} LIMIT ?"
+        return self._select(FileRecord, where, tenant, bound, limit)
 
-    def files_taken(self, tenant: str) -> tuple[int, int]:
-        """How many a tenant has, and their bytes."""
-        count, size = self._all("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM files WHERE tenant=?", tenant)[0]
+    def file_usage(self, tenant: str) -> tuple[int, int]:
+        """Number of files and their total bytes."""
+        count, size = self._query("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM files WHERE tenant=?", tenant)[0]
         return int(count), int(size)
 
     def remove_file(self, id: str, tenant: str) -> None:
         with self.transaction():
-            self.file(id, tenant)
-            self._db.execute("DELETE FROM files WHERE id=?", (id,))
+            self.get_file(id, tenant)
+            self.remove_files([id])
 
     def file_ids(self) -> set[str]:
-        return {row[0] for row in self._all("SELECT id FROM files")}
+        return {row[0] for row in self._query("SELECT id FROM files")}
 
-    def forget_files(self, ids: Collection[str]) -> None:
+    def remove_files(self, ids: Collection[str]) -> None:
         with self.transaction():
             self._db.executemany("DELETE FROM files WHERE id=?", [(id,) for id in ids])
 
@@ -239,113 +229,106 @@ class Database:
         key: str | None = None,
         digest: str = "",
     ) -> JobRecord:
-        """With a key that was there before: that key's job, and nothing is added. Raises `KeyReused`."""
+        """Add a job, or return the one that already has this idempotency key. Raises `KeyReused`."""
         with self.transaction():
             if key is not None:
-                if (known := self.job_of_key(tenant, key, digest)) is not None:
-                    return known
+                if (existing := self.find_job_by_key(tenant, key, digest)) is not None:
+                    return existing
                 self._db.execute("INSERT INTO keys (tenant, key, digest, job) VALUES (?, ?, ?, ?)", (tenant, key, digest, id))
+            encoded, steps = (None, 0) if plan is None else (json.dumps(plan), plan["steps"])
             self._db.execute(
                 "INSERT INTO jobs (id, tenant, owner, state, name, created_at, asked, plan, steps) VALUES (?,?,?,?,?,?,?,?,?)",
-                (
-                    *(id, tenant, owner, state.value, name, self._now(), json.dumps(asked)),
-                    *(None if plan is None else json.dumps(plan), 0 if plan is None else plan["steps"]),
-                ),
+                (id, tenant, owner, state.value, name, self._now(), json.dumps(asked), encoded, steps),
             )
             self.add_event(id, "created", f"Created fine-tuning job: {id}")
-            return self.job(id)
+            return self.get_job(id)
 
-    def job_of_key(self, tenant: str, key: str, digest: str) -> JobRecord | None:
-        """Raises `KeyReused`."""
-        found = self._all("SELECT digest, job FROM keys WHERE tenant=? AND key=?", tenant, key)
+    def find_job_by_key(self, tenant: str, key: str, digest: str) -> JobRecord | None:
+        """Raises `KeyReused` if the key belongs to a request with another digest."""
+        found = self._query("SELECT digest, job FROM keys WHERE tenant=? AND key=?", tenant, key)
         if not found:
             return None
         if found[0][0] != digest:
-            raise KeyReused("this Idempotency-Key stood for another request: take a new one")
-        return self.job(found[0][1])
+            raise KeyReused("this Idempotency-Key belongs to a different request: use a new one")
+        return self.get_job(found[0][1])
 
-    def job(self, id: str, tenant: str | None = None) -> JobRecord:
-        """Raises `UnknownJob`; with a tenant, also for another's."""
-        found = self._all(f"SELECT {_JOB} FROM jobs WHERE id=?", id)  # noqa: S608 - columns of ours
-        if not found or (tenant is not None and found[0][2] != tenant):
+    def get_job(self, id: str, tenant: str | None = None) -> JobRecord:
+        """Raises `UnknownJob`, with a `tenant` also for a job of another one."""
+        found = self._select(JobRecord, "id=?", id)
+        if not found or tenant not in (None, found[0].tenant):
             raise UnknownJob(f"there is no fine-tuning job {id!r:.80} of yours")
-        return _job(found[0])
+        return found[0]
 
-    def jobs_named(self, owner: str | None, *names: str) -> list[JobRecord]:
-        """All that give an adapter of this owner one of these names, whatever has become of them."""
-        where = f"owner IS ? AND name IN ({', '.join('?' * len(names))})"
-        return [_job(row) for row in self._all(f"SELECT {_JOB} FROM jobs WHERE {where}", owner, *names)]  # noqa: S608
+    def list_jobs_named(self, owner: str | None, *names: str) -> list[JobRecord]:
+        """Jobs in any state whose adapter belongs to `owner` and has one of these names."""
+        return self._select(JobRecord, f"owner IS ? AND name IN ({_marks(names)})", owner, *names)
 
-    def jobs(self, tenant: str | None, *, after: str | None, limit: int) -> list[JobRecord]:
-        """Newest first; of all tenants if None. Raises `UnknownJob` if there is no `after`."""
-        where, values = ("1", []) if tenant is None else ("tenant=?", [tenant])
-        if after is not None:
-            where, values = f"{where} AND number < ?", [*values, self.job(after, tenant).number]  # type: ignore[list-item]
-        sql = f"SELECT {_JOB} FROM jobs WHERE {where} ORDER BY number DESC LIMIT ?"  # noqa: S608 - all parts are ours
-        return [_job(row) for row in self._all(sql, *values, limit)]
+    def list_jobs(self, tenant: str | None, *, after: str | None, limit: int) -> list[JobRecord]:
+        """Newest first; `tenant` None: all tenants. Raises `UnknownJob` if `after` does not exist."""
+        bound = _MAX_NUMBER if after is None else self.get_job(after, tenant).number
+        where, values = ("1", ()) if tenant is None else ("tenant=?", (tenant,))
+        return self._select(JobRecord, f"{where} AND number < ? ORDER BY number DESC LIMIT ?", *values, bound, limit)
 
-    def jobs_in(self, *states: JobState) -> list[JobRecord]:
+    def list_jobs_in(self, *states: JobState) -> list[JobRecord]:
         """Oldest first."""
-        marks = ", ".join("?" * len(states))
-        sql = f"SELECT {_JOB} FROM jobs WHERE state IN ({marks}) ORDER BY number"  # noqa: S608 - marks only
-        return [_job(row) for row in self._all(sql, *(state.value for state in states))]
+        return self._select(JobRecord, f"state IN ({_marks(states)}) ORDER BY number", *(state.value for state in states))
 
-    def waiting(self) -> list[QueuedJob]:
+    def list_queued(self) -> list[QueuedJob]:
         """Oldest first."""
         sql = "SELECT id, tenant FROM jobs WHERE state=? ORDER BY number"
-        return [QueuedJob(*row) for row in self._all(sql, JobState.QUEUED.value)]
+        return [QueuedJob(*row) for row in self._query(sql, JobState.QUEUED.value)]
 
-    def count(self, tenant: str | None = None) -> dict[JobState, int]:
-        """Jobs by state; of all tenants if None."""
-        where, values = ("1", []) if tenant is None else ("tenant=?", [tenant])
-        found = dict(self._all(f"SELECT state, COUNT(*) FROM jobs WHERE {where} GROUP BY state", *values))  # noqa: S608
+    def count_by_state(self, tenant: str | None = None) -> dict[JobState, int]:
+        """`tenant` None: all tenants."""
+        where, values = ("1", ()) if tenant is None else ("tenant=?", (tenant,))
+        found = dict(self._query(f"SELECT state, COUNT(*) FROM jobs WHERE {where} GROUP BY state", *values))  # noqa: S608
         return {state: found.get(state.value, 0) for state in JobState}
 
     def count_open(self, tenant: str) -> int:
         """Jobs of a tenant that have not ended."""
-        return sum(count for state, count in self.count(tenant).items() if not state.is_end)
+        return sum(count for state, count in self.count_by_state(tenant).items() if not state.is_end)
 
-    def open_tokens(self, tenant: str) -> int:
-        """Of the data of a tenant's jobs that have not ended."""
-        open_states = [state.value for state in JobState if not state.is_end]
-        where = f"tenant=? AND state IN ({', '.join('?' * len(open_states))})"
+    def sum_open_tokens(self, tenant: str) -> int:
+        """Dataset tokens of a tenant's jobs that have not ended."""
+        states = [state.value for state in JobState if not state.is_end]
+        where = f"tenant=? AND state IN ({_marks(states)})"
         sql = f"SELECT COALESCE(SUM(json_extract(plan, '$.tokens')), 0) FROM jobs WHERE {where}"  # noqa: S608 - marks only
-        return int(self._all(sql, tenant, *open_states)[0][0])
+        return int(self._query(sql, tenant, *states)[0][0])
 
-    def forget_old(self, tenant: str, jobs: int, steps: int, *, but: Collection[str] = ()) -> None:
-        """Of a tenant's jobs that have ended, keep the newest that are so many and have done so many steps together."""
-        ended = ", ".join(f"'{state.value}'" for state in JobState if state.is_end)
+    def prune_ended(self, tenant: str, max_jobs: int, max_steps: int, *, exclude: Collection[str] = ()) -> None:
+        """Remove a tenant's oldest ended jobs, beyond `max_jobs` jobs or `max_steps` steps in total."""
+        ended = [state.value for state in JobState if state.is_end]
         sql = f"""SELECT number, id FROM (
             SELECT number, id, COUNT(*) OVER newer AS jobs, SUM(step) OVER newer AS steps FROM jobs
-            WHERE tenant=? AND state IN ({ended}) WINDOW newer AS (ORDER BY number DESC)) WHERE jobs > ? OR steps > ?"""  # noqa: S608
+            WHERE tenant=? AND state IN ({_marks(ended)}) WINDOW newer AS (ORDER BY number DESC)) WHERE jobs > ? OR steps > ?"""  # noqa: S608
         with self.transaction():
-            old = [(number,) for number, id in self._all(sql, tenant, jobs, steps) if id not in but]
+            old = [(number,) for number, id in self._query(sql, tenant, *ended, max_jobs, max_steps) if id not in exclude]
             self._db.executemany("DELETE FROM events WHERE job=?", old)
             self._db.executemany("DELETE FROM checkpoints WHERE job=?", old)
             self._db.executemany("DELETE FROM keys WHERE job=(SELECT id FROM jobs WHERE number=?)", old)
             self._db.executemany("DELETE FROM jobs WHERE number=?", old)
 
-    def change(self, id: str, change: StateChange, *, epoch: int | None = None, **values: Any) -> JobRecord:
-        """Raises `WrongState`, also if the job has been started again since `epoch`; `values` are columns."""
+    def change_state(self, id: str, change: StateChange, *, epoch: int | None = None, **columns: Any) -> JobRecord:
+        """Compare-and-set. Raises `WrongState`, also if the job was started again since run `epoch`."""
         with self.transaction():
-            job = self.job(id)
-            state = after(job.state, change)
+            job = self.get_job(id)
+            state = next_state(job.state, change)
             if epoch is not None and epoch != job.epoch:
-                after(JobState.CANCELLED, change)  # that start is over: nothing more can happen to it
+                next_state(JobState.CANCELLED, change)  # raises: that run is over
             if change is StateChange.BEGIN:
-                values["epoch"] = job.epoch + 1
-                values["began_at"] = job.began_at or self._now()
+                columns["epoch"] = job.epoch + 1
+                columns["began_at"] = job.began_at or self._now()
             if state.is_end:
-                values["finished_at"] = self._now()
-            self.set(id, state=state.value, **values)
-            return self.job(id)
+                columns["finished_at"] = self._now()
+            self.update_job(id, state=state.value, **columns)
+            return self.get_job(id)
 
-    def set(self, id: str, **values: Any) -> None:
-        """Columns of a job; dictionaries become JSON."""
+    def update_job(self, id: str, **columns: Any) -> None:
+        """Set columns of a job; dictionaries become JSON."""
         with self.transaction():
-            sql = f"UPDATE jobs SET {', '.join(f'{name}=?' for name in values)} WHERE id=?"  # noqa: S608 - columns of ours
-            told = [json.dumps(value) if isinstance(value, dict) else value for value in values.values()]
-            self._db.execute(sql, (*told, id))
+            sql = f"UPDATE jobs SET {', '.join(f'{name}=?' for name in columns)} WHERE id=?"  # noqa: S608 - constant names
+            values = [json.dumps(value) if isinstance(value, dict) else value for value in columns.values()]
+            self._db.execute(sql, (*values, id))
 
     # Events and checkpoints
 
@@ -366,27 +349,26 @@ class Database:
                 (self._now(), level, kind, message, step, json.dumps(data or {}), job),
             )
 
-    def forget_after(self, job: JobRecord, step: int) -> None:
-        """Steps that will be done again."""
+    def discard_after_step(self, job: JobRecord, step: int) -> None:
+        """Remove events and checkpoints of later steps, which will run again."""
         with self.transaction():
             self._db.execute("DELETE FROM events WHERE job=? AND step > ?", (job.number, step))
             self._db.execute("DELETE FROM checkpoints WHERE job=? AND step > ?", (job.number, step))
-            tokens = self._all(
+            tokens = self._query(
                 "SELECT COALESCE(SUM(json_extract(data, '$.tokens')), 0) FROM events WHERE job=? AND kind='metrics'", job.number
             )
-            self.set(job.id, step=step, tokens=int(tokens[0][0]))
+            self.update_job(job.id, step=step, tokens=int(tokens[0][0]))
 
-    def events(self, job: JobRecord, *, after: int | None, limit: int) -> list[EventRecord]:
+    def list_events(self, job: JobRecord, *, after: int | None, limit: int) -> list[EventRecord]:
         """Newest first."""
-        sql = f"SELECT {_EVENT} FROM events WHERE job=? AND number < ? ORDER BY number DESC LIMIT ?"  # noqa: S608 - columns of ours
-        return [_event(row) for row in self._all(sql, job.number, _bound(after), limit)]
+        return self._select(EventRecord, _NEWEST_FIRST, job.number, _MAX_NUMBER if after is None else after, limit)
 
     def add_checkpoint(
         self, job: JobRecord, step: int, folder: str, hash: str | None, serves: str | None, metrics: dict[str, Any]
     ) -> bool:
-        """False if it was there: what was not known of it is added."""
+        """Add a checkpoint, or fill in what was unknown of an existing one. Returns whether it is new."""
         with self.transaction():
-            known = self._all("SELECT 1 FROM checkpoints WHERE job=? AND step=?", job.number, step)
+            known = self._query("SELECT 1 FROM checkpoints WHERE job=? AND step=?", job.number, step)
             self._db.execute(
                 "INSERT INTO checkpoints (job, step, folder, hash, serves, metrics, created_at) VALUES (?, ?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT (job, step) DO UPDATE SET folder=excluded.folder, hash=COALESCE(excluded.hash, hash), "
@@ -399,40 +381,45 @@ class Database:
         with self.transaction():
             self._db.execute("UPDATE checkpoints SET serves=? WHERE job=? AND step=?", (name, job.number, step))
 
-    def forget_served(self, job: JobRecord, *, before: int | None = None) -> None:
-        """Nobody gets checkpoints before this step any more; None: any."""
+    def clear_served(self, job: JobRecord, *, before: int | None = None) -> None:
+        """Mark checkpoints before this step, or all, as not served."""
+        before = _MAX_NUMBER if before is None else before
         with self.transaction():
-            self._db.execute("UPDATE checkpoints SET serves=NULL WHERE job=? AND step < ?", (job.number, _bound(before)))
+            self._db.execute("UPDATE checkpoints SET serves=NULL WHERE job=? AND step < ?", (job.number, before))
 
-    def drop_folders(self, job: JobRecord, *, before: int) -> list[str]:
-        """Of checkpoints before a step: they are forgotten here, and to be removed."""
+    def release_folders(self, job: JobRecord, *, before: int) -> list[str]:
+        """Clear the folders of checkpoints before a step. Returns them; the caller removes them."""
         with self.transaction():
             where = "job=? AND step < ? AND folder IS NOT NULL"
-            found = [row[0] for row in self._all(f"SELECT folder FROM checkpoints WHERE {where}", job.number, before)]  # noqa: S608
+            found = [row[0] for row in self._query(f"SELECT folder FROM checkpoints WHERE {where}", job.number, before)]  # noqa: S608
             self._db.execute(f"UPDATE checkpoints SET folder=NULL WHERE {where}", (job.number, before))  # noqa: S608
             return found
 
-    def checkpoints(self, job: JobRecord, *, after: int | None, limit: int) -> list[CheckpointRecord]:
+    def list_checkpoints(self, job: JobRecord, *, after: int | None, limit: int) -> list[CheckpointRecord]:
         """Newest first."""
-        sql = f"SELECT {_CHECKPOINT} FROM checkpoints WHERE job=? AND number < ? ORDER BY number DESC LIMIT ?"  # noqa: S608
-        return [_checkpoint(row) for row in self._all(sql, job.number, _bound(after), limit)]
+        return self._select(CheckpointRecord, _NEWEST_FIRST, job.number, _MAX_NUMBER if after is None else after, limit)
 
     def last_checkpoint(self, job: JobRecord) -> CheckpointRecord | None:
-        """The one to go on from."""
-        sql = f"SELECT {_CHECKPOINT} FROM checkpoints WHERE job=? AND folder IS NOT NULL ORDER BY step DESC LIMIT 1"  # noqa: S608
-        found = self._all(sql, job.number)
-        return _checkpoint(found[0]) if found else None
+        """The checkpoint to resume from."""
+        found = self._select(CheckpointRecord, "job=? AND folder IS NOT NULL ORDER BY step DESC LIMIT 1", job.number)
+        return found[0] if found else None
 
 
-def _bound(number: int | None) -> int:
-    return (1 << 62) if number is None else number
+def _decode(name: str, value: Any) -> Any:
+    if name == "state":
+        return JobState(value)
+    return json.loads(value) if name in _JSON_COLUMNS and value is not None else value
+
+
+def _marks(values: Collection[Any]) -> str:
+    return ", ".join("?" * len(values))
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _map_sqlite_errors() -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):  # all kinds of them
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):  # extended codes included
             raise StorageFull("the server's disk is full: nothing was changed. Try again later, or tell the provider") from None
         raise

@@ -1,4 +1,4 @@
-"""What can be wrong with a file or a job."""
+"""Errors of training files and fine-tuning jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from symbiosis.errors import SymbiosisError
 
 
 class BadTrainingFile(SymbiosisError):
-    """Data that cannot be learnt from; the message names the lines."""
+    """The data cannot be trained on. The message names the lines."""
 
     code = "invalid_training_file"
 
@@ -16,47 +16,47 @@ class BadTrainingFile(SymbiosisError):
 
 
 class BadPlan(SymbiosisError):
-    """Settings of a job that contradict each other, the method or the data."""
+    """Hyperparameters contradict each other, the method or the data; `name` is the hyperparameter."""
 
     code = "invalid_hyperparameters"
 
-    def __init__(self, message: str, *, field: str = "hyperparameters") -> None:
+    def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
-        self.field = field
+        self.field = f"hyperparameters.{name}"
 
 
 class UnknownFile(SymbiosisError):
-    """No file of the caller's has this id."""
+    """The tenant has no file with this id."""
 
     code = "file_not_found"
 
 
 class UnknownJob(SymbiosisError):
-    """No job of the caller's has this id."""
+    """The tenant has no job with this id."""
 
     code = "job_not_found"
 
 
 class WrongState(SymbiosisError):
-    """What was asked of a job cannot be done in the state it is in."""
+    """The job's state does not allow the change."""
 
     code = "invalid_state"
 
 
 class NameReserved(SymbiosisError):
-    """A name that a job will give its adapter."""
+    """The name is reserved for the adapter of a job."""
 
     code = "name_reserved"
     field = "name"
 
 
 class KeyReused(SymbiosisError):
-    """An Idempotency-Key that stood for another request."""
+    """The Idempotency-Key belongs to a different request."""
 
     code = "idempotency_key_reused"
 
 
 class StorageFull(SymbiosisError):
-    """The disk takes no more."""
+    """The disk is full."""
 
     code = "storage_full"

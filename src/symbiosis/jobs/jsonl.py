@@ -1,6 +1,6 @@
-"""Training data as it comes: JSONL, read strictly. What is wrong is said of several lines at once, by their numbers.
+"""Strict reader of JSONL training data. An error names several bad lines by number.
 
-A line is a chat (`messages`), a text (`text`) or a `prompt` with its `completion`; all lines of a file are of one kind.
+A line is a chat (`messages`), a text (`text`) or a `prompt` with its `completion`. All lines of a file are of one kind.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 from symbiosis.jobs.errors import BadTrainingFile
 
 ROLES = ("system", "user", "assistant")
-MAX_LINE = 4 << 20
+MAX_LINE_BYTES = 4 << 20
 MAX_MESSAGES = 256
-_SHOWN = 5
-"""Lines that an error names."""
-_ENOUGH = 1000
-"""Faults, after which no more are looked for."""
+_MAX_SHOWN = 5
+"""Bad lines that an error names."""
+_MAX_ERRORS = 1000
+"""Reading stops after this many bad lines."""
 
 
 class LineKind(StrEnum):
@@ -29,17 +29,17 @@ class LineKind(StrEnum):
     PAIR = "prompt"
 
 
-_FIELDS = {LineKind.CHAT: {"messages"}, LineKind.TEXT: {"text"}, LineKind.PAIR: {"prompt", "completion"}}
+_FIELDS = ({"messages"}, {"text"}, {"prompt", "completion"})
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
     role: str
     content: str
-    learnt: bool
-    """The assistant's, unless its weight is 0."""
+    is_label: bool
+    """Whether it is trained on: the assistant's messages with weight 1."""
 
-    def plain(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str]:
         return {"role": self.role, "content": self.content}
 
 
@@ -59,93 +59,98 @@ class JsonlSample:
 
 
 class LineErrors:
-    """Gathers what is wrong with lines."""
+    """Collects errors of lines."""
 
     def __init__(self, field: str) -> None:
         self._field = field
-        self._found: list[str] = []
-        self.count = 0
+        self._shown: list[str] = []
+        self._count = 0
 
-    def add(self, line: int, what: str) -> None:
-        """Raises `BadTrainingFile` once there are so many that more would tell nothing."""
-        self.count += 1
-        if len(self._found) < _SHOWN:
-            self._found.append(f"line {line}: {what}")
-        if self.count == _ENOUGH:
-            self.check()
+    def add(self, line: int, message: str) -> None:
+        """Raises `BadTrainingFile` after `_MAX_ERRORS` errors."""
+        self._count += 1
+        if len(self._shown) < _MAX_SHOWN:
+            self._shown.append(f"line {line}: {message}")
+        if self._count == _MAX_ERRORS:
+            self.raise_if_any()
 
-    def check(self) -> None:
-        """Raises `BadTrainingFile` if anything was added."""
-        if self.count:
-            more = self.count - len(self._found)
-            raise BadTrainingFile("; ".join(self._found) + (f"; and {more} more" if more else ""), field=self._field)
+    def raise_if_any(self) -> None:
+        """Raises `BadTrainingFile`."""
+        if self._count:
+            more = self._count - len(self._shown)
+            raise BadTrainingFile("; ".join(self._shown) + (f"; and {more} more" if more else ""), field=self._field)
 
 
 class _BadLine(ValueError):
     pass
 
 
-def read(path: Path, *, field: str, max_examples: int, check: Callable[[], None] = lambda: None) -> list[JsonlSample]:
-    """All of a file. Raises `BadTrainingFile`, or what `check` raises between two lines."""
-    faults, samples, kind = LineErrors(field), list[JsonlSample](), None
-    for number, raw in _lines(path):
+def read_samples(path: Path, *, field: str, max_examples: int, check: Callable[[], None] = lambda: None) -> list[JsonlSample]:
+    """Raises `BadTrainingFile`, or what `check` raises between two lines."""
+    errors, samples, kind = LineErrors(field), list[JsonlSample](), None
+    for number, raw in _read_lines(path):
         check()
         if raw is None:
-            faults.add(number, f"has more than {MAX_LINE} bytes")
+            errors.add(number, f"has more than {MAX_LINE_BYTES} bytes")
             continue
         if not raw.strip():
             continue
         try:
-            sample = parse(number, raw)
+            sample = parse_line(number, raw)
         except _BadLine as error:
-            faults.add(number, str(error))
+            errors.add(number, str(error))
             continue
         kind = kind or sample.kind
         if sample.kind is not kind:
-            faults.add(number, f"has '{sample.kind}', lines before it have '{kind}': all lines of a file are of one kind")
+            errors.add(number, f"has '{sample.kind}', earlier lines have '{kind}': all lines of a file must be of one kind")
             continue
         samples.append(sample)
         if len(samples) > max_examples:
-            raise BadTrainingFile(f"the file has more than the {max_examples} examples that are taken", field=field)
-    faults.check()
+            raise BadTrainingFile(f"the file has more than the {max_examples} examples allowed", field=field)
+    errors.raise_if_any()
     if not samples:
         raise BadTrainingFile('the file is empty: expected a line such as {"messages": […]} per example', field=field)
     return samples
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Numbers and bytes of lines, None for one that is too long; never more than one line in memory."""
+def _read_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
+    """Line numbers and bytes, None for a line that is too long. Holds at most one line in memory."""
     with path.open("rb") as file:
-        number, skipping = 0, False
-        while piece := file.readline(MAX_LINE + 1):
-            ends = piece.endswith(b"\n")
-            if skipping:
-                skipping = not ends
+        number, is_skipping = 0, False
+        while chunk := file.readline(MAX_LINE_BYTES + 1):
+            is_complete = chunk.endswith(b"\n")
+            if is_skipping:
+                is_skipping = not is_complete
                 continue
             number += 1
-            skipping = not ends and len(piece) > MAX_LINE
-            yield number, None if len(piece) > MAX_LINE else piece
+            is_too_long = len(chunk) > MAX_LINE_BYTES
+            is_skipping = is_too_long and not is_complete
+            yield number, None if is_too_long else chunk
 
 
-def parse(number: int, raw: bytes) -> JsonlSample:
-    """Raises `ValueError` with what is wrong."""
-    row = _json(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
-    if not isinstance(row, dict) or set(row) not in _FIELDS.values():
-        found = ", ".join(f"{key!r:.40}" for key in list(row)[:5]) if isinstance(row, dict) else type(row).__name__
+def parse_line(number: int, raw: bytes) -> JsonlSample:
+    """Raises `ValueError` with the reason."""
+    row = _parse_json(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+    if not isinstance(row, dict) or set(row) not in _FIELDS:
         raise _BadLine(
-            f"expected an object with 'messages', with 'text', or with 'prompt' and 'completion', and nothing else; got "
-            f"{found or 'an empty one'}"
+            "expected an object with exactly 'messages', 'text', or 'prompt' and 'completion'; got "
+            f"{_show_keys(row) or 'an empty one'}"
         )
     if "messages" in row:
-        return JsonlSample(number, messages=_messages(row["messages"]))
+        return JsonlSample(number, messages=_parse_messages(row["messages"]))
     if "text" in row:
-        return JsonlSample(number, text=_text(row["text"], "'text'"))
-    return JsonlSample(number, prompt=_text(row["prompt"], "'prompt'"), completion=_text(row["completion"], "'completion'"))
+        return JsonlSample(number, text=_check_text(row["text"], "'text'"))
+    prompt, completion = _check_text(row["prompt"], "'prompt'"), _check_text(row["completion"], "'completion'")
+    return JsonlSample(number, prompt=prompt, completion=completion)
 
 
-def _json(raw: bytes) -> Any:
+def _show_keys(value: Any) -> str:
+    return ", ".join(f"{key!r:.40}" for key in list(value)[:6]) if isinstance(value, dict) else type(value).__name__
+
+
+def _parse_json(raw: bytes) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_number)
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_check_keys, parse_constant=_reject_constant)
     except UnicodeDecodeError:
         raise _BadLine("is not UTF-8") from None
     except RecursionError:
@@ -158,47 +163,46 @@ def _json(raw: bytes) -> Any:
         raise _BadLine(f"is not JSON ({str(error)[:80]})") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise _BadLine("has a key twice")
+        raise _BadLine("has a duplicate key")
     return found
 
 
-def _no_number(name: str) -> NoReturn:
-    raise _BadLine(f"has {name}, which is no number of JSON")
+def _reject_constant(name: str) -> NoReturn:
+    raise _BadLine(f"has {name}, which is not a JSON number")
 
 
-def _messages(value: Any) -> tuple[ChatTurn, ...]:
+def _parse_messages(value: Any) -> tuple[ChatTurn, ...]:
     if not isinstance(value, list) or not value:
-        raise _BadLine("'messages' must be a list that is not empty")
+        raise _BadLine("'messages' must be a non-empty list")
     if len(value) > MAX_MESSAGES:
-        raise _BadLine(f"has {len(value)} messages, at most {MAX_MESSAGES} are taken")
-    messages = tuple(_message(number, each) for number, each in enumerate(value, 1))
-    if not any(message.learnt for message in messages):
-        raise _BadLine("has no message of the assistant with a weight above 0, so there is nothing to learn")
+        raise _BadLine(f"has {len(value)} messages, at most {MAX_MESSAGES} allowed")
+    messages = tuple(_parse_message(number, each) for number, each in enumerate(value, 1))
+    if not any(message.is_label for message in messages):
+        raise _BadLine("has no assistant message with weight 1, so there is nothing to learn")
     return messages
 
 
-def _message(number: int, value: Any) -> ChatTurn:
+def _parse_message(number: int, value: Any) -> ChatTurn:
     where = f"message {number}"
     if not isinstance(value, dict) or not {"role", "content"} <= set(value) <= {"role", "content", "weight"}:
-        found = ", ".join(f"{key!r:.40}" for key in list(value)[:6]) if isinstance(value, dict) else type(value).__name__
-        raise _BadLine(f"{where} must have 'role' and 'content' (and 'weight' if you like), got {found or 'nothing'}")
+        raise _BadLine(f"{where} must have 'role', 'content' and optionally 'weight', got {_show_keys(value) or 'nothing'}")
     if value["role"] not in ROLES:
         raise _BadLine(f"{where} has the role {value['role']!r:.40}, expected one of {', '.join(ROLES)}")
     weight = value.get("weight", 1)
     if "weight" in value and (value["role"] != "assistant" or isinstance(weight, bool) or weight not in (0, 1)):
-        raise _BadLine(f"{where} has the weight {weight!r:.40}: only the assistant's have one, and it is 0 or 1")
-    content = _text(value["content"], f"'content' of {where}")
+        raise _BadLine(f"{where} has the weight {weight!r:.40}: expected 0 or 1, on assistant messages only")
+    content = _check_text(value["content"], f"'content' of {where}")
     return ChatTurn(value["role"], content, value["role"] == "assistant" and weight == 1)
 
 
-def _text(value: Any, what: str) -> str:
+def _check_text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise _BadLine(f"{what} must be a text that is not empty")
+        raise _BadLine(f"{name} must be a non-empty string")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise _BadLine(f"{what} has half a character (a lone surrogate)") from None
+        raise _BadLine(f"{name} has a lone surrogate") from None
     return value

@@ -1,9 +1,9 @@
-"""The folder of everything about jobs: the database, uploaded files, and what each job works with.
+"""Folder layout of fine-tuning jobs.
 
-jobs.sqlite
-files/file-…                     as they were uploaded
+jobs.sqlite                      the database
+files/file-…                     uploaded files
 work/ftjob-…/training.safetensors, validation.safetensors
-work/ftjob-…/try-E/step-N        checkpoints of the E-th start
+work/ftjob-…/try-E/step-N        checkpoints of run E
 """
 
 from __future__ import annotations
@@ -12,40 +12,39 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from symbiosis.jobs.atomic_files import to_disk
+from symbiosis.jobs.atomic_files import sync_to_disk
 
 
 class JobsLayout:
-    """Owned by one server; who made it holds its lock."""
+    """Paths under one root. The server process that creates it holds the folder's lock."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.database, self.files, self._work = root / "jobs.sqlite", root / "files", root / "work"
-        for each in (root, self.files, self._work):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            to_disk(each.parent)
+        self.database_path, self.files, self._work = root / "jobs.sqlite", root / "files", root / "work"
+        for folder in (root, self.files, self._work):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sync_to_disk(folder.parent)
 
-    def file(self, id: str) -> Path:
-        """`id` is one of ours: it came out of the database."""
+    def file_path(self, id: str) -> Path:
+        """`id` must come from the database, never from a request."""
         return self.files / id
 
     def file_ids(self) -> set[str]:
         return {path.name for path in self.files.iterdir()}
 
-    def work(self, job: str) -> Path:
+    def job_folder(self, job: str) -> Path:
         return self._work / job
 
-    def data(self, job: str, field: str) -> Path:
-        return self.work(job) / f"{field.removesuffix('_file')}.safetensors"
+    def dataset_path(self, job: str, field: str) -> Path:
+        return self.job_folder(job) / f"{field.removesuffix('_file')}.safetensors"
 
-    def checkpoints(self, job: str, epoch: int) -> Path:
-        return self.work(job) / f"try-{epoch}"
+    def checkpoint_folder(self, job: str, epoch: int) -> Path:
+        return self.job_folder(job) / f"try-{epoch}"
 
-    def remove_work(self, job: str) -> None:
-        shutil.rmtree(self.work(job), ignore_errors=True)
+    def remove_job(self, job: str) -> None:
+        shutil.rmtree(self.job_folder(job), ignore_errors=True)
 
-    def remove_others(self, *, files: Collection[str], jobs: Collection[str]) -> None:
-        """Left over from a process that was killed in mid-work."""
+    def remove_unknown(self, *, files: Collection[str], jobs: Collection[str]) -> None:
+        """Remove everything but these: a killed process may leave files without a record."""
         for path in self.files.iterdir():
             if path.name not in files:
                 path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a job will do: the caller's hyper-parameters with every "auto" decided, as the engine takes them."""
+"""Training plan of a job: the request's hyperparameters with every "auto" resolved, as the engine accepts them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from symbiosis.adapters.files import CONFIG, FileLimits
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 from symbiosis.jobs.errors import BadPlan
 
-_USUAL_LENGTH = 2048
-_OFTEN = 100
-"""Most steps between two checkpoints, unless asked for."""
+_DEFAULT_LENGTH = 2048
+_MAX_AUTO_INTERVAL = 100
+"""Most steps between two checkpoints if checkpoint_every is "auto"."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanMethod:
-    """A PEFT method by a short name."""
+    """A PEFT method by its short name."""
 
     kind: PeftMethod
     lr: float
@@ -30,11 +30,11 @@ class PlanMethod:
         return self.kind is PeftMethod.LORA
 
     @property
-    def is_virtual(self) -> bool:
+    def has_virtual_tokens(self) -> bool:
         return not self.is_low_rank and self.kind is not PeftMethod.IA3
 
 
-# the learning rates are those of `symbiosis finetune`
+# The learning rates equal those of `symbiosis finetune`.
 METHODS = {
     "lora": PlanMethod(PeftMethod.LORA, 1e-3),
     "rslora": PlanMethod(PeftMethod.LORA, 1e-3, {"use_rslora": True}),
@@ -44,24 +44,24 @@ METHODS = {
     "prompt": PlanMethod(PeftMethod.PROMPT_TUNING, 2e-2),
     "ptuning": PlanMethod(PeftMethod.P_TUNING, 2e-3),
 }
-_OF_CHOICE = ("peft_method", "rank", "alpha", "targets", "virtual_tokens")
+_METHOD_FIELDS = ("peft_method", "rank", "alpha", "targets", "virtual_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hyperparameters:
-    """Hyper-parameters as they were asked for, within their bounds. None: "auto"."""
+    """Hyperparameters of a request, each within its bounds. None: "auto"."""
 
     n_epochs: float | None = None
     n_steps: int | None = None
-    """In place of epochs."""
+    """Replaces n_epochs."""
     batch_size: int | None = None
     gradient_accumulation: int | None = None
     learning_rate: float | None = None
     learning_rate_multiplier: float | None = None
-    """Of the method's usual rate."""
+    """Of the method's default rate."""
     scheduler: str | None = None
     warmup: float | None = None
-    """Steps; below 1, the share of all."""
+    """Steps; below 1, a fraction of all steps."""
     weight_decay: float | None = None
     max_grad_norm: float | None = None
     peft_method: str | None = None
@@ -70,7 +70,7 @@ class Hyperparameters:
     targets: tuple[str, ...] | str | None = None
     virtual_tokens: int | None = None
     adapter: dict[str, Any] | None = None
-    """A PEFT config, in place of the five before."""
+    """A PEFT config; replaces the five fields above."""
     max_length: int | None = None
     truncate: bool | None = None
     checkpoint_every: int | None = None
@@ -79,8 +79,8 @@ class Hyperparameters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Length:
-    """What has to be known before the data is read."""
+class LengthLimit:
+    """Resolved before the data is tokenized."""
 
     max_length: int
     truncate: bool
@@ -88,163 +88,139 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """All of it can be said in JSON."""
+    """JSON-serializable by `asdict`."""
 
     adapter: dict[str, Any]
     recipe: dict[str, Any]
     steps: int
     tokens: int
-    """Of its data on the disk, validation included."""
+    """Tokens of the data on disk, validation included."""
     checkpoint_every: int
     evaluate_every: int | None
     serve_checkpoints: bool
     shown: dict[str, Any]
-    """The hyper-parameters as decided."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    """The resolved hyperparameters, for responses."""
 
 
-def length(wishes: Hyperparameters, longest: int) -> Length:
-    """What of the `longest` an example may have itself. The wishes were checked. Raises `BadPlan`."""
-    virtual = int(adapter_of(wishes).get("num_virtual_tokens") or 0)
-    if virtual >= longest:
-        raise BadPlan(
-            f"{virtual} virtual tokens leave none for examples: training takes {longest} tokens at most, these included",
-            field="hyperparameters.virtual_tokens" if wishes.adapter is None else "hyperparameters.adapter",
-        )
-    most = wishes.max_length or min(_USUAL_LENGTH, longest - virtual)
-    if most > longest - virtual:
-        beside = f" beside {virtual} virtual ones" if virtual else ""
-        raise BadPlan(
-            f"max_length is {most}, training takes {longest - virtual} tokens{beside} at most",
-            field="hyperparameters.max_length",
-        )
-    return Length(max_length=most, truncate=wishes.truncate is not False)
+def resolve_length(params: Hyperparameters, max_tokens: int) -> LengthLimit:
+    """The length limit of examples; virtual tokens count towards `max_tokens`. Raises `BadPlan`."""
+    virtual = int(build_adapter_config(params).get("num_virtual_tokens") or 0)
+    if virtual >= max_tokens:
+        name = "virtual_tokens" if params.adapter is None else "adapter"
+        raise BadPlan(f"{virtual} virtual tokens leave none for examples: at most {max_tokens} allowed in total", name)
+    max_length = params.max_length or min(_DEFAULT_LENGTH, max_tokens - virtual)
+    if max_length > max_tokens - virtual:
+        extra = f" with {virtual} virtual tokens" if virtual else ""
+        raise BadPlan(f"max_length is {max_length}, at most {max_tokens - virtual} tokens allowed{extra}", "max_length")
+    return LengthLimit(max_length=max_length, truncate=params.truncate is not False)
 
 
-def check(wishes: Hyperparameters) -> None:
-    """All that can be said without the data. Raises `BadPlan`, `BadAdapter` or `UnsupportedAdapter`."""
-    if wishes.learning_rate is not None and wishes.learning_rate_multiplier is not None:
-        raise BadPlan("give learning_rate or learning_rate_multiplier, not both", field="hyperparameters.learning_rate")
-    if wishes.n_epochs is not None and wishes.n_steps is not None:
-        raise BadPlan("give n_epochs or n_steps, not both", field="hyperparameters.n_steps")
-    adapter = adapter_of(wishes)
-    # what PEFT takes from the model if it is not said, so that everything else can be read
+def check_hyperparameters(params: Hyperparameters) -> None:
+    """Check everything that does not depend on the data. Raises `BadPlan`, `BadAdapter` or `UnsupportedAdapter`."""
+    if params.learning_rate is not None and params.learning_rate_multiplier is not None:
+        raise BadPlan("give learning_rate or learning_rate_multiplier, not both", "learning_rate")
+    if params.n_epochs is not None and params.n_steps is not None:
+        raise BadPlan("give n_epochs or n_steps, not both", "n_steps")
+    adapter = build_adapter_config(params)
+    # PEFT takes missing targets from the model; placeholders let the rest be parsed without it.
     has_targets = adapter["peft_type"] in (PeftMethod.LORA, PeftMethod.IA3)
-    usual: dict[str, Any] = {"target_modules": ["x"], "feedforward_modules": []} if has_targets else {}
-    given = {key: value for key, value in adapter.items() if value is not None}
-    parse_config({**usual, **given}, FileLimits())
+    defaults: dict[str, Any] = {"target_modules": ["x"], "feedforward_modules": []} if has_targets else {}
+    parse_config({**defaults, **{key: value for key, value in adapter.items() if value is not None}}, FileLimits())
 
 
-def adapter_of(wishes: Hyperparameters) -> dict[str, Any]:
-    """The PEFT config that was asked for. Raises `BadPlan`, `BadAdapter` or `UnsupportedAdapter`."""
-    if wishes.adapter is not None:
-        for name in _OF_CHOICE:
-            if getattr(wishes, name) is not None:
-                raise BadPlan(f"adapter says it all: leave {name} out", field=f"hyperparameters.{name}")
-        kind = wishes.adapter.get("peft_type")
+def build_adapter_config(params: Hyperparameters) -> dict[str, Any]:
+    """The requested PEFT config. Raises `BadPlan`, `BadAdapter` or `UnsupportedAdapter`."""
+    if params.adapter is not None:
+        for name in _METHOD_FIELDS:
+            if getattr(params, name) is not None:
+                raise BadPlan(f"adapter replaces {name}: leave {name} out", name)
+        kind = params.adapter.get("peft_type")
         if not isinstance(kind, str):
-            raise BadAdapter(f"{CONFIG}: there is no peft_type; expected one of {', '.join(PeftMethod)}")
+            raise BadAdapter(f"{CONFIG}: peft_type is missing; expected one of {', '.join(PeftMethod)}")
         if kind not in PeftMethod.__members__:
-            raise UnsupportedAdapter(f"{CONFIG}: peft_type {kind!r:.40} is not trained here; {', '.join(PeftMethod)} are")
-        return {**wishes.adapter, "task_type": "CAUSAL_LM"}
-    name = wishes.peft_method or "lora"
+            raise UnsupportedAdapter(f"{CONFIG}: unsupported peft_type {kind!r:.40}: expected one of {', '.join(PeftMethod)}")
+        return {**params.adapter, "task_type": "CAUSAL_LM"}
+    name = params.peft_method or "lora"
     method = METHODS.get(name)
     if method is None:
-        raise BadPlan(
-            f"{name!r:.40} is no method that is trained here: {', '.join(METHODS)} are", field="hyperparameters.peft_method"
-        )
-    takes = {"rank": method.is_low_rank, "alpha": method.is_low_rank, "virtual_tokens": method.is_virtual}
-    takes["targets"] = not method.is_virtual
-    for option, taken in takes.items():
-        if getattr(wishes, option) is not None and not taken:
-            raise BadPlan(f"the method {name} has no {option}: leave it out", field=f"hyperparameters.{option}")
-    made: dict[str, Any] = {"peft_type": method.kind.value, "task_type": "CAUSAL_LM", **method.fixed}
+        raise BadPlan(f"unsupported method {name!r:.40}: expected one of {', '.join(METHODS)}", "peft_method")
+    unsupported = [] if method.is_low_rank else ["rank", "alpha"]
+    unsupported.append("targets" if method.has_virtual_tokens else "virtual_tokens")
+    for option in unsupported:
+        if getattr(params, option) is not None:
+            raise BadPlan(f"the method {name} has no {option}: leave it out", option)
+    config: dict[str, Any] = {"peft_type": method.kind.value, "task_type": "CAUSAL_LM", **method.fixed}
     if method.is_low_rank:
-        rank = 8 if wishes.rank is None else wishes.rank
-        made |= {"r": rank, "lora_alpha": 2 * rank if wishes.alpha is None else wishes.alpha}
-    elif method.is_virtual:
-        made["num_virtual_tokens"] = wishes.virtual_tokens or 16
-    if wishes.targets is not None:
-        made["target_modules"] = wishes.targets if isinstance(wishes.targets, str) else list(wishes.targets)
-        # PEFT wants both or none; all targets are scaled at their output
-        made |= {"feedforward_modules": []} if method.kind is PeftMethod.IA3 else {}
-    return made
+        rank = params.rank or 8
+        config |= {"r": rank, "lora_alpha": params.alpha or 2 * rank}
+    elif method.has_virtual_tokens:
+        config["num_virtual_tokens"] = params.virtual_tokens or 16
+    if params.targets is not None:
+        config["target_modules"] = params.targets if isinstance(params.targets, str) else list(params.targets)
+        if method.kind is PeftMethod.IA3:
+            config["feedforward_modules"] = []  # PEFT requires both; all targets are scaled at their output
+    return config
 
 
-def make(
-    wishes: Hyperparameters, *, allowed: Length, examples: int, tokens: int, validates: bool, seed: int, max_steps: int
+def build_plan(
+    params: Hyperparameters, *, length: LengthLimit, examples: int, tokens: int, validates: bool, seed: int, max_steps: int
 ) -> TrainingPlan:
-    """With the data known. Raises `BadPlan`."""
-    adapter = adapter_of(wishes)
-    batch = wishes.batch_size or max(1, min(8, examples // 16))
-    together = wishes.gradient_accumulation or 1
-    epochs = wishes.n_epochs or 3
-    steps = wishes.n_steps or math.ceil(epochs * math.ceil(math.ceil(examples / batch) / together))
+    """Raises `BadPlan`."""
+    adapter = build_adapter_config(params)
+    batch_size = params.batch_size or max(1, min(8, examples // 16))
+    accumulation = params.gradient_accumulation or 1
+    epochs = params.n_epochs or 3
+    steps = params.n_steps or math.ceil(epochs * math.ceil(math.ceil(examples / batch_size) / accumulation))
     if steps > max_steps:
-        asked = "n_epochs" if wishes.n_steps is None else "n_steps"
-        less = "fewer epochs, or larger batches" if wishes.n_steps is None else "ask for fewer"
-        raise BadPlan(f"these would be {steps} steps, at most {max_steps} are done: {less}", field=f"hyperparameters.{asked}")
-    if wishes.evaluate_every is not None and not validates:
-        raise BadPlan(
-            "evaluate_every says when to validate, and there is no validation_file: give one, or leave it out",
-            field="hyperparameters.evaluate_every",
-        )
-    warmup = wishes.warmup or 0
+        name, fix = ("n_epochs", "use fewer epochs or larger batches") if params.n_steps is None else ("n_steps", "use fewer")
+        raise BadPlan(f"{steps} steps requested, at most {max_steps} allowed: {fix}", name)
+    if params.evaluate_every is not None and not validates:
+        raise BadPlan("there is no validation_file: give one, or leave evaluate_every out", "evaluate_every")
+    warmup = params.warmup or 0
     if warmup > steps or (warmup > 1 and warmup != int(warmup)):
-        raise BadPlan(
-            f"warmup is {warmup:g} of {steps} steps: expected a share below 1, or a whole number of steps up to that",
-            field="hyperparameters.warmup",
-        )
-    rate = wishes.learning_rate or _usual_rate(wishes, adapter) * (wishes.learning_rate_multiplier or 1.0)
+        expected = f"expected a fraction below 1, or a whole number of steps up to {steps}"
+        raise BadPlan(f"warmup is {warmup:g}: {expected}", "warmup")
+    default_rate = _default_rate(params, adapter)
+    rate = params.learning_rate or default_rate * (params.learning_rate_multiplier or 1.0)
     if not rate > 0:
-        raise BadPlan("the learning rate is so small that it is 0", field="hyperparameters.learning_rate_multiplier")
+        raise BadPlan("the learning rate rounds to 0: raise it", "learning_rate_multiplier")
     recipe = {
         "seed": seed % (1 << 31),
         "num_train_epochs": float(epochs),
-        "max_steps": wishes.n_steps or -1,
-        "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": together,
+        "max_steps": params.n_steps or -1,
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": accumulation,
         "learning_rate": rate,
-        "lr_scheduler_type": wishes.scheduler or "linear",
-        "warmup_steps": wishes.warmup or 0,
-        "max_grad_norm": 1.0 if wishes.max_grad_norm is None else wishes.max_grad_norm,
-        "weight_decay": wishes.weight_decay or 0.0,
+        "lr_scheduler_type": params.scheduler or "linear",
+        "warmup_steps": warmup,
+        "max_grad_norm": params.max_grad_norm or 1.0,
+        "weight_decay": params.weight_decay or 0.0,
     }
-    every = wishes.checkpoint_every or min(_OFTEN, max(1, math.ceil(steps / 10)))
-    evaluate = (wishes.evaluate_every or every) if validates else None
-    serves = wishes.serve_checkpoints is True
-    return TrainingPlan(
-        adapter=adapter,
-        recipe=recipe,
-        steps=steps,
-        tokens=tokens,
-        checkpoint_every=every,
-        evaluate_every=evaluate,
-        serve_checkpoints=serves,
-        shown={
-            "n_epochs": wishes.n_epochs or (round(steps * batch * together / examples, 3) if wishes.n_steps else epochs),
-            "batch_size": batch,
-            "learning_rate_multiplier": wishes.learning_rate_multiplier or rate / _usual_rate(wishes, adapter),
-            "n_steps": steps,
-            "learning_rate": rate,
-            "gradient_accumulation": together,
-            "scheduler": recipe["lr_scheduler_type"],
-            "warmup": recipe["warmup_steps"],
-            "weight_decay": recipe["weight_decay"],
-            "max_grad_norm": recipe["max_grad_norm"],
-            "max_length": allowed.max_length,
-            "truncate": allowed.truncate,
-            "checkpoint_every": every,
-            "evaluate_every": evaluate,
-            "serve_checkpoints": serves,
-            "adapter": adapter,
-        },
-    )
+    every = params.checkpoint_every or min(_MAX_AUTO_INTERVAL, max(1, math.ceil(steps / 10)))
+    intervals: dict[str, Any] = {
+        "checkpoint_every": every,
+        "evaluate_every": (params.evaluate_every or every) if validates else None,
+        "serve_checkpoints": params.serve_checkpoints is True,
+    }
+    shown = {
+        "n_epochs": params.n_epochs or (round(steps * batch_size * accumulation / examples, 3) if params.n_steps else epochs),
+        "batch_size": batch_size,
+        "learning_rate_multiplier": params.learning_rate_multiplier or rate / default_rate,
+        "n_steps": steps,
+        "learning_rate": rate,
+        "gradient_accumulation": accumulation,
+        "scheduler": recipe["lr_scheduler_type"],
+        "warmup": warmup,
+        "weight_decay": recipe["weight_decay"],
+        "max_grad_norm": recipe["max_grad_norm"],
+        **asdict(length),
+        **intervals,
+        "adapter": adapter,
+    }
+    return TrainingPlan(adapter=adapter, recipe=recipe, steps=steps, tokens=tokens, shown=shown, **intervals)
 
 
-def _usual_rate(wishes: Hyperparameters, adapter: dict[str, Any]) -> float:
-    if wishes.adapter is None:
-        return METHODS[wishes.peft_method or "lora"].lr
+def _default_rate(params: Hyperparameters, adapter: dict[str, Any]) -> float:
+    if params.adapter is None:
+        return METHODS[params.peft_method or "lora"].lr
     return next(method.lr for method in METHODS.values() if method.kind == adapter["peft_type"])

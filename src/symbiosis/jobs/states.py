@@ -1,4 +1,4 @@
-"""The states of a job, by OpenAI's names, and what leads from one to another."""
+"""States of a fine-tuning job, by OpenAI's names, and the changes between them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class JobState(StrEnum):
 
 
 class StateChange(StrEnum):
-    """What happens to a job; the words stand in errors."""
+    """The values appear in error messages."""
 
     VALIDATE = "validated"
     BEGIN = "begun"
     INTERRUPT = "interrupted"
-    """The server stops, or the engine had no room: it goes on later from its last checkpoint."""
+    """The server stops, or the engine is at capacity: the job resumes later from its last checkpoint."""
     PAUSE = "paused"
     RESUME = "resumed"
     CANCEL = "cancelled"
@@ -35,27 +35,23 @@ class StateChange(StrEnum):
     FAIL = "failed"
 
 
+_OPEN = frozenset(state for state in JobState if not state.is_end)
 _NEXT: dict[StateChange, tuple[JobState, frozenset[JobState]]] = {
     StateChange.VALIDATE: (JobState.QUEUED, frozenset({JobState.VALIDATING})),
     StateChange.BEGIN: (JobState.RUNNING, frozenset({JobState.QUEUED})),
     StateChange.INTERRUPT: (JobState.QUEUED, frozenset({JobState.RUNNING})),
     StateChange.PAUSE: (JobState.PAUSED, frozenset({JobState.QUEUED, JobState.RUNNING})),
     StateChange.RESUME: (JobState.QUEUED, frozenset({JobState.PAUSED})),
-    StateChange.CANCEL: (
-        JobState.CANCELLED,
-        frozenset({JobState.VALIDATING, JobState.QUEUED, JobState.RUNNING, JobState.PAUSED}),
-    ),
-    # the last step may be done before the engine hears of a pause, and its owner may have resumed it by then
+    StateChange.CANCEL: (JobState.CANCELLED, _OPEN),
+    # The last step may be done before the engine receives a pause, and the job may be resumed by then.
     StateChange.SUCCEED: (JobState.SUCCEEDED, frozenset({JobState.RUNNING, JobState.PAUSED, JobState.QUEUED})),
-    StateChange.FAIL: (JobState.FAILED, frozenset({JobState.VALIDATING, JobState.QUEUED, JobState.RUNNING, JobState.PAUSED})),
+    StateChange.FAIL: (JobState.FAILED, _OPEN),
 }
 
 
-def after(state: JobState, change: StateChange) -> JobState:
-    """The state that a change leads to. Raises `WrongState`."""
+def next_state(state: JobState, change: StateChange) -> JobState:
+    """Raises `WrongState` if the change is not allowed in this state."""
     following, allowed = _NEXT[change]
     if state not in allowed:
-        raise WrongState(
-            f"the job is {state}, so it cannot be {change}: only one that is {' or '.join(sorted(allowed))} can",
-        )
+        raise WrongState(f"the job is {state}, so it cannot be {change}: expected a job that is {' or '.join(sorted(allowed))}")
     return following

@@ -1,4 +1,4 @@
-"""Files that tenants upload: kept under names of ours, counted against each tenant's room."""
+"""Uploaded training files: stored under generated names, counted against each tenant's quota."""
 
 from __future__ import annotations
 
@@ -11,108 +11,108 @@ from pathlib import Path
 from typing import BinaryIO
 
 from symbiosis.errors import QuotaExceeded, TooLarge, TooManyRequests
-from symbiosis.jobs.atomic_files import to_disk, told
+from symbiosis.jobs.atomic_files import map_os_errors, sync_to_disk
 from symbiosis.jobs.database import Database, FileRecord
 from symbiosis.jobs.errors import UnknownFile
 from symbiosis.jobs.layout import JobsLayout
 from symbiosis.jobs.queue import JobLimits
 
-_AT_ONCE = 4  # uploads of one tenant
-_ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e\u2066-\u2069/\\]")
+_TENANT_UPLOADS = 4
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e\u2066-\u2069/\\]")
 
 
 class Uploads:
-    """One for a server."""
+    """One per server. Thread-safe."""
 
-    def __init__(self, folder: JobsLayout, records: Database, limits: JobLimits) -> None:
-        self._folder, self._records, self._limits = folder, records, limits
-        self._coming: list[IncomingUpload] = []
-        self._changing = threading.Lock()
+    def __init__(self, layout: JobsLayout, db: Database, limits: JobLimits) -> None:
+        self._layout, self._db, self._limits = layout, db, limits
+        self._active: list[IncomingUpload] = []
+        self._lock = threading.Lock()
 
-    def begin(self, tenant: str) -> IncomingUpload:
+    def open(self, tenant: str) -> IncomingUpload:
         """Raises `TooManyRequests` or `QuotaExceeded`."""
-        with self._changing:
-            under_way = sum(each.tenant == tenant for each in self._coming)
-            if under_way >= _AT_ONCE:
-                raise TooManyRequests(f"{under_way} uploads of yours are under way, and no more may be. Try again later")
-            count, _ = self._records.files_taken(tenant)
-            if count + under_way >= self._limits.tenant_files:
-                raise QuotaExceeded(f"{count} files are kept for you, at most {self._limits.tenant_files} may: delete one")
-            incoming = IncomingUpload(self, self._folder.file(f"file-{secrets.token_hex(12)}"), tenant)
-            self._coming.append(incoming)
-            return incoming
+        with self._lock:
+            active = sum(upload.tenant == tenant for upload in self._active)
+            if active >= _TENANT_UPLOADS:
+                raise TooManyRequests(f"{active} uploads in progress, at most {_TENANT_UPLOADS} allowed. Try again later")
+            count, _ = self._db.file_usage(tenant)
+            if count + active >= self._limits.tenant_files:
+                raise QuotaExceeded(f"{count} files stored, at most {self._limits.tenant_files} allowed: delete one")
+            upload = IncomingUpload(self, self._layout.file_path(f"file-{secrets.token_hex(12)}"), tenant)
+            self._active.append(upload)
+            return upload
 
-    def check_room(self, incoming: IncomingUpload) -> None:
-        if incoming.bytes > self._limits.file_bytes:
-            raise TooLarge(f"a file has {self._limits.file_bytes} bytes at most")
-        _, taken = self._records.files_taken(incoming.tenant)
-        with self._changing:
-            taken += sum(each.bytes for each in self._coming if each.tenant == incoming.tenant)
-        if taken > self._limits.tenant_bytes:
-            raise QuotaExceeded(f"your files have more than the {self._limits.tenant_bytes} bytes that are kept: delete one")
+    def check_quota(self, upload: IncomingUpload) -> None:
+        if upload.bytes > self._limits.file_bytes:
+            raise TooLarge(f"the file is larger than the {self._limits.file_bytes} bytes allowed")
+        _, used = self._db.file_usage(upload.tenant)
+        with self._lock:
+            used += sum(other.bytes for other in self._active if other.tenant == upload.tenant)
+        if used > self._limits.tenant_bytes:
+            raise QuotaExceeded(f"file quota exceeded: {used} bytes > {self._limits.tenant_bytes} allowed: delete a file")
 
-    def end(self, incoming: IncomingUpload, filename: str | None) -> FileRecord | None:
-        kept: FileRecord | None = None
-        try:
-            if filename is not None:
-                kept = self._records.add_file(incoming.path.name, incoming.tenant, shown(filename), incoming.bytes)
-            return kept
-        finally:
-            if kept is None:
-                incoming.path.unlink(missing_ok=True)
-            with self._changing:  # for a moment it counts twice rather than not at all
-                if incoming in self._coming:
-                    self._coming.remove(incoming)
+    def record(self, upload: IncomingUpload, filename: str) -> FileRecord:
+        record = self._db.add_file(upload.path.name, upload.tenant, sanitize_filename(filename), upload.bytes)
+        self.release(upload)  # after the record: the bytes count twice for a moment rather than not at all
+        return record
+
+    def release(self, upload: IncomingUpload) -> None:
+        with self._lock:
+            self._active.remove(upload)
 
     def path(self, id: str, tenant: str) -> Path:
         """Raises `UnknownFile`."""
-        path = self._folder.file(self._records.file(id, tenant).id)
+        path = self._layout.file_path(self._db.get_file(id, tenant).id)
         if not path.exists():
             raise UnknownFile(f"the file {id} is being deleted")
         return path
 
     def remove(self, id: str, tenant: str) -> None:
-        """Jobs have copies of their own of what they need. The content goes first: on a full disk, a change of the record
-        needs the room that it had. Raises `UnknownFile`.
+        """Delete a file; jobs hold their own links. Raises `UnknownFile`.
+
+        The content is removed first: on a full disk the database needs the space that it frees.
         """
-        file = self._records.file(id, tenant)
-        with told():
-            self._folder.file(file.id).unlink(missing_ok=True)
-        self._records.remove_file(id, tenant)
+        file = self._db.get_file(id, tenant)
+        with map_os_errors():
+            self._layout.file_path(file.id).unlink(missing_ok=True)
+        self._db.remove_file(id, tenant)
 
 
 class IncomingUpload:
-    """A file on its way in. Ends with `keep` or `drop`."""
+    """A file being uploaded. Ends with `commit` or `abort`."""
 
-    def __init__(self, files: Uploads, path: Path, tenant: str) -> None:
-        self._files, self.path, self.tenant, self.bytes = files, path, tenant, 0
-        with told():
+    def __init__(self, uploads: Uploads, path: Path, tenant: str) -> None:
+        self._uploads, self.path, self.tenant, self.bytes = uploads, path, tenant, 0
+        with map_os_errors():
             self._file: BinaryIO = path.open("xb")
 
-    def write(self, piece: bytes) -> None:
+    def write(self, chunk: bytes) -> None:
         """Raises `TooLarge`, `QuotaExceeded` or `StorageFull`."""
-        self.bytes += len(piece)
-        self._files.check_room(self)
-        with told():
-            self._file.write(piece)
+        self.bytes += len(chunk)
+        self._uploads.check_quota(self)
+        with map_os_errors():
+            self._file.write(chunk)
 
-    def keep(self, filename: str) -> FileRecord:
-        """It is on the disk, and recorded."""
-        with told():
-            self._file.flush()
-            os.fsync(self._file.fileno())
+    def commit(self, filename: str) -> FileRecord:
+        """Sync to disk, then record. Raises `StorageFull`; then the upload is aborted."""
+        try:
+            with map_os_errors():
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                sync_to_disk(self.path.parent)
+            return self._uploads.record(self, filename)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        with suppress(OSError):  # close() flushes, and the disk may be full
             self._file.close()
-            to_disk(self.path.parent)
-        kept = self._files.end(self, filename)
-        assert kept is not None
-        return kept
-
-    def drop(self) -> None:
-        with suppress(OSError):  # what is not written yet need not be
-            self._file.close()
-        self._files.end(self, None)
+        self.path.unlink(missing_ok=True)
+        self._uploads.release(self)
 
 
-def shown(filename: str) -> str:
-    """What a file is called by its owner: it is shown and never opened."""
-    return _ODD.sub("_", filename)[:255] or "file"
+def sanitize_filename(filename: str) -> str:
+    """The name to show. It is never opened."""
+    return _UNSAFE.sub("_", filename)[:255] or "file"

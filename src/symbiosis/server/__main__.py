@@ -1,7 +1,7 @@
-"""The HTTP process: `python -m symbiosis.server`, with its settings as one JSON line on stdin.
+"""The HTTP process: `python -m symbiosis.server`, with its configuration as one JSON line on stdin.
 
-Started by `symbiosis.app.http_host`. Secrets come by stdin since `ps` shows arguments.
-The listening socket is inherited, so a new process can take over from one that died.
+`symbiosis.app.http_host` starts it. Secrets are sent by stdin because `ps` shows arguments.
+The listening socket is inherited, so that a new process can replace a dead one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -25,43 +26,35 @@ from symbiosis.server.tokenizer import ServerTokenizer
 from symbiosis.transport.engine_ipc import IpcClient
 
 _LOST_S = 2.0
-"""After the engine is gone, everybody is told so for this long; then the port is free for the next one."""
-_OWN_FILES = 128
-_FINISH_S = 30
-"""At the end, running answers have so long to finish."""
+"""After the engine is lost, requests get an error for this long; then the process ends and frees the port."""
+_RESERVED_FILES = 128
+"""File descriptors that are not for connections."""
+_SHUTDOWN_S = 30
+"""Time for running requests to finish at shutdown."""
 
 
-def _protocol(patience_s: float) -> type[asyncio.Protocol]:
-    """As many connections as this process may have, less what it needs itself."""
-    most = file_limits.raise_open_file_limit()
-
-    class Protocol(TimeoutProtocol):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, patience_s=patience_s, most=most - _OWN_FILES, **options)
-
-    return Protocol
-
-
-async def _serve(told: dict[str, Any]) -> None:
-    folder = told["tokenizer"]
+async def _serve(config: dict[str, Any]) -> None:
+    folder = config["tokenizer"]
     tokenizer = None if folder is None else AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    remote = EngineClient(IpcClient(told["line"]))
-    settings = Settings.from_json(told["settings"])
+    engine = EngineClient(IpcClient(config["ipc_path"]))
+    settings = Settings.from_json(config["settings"])
+    max_connections = file_limits.raise_open_file_limit() - _RESERVED_FILES
+    protocol = partial(TimeoutProtocol, timeout_s=settings.client_timeout_s, max_connections=max_connections)
     server = uvicorn.Server(
         uvicorn.Config(
-            Server(remote, ServerTokenizer(tokenizer, settings.longest), settings).app(),
-            http=_protocol(settings.patience_s),
+            Server(engine, ServerTokenizer(tokenizer, settings.max_model_len), settings).app(),
+            http=protocol,  # type: ignore[arg-type]  # uvicorn only calls it
             log_config=None,
             access_log=False,
             server_header=False,
             ws="none",
-            timeout_graceful_shutdown=_FINISH_S,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
             timeout_keep_alive=75,
             backlog=2048,
         )
     )
-    serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=told["fd"])]))
-    lost = asyncio.create_task(remote.lost.wait())
+    serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=config["fd"])]))
+    lost = asyncio.create_task(engine.lost.wait())
     await asyncio.wait({serving, lost}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         await asyncio.wait({serving}, timeout=_LOST_S)
@@ -73,7 +66,7 @@ async def _serve(told: dict[str, Any]) -> None:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     line = sys.stdin.readline()
-    if line:  # else: whoever started this is gone
+    if line:  # else the parent process has died
         asyncio.run(_serve(json.loads(line)))
 
 

@@ -1,4 +1,4 @@
-"""How much each tenant may ask: so many requests at once, so many in a minute. Who asks for more is told when to come again."""
+"""Rate limits per tenant: concurrent requests, and requests per minute as a token bucket."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from symbiosis.errors import SymbiosisError, TooManyRequests
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLimits:
-    """Of each tenant, the admin too. None: no limit but the engine's own."""
+    """Limits of each tenant, the admin included. None: only the engine's own limits apply."""
 
     at_once: int | None = None
-    """Completions, chats and texts to tokenize that have not ended."""
+    """Concurrent completions, chats and tokenizations."""
     per_minute: int | None = None
-    """Of the same begun; as many may come in one go after a minute's rest."""
+    """Requests per minute; also the size of a burst."""
 
     def __post_init__(self) -> None:
         for name in ("at_once", "per_minute"):
@@ -28,20 +28,20 @@ class RequestLimits:
 
 
 class RateLimiter:
-    """Counts for one server."""
+    """One per server."""
 
     def __init__(self, limits: RequestLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         self._running: Counter[str] = Counter()
-        self._left: dict[str, tuple[float, float]] = {}  # requests a tenant may still make, and when that was so
+        self._buckets: dict[str, tuple[float, float]] = {}  # requests left and the time of the last update
 
     @contextmanager
-    def request(self, tenant: str) -> Iterator[None]:
-        """One request from its beginning to its end. Raises `TooManyRequests`, which says when to try again."""
+    def limit(self, tenant: str) -> Iterator[None]:
+        """Holds one request's place. Raises `TooManyRequests` with the time to retry."""
         most = self._limits.at_once
         if most is not None and self._running[tenant] >= most:
-            raise TooManyRequests(f"{most} requests of yours are under way, and no more may be at once. Try again later")
-        self._spend(tenant)
+            raise TooManyRequests(f"{most} requests in progress, at most {most} allowed at once. Try again later")
+        self._take_from_bucket(tenant)
         self._running[tenant] += 1
         try:
             yield
@@ -50,14 +50,13 @@ class RateLimiter:
             if not self._running[tenant]:
                 del self._running[tenant]
 
-    def _spend(self, tenant: str) -> None:
-        most, now = self._limits.per_minute, self._clock()
-        if most is None:
+    def _take_from_bucket(self, tenant: str) -> None:
+        size, now = self._limits.per_minute, self._clock()
+        if size is None:
             return
-        left, then = self._left.get(tenant, (float(most), now))
-        left = min(float(most), left + (now - then) * most / 60)
+        left, updated = self._buckets.get(tenant, (float(size), now))
+        left = min(float(size), left + (now - updated) * size / 60)
         if left < 1:
-            raise TooManyRequests(
-                f"you may make {most} requests in a minute, and have. Try again later", retry_s=(1 - left) * 60 / most
-            )
-        self._left[tenant] = (left - 1, now)
+            retry_s = (1 - left) * 60 / size
+            raise TooManyRequests(f"at most {size} requests allowed in a minute. Try again later", retry_s=retry_s)
+        self._buckets[tenant] = (left - 1, now)

@@ -1,4 +1,4 @@
-"""What the HTTP process is told at its start. Needs no web framework: the engine's process makes it."""
+"""Settings of the HTTP process. Imports no web framework: the engine's process creates them."""
 
 from __future__ import annotations
 
@@ -11,55 +11,51 @@ from symbiosis.server.adapter_store import StoreLimits
 from symbiosis.server.rate_limits import RequestLimits
 
 ADMIN = "admin"
-"""The tenant that the admin's key stands for."""
+"""Tenant name of the admin key."""
+_LIMITS = {"store_limits": StoreLimits, "job_limits": JobLimits, "request_limits": RequestLimits}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """All of it can be said in JSON."""
+    """JSON-serializable by `dataclasses.asdict`."""
 
     base: str
-    """The base model's name."""
-    longest: int = 1 << 20
-    """Most tokens of a prompt and its answer."""
+    """Name of the base model."""
+    max_model_len: int = 1 << 20
+    """Most tokens of a prompt and its completion."""
     keys: dict[str, str] = field(default_factory=dict, repr=False)
     """Secrets by tenant."""
     admin_key: str | None = field(default=None, repr=False)
     adapter_root: str | None = None
-    """Where adapters may be loaded from while serving; None: from nowhere."""
-    uploads: str | None = None
-    """Where uploaded adapters are kept; None: nothing is taken."""
-    store: StoreLimits = field(default_factory=StoreLimits)
-    jobs: str | None = None
-    """Where fine-tuning jobs are kept; None: none are taken."""
-    training: dict[str, Any] = field(default_factory=dict)
-    """What the engine says of its training: `longest` example, or `why` it trains nothing."""
+    """Folder that the admin may load adapters from; None: loading is off."""
+    uploads: str
+    """Folder of uploaded adapters."""
+    store_limits: StoreLimits = field(default_factory=StoreLimits)
+    jobs: str
+    """Folder of fine-tuning jobs."""
+    max_training_len: int | None = None
+    """Most tokens of a training example; None: as `max_model_len`."""
+    training_error: str | None = None
+    """Why the engine does not train."""
     job_limits: JobLimits = field(default_factory=JobLimits)
-    requests: RequestLimits = field(default_factory=RequestLimits)
-    patience_s: float = 20.0
-    """How long a client may take for a request's head, or for a body that hardly comes."""
-    hosts: tuple[str, ...] | None = None
-    """Names to be called by, if there are no keys."""
+    request_limits: RequestLimits = field(default_factory=RequestLimits)
+    client_timeout_s: float = 20.0
+    """Time for a client to send a request's head, or a body that makes no progress."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Accepted Host headers if there are no keys."""
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Settings:
-        """What `dataclasses.asdict` gave, once it has been JSON."""
-        hosts = None if told["hosts"] is None else tuple(told["hosts"])
-        return cls(
-            **{
-                **told,
-                "hosts": hosts,
-                "store": StoreLimits(**told["store"]),
-                "requests": RequestLimits(**told["requests"]),
-                "job_limits": JobLimits(**told["job_limits"]),
-            }
-        )
+    def from_json(cls, values: dict[str, Any]) -> Settings:
+        """The inverse of `asdict` after a JSON round trip."""
+        hosts = None if values["allowed_hosts"] is None else tuple(values["allowed_hosts"])
+        limits = {name: kind(**values[name]) for name, kind in _LIMITS.items()}
+        return cls(**{**values, **limits, "allowed_hosts": hosts})
 
     def __post_init__(self) -> None:
         """Raises `SymbiosisError` without repeating a secret."""
         for name in self.keys:
             if not 0 < len(name) <= 64 or name == ADMIN:
-                raise SymbiosisError(f"a key names the tenant {name!r}: expected 1 to 64 characters, and not {ADMIN!r}")
+                raise SymbiosisError(f"a key has the tenant name {name!r}: expected 1 to 64 characters, and not {ADMIN!r}")
         secrets = [*self.keys.values(), *([] if self.admin_key is None else [self.admin_key])]
         if not all(secrets) or len(set(secrets)) != len(secrets):
-            raise SymbiosisError("keys must not be empty, and no two alike: the server could not tell who asks")
+            raise SymbiosisError("keys must be non-empty and distinct: a key identifies one tenant")

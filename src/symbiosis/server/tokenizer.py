@@ -1,87 +1,71 @@
-"""Text to tokens and back, by the model's own tokenizer and chat template; a template never comes from a request."""
+"""Tokenizes text and chats with the model's tokenizer and chat template. A template never comes from a request."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
+from symbiosis.common.fair_executor import FairExecutor
 from symbiosis.errors import ContextTooLong, NoTokenizer, OutOfRange
-from symbiosis.server.keyed_locks import KeyedLocks
 from symbiosis.server.openai.errors import BadRequest
 from symbiosis.serving.detokenizer import TextStream
 
-_Made = TypeVar("_Made")
-
 
 class ServerTokenizer:
-    """Long texts take long: all are encoded on one thread beside the event loop, where tenants take turns."""
+    """Encodes on one thread, outside the event loop, fairly among tenants."""
 
-    def __init__(self, tokenizer: Any, longest: int) -> None:
-        """`longest`: most tokens a request may have. What certainly has more is not even encoded."""
-        self._tokenizer, self._longest = tokenizer, longest
-        self._widest = 1 if tokenizer is None else max(len(piece) for piece in tokenizer.get_vocab())
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-tokenizer")
-        self._turns = KeyedLocks()
-        """A tenant has one text on the thread or before it; its others wait behind that."""
-        self.shown = lru_cache(maxsize=65536)(self._shown)
-
-    @property
-    def tokenizer(self) -> Any:
-        """None if the model has none. For others to copy: this one has its thread."""
-        return self._tokenizer
+    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+        """`max_tokens`: a text that certainly has more is rejected without encoding it."""
+        self.tokenizer, self._max_tokens = tokenizer, max_tokens  # copy it for use on another thread
+        self._max_token_chars = 1 if tokenizer is None else max(len(token) for token in tokenizer.get_vocab())
+        self._worker = FairExecutor("symbiosis-tokenizer")
+        self.token_text = lru_cache(maxsize=65536)(self._decode_token)
 
     async def encode(self, tenant: str, text: str, *, special: bool = True) -> list[int]:
         """Raises `NoTokenizer` or `ContextTooLong`."""
-        return await self._run(tenant, lambda: self._ids(text, special))
+        return await self._worker.run(tenant, lambda: self._encode(text, special))
 
-    def _ids(self, text: str, special: bool) -> list[int]:
-        if len(text) > self._longest * self._widest:
-            raise ContextTooLong(
-                f"a text of {len(text)} characters has more tokens than the {self._longest} that are taken. Shorten the prompt"
-            )
-        return list(self._known()(text, add_special_tokens=special)["input_ids"])
+    def _encode(self, text: str, special: bool) -> list[int]:
+        if len(text) > self._max_tokens * self._max_token_chars:
+            raise ContextTooLong(f"{len(text)} characters exceed the {self._max_tokens} tokens allowed. Shorten the prompt")
+        return list(self._require()(text, add_special_tokens=special)["input_ids"])
 
-    async def encode_chat(self, tenant: str, messages: Sequence[dict[str, str]], *, answer: bool = True) -> list[int]:
-        """A chat as the tokenizer's template writes it; with `answer`, up to where the assistant begins."""
-        return await self._run(tenant, lambda: self._chat(messages, answer))
+    async def encode_chat(
+        self, tenant: str, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Raises `NoTokenizer`, `ContextTooLong`, or `BadRequest` if the template rejects the messages."""
+        return await self._worker.run(tenant, lambda: self._encode_chat(messages, add_generation_prompt))
 
-    def _chat(self, messages: Sequence[dict[str, str]], answer: bool) -> list[int]:
-        tokenizer = self._known()
+    def _encode_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+        tokenizer = self._require()
         if not getattr(tokenizer, "chat_template", None):
             raise NoTokenizer("this model's tokenizer has no chat template: use /v1/completions")
         try:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
-        except Exception as error:  # noqa: BLE001 - templates raise whatever they like, such as for roles in a wrong order
-            raise BadRequest(f"the model's chat template does not take these messages: {error}", field="messages") from None
-        return self._ids(text, False)
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # noqa: BLE001 - templates may raise anything, e.g. for an invalid order of roles
+            raise BadRequest(f"the model's chat template rejects these messages: {error}", field="messages") from None
+        return self._encode(text, False)
 
     async def decode(self, tenant: str, ids: list[int]) -> str:
-        """Raises `NoTokenizer`, or `OutOfRange` for what is no token."""
+        """Raises `NoTokenizer`, or `OutOfRange` for an invalid token."""
 
-        def text() -> str:
-            tokenizer = self._known()
+        def decode() -> str:
+            tokenizer = self._require()
             if max(ids, default=0) >= len(tokenizer):
-                raise OutOfRange(f"tokens: {max(ids)} is no token, expected less than {len(tokenizer)}", field="tokens")
+                raise OutOfRange(f"tokens: {max(ids)} is not a token, expected less than {len(tokenizer)}", field="tokens")
             return str(tokenizer.decode(ids, skip_special_tokens=False))
 
-        return await self._run(tenant, text)
+        return await self._worker.run(tenant, decode)
 
-    def stream(self, stops: Sequence[str], *, include_stop: bool, skip_special: bool) -> TextStream:
-        return TextStream(self._known(), stops, include_stop=include_stop, skip_special_tokens=skip_special)
+    def make_stream(self, stops: Sequence[str], *, include_stop: bool, skip_special: bool) -> TextStream:
+        return TextStream(self._require(), stops, include_stop=include_stop, skip_special_tokens=skip_special)
 
-    def _shown(self, token: int) -> str:
-        """One token by itself; with � where it is not whole characters."""
-        text: str = self._known().decode([token], skip_special_tokens=False)
-        return text
+    def _decode_token(self, token: int) -> str:
+        """The text of one token, with � for incomplete characters."""
+        return str(self._require().decode([token], skip_special_tokens=False))
 
-    def _known(self) -> Any:
-        if self._tokenizer is None:
-            raise NoTokenizer("this model was served without a tokenizer: neither text nor chats can be read")
-        return self._tokenizer
-
-    async def _run(self, tenant: str, work: Callable[[], _Made]) -> _Made:
-        async with self._turns.of(tenant):
-            return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+    def _require(self) -> Any:
+        if self.tokenizer is None:
+            raise NoTokenizer("this model is served without a tokenizer: text and chats are not supported")
+        return self.tokenizer

@@ -1,11 +1,11 @@
-"""Files, jobs, events and checkpoints in OpenAI's shapes; what is ours stands beside it."""
+"""Files, jobs, events and checkpoints in OpenAI's format, with extensions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from symbiosis.jobs.database import CheckpointRecord, EventRecord, FileRecord, JobRecord
+from symbiosis.jobs.database import HYPERPARAMETERS, CheckpointRecord, EventRecord, FileRecord, JobRecord
 from symbiosis.jobs.states import JobState
 
 Body = dict[str, Any]
@@ -27,11 +27,11 @@ def file_body(file: FileRecord) -> Body:
 
 
 def job_body(job: JobRecord, base: str, position: int | None) -> Body:
-    """`position`: in the queue, if it is there."""
-    given = {name: value for name, value in job.asked["wishes"].items() if value is not None}
+    """`position`: in the queue; None if the job is not queued."""
+    given = {name: value for name, value in job.asked[HYPERPARAMETERS].items() if value is not None}
     hyperparameters = given if job.plan is None else job.plan["shown"]
     finish = job.figures.get("finish_at") if job.state is JobState.RUNNING else None
-    usual = ("n_epochs", "batch_size", "learning_rate_multiplier")
+    openai_names = ("n_epochs", "batch_size", "learning_rate_multiplier")
     return {
         "id": job.id,
         "object": "fine_tuning.job",
@@ -44,7 +44,7 @@ def job_body(job: JobRecord, base: str, position: int | None) -> Body:
         "status": job.state.value,
         "validation_file": job.asked["validation_file"],
         "training_file": job.asked["training_file"],
-        "hyperparameters": {name: hyperparameters.get(name, "auto") for name in usual},
+        "hyperparameters": {name: hyperparameters.get(name, "auto") for name in openai_names},
         "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
         "trained_tokens": job.tokens if job.state.is_end else None,
         "error": job.error,
@@ -91,8 +91,8 @@ def checkpoint_body(checkpoint: CheckpointRecord, job: JobRecord) -> Body:
     }
 
 
-def listed(bodies: Sequence[Body], limit: int) -> Body:
-    """One more than the limit was asked for, so that `has_more` is certain."""
+def list_body(bodies: Sequence[Body], limit: int) -> Body:
+    """The caller queries one more than `limit`, which decides `has_more`."""
     data = list(bodies[:limit])
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, "has_more": len(bodies) > limit, **ends}

@@ -1,4 +1,4 @@
-"""What may be asked of fine-tuning. As in `schemas`: all is bounded, and what we would not act on is refused."""
+"""Schemas of fine-tuning requests. As in `schemas`, everything is bounded and unsupported values are rejected."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from symbiosis.jobs.plan import Hyperparameters
-from symbiosis.server.openai.schemas import Name, Strict
+from symbiosis.server.openai.schemas import Name, StrictModel
 
-_MAX_ADAPTER = 64 << 10
+_MAX_ADAPTER_BYTES = 64 << 10
 _SUFFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Auto: TypeAlias = Literal["auto"] | None
 FileId = Annotated[str, Field(min_length=1, max_length=128)]
 Target = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class HyperparameterFields(Strict):
-    """OpenAI's three, and ours. None and "auto" are the same."""
+class HyperparameterFields(StrictModel):
+    """OpenAI's three fields and extensions. None equals "auto"."""
 
     n_epochs: Annotated[float, Field(gt=0, le=1000)] | Auto = None
     batch_size: Annotated[int, Field(ge=1, le=1024)] | Auto = None
@@ -46,26 +46,26 @@ class HyperparameterFields(Strict):
 
     @field_validator("adapter")
     @classmethod
-    def _is_small(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _check_size(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         try:
-            written = json.dumps(value, allow_nan=False)
+            encoded = json.dumps(value, allow_nan=False)
         except (ValueError, RecursionError):
             raise ValueError("has NaN or infinity, or is nested too deeply") from None
-        if len(written) > _MAX_ADAPTER:
-            raise ValueError(f"has more than {_MAX_ADAPTER} bytes")
+        if len(encoded) > _MAX_ADAPTER_BYTES:
+            raise ValueError(f"has more than {_MAX_ADAPTER_BYTES} bytes")
         return value
 
 
-class SupervisedFields(Strict):
+class SupervisedFields(StrictModel):
     hyperparameters: HyperparameterFields | None = None
 
 
-class MethodFields(Strict):
+class MethodFields(StrictModel):
     type: Literal["supervised"]
     supervised: SupervisedFields | None = None
 
 
-class CreateJobRequest(Strict):
+class CreateJobRequest(StrictModel):
     """POST /v1/fine_tuning/jobs."""
 
     model: Name
@@ -86,35 +86,34 @@ class CreateJobRequest(Strict):
 
     @field_validator("integrations")
     @classmethod
-    def _has_none(cls, value: list[Any] | None) -> list[Any] | None:
+    def _check_integrations(cls, value: list[Any] | None) -> list[Any] | None:
         if value:
-            raise ValueError("none is supported here: leave it out")
+            raise ValueError("not supported: leave it out")
         return value
 
     @field_validator("suffix")
     @classmethod
-    def _fits_a_name(cls, value: str | None) -> str | None:
+    def _check_suffix(cls, value: str | None) -> str | None:
         if value is not None and not _SUFFIX.fullmatch(value):
-            raise ValueError("expected 1 to 64 letters, digits, dots, dashes and underscores, first a letter or digit")
+            raise ValueError("expected 1 to 64 letters, digits, dots, dashes and underscores, starting with a letter or digit")
         return value
 
     @model_validator(mode="after")
-    def _once(self) -> CreateJobRequest:
-        if self.hyperparameters is not None and self.method is not None and self._inner() is not None:
-            raise ValueError("hyperparameters stand in method or beside it, not both")
+    def _check_hyperparameters(self) -> CreateJobRequest:
+        if self.hyperparameters is not None and self.method is not None and self._nested() is not None:
+            raise ValueError("give hyperparameters or method.supervised.hyperparameters, not both")
         return self
 
-    def _inner(self) -> HyperparameterFields | None:
+    def _nested(self) -> HyperparameterFields | None:
         return None if self.method is None or self.method.supervised is None else self.method.supervised.hyperparameters
 
-    def wishes(self) -> Hyperparameters:
-        given = (self.hyperparameters or self._inner() or HyperparameterFields()).model_dump()
-        decided = {name: None if value == "auto" else value for name, value in given.items()}
-        return Hyperparameters(**decided)
+    def to_hyperparameters(self) -> Hyperparameters:
+        fields = (self.hyperparameters or self._nested() or HyperparameterFields()).model_dump()
+        return Hyperparameters(**{name: None if value == "auto" else value for name, value in fields.items()})
 
 
-class Page(Strict):
-    """Of a list."""
+class Page(StrictModel):
+    """Query parameters of a paginated list."""
 
     after: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     limit: Annotated[int, Field(ge=1, le=100)] = 20

@@ -1,48 +1,46 @@
-"""Bodies and chunks in OpenAI's shapes."""
+"""Bodies and chunks of completions and chats in OpenAI's format."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from symbiosis.server.generation import Logprob, TextDelta, Usage
 
 Body = dict[str, Any]
-DONE = b"data: [DONE]\n\n"
 
 
-def event(body: Body) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+class ResponseFormatter(ABC):
+    """Formats the response to one request."""
 
+    _id_prefix, _object, _chunk_object = "", "", ""
 
-class ResponseFormatter(Protocol):
-    """How one route writes its answers."""
+    def __init__(self, model: str, token_text: Callable[[int], str], *, include_usage: bool = False) -> None:
+        """`model` is repeated as the request names it. With `include_usage`, chunks have `usage: null`."""
+        self._model, self._token_text, self._include_usage = model, token_text, include_usage
+        self._id, self._created = f"{self._id_prefix}-{secrets.token_hex(12)}", int(time.time())
+        self._text_offsets: dict[int, int] = {}  # by choice
 
-    def whole(self, pieces: Sequence[TextDelta], usage: Usage) -> Body: ...
+    def full_body(self, deltas: Sequence[TextDelta], usage: Usage) -> Body:
+        """The response that is not streamed."""
+        return self._body(self._object, [self._choice(delta) for delta in deltas], usage)
 
-    def first(self, index: int) -> list[Body]:
-        """Chunks before an answer's first piece."""
-        ...
+    def opening_chunks(self, index: int) -> list[Body]:
+        """Chunks before the first text of a choice."""
+        return []
 
-    def chunk(self, piece: TextDelta) -> Body: ...
+    @abstractmethod
+    def chunk(self, delta: TextDelta) -> Body: ...
 
-    def last(self, usage: Usage) -> Body:
-        """The chunk with the usage, if it was asked for."""
-        ...
+    def usage_chunk(self, usage: Usage) -> Body:
+        """The last chunk, if `include_usage` is set."""
+        return self._body(self._chunk_object, [], usage)
 
-
-class _Base:
-    _object = ""
-    _prefix = ""
-
-    def __init__(self, model: str, shown: Callable[[int], str], *, with_usage: bool = False) -> None:
-        """`model` is repeated as the caller named it; `shown` is a token's text; `with_usage`: chunks say `usage: null`."""
-        self._model, self._shown, self._with_usage = model, shown, with_usage
-        self._id, self._created = f"{self._prefix}-{secrets.token_hex(12)}", int(time.time())
+    @abstractmethod
+    def _choice(self, delta: TextDelta) -> Body: ...
 
     def _body(self, kind: str, choices: list[Body], usage: Usage | None = None) -> Body:
         body: Body = {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
@@ -55,100 +53,76 @@ class _Base:
             }
         return body
 
-    def _chunk(self, kind: str, choice: Body) -> Body:
-        body = self._body(kind, [choice])
-        return {**body, "usage": None} if self._with_usage else body
+    def _chunk(self, choice: Body) -> Body:
+        body = self._body(self._chunk_object, [choice])
+        return {**body, "usage": None} if self._include_usage else body
 
 
-class CompletionFormatter(_Base):
+class CompletionFormatter(ResponseFormatter):
     """/v1/completions."""
 
-    _prefix = "cmpl"
+    _id_prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, shown: Callable[[int], str], *, with_usage: bool = False) -> None:
-        super().__init__(model, shown, with_usage=with_usage)
-        self._offsets: dict[int, int] = {}
+    def chunk(self, delta: TextDelta) -> Body:
+        return self._chunk(self._choice(delta))
 
-    def whole(self, pieces: Sequence[TextDelta], usage: Usage) -> Body:
-        return self._body("text_completion", [self._choice(piece) for piece in pieces], usage)
+    def _choice(self, delta: TextDelta) -> Body:
+        logprobs = self._format_logprobs(delta) if delta.logprobs else None
+        return {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
 
-    def first(self, index: int) -> list[Body]:
-        return []
-
-    def chunk(self, piece: TextDelta) -> Body:
-        return self._chunk("text_completion", self._choice(piece))
-
-    def last(self, usage: Usage) -> Body:
-        return self._body("text_completion", [], usage)
-
-    def _choice(self, piece: TextDelta) -> Body:
-        logprobs = self._logprobs(piece) if piece.logprobs else None
-        return {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
-
-    def _logprobs(self, piece: TextDelta) -> Body:
-        texts = [self._shown(each.token) for each in piece.logprobs]
-        offsets, at = [], self._offsets.get(piece.index, 0)
+    def _format_logprobs(self, delta: TextDelta) -> Body:
+        texts = [self._token_text(each.token) for each in delta.logprobs]
+        offsets, offset = [], self._text_offsets.get(delta.index, 0)
         for text in texts:
-            offsets.append(at)
-            at += len(text)
-        self._offsets[piece.index] = at
+            offsets.append(offset)
+            offset += len(text)
+        self._text_offsets[delta.index] = offset
         return {
             "tokens": texts,
-            "token_logprobs": [each.logprob for each in piece.logprobs],
-            "top_logprobs": [self._likely(each) for each in piece.logprobs],
+            "token_logprobs": [each.logprob for each in delta.logprobs],
+            "top_logprobs": [self._format_top(each) for each in delta.logprobs],
             "text_offset": offsets,
         }
 
-    def _likely(self, each: Logprob) -> dict[str, float]:
-        """Likeliest first, with the token chosen; of two tokens with one text, the likelier."""
-        found: dict[str, float] = {}
-        for token, logprob in (*each.top, (each.token, each.logprob)):
-            found.setdefault(self._shown(token), logprob)
-        return found
+    def _format_top(self, logprob: Logprob) -> dict[str, float]:
+        """Most probable first, with the chosen token; of two tokens with one text, the more probable."""
+        top: dict[str, float] = {}
+        for token, value in (*logprob.top, (logprob.token, logprob.logprob)):
+            top.setdefault(self._token_text(token), value)
+        return top
 
 
-class ChatFormatter(_Base):
+class ChatFormatter(ResponseFormatter):
     """/v1/chat/completions."""
 
-    _prefix = "chatcmpl"
+    _id_prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def whole(self, pieces: Sequence[TextDelta], usage: Usage) -> Body:
-        choices = [
-            {
-                "index": piece.index,
-                "message": {"role": "assistant", "content": piece.text},
-                "logprobs": self._logprobs(piece.logprobs),
-                "finish_reason": piece.finish,
-            }
-            for piece in pieces
-        ]
-        return self._body("chat.completion", choices, usage)
+    def opening_chunks(self, index: int) -> list[Body]:
+        return [self._chunk(self._wrap(TextDelta(index, ""), delta={"role": "assistant", "content": ""}))]
 
-    def first(self, index: int) -> list[Body]:
-        return [self._delta(index, {"role": "assistant", "content": ""})]
+    def chunk(self, delta: TextDelta) -> Body:
+        return self._chunk(self._wrap(delta, delta={"content": delta.text} if delta.text or not delta.finish else {}))
 
-    def chunk(self, piece: TextDelta) -> Body:
-        delta = {"content": piece.text} if piece.text or not piece.finish else {}
-        return self._delta(piece.index, delta, piece.logprobs, piece.finish)
+    def _choice(self, delta: TextDelta) -> Body:
+        return self._wrap(delta, message={"role": "assistant", "content": delta.text})
 
-    def last(self, usage: Usage) -> Body:
-        return self._body("chat.completion.chunk", [], usage)
-
-    def _delta(self, index: int, delta: Body, logprobs: Sequence[Logprob] = (), finish: str | None = None) -> Body:
-        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
-        return self._chunk("chat.completion.chunk", choice)
-
-    def _logprobs(self, logprobs: Sequence[Logprob]) -> Body | None:
-        if not logprobs:
-            return None
+    def _wrap(self, text: TextDelta, **content: Body) -> Body:
         return {
-            "content": [
-                {**self._one(each.token, each.logprob), "top_logprobs": [self._one(*likely) for likely in each.top]}
-                for each in logprobs
-            ],
-            "refusal": None,
+            "index": text.index,
+            **content,
+            "logprobs": self._format_logprobs(text.logprobs),
+            "finish_reason": text.finish,
         }
 
-    def _one(self, token: int, logprob: float) -> Body:
-        text = self._shown(token)
+    def _format_logprobs(self, logprobs: Sequence[Logprob]) -> Body | None:
+        if not logprobs:
+            return None
+        content = [
+            {**self._format_token(each.token, each.logprob), "top_logprobs": [self._format_token(*top) for top in each.top]}
+            for each in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _format_token(self, token: int, logprob: float) -> Body:
+        text = self._token_text(token)
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}

@@ -1,4 +1,4 @@
-"""Clients that leave, many at once, and processes that die: every request ends, and nothing keeps computing for nobody."""
+"""Disconnecting clients, many connections, dying processes: every request ends, and abandoned ones are cancelled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.server.conftest import CHAT, Site
+from tests.server.conftest import CHAT, RunningServer
 
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 250, "temperature": 1, "extra_body": {"ignore_eos": True}}
 
@@ -29,7 +29,7 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
-def test_two_hundred_connections_at_once_are_all_answered(site, world):
+def test_two_hundred_concurrent_streams_complete(server, world):
     expected = {name: world.answers(name, CHAT, 16) for name in (None, "pirate", "poet")}
 
     async def one(client, number: int) -> bool:
@@ -42,27 +42,27 @@ def test_two_hundred_connections_at_once_are_all_answered(site, world):
 
     async def run() -> list[bool]:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        async with site.async_client(http_client=httpx2.AsyncClient(limits=limits, timeout=120)) as client:
+        async with server.async_client(http_client=httpx2.AsyncClient(limits=limits, timeout=120)) as client:
             return await asyncio.gather(*(one(client, number) for number in range(200)))
 
     assert all(asyncio.run(run()))
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_client_that_leaves_cancels_its_request(site, stream):
-    until(lambda: site.metric("symbiosis_requests_running") == 0)
+def test_a_disconnect_cancels_the_request(server, stream):
+    until(lambda: server.metric("symbiosis_requests_running") == 0)
     body = {key: value for key, value in LONG.items() if key != "extra_body"} | {"ignore_eos": True, "n": 100}
-    request = httpx2.Request("POST", f"{site.url}/v1/completions", json={**body, "stream": stream})
-    host, port = site.url.removeprefix("http://").split(":")
+    request = httpx2.Request("POST", f"{server.url}/v1/completions", json={**body, "stream": stream})
+    host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as raw:
         head = "\r\n".join(f"{name}: {value}" for name, value in request.headers.items())
         raw.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + request.content)
-        until(lambda: site.metric("symbiosis_requests_running") > 0)
-    until(lambda: site.metric("symbiosis_requests_running") + site.metric("symbiosis_requests_waiting") == 0)
+        until(lambda: server.metric("symbiosis_requests_running") > 0)
+    until(lambda: server.metric("symbiosis_requests_running") + server.metric("symbiosis_requests_waiting") == 0)
 
 
-def test_a_request_that_makes_passes_fail_is_500_and_the_others_are_answered(site, world):
-    model = site.hosting._window.engine_loop._core._runner.model
+def test_a_request_that_makes_steps_fail_is_500_and_others_complete(server, world):
+    model = server.hosting._ipc.engine_loop._core._runner.model
     poison = 9
 
     def refuse(module, args, kwargs):
@@ -77,7 +77,7 @@ def test_a_request_that_makes_passes_fail_is_500_and_the_others_are_answered(sit
         return made.choices[0].text
 
     async def run() -> list[object]:
-        async with site.async_client() as client:
+        async with server.async_client() as client:
             prompts = ["the", [20, poison], "so", [21, 22, poison], "a cat"]
             return await asyncio.gather(*(ask(client, prompt) for prompt in prompts * 4))
 
@@ -91,7 +91,7 @@ def test_a_request_that_makes_passes_fail_is_500_and_the_others_are_answered(sit
 
 
 @contextmanager
-def serving(folder, *more: object) -> Iterator[tuple[subprocess.Popen[str], Site]]:
+def serving(folder, *more: object) -> Iterator[tuple[subprocess.Popen[str], RunningServer]]:
     """`symbiosis serve --http` as its own process."""
     command = [sys.executable, "-m", "symbiosis", "serve", folder, "--listen", "shm://", "--http", "127.0.0.1:0", *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -101,7 +101,7 @@ def serving(folder, *more: object) -> Iterator[tuple[subprocess.Popen[str], Site
         for line in process.stdout:
             found = re.match(r"listening at (http\S+)", line)
             if found:
-                yield process, Site(found[1], None, None)
+                yield process, RunningServer(found[1], None, None)
                 break
         else:
             raise AssertionError("it never listened")
@@ -112,27 +112,27 @@ def serving(folder, *more: object) -> Iterator[tuple[subprocess.Popen[str], Site
 
 
 def http_process(of: int) -> int:
-    """The HTTP process of a serving one."""
+    """The pid of the child HTTP process."""
     found = subprocess.run(["pgrep", "-P", str(of), "-f", "symbiosis.server"], capture_output=True, text=True)
     return int(found.stdout.split()[0])
 
 
-def healthy(site: Site) -> bool:
+def healthy(server: RunningServer) -> bool:
     try:
-        return site.ask("GET", "/health").status_code == 200
+        return server.ask("GET", "/health").status_code == 200
     except httpx2.HTTPError:
         return False
 
 
-def test_the_engine_dies_and_every_request_and_health_say_so(world):
-    with serving(world.folder) as (process, site):
-        assert healthy(site)
+def test_a_dead_engine_gives_503_on_requests_and_health(world):
+    with serving(world.folder) as (process, server):
+        assert healthy(server)
 
         async def run() -> list[object]:
-            client = site.async_client()
+            client = server.async_client()
             asks = [client.completions.create(**{**LONG, "n": 64}) for _ in range(6)]
             tasks = [asyncio.create_task(ask) for ask in asks]
-            await asyncio.to_thread(until, lambda: site.metric("symbiosis_requests_waiting") > 100)
+            await asyncio.to_thread(until, lambda: server.metric("symbiosis_requests_waiting") > 100)
             process.kill()
             done = await asyncio.gather(*tasks, return_exceptions=True)
             await client.close()
@@ -140,39 +140,39 @@ def test_the_engine_dies_and_every_request_and_health_say_so(world):
 
         found = asyncio.run(run())
         assert all(isinstance(error, openai.InternalServerError) and error.status_code == 503 for error in found), found
-        answer = site.ask("GET", "/health")
+        answer = server.ask("GET", "/health")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_lost"
-        assert site.ask("POST", "/v1/completions", json={"model": "tiny", "prompt": "x"}).status_code == 503
+        assert server.ask("POST", "/v1/completions", json={"model": "tiny", "prompt": "x"}).status_code == 503
 
 
-def test_the_http_process_dies_and_another_takes_over_while_the_lost_requests_are_cancelled(world):
-    with serving(world.folder) as (process, site):
+def test_a_dead_http_process_is_replaced_and_its_requests_are_cancelled(world):
+    with serving(world.folder) as (process, server):
         first = http_process(process.pid)
 
         async def run() -> object:
-            client = site.async_client()
+            client = server.async_client()
             task = asyncio.create_task(client.completions.create(**{**LONG, "n": 128}))
-            await asyncio.to_thread(until, lambda: site.metric("symbiosis_requests_running") > 0)
+            await asyncio.to_thread(until, lambda: server.metric("symbiosis_requests_running") > 0)
             os.kill(first, signal.SIGKILL)
             (error,) = await asyncio.gather(task, return_exceptions=True)
             await client.close()
             return error
 
         assert isinstance(asyncio.run(run()), openai.APIConnectionError)
-        until(lambda: healthy(site), 60)
+        until(lambda: healthy(server), 60)
         assert http_process(process.pid) != first
-        until(lambda: site.metric("symbiosis_requests_running") + site.metric("symbiosis_requests_waiting") == 0)
-        assert site.client().completions.create(model="tiny", prompt="x", max_tokens=2).choices
+        until(lambda: server.metric("symbiosis_requests_running") + server.metric("symbiosis_requests_waiting") == 0)
+        assert server.client().completions.create(model="tiny", prompt="x", max_tokens=2).choices
 
 
-def test_a_stopped_server_lets_running_answers_finish(world):
-    with serving(world.folder, "--adapter", f"pirate={world.root / 'pirate'}") as (process, site):
+def test_a_stopped_server_finishes_running_requests(world):
+    with serving(world.folder, "--adapter", f"pirate={world.root / 'pirate'}") as (process, server):
 
         async def run() -> object:
-            client = site.async_client()
+            client = server.async_client()
             task = asyncio.create_task(client.completions.create(**LONG, n=16))
-            await asyncio.to_thread(until, lambda: site.metric("symbiosis_requests_running") > 0)
+            await asyncio.to_thread(until, lambda: server.metric("symbiosis_requests_running") > 0)
             process.send_signal(signal.SIGTERM)
             (made,) = await asyncio.gather(task, return_exceptions=True)
             await client.close()

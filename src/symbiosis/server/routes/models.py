@@ -1,0 +1,44 @@
+"""GET /v1/models: the base model and the adapters that a tenant may use."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from symbiosis.errors import UnknownAdapter
+from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.openai.schemas import parse_model
+from symbiosis.server.routes.adapters import visible_adapters
+from symbiosis.server.settings import Settings
+
+
+class ModelRoutes:
+    def __init__(self, engine: EngineClient, settings: Settings) -> None:
+        self._engine, self._base = engine, settings.base
+        self._created = int(time.time())
+
+    async def list(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [*(await self._models(request)).values()]})
+
+    async def get(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        found = (await self._models(request)).get(parse_model(id, self._base))
+        if found is None:
+            raise unknown_model(id)
+        return JSONResponse({**found, "id": id})
+
+    async def _models(self, request: Request) -> dict[str | None, dict[str, Any]]:
+        """By adapter; None is the base model."""
+        stats = await self._engine.ask("stats")
+        common = {"object": "model", "created": self._created, "owned_by": "symbiosis", "max_model_len": stats["longest"]}
+        adapters = visible_adapters(request.state.caller, stats["adapters"])
+        return {None: {"id": self._base, "root": self._base, "parent": None, **common}} | {
+            name: {"id": name, "root": hash, "parent": self._base, **common} for name, (_, hash) in sorted(adapters.items())
+        }
+
+
+def unknown_model(model: str) -> UnknownAdapter:
+    return UnknownAdapter(f"there is no model {model!r} here: GET /v1/models lists yours")
