@@ -15,8 +15,8 @@ from symbiosis.models.client_part import build_skeleton, fill, load_weights, res
 from symbiosis.models.patches.fused_ops import fuse
 from symbiosis.split.client.blob_download import download
 from symbiosis.split.client.call_grouping import CallGroups
-from symbiosis.split.client.deferred.norm import watch_norms
-from symbiosis.split.client.deferred.tensor import look_at_results
+from symbiosis.split.client.deferred.norm import defer_norms
+from symbiosis.split.client.deferred.tensor import compute_outputs
 from symbiosis.split.client.direct_mode import MappedParameter, MappedWeights, open_mapping
 from symbiosis.split.client.kv_cache import make_room
 from symbiosis.split.client.loss import speed_up_loss
@@ -61,9 +61,9 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     if device.type == "cuda":
         fuse(model)
     if not mapped.base or mode == "executor":
-        watch_norms(model, groups, (spec for spec in manifest.layers if spec.kind is LayerKind.NORM))
-        groups.halves.find()
-        look_at_results(model)
+        defer_norms(model, session, (spec for spec in manifest.layers if spec.kind is LayerKind.NORM))
+        groups.train.find_starts()
+        compute_outputs(model)
     speed_up_loss(model)
     make_room(model)
     model.symbiosis = session

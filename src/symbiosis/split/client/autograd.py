@@ -15,9 +15,19 @@ from torch.autograd import forward_ad
 from symbiosis.errors import BadCall
 from symbiosis.kernels.first_order import first_order
 from symbiosis.split.client.session import ClientSession, answer_widths
-from symbiosis.types import Direction, LayerKind, LayerSpec
+from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec
 
 _OPPOSITE = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Direction.FORWARD}
+
+
+class LayerRef:
+    """A layer as it is called: with the executor's bias or without. A session has one object for each of the two."""
+
+    __slots__ = ("handle", "layer", "with_bias")
+
+    def __init__(self, layer: LayerSpec, *, with_bias: bool) -> None:
+        self.layer, self.with_bias = layer, with_bias
+        self.handle = layer.handle | (WITH_BIAS * with_bias)
 
 
 def _differentiable(x: Tensor) -> bool:
@@ -89,6 +99,13 @@ def call_matrices(
     return _MatrixCall.apply(x, session, layers, with_bias, Direction.FORWARD)  # type: ignore[no-untyped-call,no-any-return]
 
 
+def call_layers(session: ClientSession, refs: tuple[LayerRef, ...], x: Tensor) -> tuple[Tensor, ...]:
+    """One block, or one or several matrices, over the same rows."""
+    if refs[0].layer.kind is LayerKind.BLOCK:
+        return (call_block(session, refs[0].layer, x),)
+    return call_matrices(session, tuple(ref.layer for ref in refs), x, tuple(ref.with_bias for ref in refs))
+
+
 def call_transposed(session: ClientSession, layer: LayerSpec, x: Tensor) -> Tensor:
     """x @ W: the backward direction, used as a forward computation."""
     return _MatrixCall.apply(x, session, (layer,), (), Direction.BACKWARD)[0]  # type: ignore[no-untyped-call,no-any-return]
@@ -116,7 +133,7 @@ def call_block(session: ClientSession, layer: LayerSpec, x: Tensor) -> Tensor:
     return _BlockCall.apply(x, session, layer)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _HalfCall(torch.autograd.Function):
+class _ProgramCall(torch.autograd.Function):
     """Half a layer: what a matrix makes of the first rows, the others added to it, and what a norm and a block make of that."""
 
     @staticmethod
@@ -125,7 +142,7 @@ class _HalfCall(torch.autograd.Function):
             _check_plain(tensor)
         ctx.session, ctx.program, ctx.widths = session, program, [rows[0].shape[-1], width]
         ctx.dtypes = [tensor.dtype for tensor in rows]
-        total, saved = session.onward(program, [width, width], rows, training=any(ctx.needs_input_grad))
+        total, saved = session.run_program(program, [width, width], rows, training=any(ctx.needs_input_grad))
         ctx.save_for_backward(saved)
         return total
 
@@ -133,15 +150,15 @@ class _HalfCall(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         _check_plain(grad)
-        first, total = ctx.session.homeward(ctx.program, ctx.widths, (*ctx.saved_tensors, grad))
+        first, total = ctx.session.run_program_backward(ctx.program, ctx.widths, (*ctx.saved_tensors, grad))
         grads = first, *[total.to(dtype) for dtype in ctx.dtypes[1:]]
         needed = ctx.needs_input_grad[3:]
         return None, None, None, *[grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
 
-def call_half(session: ClientSession, program: tuple[int, ...], rows: tuple[Tensor, ...], width: int) -> Tensor:
+def call_program(session: ClientSession, program: tuple[int, ...], rows: tuple[Tensor, ...], width: int) -> Tensor:
     """By handles and `Turn`s, of which one is `SAVE`; `width` is that of the sums."""
-    return _HalfCall.apply(session, program, width, *rows)  # type: ignore[no-untyped-call,no-any-return]
+    return _ProgramCall.apply(session, program, width, *rows)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _ExpertsCall(torch.autograd.Function):

@@ -48,7 +48,7 @@ class ClientSession:
         self.model_class = model_class
         self.manifest = manifest
         self.limits = limits
-        self.computes_late = True
+        self.defer_training = True
         """Whether half a layer may be one call in training (`half`): False if a step was refused for it each time."""
         self._link = link
         self._forms: dict[Any, _Form] = {}
@@ -90,14 +90,14 @@ class ClientSession:
             form = self._keep(key, self._form(layers, direction, rows, with_bias))
         return self._in_parts(form, direction, rows, training=training)
 
-    def onward(
+    def run_program(
         self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...], *, training: bool = False
     ) -> tuple[Tensor, ...]:
         """Layers that follow each other, by handles and `Turn`s, as one such call that answers with tensors of these widths."""
         form = self._forms.get(program) or self._keep(program, self._way(program, widths, rows))
         return self._in_parts(form, Direction.ONWARD, rows, training=training)
 
-    def homeward(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def run_program_backward(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The gradients of such a call, from what it saved and the gradient of its end."""
         key = ("home", *program)
         form = self._forms.get(key) or self._keep(key, self._way(program, widths, rows))

@@ -27,7 +27,7 @@ class SharedParam:
         numbers = parameter.detach().clone() if parameter.device.type == "cpu" else None
         return cls(parameter, parameter.data_ptr(), version_of(parameter), numbers)
 
-    def is_still(self, parameter: Tensor | None) -> bool:
+    def is_unchanged(self, parameter: Tensor | None) -> bool:
         if parameter is not self._parameter:
             return False
         if parameter is None:

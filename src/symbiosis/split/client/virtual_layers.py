@@ -253,14 +253,14 @@ class VirtualMatrix(VirtualLayer):
         self._shared_bias = SharedParam.of(self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        unchanged = self._shared_bias.is_still(self.bias)
+        unchanged = self._shared_bias.is_unchanged(self.bias)
         super()._apply(fn, recurse)
         if unchanged:
             self.note_bias()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        unchanged, made = self._shared_bias.is_still(self.bias), super().__deepcopy__(memo)
+        unchanged, made = self._shared_bias.is_unchanged(self.bias), super().__deepcopy__(memo)
         if unchanged:
             made.note_bias()
         return made
@@ -270,7 +270,7 @@ class VirtualMatrix(VirtualLayer):
         bias = self.bias
         if bias is not None and bias.requires_grad and torch.is_grad_enabled():
             return False
-        return self._shared_bias.is_still(bias)
+        return self._shared_bias.is_unchanged(bias)
 
     def pristine(self) -> bool:
         """Whether the executor would compute exactly this layer, bias included, if nobody watches it."""

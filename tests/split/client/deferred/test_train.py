@@ -271,7 +271,7 @@ def test_a_function_of_autograds_that_does_not_look_is_refused_too(both):
     for each in both:
         for layer in layers(each):
             layer.self_attn.register_forward_hook(hook)
-    with pytest.raises(BadCall, match="repeat the step"):
+    with pytest.raises(BadCall, match="run the step again"):
         gradients(both[1], LLAMA.batch())
     same(both, passes=2)
 
@@ -302,7 +302,7 @@ def test_a_function_of_autograds_gets_no_tensor_whose_history_it_would_lose(both
     for each in both:
         for layer in layers(each):
             layer.self_attn.register_forward_hook(lambda _, __, result: replaced(result, function.apply(first(result))))
-    with pytest.raises(BadCall, match="repeat the step"):
+    with pytest.raises(BadCall, match="run the step again"):
         gradients(both[1], LLAMA.batch())
     same(both, passes=2)
 
@@ -341,7 +341,7 @@ def test_what_is_kept_out_of_our_sight_has_its_gradient_or_is_refused(both):
         hooks = [layer.mlp.register_forward_hook(lambda _, __, y, kept=kept: kept.append(y)) for layer in layers(each)]
         if each is both[1]:
             loss = each(**LLAMA.batch()).loss
-            with pytest.raises(BadCall, match="repeat the step"):
+            with pytest.raises(BadCall, match="run the step again"):
                 torch.autograd.grad(loss, kept)
             kept.clear()
         found.append(torch.autograd.grad(each(**LLAMA.batch()).loss, kept))
@@ -416,7 +416,7 @@ def test_hooks_on_a_tensor_are_called(both, hook):
         assert len(COUNTED) == 2 * counts[-1]
         COUNTED.clear()
     assert any(counts) is (hook is hook_together)
-    assert len(layers(both[1])[0].self_attn.o_proj.base_layer.groups.halves.astray) == 1
+    assert len(layers(both[1])[0].self_attn.o_proj.base_layer.groups.train.refusal_hooks) == 1
 
 
 def test_what_is_written_on_a_tensor_stays(both):
@@ -431,7 +431,7 @@ def test_threads_may_look_at_one_tensor(both):
     gradients(both[1], LLAMA.batch())
     o = layers(both[1])[0].self_attn.o_proj.base_layer
     for _ in range(40):
-        o.groups.halves._broken.clear()
+        o.groups.train.resolved.clear()
         late = o(torch.randn(2, 32, requires_grad=True))
         assert type(late) is DeferredGradTensor
         together = threading.Barrier(3)
@@ -479,9 +479,9 @@ def test_a_checkpoint_inside_a_layer_is_refused_once_or_told_before(both):
             for each in pair:
                 checkpointed(each)
             if told:
-                model.symbiosis.computes_late = False
+                model.symbiosis.defer_training = False
             else:
-                with pytest.raises(BadCall, match="computes_late"):
+                with pytest.raises(BadCall, match="defer_training"):
                     gradients(pair[1], LLAMA.batch())
             same(pair)
 
