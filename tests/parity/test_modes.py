@@ -224,7 +224,7 @@ def test_a_copy_whose_biases_nobody_changed_leaves_them_to_the_executor():
     plain = GPT2.model()
     with connected(plain, "inproc") as model, torch.no_grad():
         copied = copy.deepcopy(model)
-        assert all(m.bias_is_shared() for m in copied.modules() if isinstance(m, VirtualLinear | VirtualConv1D))
+        assert all(m.has_shared_bias() for m in copied.modules() if isinstance(m, VirtualLinear | VirtualConv1D))
         assert torch.equal(copied(**GPT2.batch()).logits, plain(**GPT2.batch()).logits)
 
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, PrefixTuningConfig
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from symbiosis.split.client.kv_cache import PreallocatedCacheLayer, give_room, make_room
+from symbiosis.split.client.kv_cache import PreallocatedCacheLayer, preallocate, preallocate_caches
 from tests.parity.architectures import ARCHITECTURES, MORE
 from tests.parity.pair import adapted, assert_same_gradients, connected, trainable, twin
 
@@ -91,7 +91,7 @@ def test_any_sequence_of_operations_leaves_what_it_leaves_in_a_dynamic_layer(see
 def test_generation_and_what_it_leaves_in_the_cache_are_equal_to_the_bit(architecture):
     plain = architecture.model()
     roomy = twin(plain)
-    make_room(roomy)
+    preallocate_caches(roomy)
     prompt = architecture.batch()["input_ids"]
     for way in WAYS.values():
         found, expected = (generated(model, prompt, **way) for model in (roomy, plain))
@@ -111,7 +111,7 @@ def generated(model, prompt, **way):
 def test_assisted_generation_takes_back_what_was_guessed(way):
     plain = LLAMA.model()
     roomy, prompt = twin(plain), LLAMA.batch(rows=1)["input_ids"].repeat(1, 2)
-    make_room(roomy)
+    preallocate_caches(roomy)
     found = []
     for model in (roomy, plain):
         guesses = {"assistant_model": model} if way == "draft" else {"prompt_lookup_num_tokens": 3}
@@ -138,7 +138,7 @@ def lora(architecture=LLAMA):
 
 def test_new_tokens_are_written_in_place_and_attention_reads_them_there():
     model, batch = LLAMA.model(), LLAMA.batch()
-    make_room(model)
+    preallocate_caches(model)
     with torch.no_grad():
         output = model(batch["input_ids"], use_cache=True)
         layer = output.past_key_values.layers[0]
@@ -184,7 +184,7 @@ def test_a_prefix_of_peft_is_continued(link):
 def test_gradients_flow_through_a_cache(architecture):
     plain, batch = architecture.model(), architecture.batch()
     roomy = twin(plain)
-    make_room(roomy)
+    preallocate_caches(roomy)
     found, expected = (adapted(model, lambda: lora(architecture)) for model in (roomy, plain))
     assert_same_gradients(through_a_cache(expected, batch), through_a_cache(found, batch), relative=0)
 
@@ -238,10 +238,10 @@ def test_what_is_no_growing_layer_stays_what_it_is():
     mixed, fixed = DynamicCache(config=ARCHITECTURES[2].model().config), StaticCache(config=config, max_cache_len=8)
     before = [type(layer) for cache in (windowed, fixed) for layer in cache.layers]
     for cache in (windowed, fixed, mixed):
-        give_room(cache)
+        preallocate(cache)
     assert [type(layer) for cache in (windowed, fixed) for layer in cache.layers] == before
     assert [type(layer) for layer in mixed.layers] == [DynamicSlidingWindowLayer, PreallocatedCacheLayer]
     offloaded = DynamicCache(config=config)
     offloaded.offloading = True  # asked for at the start it wants a GPU
-    give_room(offloaded)
+    preallocate(offloaded)
     assert {type(layer) for layer in offloaded.layers} == {DynamicLayer}

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from symbiosis.models.patches.fused_ops import FusedNorm
 from symbiosis.models.patches.mixin import mix_in
+from symbiosis.split.client.deferred.norm import DeferredNorm
 from symbiosis.split.client.module_snapshot import ModuleSnapshot
 from symbiosis.split.client.virtual_block import VirtualBlock
 
@@ -103,9 +105,10 @@ def test_patched_classes_are_noticed(monkeypatch):
     assert not made.holds(block)
 
 
-def test_a_patched_class_behind_what_is_mixed_in_is_noticed(monkeypatch):
+@pytest.mark.parametrize("mixin", [VirtualBlock, DeferredNorm, FusedNorm])
+def test_a_patched_class_behind_a_mixin_is_noticed(monkeypatch, mixin):
     block = Block()
-    mix_in(block, VirtualBlock)
+    mix_in(block, mixin)
     made = ModuleSnapshot(block)
     assert made.holds(block)
     monkeypatch.setattr(Block, "forward", lambda _, x: x)

@@ -69,8 +69,8 @@ class CallGroups:
         handle = layer.handle | (WITH_BIAS * with_bias)
         me = self._refs.get(handle) or self._refs.setdefault(handle, LayerRef(layer, with_bias=with_bias))
         if type(seen) is DeferredGradTensor:
-            if layer.kind is LayerKind.BLOCK and self.train.can_defer_block(seen, layer):
-                return self.train.defer_block(me, seen)
+            if layer.kind is LayerKind.BLOCK and (block := self.train.defer_block(me, seen)) is not None:
+                return block
             x, seen = plain(x), plain(seen)
         if type(seen) is not DeferredTensor and (seen.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(seen)):
             # Without a version counter a write between two calls is invisible; a wrapped tensor has no values of its own.
@@ -83,12 +83,13 @@ class CallGroups:
             return result if result is not None else self._request((me,), x)[0]
         self._learn(run)
         group = self._learned.get(me, (me,))
-        if len(group) == 1 and self.decode.can_defer_layer(me, x):
-            self._local.run = _Run(weakref.ref(seen), key, [me])
-            return self.decode.defer_layer(me, x)
-        if len(group) == 1 and x is seen and self.train.can_start(me, x):
-            self._local.run = _Run(weakref.ref(seen), key, [me])
-            return self.train.start(me, x)
+        if len(group) == 1:
+            deferred = self.decode.defer_layer(me, x)
+            if deferred is None and x is seen:
+                deferred = self.train.start(me, x)
+            if deferred is not None:
+                self._local.run = _Run(weakref.ref(seen), key, [me])
+                return deferred
         waiting = dict(zip(group, self._request(group, x), strict=True))
         mine = waiting.pop(me)
         self._local.run = _Run(weakref.ref(seen), key, [me], waiting, len(group) > 1)

@@ -1,4 +1,4 @@
-"""Is a tensor of the tenant's still what the executor has too? Tenants may change or train theirs."""
+"""Parameters that both sides have: whether the tenant's still equals the executor's."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from symbiosis.split.client.tensor_version import version_of
 
 @dataclass(frozen=True, slots=True)
 class SharedParam:
-    """A bias or a norm's weight as the executor has it, or that there is none."""
+    """A bias or a norm's weight as the executor has it, or none."""
 
     _parameter: Tensor | None
     _address: int
     _version: int | None
-    _numbers: Tensor | None
-    """On a CPU, where looking at them costs next to nothing: a write to `.data` shows in nothing else."""
+    _values: Tensor | None
+    """Only on a CPU, where comparing is cheap: a write to `.data` changes no version counter."""
 
     @classmethod
     def of(cls, parameter: Tensor | None) -> SharedParam:
         if parameter is None:
             return cls(None, 0, None, None)
-        numbers = parameter.detach().clone() if parameter.device.type == "cpu" else None
-        return cls(parameter, parameter.data_ptr(), version_of(parameter), numbers)
+        values = parameter.detach().clone() if parameter.device.type == "cpu" else None
+        return cls(parameter, parameter.data_ptr(), version_of(parameter), values)
 
     def is_unchanged(self, parameter: Tensor | None) -> bool:
         if parameter is not self._parameter:
@@ -34,4 +34,4 @@ class SharedParam:
             return True
         if (parameter.data_ptr(), version_of(parameter)) != (self._address, self._version):
             return False
-        return self._numbers is None or torch.equal(parameter, self._numbers)
+        return self._values is None or torch.equal(parameter, self._values)

@@ -1,4 +1,4 @@
-"""Was a tensor written to since? Its version counter tells, where it has one."""
+"""Version counters of tensors, which count writes."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """None for tensors of inference mode, which count nothing."""
+    """None for inference tensors, which have no counter."""
     return None if tensor.is_inference() else tensor._version

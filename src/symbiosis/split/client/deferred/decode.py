@@ -44,12 +44,13 @@ class DecodeDeferral(Deferral):
             return True  # its source passed this check, with the same rows
         return is_worth_deferring(like.shape, on_gpu=like.device.type == "cuda") and not like.is_inference()
 
-    def can_defer_layer(self, me: LayerRef, x: Tensor) -> bool:
-        return self.resolved.get(me, 0) < MAX_RESOLVED and self.can_defer(x) and (not self.owns(x) or x.node.fits(1))
-
-    def defer_layer(self, me: LayerRef, x: Tensor) -> DeferredTensor:
-        source = x.node if self.owns(x) else plain(x).clone()
-        return DeferredTensor(Node(self, me, source, me.layer.out_width))
+    def defer_layer(self, me: LayerRef, x: Tensor) -> DeferredTensor | None:
+        """The layer's deferred result, or None if it must be computed now."""
+        if self.resolved.get(me, 0) >= MAX_RESOLVED or not self.can_defer(x):
+            return None
+        if not self.owns(x):
+            return DeferredTensor(Node(self, me, plain(x).clone(), me.layer.out_width))
+        return DeferredTensor(Node(self, me, x.node, me.layer.out_width)) if x.node.fits(1) else None
 
 
 def is_worth_deferring(shape: torch.Size, *, on_gpu: bool) -> bool:

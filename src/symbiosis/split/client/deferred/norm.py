@@ -49,13 +49,15 @@ class DeferredNorm(nn.Module):
             return super().forward(plain(x))
         if not (deferral.can_defer(x) and node.fits(1) and hosted.is_unchanged(self)):
             return super().forward(plain(x))
-        if not deferral.has_history:
-            return DeferredTensor(type(node)(deferral, spec, node, spec.out_width))
-        if is_watched(self) or any([p is not None and p.requires_grad for p in self._parameters.values()]):
+        if deferral.has_history and (is_watched(self) or self._is_trained()):
             return super().forward(plain(x))
         made = type(node)(deferral, spec, node, spec.out_width)
-        made.norm_forward = super().forward
+        if deferral.has_history:
+            made.norm_forward = super().forward
         return type(x)(made)
+
+    def _is_trained(self) -> bool:
+        return any([parameter is not None and parameter.requires_grad for parameter in self._parameters.values()])
 
 
 def defer_norms(model: nn.Module, session: ClientSession, norms: Iterable[LayerSpec]) -> None:

@@ -86,7 +86,7 @@ class DeferredTensor(Tensor):
         """Call `__torch_function__` directly, unless a mode intercepts functions or overrides are disabled."""
         if torch._C._len_torch_function_stack() > 0 or not torch._C._is_torch_function_enabled():
             return func(*args, **kwargs)
-        return cls.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
+        return cls.__torch_function__(func, (), args, kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +135,9 @@ def _defer_sum(one: Any, other: Any) -> Tensor | None:
             other = plain(other)
     if node.value is not None or not deferral.can_defer(one) or not node.fits(2):
         return None
-    if node.shape != other.shape or node.device != other.device or (type(other) is Tensor and other.layout is not torch.strided):
+    if node.shape != other.shape or node.device != other.device:
+        return None
+    if type(other) is Tensor and other.layout is not torch.strided:
         return None
     if other.dtype is not node.dtype:  # an adapter in float32 on a model in half precision
         if other.dtype is not torch.float32 or node.dtype not in _HALF_DTYPES or type(other) is kind or other.is_inference():

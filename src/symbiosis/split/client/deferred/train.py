@@ -61,18 +61,15 @@ class TrainDeferral(Deferral):
     def is_active(self) -> bool:
         return torch.is_grad_enabled() and is_ordinary() and not torch.compiler.is_compiling()
 
-    def can_start(self, me: LayerRef, x: Tensor) -> bool:
-        """Whether a span may start with this layer's result of these rows."""
-        if not self.session.defer_training or type(x) is not Tensor:
-            return False
+    def start(self, me: LayerRef, x: Tensor) -> DeferredGradTensor | None:
+        """The layer's deferred result, which starts a span, or None if it must be computed now."""
+        if not self.session.defer_training or type(x) is not Tensor or x.dtype is not self.dtype or x.numel() == 0:
+            return None
         if me.layer.handle not in self._starts or self.resolved.get(me, 0) >= MAX_RESOLVED:
-            return False
+            return None
         # Hooks on saved tensors (checkpoints use them) may count them, and again when they recompute: both counts must match.
         if not self.is_active() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return False
-        return x.dtype is self.dtype and x.numel() > 0
-
-    def start(self, me: LayerRef, x: Tensor) -> DeferredGradTensor:
+            return None
         return DeferredGradTensor(GradNode(self, me, x.clone(), me.layer.out_width))
 
     def can_defer(self, x: DeferredTensor) -> bool:
@@ -81,12 +78,12 @@ class TrainDeferral(Deferral):
         is_sum = node.addend is not None or node.step is node.span.start
         return is_sum and not (node.span.is_resolved or node.span.is_ended) and self.is_active()
 
-    def can_defer_block(self, x: DeferredTensor, block: LayerSpec) -> bool:
-        if not self.owns(x) or not isinstance(x.node.step, LayerSpec):  # only the norm's result
-            return False
-        return not x.node.span.is_resolved and x.shape[-1] == block.in_width and self.is_active()
-
-    def defer_block(self, me: LayerRef, x: DeferredTensor) -> DeferredGradTensor:
+    def defer_block(self, me: LayerRef, x: DeferredTensor) -> DeferredGradTensor | None:
+        """The block's deferred result if `x` is that of a span's norm, else None."""
+        if not self.owns(x) or not isinstance(x.node.step, LayerSpec) or x.shape[-1] != me.layer.in_width:
+            return None
+        if x.node.span.is_resolved or not self.is_active():
+            return None
         return DeferredGradTensor(GradNode(self, me, x.node, me.layer.out_width))
 
     def end(self, block: GradNode, total: GradNode) -> Tensor | None:
@@ -124,17 +121,14 @@ class _Span:
 
     def __init__(self, deferral: TrainDeferral, start: LayerRef) -> None:
         self.deferral, self.start = deferral, start
-        self._nodes: list[weakref.ref[GradNode]] = []
+        self.nodes: list[weakref.ref[GradNode]] = []
         self.is_resolved = False
         self.is_ended = False
         self.resolving = threading.RLock()
 
-    def add(self, node: GradNode) -> None:
-        self._nodes.append(weakref.ref(node))
-
     def alive(self) -> list[GradNode]:
         """First to last: the nodes of tensors that are still referenced, and what leads to them."""
-        return [node for node in [each() for each in self._nodes] if node is not None]
+        return [node for node in [each() for each in self.nodes] if node is not None]
 
     def resolve(self) -> None:
         if not torch._C._is_fwd_grad_enabled():
@@ -169,7 +163,8 @@ class GradNode(Node):
         super().__init__(deferral, step, source, width, addend)
         self.requires_grad: bool = source.requires_grad or (addend is not None and addend.requires_grad)
         self.span = source.span if isinstance(source, GradNode) else _Span(deferral, step)
-        self.span.add(self)
+        self.holder = lambda: None
+        self.span.nodes.append(weakref.ref(self))
 
     def _resolve(self) -> None:
         with self.span.resolving:
