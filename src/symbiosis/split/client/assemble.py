@@ -119,7 +119,7 @@ def _cannot_save(*_: Any, **__: Any) -> NoReturn:
 
 def replace_hosted_layers(model: nn.Module, session: ClientSession) -> CallGroups:
     """Put a virtual layer in the place of every hosted one. Raises `CannotSplit` if the model differs."""
-    groups, dtype = CallGroups(session), getattr(torch, session.manifest.dtype)
+    groups = CallGroups(session)
     hosted = [spec for spec in session.manifest.layers if spec.kind is not LayerKind.NORM]
     blocks_last = sorted(hosted, key=lambda spec: spec.kind is LayerKind.BLOCK)
     for spec in blocks_last:
@@ -130,26 +130,20 @@ def replace_hosted_layers(model: nn.Module, session: ClientSession) -> CallGroup
         if spec.kind is LayerKind.BLOCK:
             make_block(module, spec)
         elif spec.kind is LayerKind.EXPERTS:
-            make_experts(module, spec, session, dtype)
+            make_experts(module, spec, session)
         else:
-            _replace(model, spec, _make_virtual(module, spec, groups, session, dtype))
+            layer = _make_virtual(module, spec, groups)
+            for path in spec.paths:
+                parent, _, name = path.rpartition(".")
+                model.get_submodule(parent)._modules[name] = layer
     return groups
 
 
-def _make_virtual(
-    module: nn.Module, spec: LayerSpec, groups: CallGroups, session: ClientSession, dtype: torch.dtype
-) -> VirtualLayer:
+def _make_virtual(module: nn.Module, spec: LayerSpec, groups: CallGroups) -> VirtualLayer:
     shape = tuple(getattr(module, "weight", torch.empty(0)).shape)
     if shape != dict(spec.weights).get("weight"):
         raise CannotSplit(f"the executor's {spec.paths[0]} is {dict(spec.weights)}, this model's is {shape}: versions differ")
     if spec.kind is LayerKind.EMBEDDING:
-        return VirtualEmbedding(spec, session, getattr(module, "padding_idx", None), dtype)
-    bias = getattr(module, "bias", None)
+        return VirtualEmbedding(spec, groups.session, getattr(module, "padding_idx", None))
     kind = VirtualLinear if spec.kind is LayerKind.LINEAR else VirtualConv1D
-    return kind(spec, groups, session, bias, dtype)
-
-
-def _replace(model: nn.Module, spec: LayerSpec, layer: VirtualLayer) -> None:
-    for path in spec.paths:
-        parent, _, leaf = path.rpartition(".")
-        model.get_submodule(parent)._modules[leaf] = layer
+    return kind(spec, groups, getattr(module, "bias", None))

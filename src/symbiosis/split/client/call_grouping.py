@@ -54,7 +54,7 @@ class CallGroups:
     """The groups that one session has learned. Each thread observes its own calls."""
 
     def __init__(self, session: ClientSession) -> None:
-        self._session = session
+        self.session = session
         self.decode = DecodeDeferral(session)
         self.train = TrainDeferral(session)
         self._local = threading.local()
@@ -98,7 +98,7 @@ class CallGroups:
     def _request(self, refs: tuple[LayerRef, ...], x: Tensor) -> tuple[Tensor, ...]:
         if self.decode.owns(x) and not torch.is_grad_enabled() and x.node.fits(len(refs)) and (path := x.node.find_path()):
             return x.node.run(path, refs)  # type: ignore[no-any-return]
-        return call_layers(self._session, refs, plain(x))
+        return call_layers(self.session, refs, plain(x))
 
     def _learn(self, run: _Run) -> None:
         if not run.members or (run.guessed and not run.waiting):

@@ -27,12 +27,13 @@ class HostedLayer(nn.Module):
     multiply_transposed: Any
     """Of matrices: products with the weight and with its transpose."""
 
-    def _init_hosted(self, spec: LayerSpec, session: ClientSession, dtype: torch.dtype, device: torch.device) -> None:
+    def _init_hosted(self, spec: LayerSpec, session: ClientSession) -> None:
         self.spec, self.session = spec, session
         self._hosted = {name for name, _ in spec.weights}
         # An empty parameter that follows the model through .to() and has its dtype and device. Code that reads a
         # module's first parameter finds one, though there are no weights.
-        self._parameters["like"] = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+        like = torch.empty(0, dtype=getattr(torch, session.manifest.dtype), device="cpu")
+        self._parameters["like"] = nn.Parameter(like, requires_grad=False)
         self._fetched: dict[str, Tensor] = {}
         self._versions: dict[str, int | None] = {}
         self._changed: dict[str, Tensor] = {}
@@ -61,13 +62,13 @@ class HostedLayer(nn.Module):
     @property
     def is_local(self) -> bool:
         if self._fetched:
-            self._adopt_written()
+            self.adopt_written()
         return bool(self._changed) or any([self._parameters.get(name) is not None for name in self._hosted])
 
-    def _adopt_written(self) -> None:
-        """Make the layer local if a fetched weight was written to, through whatever shares its memory."""
+    def adopt_written(self, exported: str | None = None) -> None:
+        """Make the layer local if a fetched weight was written to, or if the memory of one was `exported`."""
         for name, weight in list(self._fetched.items()):
-            if version_of(weight) != self._versions.get(name):
+            if name == exported or version_of(weight) != self._versions.get(name):
                 self.set_weight(name, weight)
                 return
 
@@ -96,12 +97,6 @@ class HostedLayer(nn.Module):
 
     def has_fetched(self, name: str) -> bool:
         return name in self._fetched
-
-    def adopt_if_written(self, name: str, version: int | None, *, always: bool = False) -> None:
-        """Make a fetched weight the tenant's own if it was written to since `version`, or if `always`."""
-        weight = self._fetched.get(name)
-        if weight is not None and (always or version_of(weight) != version):
-            self.set_weight(name, weight)
 
     def set_weight(self, name: str, value: Tensor) -> None:
         """Use the tenant's own values from now on. The executor's stay unchanged."""
@@ -140,13 +135,13 @@ class HostedLayer(nn.Module):
                 "optimizer: then it becomes your own"
             )
         if self._fetched:
-            self._adopt_written()
+            self.adopt_written()
             self._fetched = {name: weight for name, weight in self._fetched.items() if name in self._read}
             self._read.clear()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._adopt_written()
+        self.adopt_written()
         self._fetched = {name: fn(weight) for name, weight in self._fetched.items()}
         self._versions = {name: version_of(weight) for name, weight in self._fetched.items()}
         self._changed = {name: fn(weight) for name, weight in self._changed.items()}

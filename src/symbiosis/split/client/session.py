@@ -135,21 +135,18 @@ class ClientSession:
         leading, device = rows[0].shape[:-1], rows[0].device
         if device.type == "meta":
             raise BadCall("rows on the meta device have no values, so the executor cannot compute with them")
-        count = math.prod(leading)
-        if count <= shape.max_rows:
-            results = self._call_once(shape, direction, rows, training=training)
-        else:
-            most = -(-count // -(-count // shape.max_rows))  # parts of about the same length
-            split = zip(*[torch.split(t, most) for t in as_rows(rows)], strict=True)
-            parts = [self._call_once(shape, direction, part, training=training) for part in split]
-            results = shaped(tuple([torch.cat(column) for column in zip(*parts, strict=True)]), leading)
+        count, parts = math.prod(leading), [rows]
+        if count > shape.max_rows:
+            length = -(-count // -(-count // shape.max_rows))  # parts of about the same length
+            parts = list(zip(*[torch.split(t, length) for t in as_rows(rows)], strict=True))
+        replies = []
+        for part in parts:
+            message = Message(Kind.CALL, layers=shape.handles, direction=direction, training=training, tensors=part)
+            replies.append(self._link.call(message, shape.widths))
+        results = replies[0]
+        if len(replies) > 1:
+            results = shaped(tuple([torch.cat(column) for column in zip(*replies, strict=True)]), leading)
         return results if results[0].device == device else tuple([result.to(device) for result in results])
-
-    def _call_once(
-        self, shape: _CallShape, direction: Direction, rows: tuple[Tensor, ...], *, training: bool
-    ) -> tuple[Tensor, ...]:
-        message = Message(Kind.CALL, layers=shape.handles, direction=direction, training=training, tensors=rows)
-        return self._link.call(message, shape.widths)
 
     def fetch_weight(self, layer: LayerSpec, name: str) -> Tensor:
         """The values of a base weight. Raises `WeightsWithheld` where the provider does not allow it."""

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import CannotSplit
@@ -74,7 +73,7 @@ class VirtualExperts(VirtualLayer):
         return x, index, weight
 
 
-def make_experts(module: nn.Module, spec: LayerSpec, session: ClientSession, dtype: torch.dtype) -> None:
+def make_experts(module: nn.Module, spec: LayerSpec, session: ClientSession) -> None:
     """Replace the weights by hosted ones. Raises `CannotSplit` if the executor's experts have another shape."""
     own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     if own != dict(spec.weights):
@@ -82,5 +81,5 @@ def make_experts(module: nn.Module, spec: LayerSpec, session: ClientSession, dty
     for name in own:
         del module._parameters[name]
     mix_in(module, VirtualExperts)
-    VirtualLayer._init_hosted(module, spec, session, dtype, torch.device("cpu"))  # type: ignore[arg-type]
+    VirtualLayer._init_hosted(module, spec, session)  # type: ignore[arg-type]
     object.__setattr__(module, "_snapshot", ModuleSnapshot(module))

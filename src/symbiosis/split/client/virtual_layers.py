@@ -66,11 +66,9 @@ class VirtualMatrix(VirtualLayer):
     """The mapped weight, [O, I]."""
     _width_names: ClassVar[tuple[str, str]]
 
-    def __init__(
-        self, spec: LayerSpec, groups: CallGroups, session: ClientSession, bias: nn.Parameter | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, spec: LayerSpec, groups: CallGroups, bias: nn.Parameter | None) -> None:
         nn.Module.__init__(self)
-        self._init_hosted(spec, session, dtype, torch.device("cpu"))
+        self._init_hosted(spec, groups.session)
         self.groups = groups
         self.bias = bias
         self.remember_bias()
@@ -166,9 +164,9 @@ class VirtualConv1D(VirtualMatrix, Conv1D):  # type: ignore[misc]
 class VirtualEmbedding(VirtualLayer, nn.Embedding):
     """Token embeddings in the executor, where the provider hosts them."""
 
-    def __init__(self, spec: LayerSpec, session: ClientSession, padding_idx: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, spec: LayerSpec, session: ClientSession, padding_idx: int | None) -> None:
         nn.Module.__init__(self)
-        self._init_hosted(spec, session, dtype, torch.device("cpu"))
+        self._init_hosted(spec, session)
         self.num_embeddings, self.embedding_dim, self.padding_idx = spec.experts, spec.out_width, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
 

@@ -148,17 +148,11 @@ class VirtualWeight(torch.Tensor):
         for copy in [copy() for weight in weights for copy in weight.layer._copies]:
             if copy is not None and copy.is_intact():
                 copy.fetch()  # before a write to what it is a copy of
-        versions = {}
-        for weight in weights:
-            if weight.own is None and weight.parameter is None:
-                check_not_merging(weight.layer)
-                version = version_of(weight.layer.get_weight(weight.name_in_layer))
-                versions[id(weight.layer), weight.name_in_layer] = weight, version
         values = _plain(args)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*values, **_plain(kwargs))
-        for weight, version in versions.values():
-            weight.layer.adopt_if_written(weight.name_in_layer, version, always=func in _EXPORTS)
+        for weight in weights:
+            weight.layer.adopt_written(weight.name_in_layer if func in _EXPORTS and weight.own is None else None)
         written = func in _IN_PLACE and isinstance(args[0], VirtualWeight) and result is values[0]
         return args[0] if written else result
 

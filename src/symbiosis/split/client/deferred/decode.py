@@ -9,7 +9,6 @@ path in one call.
 from __future__ import annotations
 
 import math
-import threading
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from symbiosis.split.client.autograd import LayerRef
 from symbiosis.split.client.deferred.graph import MAX_RESOLVED, Deferral, Node
 from symbiosis.split.client.deferred.tensor import DeferredTensor, is_ordinary, plain
-from symbiosis.split.client.session import ClientSession
 
 _MAX_ROWS = 512  # with more, computing takes longer than the calls
 _FEW_ROWS = 8  # shapes that repeat: a token, or a few drafts of one
@@ -25,10 +23,6 @@ _FEW_ROWS = 8  # shapes that repeat: a token, or a few drafts of one
 
 class DecodeDeferral(Deferral):
     has_history = False
-
-    def __init__(self, session: ClientSession) -> None:
-        super().__init__(session)
-        self.exposing = threading.Lock()
 
     def is_active(self) -> bool:
         return not torch.is_grad_enabled() and is_ordinary()

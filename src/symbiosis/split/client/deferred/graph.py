@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeGuard, cast
 
@@ -26,6 +27,7 @@ class Deferral:
     def __init__(self, session: ClientSession) -> None:
         self.session = session
         self.dtype = getattr(torch, session.manifest.dtype)
+        self.exposing = threading.Lock()
         self.resolved: dict[LayerRef, int] = {}
         """How often a deferred result of a layer was read before its program's end."""
 
