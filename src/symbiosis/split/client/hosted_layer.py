@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from symbiosis.errors import BadCall, WeightsWithheld
 from symbiosis.split.client.session import ClientSession
-from symbiosis.split.client.tensor_version import version_of
+from symbiosis.split.client.shared_params import version_of
 from symbiosis.types import LayerSpec
 
 _log = logging.getLogger("symbiosis")
@@ -108,7 +108,7 @@ class HostedLayer(nn.Module):
         self.map_weights({})
 
     def make_parameters(self, *, trainable: bool) -> None:
-        """Turn the hosted weights into real parameters of the tenant."""
+        """Make the hosted weights real parameters of the tenant."""
         for name in self._hosted:
             if self._parameters.get(name) is None:
                 self._parameters[name] = nn.Parameter(self.get_weight(name), requires_grad=trainable)

@@ -1,4 +1,4 @@
-"""Parameters that both sides have: whether the tenant's still equals the executor's."""
+"""Parameters that both sides have: whether the tenant's was written to since assembly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from symbiosis.split.client.tensor_version import version_of
+
+def version_of(tensor: Tensor) -> int | None:
+    """The number of writes to a tensor. None for inference tensors, which do not count them."""
+    return None if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from symbiosis.errors import BadCall, CannotMerge
 from symbiosis.split.client.hosted_layer import HostedLayer
-from symbiosis.split.client.tensor_version import version_of
+from symbiosis.split.client.shared_params import version_of
 from symbiosis.types import LayerKind
 
 _T: Any = torch.Tensor

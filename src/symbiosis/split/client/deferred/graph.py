@@ -77,7 +77,7 @@ class Node:
         self.value: Tensor | None = None
         """Values that other nodes read; nothing writes to them."""
         self.exposed: Tensor | None = None
-        """The tensor handed out: `value` itself, or a copy if other nodes read `value`."""
+        """The tensor that callers have: `value` itself, or a copy if other nodes read `value`."""
         self.length: int = (source.length if isinstance(source, Node) else 1) + (2 if isinstance(addend, Node) else 1)
         """Upper bound of the program's length up to here."""
         self.version_when_exposed = 0
@@ -180,7 +180,7 @@ class Node:
         return []
 
     def pending_path(self) -> list[Node]:
-        """All nodes without values that lead here. Computes an addend first that the program cannot push on its way."""
+        """All nodes without values that lead here. Computes an addend first that the program cannot push."""
         path, at = [self], self.source
         while isinstance(at, Node) and at.value is None:
             path.append(at)

@@ -113,7 +113,7 @@ class TrainDeferral(Deferral):
         )
 
     def _refuse_gradient(self, _: Tensor) -> None:
-        self.refuse("given to an autograd function that did not read it, and returned a gradient for it")
+        self.refuse("passed to an autograd function that did not read it, and returned a gradient for it")
 
 
 class _Span:
@@ -132,7 +132,7 @@ class _Span:
 
     def resolve(self) -> None:
         if not torch._C._is_fwd_grad_enabled():
-            self.deferral.refuse("given to an autograd function before its values existed")
+            self.deferral.refuse("passed to an autograd function before its values existed")
         nodes = self.alive()
         if self.is_ended and any(node.requires_grad for node in nodes):
             self.deferral.refuse("stored, and read after the layer's end was computed without it")
@@ -155,7 +155,7 @@ class GradNode(Node):
 
     span: _Span
     holder: Callable[[], DeferredGradTensor | None]
-    """The tensor that was handed out, while it is alive."""
+    """The deferred tensor of this node, while it is alive."""
     norm_forward: Callable[[Tensor], Tensor]
     """Of a norm's node: the tenant's own forward."""
 
@@ -181,7 +181,7 @@ class GradNode(Node):
                 self.deferral.refuse("saved by an autograd function or a checkpoint before its values existed")
 
     def become_plain(self, value: Tensor) -> None:
-        """Turn the tensor that was handed out into a plain one: neither Python nor C++ can tell the difference."""
+        """Make the deferred tensor a plain one: neither Python nor C++ code can tell the difference."""
         held = self.holder()
         if held is not None:
             torch._C._swap_tensor_impl(held, value)
@@ -201,7 +201,7 @@ class GradNode(Node):
 
 
 class DeferredGradTensor(DeferredTensor):
-    """A tensor of a span. Reading it gives it values and the history of immediate execution."""
+    """A tensor of a span. Once read, it has its values and the history of immediate execution."""
 
     node: GradNode
     known: ClassVar[set[Any]] = METADATA
@@ -218,7 +218,7 @@ class DeferredGradTensor(DeferredTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         deferred = next(each for each in (*args, *(kwargs or {}).values()) if type(each) is DeferredGradTensor)
-        deferred.node.deferral.refuse("given to an autograd function, or to an extension, before its values existed")
+        deferred.node.deferral.refuse("passed to an autograd function, or to an extension, before its values existed")
 
 
 @contextmanager
