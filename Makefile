@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve demo test lint unit gpu kills gpubench plots bench delays soak clean help
+.PHONY: serve demo quick test lint unit docs gpu kills gpubench plots bench delays soak clean help
 
-help:  ## what can be made
+help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 $(READY): pyproject.toml constraints.txt $(wildcard src/symbiosis/kernels/cpu/*.[ch])
@@ -22,26 +22,48 @@ serve: $(READY)  ## serve the embedded default model: to tenants at tcp://127.0.
 demo: $(READY)  ## three tenants fine-tune at once on the default model while a fourth chats
 	$(BIN)/symbiosis demo $(ARGS)
 
-test: lint unit  ## everything CI runs
+# Pure parts, and one parity case per link.
+QUICK := tests/common tests/adapters/test_safe_regex.py tests/jobs/test_states.py tests/jobs/test_queue.py \
+	tests/jobs/test_plan.py tests/serving/scheduling tests/serving/lora/test_byte_allocator.py tests/serving/test_detokenizer.py \
+	tests/finetuning/scheduling tests/finetuning/loop/test_recipe.py tests/split/executor/test_policies.py \
+	tests/device_sharing tests/transport/test_messages.py tests/server/test_json_budget.py
+PARITY := tests/parity/test_architectures.py -k 'llama-'
 
-lint: $(READY)  ## ruff, strict types, import contract, forbidden words
+quick: $(READY)  ## lint, types, import contract, tests of pure parts, one parity case per link: under 2 minutes
+	$(MAKE) --no-print-directory -j2 lint pure
+
+pure: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not slow and not gpu and not real' $(QUICK)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARITY)
+
+test: lint unit  ## everything CI runs: under 15 minutes on 2 cores
+
+lint: $(READY)  ## ruff, strict types, import contract, retired words, forbidden calls
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_vocabulary.py
 	@! grep -rnE '\b(pickle|cloudpickle|recv_pyobj|send_pyobj|torch\.load)\(' src/ || (echo 'forbidden near outside input' && false)
 
 unit: $(READY)  ## the tests
-	@$(BIN)/python -c 'from symbiosis.models.default_model import default_model_folder as fetch; fetch()'  # outside any test's time
+	@$(BIN)/python -c 'from symbiosis.models.default_model import default_model_folder as fetch; fetch()'  # outside of the timeouts of tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu'
 
-gpu:  ## parity, links and kernels on a GPU, with the machine's own Python packages and pyzmq
-	PYTHONPATH=src $(PYTHON) -m pytest -m "gpu and not slow" tests/gpu tests/kernels tests/engine
+docs: $(VENV)/.docs  ## the documentation site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-kills:  ## tenants and executors on a GPU killed at any moment, a hundred times, about 2 minutes
+$(VENV)/.docs: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+gpu:  ## parity, links and kernels on a GPU, with the Python packages of the machine and pyzmq
+	PYTHONPATH=src $(PYTHON) -m pytest -m "gpu and not slow" tests/gpu tests/kernels tests/serving tests/finetuning
+
+kills:  ## kill tenants and executors on a GPU at random moments, a hundred times, about 2 minutes
 	PYTHONPATH=src $(PYTHON) -m pytest -rP -m "gpu and slow" tests/gpu/test_kills.py
 
-gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own packages, about 40 minutes; then `make plots`
+gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machine, about 40 minutes; then `make plots`
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b
@@ -64,9 +86,9 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the machine's own package
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b --scale
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 7b --jobs 4
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 7b --jobs 8 --no-plain
-	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_beside 7b --load chat
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_colocation 7b --load chat
 
-plots: $(READY)  ## pictures of what gpubench wrote, on any machine
+plots: $(READY)  ## plots of the results of gpubench, on any machine
 	$(BIN)/python -m benchmarks.plots
 
 bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 cores
@@ -74,15 +96,15 @@ bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 
 	$(BIN)/python -m benchmarks.independence
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.serving
-	$(BIN)/python -m benchmarks.beside_training
+	$(BIN)/python -m benchmarks.colocation
 	$(BIN)/python -m benchmarks.queueing
 
 SEED ?= 1
-delays: $(READY)  ## the tests while threads are late, others with each SEED, about 35 minutes on 2 cores (tests/delays.py)
+delays: $(READY)  ## the tests with random delays in threads, others with each SEED, about 35 minutes on 2 cores (tests/delays.py)
 	SYMBIOSIS_DELAYS_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.delays -n 4 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
-soak: $(READY)  ## long proofs: faults by the thousand
+soak: $(READY)  ## long proofs: the demo on the real model, faults by the thousand
 	$(BIN)/pytest -m slow
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache site

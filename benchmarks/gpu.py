@@ -70,7 +70,7 @@ def mps_daemon(wanted: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        # It ends with its last client, which may be this process: nobody waits for that.
+        # It exits with its last client, which can be this process: do not wait for it.
         asked = subprocess.Popen(["nvidia-cuda-mps-control"], stdin=subprocess.PIPE, start_new_session=True)
         assert asked.stdin is not None
         asked.stdin.write(b"quit\n")

@@ -68,12 +68,12 @@ def run(shape: str, device: str, seconds: float, mps: bool, remote: int, length:
     console, batches = Console(width=160), BATCHES[shape]
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     remote = min(remote, len(batches))
-    everybody = remote == len(batches)
-    kind = "cpu" if everybody else device
+    all_remote = remote == len(batches)
+    kind = "cpu" if all_remote else device
     with Served(shape, device, head=remote > 0) as served, Workers(len(batches), kind, remote) as workers:
         connect(workers, shape, served, batches, length, remote)
-        for policy in POLICIES:  # to warm up: what comes again and again becomes a CUDA graph, with any company one
-            measure(workers, policy, served, batches, seconds * (5 if policy == "opportunistic" and not everybody else 1))
+        for policy in POLICIES:  # warm-up: repeated batches become CUDA graphs
+            measure(workers, policy, served, batches, seconds * (5 if policy == "opportunistic" and not all_remote else 1))
         for repetition in range(REPETITIONS):
             for policy in rotated(POLICIES, repetition):
                 found = measure(workers, policy, served, batches, seconds)
@@ -105,7 +105,7 @@ def run(shape: str, device: str, seconds: float, mps: bool, remote: int, length:
             parts = [
                 "gpu-policies",
                 shape,
-                "remote" * everybody or f"remote{remote}" * (remote > 0),
+                "remote" * all_remote or f"remote{remote}" * (remote > 0),
                 "mps" * mps,
                 "" if length == LENGTH else str(length),
             ]

@@ -199,7 +199,7 @@ def _wait(device: str) -> None:
 
 
 def profile(shared: Shared, device: str, console: Console) -> dict[str, Any]:
-    """Kernels of one step of all jobs: how many, how long, and the host's time beside."""
+    """Kernels of one step of all jobs: how many, how long, and the host's time."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -424,7 +424,9 @@ def run(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(str(__doc__), shapes=list(JOBS), shape="1b", seconds=1.5)
     parser.add_argument("--jobs", type=int, nargs="+", help="how many at a time")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["graphs"], help="of sharing, beside plain processes")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=["graphs"], help="ways of sharing, in addition to plain processes"
+    )
     parser.add_argument("--no-plain", dest="plain", action="store_false", help="without the processes")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--scale", action="store_true", help="the time of a step against the number of jobs")

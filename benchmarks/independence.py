@@ -47,7 +47,7 @@ def _model(address: str, name: str) -> Any:
 
 
 def train(address: str, plan: Plan, pipe: Any) -> None:
-    """A normal tenant: trains `steps` steps whenever it is told to, and reports their seconds."""
+    """A normal tenant: trains `steps` steps on each command and reports their seconds."""
     import torch
 
     model = _model(address, "trainer")

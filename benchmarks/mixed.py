@@ -1,4 +1,4 @@
-"""What does fine-tuning beside it cost inference, and what does the GPU gain?
+"""What does fine-tuning next to inference cost it, and what does the GPU gain?
 
 Eight tenants, each a process of its own: six decode (batch 2, 512 tokens of
 context) and two are silent, decode too, or fine-tune (batch 2 × 512), all
@@ -69,15 +69,15 @@ def measure(workers: Workers, plan: Plan, case: str, shape: str, seconds: float)
 def compare(workers: Workers, mode: str, address: str, shape: str, seconds: float, console: Console) -> dict[str, Any]:
     """All cases of one mode."""
     plan = PLANS[shape]
-    everybody = range(plan.inference + plan.others)
-    workers.all(everybody, "load", mode, shape, address)
-    workers.all(everybody[plan.inference :], "train", 3)
-    workers.all(everybody, "prefill", plan.batch, plan.length)
+    tenants = range(plan.inference + plan.others)
+    workers.all(tenants, "load", mode, shape, address)
+    workers.all(tenants[plan.inference :], "train", 3)
+    workers.all(tenants, "prefill", plan.batch, plan.length)
     runs: dict[str, list[dict[str, float]]] = {case: [] for case in plan.cases}
     for repetition in range(REPETITIONS):
         for case in rotated(list(plan.cases), repetition):
             runs[case].append(measure(workers, plan, case, shape, seconds))
-    workers.all(everybody, "drop")
+    workers.all(tenants, "drop")
     first = next(iter(runs))
     latency = compared({case: [each["latency_s"] for each in found] for case, found in runs.items()}, first)
     tokens = compared(
@@ -96,7 +96,7 @@ def run(shape: str, device: str, seconds: float, modes: Sequence[str], mps: bool
     with Workers(plan.inference + plan.others, device) as workers:
         for mode in modes:
             with ExitStack() as stack:
-                # private copies need the whole GPU: no executor beside them
+                # private copies need the whole GPU: no executor next to them
                 address = "" if mode == "plain" else stack.enter_context(Served(shape, device)).address
                 results[mode] = compare(workers, mode, address, shape, seconds, console)
             figures = {"script": "mixed", "shape": shape, "mps": mps, "modes": results}

@@ -1,4 +1,4 @@
-"""Draws what the GPU benchmarks wrote: a PNG beside each JSON. Needs no GPU, so it can run elsewhere than they did.
+"""Plots the results of the GPU benchmarks: a PNG next to each JSON. Needs no GPU, so it can run elsewhere than they did.
 
 python -m benchmarks.plots                                   # all there are
 python -m benchmarks.plots benchmarks/results/mixed-7b.json
@@ -147,7 +147,7 @@ def gpu_training(record: dict[str, Any], axes: Sequence[Any]) -> None:
         each.set_xlabel("jobs")
 
 
-def gpu_beside(record: dict[str, Any], axes: Sequence[Any]) -> None:
+def gpu_colocation(record: dict[str, Any], axes: Sequence[Any]) -> None:
     shown = {"p99_s": (1e3, "between two tokens, ms, p99"), "trained_per_s": (1.0, "tokens/s trained")}
     for (name, (scale, unit)), each in zip(shown.items(), axes, strict=True):
         found = record["figures"][name]
@@ -160,7 +160,7 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = 
     "gpu_memory": (memory, 2),
     "mixed": (mixed, 2),
     "gpu_serving": (gpu_serving, 2),
-    "gpu_beside": (gpu_beside, 2),
+    "gpu_colocation": (gpu_colocation, 2),
     "gpu_training": (gpu_training, 2),
     "small_and_large": (small_and_large, 1),
 }

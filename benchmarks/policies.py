@@ -59,7 +59,7 @@ def serve(policy: str, plan: Plan, pipe: Any) -> None:
 
 
 def tenant(batch: int, plan: Plan, pipe: Any) -> None:
-    """A tenant's process: decodes as fast as it can whenever it is told to, on the executor it is told."""
+    """A tenant's process: decodes as fast as it can on each command, on the given executor."""
     import torch
 
     import symbiosis

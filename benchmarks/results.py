@@ -1,4 +1,4 @@
-"""Where figures go: JSON with machine and versions, and a plot beside it."""
+"""Results as JSON with machine and versions, and a plot next to it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
 
 
 def save(name: str, question: str, figures: dict[str, Any], folder: Path = FOLDER) -> Path:
-    """Write `name`.json; returns its path, so that a plot can go beside it."""
+    """Write `name`.json; returns its path, for the plot next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     record = {"question": question, "taken": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), **figures}
@@ -65,6 +65,6 @@ def compared(runs: dict[str, list[float]], baseline: str) -> dict[str, dict[str,
 
 
 def rotated(cases: Sequence[str], repetition: int) -> list[str]:
-    """The cases in turn, so that nobody always goes first."""
+    """The cases in rotation, so that none is always first."""
     first = repetition % len(cases)
     return [*cases[first:], *cases[:first]]

@@ -131,7 +131,7 @@ def run(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(str(__doc__), shapes=list(TENANTS), shape="1b", seconds=1.0)
     parser.add_argument("--tenants", type=int, nargs="+", help="how many at a time")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=(), help="beside plain, for any number of tenants")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=(), help="in addition to plain, for any number of tenants")
     chosen = parser.parse_args(arguments)
     counts = chosen.tenants or TENANTS[chosen.shape]
     modes = chosen.modes and ["plain", *(mode for mode in chosen.modes if mode != "plain")]

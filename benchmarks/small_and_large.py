@@ -3,7 +3,7 @@
 Two tenants send one prompt after the other through the executor, of 1 token or
 of 512, in pairs (the paper's Table 4). Policies of the one executor and pairs take
 turns, window by window. Figures are each tenant's median time of a prompt;
-beside them the same of one plain tenant alone.
+and the same of one plain tenant alone.
 
     python -m benchmarks.small_and_large 7b          # about 1.5 minutes on one H200
     python -m benchmarks.small_and_large tiny --cpu  # seconds, for the tests

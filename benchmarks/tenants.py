@@ -184,7 +184,7 @@ class Tenant:
 def window(step: Callable[[], None], begin: float, end: float) -> list[float]:
     """Step until `end`; seconds of each step that ended after `begin` (monotonic times, the same in all processes).
 
-    Everybody in a window is busy from before its begin to its end, so the mean of these is the pace in company.
+    All tenants of a window are busy from before its begin to its end, so the mean of these is the time under load.
     """
     seconds: list[float] = []
     while True:

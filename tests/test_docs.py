@@ -116,7 +116,7 @@ def test_the_openai_client_against_make_serve(served):
 @pytest.fixture
 def chats(tmp_path):
     """The data of the page about fine-tuning: everything is answered as a pirate would."""
-    data = (ROOT / "src/symbiosis/demo_data/pirate.jsonl").read_text()
+    data = (ROOT / "src/symbiosis/cli/demo_data/pirate.jsonl").read_text()
     (tmp_path / "chats.jsonl").write_text("".join(data.splitlines(keepends=True)[:8]))
     return tmp_path
 
@@ -182,6 +182,21 @@ def test_two_tenants_example(real_cache, tmp_path):
 
 
 @pytest.mark.real
+def test_engine_example(real_cache, tmp_path):
+    output = run(str(ROOT / "examples" / "engine_with_adapters.py"), cwd=tmp_path)
+    texts = dict(line.split(": ", 1) for line in output.splitlines())
+    assert "Paris" in texts["base"]
+    assert len(set(texts.values())) == 3, "each adapter changes the text"
+
+
+@pytest.mark.real
+def test_studio_example(real_cache, tmp_path):
+    output = run(str(ROOT / "examples" / "custom_training_loop.py"), str(tmp_path / "out"), cwd=tmp_path)
+    assert "marzipan" in output
+    assert (tmp_path / "out" / "bob" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.real
 def test_trl_example(address, tmp_path):
     assert "loss" in run(str(ROOT / "examples" / "sft_with_trl.py"), address, cwd=tmp_path)
 
@@ -192,7 +207,7 @@ def test_every_curl_of_the_providers_page_is_answered(tmp_path):
     adapter = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     adapter.save_pretrained(tmp_path / "adapters" / "pirate")
     adapter.save_pretrained(tmp_path / "my-adapter")
-    serve, *curls = [block for block in blocks("bash", (ROOT / "docs/providers.md").read_text()) if "127.0.0.1:8000" in block]
+    serve, *curls = [block for block in blocks("bash", (ROOT / "docs/serving.md").read_text()) if "127.0.0.1:8000" in block]
     serve = serve.replace("symbiosis serve", f"exec {sys.executable} -m symbiosis serve tiny --listen shm://")
     process = subprocess.Popen(["bash", "-c", serve.replace(":8000", ":0")], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     try:

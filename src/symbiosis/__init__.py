@@ -9,7 +9,8 @@ __all__ = ["Engine", "Executor", "Sampling", "Studio", "connect", "errors"]
 
 if TYPE_CHECKING:
     from symbiosis import errors
-    from symbiosis.app.executor import Executor, connect
+    from symbiosis.app.connect import connect
+    from symbiosis.app.executor import Executor
     from symbiosis.app.studio import Studio
     from symbiosis.serving.engine import Engine
     from symbiosis.serving.scheduling.sequence import Sampling
@@ -17,10 +18,14 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: only when somebody needs them
-    if name in ("Executor", "connect"):
-        from symbiosis.app import executor
+    if name == "Executor":
+        from symbiosis.app.executor import Executor
 
-        return getattr(executor, name)
+        return Executor
+    if name == "connect":
+        from symbiosis.app.connect import connect
+
+        return connect
     if name == "Engine":
         from symbiosis.serving.engine import Engine
 

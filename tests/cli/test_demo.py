@@ -27,7 +27,7 @@ def finished() -> Run:
     for number in range(3):
         counts = {"calls": 30 * number, "batches": 20 * number, "tokens": 50 * number, "uptime_s": float(number)}
         figures = {"mean_batch": 1.5, "mean_rows": 7.0, "bytes_held": 400_000_000}
-        run.look({**counts, **figures}, {"executor": os.getpid(), **dict.fromkeys((t.name for t in TENANTS), os.getpid())})
+        run.poll({**counts, **figures}, {"executor": os.getpid(), **dict.fromkeys((t.name for t in TENANTS), os.getpid())})
     for tenant in TENANTS:
         run.take({"who": tenant.name, "what": "after", "text": "tuned", "tokens_per_s": 9.0, "weights": 1000})
         run.take({"who": "plain", "what": "text", "tenant": tenant.name, "text": "tuned"})
@@ -37,27 +37,27 @@ def finished() -> Run:
 
 
 def broken(run: Run) -> list[str]:
-    return [what for held, what in run.verdicts() if not held]
+    return [what for passed, what in run.checks() if not passed]
 
 
 def test_a_run_as_it_should_be_holds():
     assert broken(finished()) == []
-    assert len(finished().verdicts()) == 9
+    assert len(finished().checks()) == 9
 
 
-def test_a_loss_that_did_not_fall_is_told():
+def test_a_loss_that_did_not_fall_is_reported():
     run = finished()
     run.losses["kettle"] = [(0.0, 2.0), (1.0, 2.5)]
     assert broken(run) == ["kettle: loss fell (2.00 → 2.50)"]
 
 
-def test_an_answer_that_did_not_change_is_told():
+def test_an_answer_that_did_not_change_is_reported():
     run = finished()
     run.before["pirate"] = "tuned"
     assert broken(run) == ["pirate: the answer changed"]
 
 
-def test_a_text_that_differs_without_symbiosis_is_told():
+def test_a_text_that_differs_without_symbiosis_is_reported():
     run = finished()
     run.plain["gardener"] = "something else"
     assert [what.partition(" with")[0] for what in broken(run)] == ["gardener: plain transformers + PEFT gives the same text"]
@@ -76,7 +76,7 @@ def test_the_figures_can_be_seen_live_at_the_end_as_json_and_as_a_plot(tmp_path)
     assert "1,500 MB" in shown  # three copies of 500 MB
     assert "2,700 MB" in shown  # three processes of 900 MB …
     assert "900 MB" in shown  # … of which 300 MB each are their own
-    assert run.looks[0]["mean_batch"] == 1.5
+    assert run.polls[0]["mean_batch"] == 1.5
     write(run, tmp_path / "results.json")
     assert json.loads((tmp_path / "results.json").read_text())["tenants"]["pirate"]["after"] == "tuned"
     plot(run, tmp_path / "demo.png")
@@ -90,8 +90,9 @@ def test_the_data_is_sound_and_does_not_hold_the_question(tenant):
     assert all(tenant.question != message["content"] for sample in samples for message in sample.messages)
 
 
+@pytest.mark.slow
 @pytest.mark.real
-@pytest.mark.timeout(600)  # it trains three tenants, on whatever else the machine has to do
+@pytest.mark.timeout(900)
 def test_the_demo_holds_on_the_real_model(tmp_path):
     """Losses fell, answers changed, adapters speak alike in plain transformers + PEFT: else it exits with 1."""
     # the tests' own cache is empty: the real model is kept in the user's

@@ -63,20 +63,20 @@ def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
     assert "none yet" in run("jobs", "list", "--connect", studio.url, "--key", BOB).stdout
 
 
-def test_a_job_whose_adapter_went_with_the_server_says_so(world, start, data, tmp_path):
+def test_a_job_whose_adapter_went_with_the_server_is_reported(world, start, data, tmp_path):
     """Jobs were kept, adapters were not."""
     first = start(world.folder, jobs=tmp_path / "jobs")
     done = run("finetune", data, "--hosted", "--steps", 1, "--connect", first.url)
     id = re.search(r"the job is (ftjob-\w+)\n", done.stderr)[1]
     assert "is served" in done.stdout
-    assert "not served any more" not in run("jobs", "show", id, "--connect", first.url).stdout
+    assert "no longer served" not in run("jobs", "show", id, "--connect", first.url).stdout
     assert "gone" not in run("jobs", "list", "--connect", first.url).stdout
     first.hosting.close()
     second = start(world.folder, jobs=tmp_path / "jobs")
     for command in ("show", "watch"):
         said = run("jobs", command, id, "--connect", second.url)
         assert said.exit_code == 0, said.output
-        assert "not served any more: it was deleted, or the server was started again" in said.stdout
+        assert "no longer served: it was deleted, or the server was restarted" in said.stdout
         assert "is served" not in said.stdout
     assert re.search(r"ft-\S+ \(gone\)", run("jobs", "list", "--connect", second.url).stdout)
     second.hosting.close()
@@ -87,8 +87,8 @@ def test_a_narrow_table_of_jobs_leaves_out_columns_and_shortens_nothing(monkeypa
     progress = {"step": 123, "total_steps": 1000, "train_loss": 1.5, "tokens_per_s": 1234.5}
     job = {"id": f"ftjob-{'a' * 24}", "organization_id": "ann", "status": "succeeded", "progress": progress}
     job |= {"queue_position": None, "estimated_finish": None, "fine_tuned_model": f"ft-parrot-{'b' * 8}"}
-    monkeypatch.setattr(jobs.Site, "jobs", lambda self, limit: [job])
-    monkeypatch.setattr(jobs.Site, "adapters", lambda self: [{"id": job["fine_tuned_model"]}])
+    monkeypatch.setattr(jobs.HttpClient, "jobs", lambda self, limit: [job])
+    monkeypatch.setattr(jobs.HttpClient, "adapters", lambda self: [{"id": job["fine_tuned_model"]}])
     monkeypatch.setattr(jobs.Console, "is_terminal", terminal)
     monkeypatch.setenv("COLUMNS", "80")
     jobs.list_jobs("http://127.0.0.1:1", None, 20)
@@ -105,7 +105,7 @@ def test_a_fraction_of_an_epoch(studio, data):
     assert "must be greater than 0" in run("finetune", data, "--hosted", "--epochs", 0, *at).stderr
 
 
-def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
+def test_ctrl_c_leaves_the_job_running_and_prints_how_to_follow_it(studio, data):
     at = ["--connect", studio.url]
     command = [sys.executable, "-m", "symbiosis", "finetune", str(data), "--hosted", "--steps", "5000", *at]
     environment = {**os.environ, "SYMBIOSIS_KEY": ANN, "COLUMNS": "200"}
@@ -131,20 +131,20 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(studio, data):
     assert "is cancelled" in fails("jobs", "cancel", job.id, *mine)
 
 
-def test_a_paused_job_is_waited_for_and_how_to_resume_it_is_said_once_a_pause(monkeypatch):
+def test_a_paused_job_is_followed_and_the_resume_command_is_printed_once_per_pause(monkeypatch):
     states = iter(["running", "paused", "paused", "queued", "running", "paused", "running", "cancelled"])
     progress = {"step": 3, "total_steps": 10}
     job = {"progress": progress, "queue_position": None, "estimated_finish": None, "fine_tuned_model": None, "error": None}
-    monkeypatch.setattr(jobs.Site, "job", lambda self, id: {**job, "id": id, "status": next(states)})
-    monkeypatch.setattr(jobs, "_LOOK_S", 0)
+    monkeypatch.setattr(jobs.HttpClient, "job", lambda self, id: {**job, "id": id, "status": next(states)})
+    monkeypatch.setattr(jobs, "_POLL_S", 0)
     done = run("jobs", "watch", "ftjob-1", "--connect", "http://127.0.0.1:1")
-    assert done.stderr.count("`symbiosis jobs resume ftjob-1 --connect http://127.0.0.1:1` lets it go on") == 2
+    assert done.stderr.count("`symbiosis jobs resume ftjob-1 --connect http://127.0.0.1:1` resumes it") == 2
     assert done.stderr.splitlines()[-1] == "error: the job ftjob-1 is cancelled"
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_while_the_data_is_checked_names_the_job(studio, data, monkeypatch, times):
-    """Pressed once: the job is asked for again by its key. Twice: where to look is said."""
+    """Once: the job is fetched by its key. Twice: the command to list jobs is printed."""
     create, made = HttpClient.create_job, []
 
     def interrupted(self, body, key):
@@ -153,12 +153,12 @@ def test_ctrl_c_while_the_data_is_checked_names_the_job(studio, data, monkeypatc
             raise KeyboardInterrupt
         return {"id": made[-1]}
 
-    monkeypatch.setattr(jobs.Site, "create_job", interrupted)
+    monkeypatch.setattr(jobs.HttpClient, "create_job", interrupted)
     done = run("finetune", data, "--hosted", "--steps", 5000, "--connect", studio.url, "--key", ANN)
     assert done.exit_code == 130, done.output
     (id,) = set(made)
     if times == 1:
-        assert f"Come back with `symbiosis jobs watch {id} " in done.stderr
+        assert f"Follow it with `symbiosis jobs watch {id} " in done.stderr
         assert f"symbiosis jobs cancel {id} --connect {studio.url}" in done.stderr
     else:
         assert f"symbiosis jobs list --connect {studio.url}" in done.stderr
@@ -173,21 +173,21 @@ def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
     assert "cannot read" in run("finetune", tmp_path / "none.jsonl", "--hosted", *at).stderr
     assert "magic" in run("finetune", data, "--hosted", "--method", "magic", *at).stderr
     assert "--key or SYMBIOSIS_KEY" in fails("jobs", "list", "--connect", studio.url)
-    assert "give --hosted too" in fails("finetune", data, "--plot", tmp_path / "x.png", "--out", tmp_path / "x")
+    assert "add --hosted" in fails("finetune", data, "--plot", tmp_path / "x.png", "--out", tmp_path / "x")
     assert "--out FOLDER" in fails("finetune", data)
     assert not studio.client(ANN).files.list().data
     before = len(HttpClient(studio.url, ANN).jobs())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "adapter_config.json").write_text("mine")
     for command in (("finetune", data, "--hosted"), ("jobs", "watch", "ftjob-x")):
-        said = run(*command, "--out", tmp_path / "full", "--connect", "http://127.0.0.1:1").stderr  # where nobody is
-        assert "full is not empty, and nothing is overwritten; choose another folder with --out" in said
+        said = run(*command, "--out", tmp_path / "full", "--connect", "http://127.0.0.1:1").stderr  # no server
+        assert "full is not empty: choose another folder with --out" in said
     assert "choose another folder with --out" in run("finetune", data, "--hosted", "--out", data, *at).stderr
     assert "there is no folder" in run("finetune", data, "--hosted", "--plot", tmp_path / "no" / "x.png", *at).stderr
     for id in ("", "ftjob-x/events"):
         for command in (("show", id), ("watch", id), ("events", id), ("plot", id, tmp_path / "x.png"), ("cancel", id)):
-            assert f"{id!r} is no id of a job: expected one that `symbiosis jobs list` shows" in fails("jobs", *command, *at)
-    assert "--token is for" in run("finetune", data, "--hosted", "--token", "x", *at).stderr
+            assert f"{id!r} is not a job id: expected one that `symbiosis jobs list` shows" in fails("jobs", *command, *at)
+    assert "--token applies to" in run("finetune", data, "--hosted", "--token", "x", *at).stderr
     for plot in ("x.xyz", "x", "."):
         assert "such as loss.png" in run("finetune", data, "--hosted", "--plot", tmp_path / plot, *at).stderr
-    assert len(HttpClient(studio.url, ANN).jobs()) == before, "nothing was trained in vain"
+    assert len(HttpClient(studio.url, ANN).jobs()) == before, "nothing was trained"

@@ -215,7 +215,7 @@ def test_every_method_trains_and_its_adapter_speaks_alike_in_plain_transformers(
         assert (tuned(ids).logits[:, -1] - untrained).abs().max() > 1e-3
         torch.testing.assert_close(tuned(ids).logits, plain(ids).logits, atol=1e-5, rtol=1e-5)
     asked, sampling = [{"role": "user", "content": "hi"}], ChatSampling(max_new_tokens=12)
-    assert LocalChat(tuned, tokenizer).answer(asked, sampling) == LocalChat(plain, tokenizer).answer(asked, sampling)
+    assert LocalChat(tuned, tokenizer).reply(asked, sampling) == LocalChat(plain, tokenizer).reply(asked, sampling)
 
 
 def test_a_folder_without_an_adapter_is_refused(model, tmp_path):

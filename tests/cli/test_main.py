@@ -126,7 +126,7 @@ def test_help_names_every_method_of_fine_tuning():
     assert set(METHODS) <= set(re.findall(r"\w+", shown))
 
 
-def test_the_version_is_told():
+def test_the_version_is_reported():
     assert re.fullmatch(r"symbiosis \d+\.\d+\.\d+\n", run_here("--version").output)
 
 
@@ -152,8 +152,8 @@ def test_a_hundred_signals_at_once_stop_it_as_one_does(folder):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--key", "ann=abcdefghi"), "--key is for HTTP"),
-        (("--max-rows", "512"), "--max-rows is for HTTP"),
+        (("--key", "ann=abcdefghi"), "--key applies to HTTP"),
+        (("--max-rows", "512"), "--max-rows applies to HTTP"),
         (("--http", "127.0.0.1:0", "--max-rows", "2"), "max_rows"),
         (("--http", "127.0.0.1:0", "--cache-gb", "0.000001"), "cache"),
         (("--http", "0.0.0.0:0"), "--key"),
@@ -174,7 +174,7 @@ def test_serving_over_http_wrongly_says_what_to_do(folder, arguments, says):
 @pytest.mark.parametrize("link", [0, 1], ids=["tcp", "shm"])
 def test_generate_gives_the_text_of_the_plain_model(server, folder, link):
     speaker = LocalChat(AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer())
-    expected = speaker.answer([{"role": "user", "content": "hi"}], ChatSampling(max_new_tokens=8))
+    expected = speaker.reply([{"role": "user", "content": "hi"}], ChatSampling(max_new_tokens=8))
     result = run("generate", "hi", "--max-new-tokens", 8, "--connect", server[link])
     assert (result.returncode, result.stdout) == (0, f"{expected}\n"), result.stderr
 
@@ -241,19 +241,19 @@ def test_broken_jsonl_is_named_by_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "top"])
-def test_nobody_at_the_address_is_told(name):
+def test_an_address_without_a_server_is_reported(name):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))  # bound, not listening
         prompt = ["hi"] if name == "generate" else []
-        assert "nobody answers at" in fails(name, *prompt, "--connect", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        assert "no reply from" in fails(name, *prompt, "--connect", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
 
 
 @pytest.mark.parametrize("address", ["localhost:7777", "http://x:1", "tcp://nowhere", "shm://a/b"])
-def test_what_is_no_address_is_told(address):
-    assert "is no address: expected" in fails("generate", "hi", "--connect", address)
+def test_what_is_no_address_is_reported(address):
+    assert "is not an address: expected" in fails("generate", "hi", "--connect", address)
 
 
-def test_a_wrong_or_missing_token_is_told(guarded):
+def test_a_wrong_or_missing_token_is_reported(guarded):
     assert "does not know this token" in fails("generate", "hi", "--connect", guarded, "--token", "wrong")
     assert "asks for a token" in fails("generate", "hi", "--connect", guarded)
 
@@ -265,16 +265,16 @@ def test_serve_takes_no_arguments_too():
             assert context.params["http"] == http
 
 
-ANYWHERE = ("--listen", "tcp://127.0.0.1:0")  # somebody may serve at the usual address
+ANYWHERE = ("--listen", "tcp://127.0.0.1:0")  # the default port may be taken
 
 
-def test_an_unknown_model_is_told(tmp_path):
+def test_an_unknown_model_is_reported(tmp_path):
     assert "has no config.json" in fails("serve", tmp_path, *ANYWHERE)
     assert "there is no folder" in fails("serve", str(tmp_path / "nothing-here"), *ANYWHERE)
     assert "there is no folder" in fails("serve", "./nothing-here", *ANYWHERE)
 
 
-def test_a_port_that_is_taken_is_told(folder, server):
+def test_a_port_that_is_taken_is_reported(folder, server):
     assert "is taken" in fails("serve", folder, "--listen", server[0])
     assert "is taken" in fails("serve", folder, "--listen", server[1])
 
@@ -283,19 +283,19 @@ def test_listening_to_the_world_without_tokens_is_refused(folder):
     assert "no tenant has a token" in fails("serve", folder, "--listen", "tcp://0.0.0.0:0")
 
 
-def test_bad_options_of_serve_are_told(folder):
+def test_bad_options_of_serve_are_reported(folder):
     assert "unknown policy" in fails("serve", folder, *ANYWHERE, "--policy", "magic")
     assert "expected float32" in fails("serve", folder, *ANYWHERE, "--dtype", "int8")
     assert "--http" in fails("serve", folder, *ANYWHERE, "--training-slowdown", "1.5")
     assert "for a GPU" in fails("serve", folder, *ANYWHERE, "--training-slowdown", "1.5", "--http", "127.0.0.1:0")
 
 
-def test_a_folder_without_an_adapter_is_told(server, tmp_path):
+def test_a_folder_without_an_adapter_is_reported(server, tmp_path):
     assert "adapter_config.json" in fails("generate", "hi", "--adapter", tmp_path, "--connect", server[0])
-    assert "there is no folder ./nobody" in fails("chat", "--adapter", "./nobody", "--connect", server[0])
+    assert "there is no folder ./unknown" in fails("chat", "--adapter", "./unknown", "--connect", server[0])
 
 
-def test_an_adapter_that_cannot_be_put_on_is_told(server, tmp_path):
+def test_an_adapter_that_cannot_be_put_on_is_reported(server, tmp_path):
     def says(of: dict[str, object], weights: bytes) -> str:
         (tmp_path / "adapter_config.json").write_text(json.dumps(of))
         (tmp_path / "adapter_model.safetensors").write_bytes(weights)
@@ -311,11 +311,11 @@ def test_an_adapter_that_cannot_be_put_on_is_told(server, tmp_path):
     assert f"does not fit this model: size mismatch for {name[:-7]}" in says(config, save({name: torch.zeros(4, 3)}))
 
 
-def test_a_prompt_longer_than_the_model_is_told(server):
-    assert "more than the model's 256" in fails("generate", "x" * 300, "--connect", server[0])
+def test_a_prompt_longer_than_the_model_is_reported(server):
+    assert "> 256, the maximum length" in fails("generate", "x" * 300, "--connect", server[0])
 
 
-def test_a_device_that_is_not_there_is_told(folder):
+def test_a_device_that_is_not_there_is_reported(folder):
     assert "expected cpu, cuda or cuda:N" in fails("serve", folder, *ANYWHERE, "--device", "banana")
     assert "no such GPU" in fails("serve", folder, *ANYWHERE, "--device", "cuda:99")
 

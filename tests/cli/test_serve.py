@@ -1,4 +1,4 @@
-"""The command line and Python beside HTTP: `symbiosis adapters …`, `symbiosis chat --adapter NAME`, `symbiosis.Engine`."""
+"""The command line and Python API next to HTTP: `symbiosis adapters …`, `symbiosis chat --adapter NAME`, `symbiosis.Engine`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_adapters_are_added_listed_pinned_and_removed(hotel, world):
     assert added.stdout == f"pirate (of ann) is served: symbiosis chat --adapter pirate --connect {hotel.url}\n", added.output
     shown = run("adapters", "list", "--connect", hotel.url, SYMBIOSIS_KEY=ANN).stdout
     assert [line.split("│")[1].strip() for line in shown.splitlines() if "│" in line] == ["judge", "pirate"]
-    assert "everybody" in shown
+    assert " all " in shown
     assert " ann " in shown
     assert "yes" not in shown
     assert run("adapters", "pin", "pirate", "--owner", "ann", *chiefs).stdout == "pirate is pinned\n"
@@ -45,7 +45,7 @@ def test_adapters_are_added_listed_pinned_and_removed(hotel, world):
     assert "yes" not in run("adapters", "list", *mine).stdout
     assert run("adapters", "remove", "pirate", *mine).stdout == "pirate is removed\n"
     assert "pirate" not in run("adapters", "list", *mine).stdout
-    assert run("adapters", "add", "both", world.root / "cook", *chiefs).stdout.startswith("both (for everybody)")
+    assert run("adapters", "add", "both", world.root / "cook", *chiefs).stdout.startswith("both (for all tenants)")
     assert run("adapters", "remove", "both", *chiefs).exit_code == 0
 
 
@@ -65,7 +65,7 @@ def test_what_goes_wrong_is_one_line_that_helps(hotel, world, tmp_path):
     at = ("--connect", hotel.url)
     assert "--key or SYMBIOSIS_KEY" in fails("adapters", "list", *at)
     assert "not known here" in fails("adapters", "list", *at, "--key", "wrong")
-    assert "no adapter 'nobody'" in fails("adapters", "remove", "nobody", *at, "--key", ANN)
+    assert "no adapter 'unknown'" in fails("adapters", "remove", "unknown", *at, "--key", ANN)
     assert "adapter_config.json" in fails("adapters", "add", "x", tmp_path, *at, "--key", ANN)
     assert "letters, digits" in fails("adapters", "add", "../evil", world.root / "pirate", *at, "--key", ANN)
     assert "letters, digits" in fails("adapters", "remove", "", *at, "--key", ANN)
@@ -77,17 +77,17 @@ def test_what_goes_wrong_is_one_line_that_helps(hotel, world, tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 5_000_000)
     assert "bytes" in fails("adapters", "add", "x", tmp_path, *at, "--key", ANN)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
-        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        assert "symbiosis serve --http" in fails("adapters", "list", "--connect", nobody)
-        assert "symbiosis serve --http" in fails("chat", "--connect", nobody)
-    assert "say http://" in fails("adapters", "list", "--connect", hotel.url.replace("http:", "https:"))
-    unknown = fails("adapters", "list", "--connect", "http://nobody.invalid:8000")
+        taken.bind(("127.0.0.1", 0))  # bound, not listening
+        unserved = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert "symbiosis serve --http" in fails("adapters", "list", "--connect", unserved)
+        assert "symbiosis serve --http" in fails("chat", "--connect", unserved)
+    assert "use http://" in fails("adapters", "list", "--connect", hotel.url.replace("http:", "https:"))
+    unknown = fails("adapters", "list", "--connect", "http://unknown.invalid:8000")
     assert re.search(r"\((Name or service not known|Temporary failure in name resolution)\)", unknown), unknown  # by resolver
     assert "http://HOST:PORT" in fails("adapters", "list", "--connect", "tcp://127.0.0.1:7777")
     assert "--adapter is empty" in fails("chat", "--adapter", "", *at, "--key", ANN)
-    asked = run("chat", "--adapter", "nobody", *at, "--key", ANN, stdin="hi\n")
-    assert (asked.exit_code, "there is no model 'nobody'" in asked.stderr) == (1, True)
+    asked = run("chat", "--adapter", "unknown", *at, "--key", ANN, stdin="hi\n")
+    assert (asked.exit_code, "there is no model 'unknown'" in asked.stderr) == (1, True)
 
 
 def test_an_engine_in_python_answers_each_prompt_with_its_adapter(world):
@@ -100,7 +100,7 @@ def test_an_engine_in_python_answers_each_prompt_with_its_adapter(world):
 
 
 @pytest.mark.parametrize("said", [b"[1, 2]", b"nothing", b"\xff"])
-def test_a_server_that_is_none_of_ours_is_told_apart(said):
+def test_a_server_that_is_none_of_ours_is_detected(said):
     class Other(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)

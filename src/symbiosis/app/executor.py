@@ -1,4 +1,4 @@
-"""The only place that wires objects together: an executor with its links, and a tenant's connection to one."""
+"""The public `Executor`: loads a model, splits it, and serves its base layers on links."""
 
 from __future__ import annotations
 
@@ -19,31 +19,26 @@ from symbiosis.models.device_dtype import device_of, dtype_of
 from symbiosis.models.fuse_projections import join
 from symbiosis.models.loading import ModelSource, load, shared_copy
 from symbiosis.models.split import Progress, Split, split
-from symbiosis.split.client.assemble import MODES, assemble
 from symbiosis.split.executor.layers import make_layer
 from symbiosis.split.executor.loop import ExecutorLoop
 from symbiosis.split.executor.policies import POLICIES, Policy
 from symbiosis.split.executor.service import Service
 from symbiosis.transport.base import Link, Port
 from symbiosis.transport.inproc import InprocLink, InprocPort
-from symbiosis.transport.messages import Kind, Message
-from symbiosis.transport.shm import ShmLink, ShmPort
-from symbiosis.transport.tcp import TcpLink, TcpPort
+from symbiosis.transport.shm import ShmPort
+from symbiosis.transport.tcp import TcpPort
 from symbiosis.types import BlobRef, Limits, Manifest
 
 _PORTS: dict[str, type[TcpPort] | type[ShmPort]] = {"tcp": TcpPort, "shm": ShmPort}
-_LINKS: dict[str, type[TcpLink] | type[ShmLink]] = {"tcp": TcpLink, "shm": ShmLink}
 
 
 class Executor:
     """Holds the base layers of one model once and serves them to tenants. A context manager.
 
-    `model_or_path` is a `PreTrainedModel` (its weights are used as they are:
-    do not train it afterwards), a folder, a hub id, or None for the default
-    model. `tokens` maps tenants' names to their secrets; without any, only
-    this machine may connect. `direct` lets tenants of this user on the
-    executor's GPU map its memory, which they could then write to as well.
-    `hosting` keeps the whole model at hand for `host`.
+    `model_or_path` is a `PreTrainedModel` (its weights are used in place: do not train it afterwards), a folder, a hub id,
+    or None for the default model. `tokens` maps tenant names to secrets; without tokens only this machine can connect.
+    `direct` lets tenants of this user on the executor's GPU map its memory, read and write. `hosting` keeps the whole model
+    in memory for `host`.
     """
 
     def __init__(
@@ -70,7 +65,7 @@ class Executor:
         self._policy_settings = (max_wait_ms, training_share)
         chosen = _policy(policy, max_wait_ms, training_share)
         if training_slowdown is not None and not hosting:
-            raise SymbiosisError("training_slowdown is for answers beside hosted training: expected hosting (--http) too")
+            raise SymbiosisError("training_slowdown applies to serving next to hosted training: it needs hosting=True (--http)")
         turns = turns_on(place, training_share, training_slowdown)
         source = load(model_or_path, device=place, dtype=dtype_of(dtype), tokenizer=tokenizer)
         if hosting:
@@ -82,7 +77,7 @@ class Executor:
         self._tokenizer = store_bytes(source.tokenizer) if source.tokenizer else None
         self._about = _about(source.model, source.name)
         if not source.borrowed:
-            # What tenants hold need not stay here, it lies in a file; unless they share it on the GPU.
+            # The client part is in a file now. It stays in memory only where tenants map it on the GPU.
             self._store_client_part()
             if not hosting and (place.type != "cuda" or not self.limits.direct):
                 self.split.client_tensors.clear()
@@ -106,7 +101,10 @@ class Executor:
         self._closed = False
 
     def listen(self, address: str = "tcp://127.0.0.1:0") -> str:
-        """Accept tenants at `tcp://HOST:PORT` (port 0: any) or `shm://NAME` (no name: any). The address to connect to."""
+        """Accept tenants at `tcp://HOST:PORT` (port 0: any free port) or `shm://NAME` (no name: a new one).
+
+        Returns the address to connect to.
+        """
         if self._closed:
             raise Closed("the executor was closed")
         self._store_client_part()
@@ -115,26 +113,26 @@ class Executor:
         return port.address
 
     def host(self, address: str = "127.0.0.1:0", **options: Any) -> HttpHost:
-        """Serve whole answers over HTTP with the very weights the tenants share; `options` are `HttpHost`'s.
+        """Serve OpenAI's API over HTTP on the same weights; `options` are those of `HttpHost`.
 
-        The model must have been kept (`hosting=True`). Close what this returns before the executor.
+        Requires `hosting=True`. Close the returned host before the executor.
         """
         if self._model is None:
-            raise SymbiosisError("this executor let go of what tenants hold themselves: make it with hosting=True")
+            raise SymbiosisError("the executor has released the client part of the model: create it with hosting=True")
         folder = unpack_tokenizer(self._tokenizer) if self._tokenizer else None
         return HttpHost(shared_copy(self._model), self._about["name"], folder, address, turns=self._service.turns, **options)
 
     def stats(self) -> dict[str, Any]:
-        """Calls, batches, mean batch, tokens, bytes held, and figures per tenant."""
+        """Calls, batches, mean batch, tokens, bytes held, and the same per tenant."""
         return self._service.stats()
 
     def use_policy(self, policy: str | Policy) -> None:
-        """Batch calls by another policy from the next batch on."""
+        """Switch the batching policy from the next batch on."""
         max_wait_ms, training_share = self._policy_settings
         self._service.policy = _policy(policy, max_wait_ms, training_share if policy == "opportunistic" else None)
 
     def manifest(self) -> Manifest:
-        """The model as tenants see it."""
+        """What a client needs to build its part of the model."""
         return Manifest(
             **self._about,
             layers=tuple(layer.spec for layer in self.split.layers),
@@ -144,11 +142,11 @@ class Executor:
         )
 
     def is_serving(self) -> bool:
-        """False once it was closed, or its loop has failed (the log says why)."""
+        """False after `close`, or after the loop has failed (the log has the reason)."""
         return self._loop.is_alive()
 
     def close(self) -> None:
-        """Stop serving. Waiting calls get an error; tenants may find the next executor within their grace period."""
+        """Stop serving. Queued calls end in an error; clients reconnect to a new executor within their grace period."""
         if not self._closed:
             self._closed = True
             self._loop.stop()
@@ -175,7 +173,7 @@ class Executor:
     def _own_tensors(self) -> dict[str, torch.Tensor]:
         if self.split.client_tensors:
             return {name: tensor.detach().cpu().clone() for name, tensor in self.split.client_tensors.items()}
-        assert self._client_weights is not None, "stored before the tensors were let go"
+        assert self._client_weights is not None, "the client part is stored before its tensors are released"
         return load_weights(self._client_weights)
 
     def _store_client_part(self) -> None:
@@ -187,78 +185,25 @@ class Executor:
         digest = hashlib.sha256(about.encode())
         for layer in self.split.layers:
             digest.update(layer.spec.identity.encode())
-            if layer.bias is not None:  # tenants have it too, and count on its being the same
+            if layer.bias is not None:  # clients hold a copy of the bias, which must be equal
                 digest.update(layer.bias.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
         return digest.hexdigest()
 
 
 def check_address(address: str, tokens: Mapping[str, str]) -> None:
-    """Raise what `Executor.listen` would raise for this address now."""
+    """Raise what `Executor.listen` would raise for this address."""
     _port(address, tokens, Limits()).close()
 
 
 def _port(address: str, tokens: Mapping[str, str], limits: Limits) -> Port:
-    kind = _PORTS.get(_scheme(address))
+    kind = _PORTS.get(address_scheme(address))
     if kind is None:
-        raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT or shm://NAME")
+        raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT or shm://NAME")
     return kind(address, tokens=tokens, max_bytes=limits.max_bytes)
 
 
-def connect(
-    address: str | Executor,
-    *,
-    token: str | None = None,
-    device: str | torch.device | None = None,
-    privacy: str | None = None,
-    mode: str = "auto",
-    name: str | None = None,
-    grace_s: float = 60.0,
-) -> PreTrainedModel:
-    """A model whose base layers are in the executor; plain transformers and PEFT from here on.
-
-    `address` is what `listen` returned, or an `Executor` of this process.
-    `name` is how this tenant shows in the figures where no token says who it
-    is. An executor that is away for up to `grace_s` seconds is waited for.
-    `mode` says who computes the base layers: the "executor", in batches with
-    other tenants' rows, or this process itself with the executor's weights
-    ("direct", on the executor's GPU or in its process). "auto" is direct on the
-    executor's GPU where the provider allows it.
-    """
-    if privacy is not None:
-        raise SymbiosisError(f"privacy={privacy!r}: this version has no privacy modes; activations travel as they are")
-    if mode not in MODES:
-        raise SymbiosisError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
-    hello, place = {"name": name or ""}, device_of(device or "cpu")
-    link: Link
-    if isinstance(address, Executor):
-        link = address.link(hello)
-        welcome: dict[str, Any] = {"limits": address.limits.to_json()}
-    else:
-        kind = _LINKS.get(_scheme(address))
-        if kind is None:
-            raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT, shm://NAME or an Executor of this process")
-        wire = kind(address, token=token, hello=hello, grace_s=grace_s)
-        link, welcome = wire, wire.welcome
-    try:
-        return assemble(link, welcome, place, mode)
-    except BaseException:
-        link.close()
-        raise
-
-
-def fetch_stats(address: str, *, token: str | None = None) -> dict[str, Any]:
-    """An executor's figures without building a model: what `symbiosis top` shows."""
-    kind = _LINKS.get(_scheme(address))
-    if kind is None:
-        raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT or shm://NAME")
-    link = kind(address, token=token, hello={"name": "top"}, grace_s=10.0)
-    try:
-        return link.request(Message(Kind.STATS)).body
-    finally:
-        link.close()
-
-
-def _scheme(address: str) -> str:
+def address_scheme(address: str) -> str:
+    """`tcp` or `shm` of an address; empty if it has none."""
     return address.partition("://")[0] if isinstance(address, str) and "://" in address else ""
 
 
@@ -285,7 +230,7 @@ def _check_tokens(tokens: Mapping[str, str]) -> dict[str, str]:
     if any(not name or not secret for name, secret in tokens.items()):
         raise SymbiosisError("a token needs a tenant's name and a secret, neither empty")
     if len(set(tokens.values())) != len(tokens):
-        raise SymbiosisError("two tenants have the same token: the executor could not tell them apart")
+        raise SymbiosisError("two tenants have the same token: give each tenant its own")
     return dict(tokens)
 
 

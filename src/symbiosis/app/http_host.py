@@ -299,7 +299,7 @@ def _listen(address: str, keys: Mapping[str, str]) -> socket.socket:
     host, _, port = address.removeprefix("http://").rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise BadAddress(f"{address!r} is no address for HTTP: expected HOST:PORT, such as 127.0.0.1:8000")
+        raise BadAddress(f"{address!r} is not an address for HTTP: expected HOST:PORT, such as 127.0.0.1:8000")
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except OSError:

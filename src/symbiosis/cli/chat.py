@@ -1,4 +1,4 @@
-"""A talk of several turns, whoever answers: a connected model (`chatting`) or a server (`site`)."""
+"""Multi-turn chat over a backend: a connected model (`local_chat`) or a server (`http_client`)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Write = Callable[[str], None]
 
 
 class BadPrompt(SymbiosisError):
-    """A prompt the model cannot take."""
+    """A prompt that the model cannot process."""
 
     code = "bad_prompt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatSampling:
-    """How answers are drawn."""
+    """Sampling settings of a chat."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
-    """0: the likeliest token each time."""
+    """0: greedy decoding."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -34,41 +34,41 @@ class ChatSampling:
 
 
 class ChatBackend(Protocol):
-    """Who can answer a chat."""
+    """Generates the reply to a chat."""
 
-    def answer(self, messages: list[dict[str, str]], sampling: ChatSampling, write: Write | None = None) -> str:
-        """The assistant's answer. Pieces go to `write` as they come."""
+    def reply(self, messages: list[dict[str, str]], sampling: ChatSampling, write: Write | None = None) -> str:
+        """The reply of the assistant. Text is passed to `write` as it is generated."""
         ...
 
 
 class HttpChat:
-    """A server that answers: with its base model, or with one of its adapters by name."""
+    """Chat over HTTP with the base model of a server, or with one of its adapters by name."""
 
-    def __init__(self, site: HttpClient, adapter: str | None, seed: int | None) -> None:
-        self._site = site
-        self._model = adapter or site.models()[0]["id"]
+    def __init__(self, client: HttpClient, adapter: str | None, seed: int | None) -> None:
+        self._client = client
+        self._model = adapter or client.models()[0]["id"]
         self._more: dict[str, Any] = {} if seed is None else {"seed": seed}
 
-    def answer(self, messages: list[dict[str, str]], sampling: ChatSampling, write: Write | None = None) -> str:
-        pieces: list[str] = []
+    def reply(self, messages: list[dict[str, str]], sampling: ChatSampling, write: Write | None = None) -> str:
+        parts: list[str] = []
         options = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, **self._more}
-        for piece in self._site.chat(self._model, messages, **options):
-            pieces.append(piece)
+        for part in self._client.chat(self._model, messages, **options):
+            parts.append(part)
             if write is not None:
-                write(piece)
-        return "".join(pieces)
+                write(part)
+        return "".join(parts)
 
 
-def chat(speaker: ChatBackend, lines: Iterator[str], sampling: ChatSampling, write: Write, system: str | None = None) -> None:
-    """Answer line after line, remembering the talk, until `/exit` or the end of the lines."""
+def chat(backend: ChatBackend, lines: Iterator[str], sampling: ChatSampling, write: Write, system: str | None = None) -> None:
+    """Reply to each line, keeping the history, until `/exit` or the end of the input."""
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     for line in lines:
-        asked = line.strip()
-        if asked == "/exit":
+        prompt = line.strip()
+        if prompt == "/exit":
             return
-        if not asked:
+        if not prompt:
             continue
-        messages.append({"role": "user", "content": asked})
-        answer = speaker.answer(messages, sampling, write)
+        messages.append({"role": "user", "content": prompt})
+        reply = backend.reply(messages, sampling, write)
         write("\n")
-        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": reply})

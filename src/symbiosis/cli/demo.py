@@ -24,20 +24,20 @@ from rich.live import Live
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from symbiosis.app.executor import fetch_stats
+from symbiosis.app.connect import fetch_stats
 from symbiosis.cli.chat import ChatSampling
 from symbiosis.cli.demo_report import DemoFailed, Report, Run, Tenant, memory, plot, report, view, write
-from symbiosis.cli.local_chat import LocalChat, speaker, with_adapter
+from symbiosis.cli.local_chat import LocalChat, open_local_chat, with_adapter
 from symbiosis.cli.local_finetune import FinetuneConfig, TextSample, finetune, read_samples
 from symbiosis.models.default_model import default_model_folder
 
 _DATA = Path(__file__).parent / "demo_data"
 _SAMPLING = ChatSampling(max_new_tokens=24)
 _START_S = 300.0
-_LOOK_EVERY_S = 1.0
+_POLL_EVERY_S = 1.0
 _PLAIN_STEPS = 2
 _CHAT = "chatter"
-_SMALL_TALK = ("What is the capital of France?", "Why is the sky blue?", "Name three fruits.", "What is a poem?")
+_QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "Name three fruits.", "What is a poem?")
 
 Send = Callable[[Report], None]
 
@@ -57,11 +57,11 @@ def _samples(tenant: Tenant) -> list[TextSample]:
     return read_samples(_DATA / f"{tenant.name}.jsonl")
 
 
-# -- in the tenants' processes --------------------------------------------------------------
+# -- tenant processes --------------------------------------------------------------
 
 
 def _tenant_process(work: Callable[..., None], who: str, reports: Any, *arguments: Any) -> None:
-    """Where a child starts. It ends by itself or is terminated by the demo; Ctrl-C is the demo's to handle."""
+    """Entry point of a child process. It ignores Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def send(report: Report) -> None:
@@ -69,39 +69,39 @@ def _tenant_process(work: Callable[..., None], who: str, reports: Any, *argument
 
     try:
         work(send, *arguments)
-    except Exception as error:  # noqa: BLE001  # whatever it was, the demo must hear of it
+    except Exception as error:  # noqa: BLE001  # the parent reports any failure
         send({"what": "failed", "reason": f"{type(error).__name__}: {error}"})
 
 
 def _train(send: Send, tenant: Tenant, address: str, steps: int, out: Path, start: Any) -> None:
-    asked = [{"role": "user", "content": tenant.question}]
-    with speaker(address, token=None, name=tenant.name) as base:
-        send({"what": "before", "text": base.answer(asked, _SAMPLING)})
+    messages = [{"role": "user", "content": tenant.question}]
+    with open_local_chat(address, token=None, name=tenant.name) as base:
+        send({"what": "before", "text": base.reply(messages, _SAMPLING)})
         start.wait(_START_S)
 
         def on_step(step: Any) -> None:
-            figures = {"step": step.number, "loss": step.loss, "tokens_per_s": step.tokens / step.seconds}
-            send({"what": "step", "at": time.time(), **figures})
+            progress = {"step": step.number, "loss": step.loss, "tokens_per_s": step.tokens / step.seconds}
+            send({"what": "step", "at": time.time(), **progress})
 
         tuned = finetune(base.model, base.tokenizer, _samples(tenant), out, _config(tenant, steps), on_step)
-        after = LocalChat(tuned.model, base.tokenizer).answer(asked, _SAMPLING)
+        after = LocalChat(tuned.model, base.tokenizer).reply(messages, _SAMPLING)
         send({"what": "after", "text": after, "tokens_per_s": tuned.tokens_per_s, "weights": _weight_bytes(tuned.model)})
 
 
 def _chat(send: Send, address: str, start: Any, stop: Any) -> None:
-    with speaker(address, token=None, name=_CHAT) as base:
+    with open_local_chat(address, token=None, name=_CHAT) as base:
         start.wait(_START_S)
-        answered = 0
+        replies = 0
         while not stop.is_set():
-            question = _SMALL_TALK[answered % len(_SMALL_TALK)]
-            text = base.answer([{"role": "user", "content": question}], _SAMPLING)
-            answered += 1
-            send({"what": "said", "question": question, "text": text, "answers": answered})
+            question = _QUESTIONS[replies % len(_QUESTIONS)]
+            text = base.reply([{"role": "user", "content": question}], _SAMPLING)
+            replies += 1
+            send({"what": "said", "question": question, "text": text, "answers": replies})
 
 
 def _plain(send: Send, out: Path) -> None:
-    """Without Symbiosis: what a copy of the model costs that is fine-tuned alone, and what the adapters say."""
-    disable_progress_bar()  # the demo shows its own
+    """Baseline without Symbiosis: memory of one plain fine-tuning process, and the text each saved adapter generates."""
+    disable_progress_bar()  # the demo has its own progress display
     runtime = memory("self")["rss"]
     folder = default_model_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -112,7 +112,7 @@ def _plain(send: Send, out: Path) -> None:
     send({"what": "copy", "runtime": runtime, "weights": weights, **memory("self")})
     for tenant in TENANTS:
         tuned = with_adapter(AutoModelForCausalLM.from_pretrained(folder), out / tenant.name)
-        text = LocalChat(tuned, tokenizer).answer([{"role": "user", "content": tenant.question}], _SAMPLING)
+        text = LocalChat(tuned, tokenizer).reply([{"role": "user", "content": tenant.question}], _SAMPLING)
         send({"what": "text", "tenant": tenant.name, "text": text})
 
 
@@ -121,13 +121,13 @@ def _weight_bytes(model: Any) -> int:
     return sum(storages.values())
 
 
-# -- in the demo's own process --------------------------------------------------------------
+# -- parent process --------------------------------------------------------------
 
 
 def run_demo(out: Path, steps: int, console: Console) -> bool:
-    """Run it, show it, write it to `out`. Whether everything held. Raises `DemoFailed`."""
+    """Run the demo and write its results to `out`. Returns whether all checks passed. Raises `DemoFailed`."""
     began = time.time()
-    default_model_folder()  # fetched here, where its progress shows
+    default_model_folder()  # fetched in the parent, which shows the progress
     out.mkdir(parents=True, exist_ok=True)
     run = Run(TENANTS, steps)
     if not console.is_terminal:
@@ -140,13 +140,13 @@ def run_demo(out: Path, steps: int, console: Console) -> bool:
     plot(run, out / "demo.png")
     write(run, out / "results.json")
     console.print(report(run))
-    console.print(f"adapters, figures and plot are in {out}", highlight=False)
-    return all(held for held, _ in run.verdicts())
+    console.print(f"adapters, results and plot are in {out}", highlight=False)
+    return all(passed for passed, _ in run.checks())
 
 
 @contextmanager
 def _executor(out: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """`symbiosis serve` as a process of its own: its id, and its addresses by kind."""
+    """Start `symbiosis serve` in a child process; yields its process id and its addresses by scheme."""
     command = [sys.executable, "-m", "symbiosis", "serve", "--listen", f"shm://demo-{os.getpid()}"]
     with (out / "executor.log").open("w") as log:
         process = subprocess.Popen([*command, "--listen", "tcp://127.0.0.1:0"], stdout=subprocess.PIPE, stderr=log, text=True)
@@ -185,14 +185,14 @@ def _run_tenants(run: Run, out: Path, executor: int, addresses: dict[str, str], 
         for child in children.values():
             child.start()
     processes = {"executor": executor, **{name: child.pid or 0 for name, child in children.items()}}
-    looked = 0.0
+    polled = 0.0
     try:
         with Live(view(run), console=console, refresh_per_second=4) as live:
             while len(run.after) < len(TENANTS):
                 _take_all(run, reports, children)
-                if time.time() - looked >= _LOOK_EVERY_S:
-                    looked = time.time()
-                    run.look(fetch_stats(addresses["tcp"]), processes)
+                if time.time() - polled >= _POLL_EVERY_S:
+                    polled = time.time()
+                    run.poll(fetch_stats(addresses["tcp"]), processes)
                 live.update(view(run))
         stop.set()
         while children[_CHAT].is_alive():
@@ -203,7 +203,7 @@ def _run_tenants(run: Run, out: Path, executor: int, addresses: dict[str, str], 
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """For processes started in here: four tenants with all cores each would spin on what the others need."""
+    """One thread for each process started in this context: more would oversubscribe the cores."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     yield
@@ -225,7 +225,7 @@ def _run_plain(run: Run, out: Path) -> None:
 
 
 def _take_all(run: Run, reports: Any, children: dict[str, Any]) -> None:
-    """Take what was reported; wait a little if nothing was. Raises `DemoFailed` if a child died."""
+    """Process all reports; wait briefly if there are none. Raises `DemoFailed` if a child died."""
     try:
         run.take(reports.get(timeout=0.25))
         while True:

@@ -1,4 +1,4 @@
-"""What the demo sees while it runs, and how it shows: live, as a report, as a plot, as JSON."""
+"""Measurements of a demo run, and their display: live table, report, plot, JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from symbiosis.errors import SymbiosisError
 
 Report = dict[str, Any]
 
-# one look for all three panels; readable without colour too
+# the same style in all three panels; readable without colour
 _MARKS = ("o", "s", "^")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73")
 
@@ -29,18 +29,18 @@ class DemoFailed(SymbiosisError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tenant:
-    """One that fine-tunes: its data is demo_data/NAME.jsonl."""
+    """A tenant that fine-tunes on demo_data/NAME.jsonl."""
 
     name: str
     method: str
     lr: float
     link: str
     question: str
-    """Asked before and after; not in the data."""
+    """Prompt before and after training; not in the data."""
 
 
 def memory(process: int | str) -> dict[str, int]:
-    """Bytes of a process: the most it ever had in memory (rss), and its pages of mapped files now (file). 0: gone."""
+    """Memory of a process in bytes: peak resident set (rss) and pages of mapped files (file). 0 if it has exited."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -51,7 +51,7 @@ def memory(process: int | str) -> dict[str, int]:
 
 @dataclass(slots=True)
 class Run:
-    """All that is seen while the demo runs."""
+    """Measurements of one demo run."""
 
     tenants: tuple[Tenant, ...]
     steps: int
@@ -68,11 +68,11 @@ class Run:
     rates: dict[str, float] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)
     rss: dict[str, int] = field(default_factory=dict)
-    """The most of each process."""
+    """Peak resident set of each process."""
     file: dict[str, int] = field(default_factory=dict)
-    """Of these, pages of mapped files: they lie in memory once, however many processes map them."""
-    looks: list[dict[str, float]] = field(default_factory=list)
-    """Per look at the executor: seconds, mean batch and tokens/s since the look before."""
+    """Pages of mapped files among these; the operating system holds them once for all processes."""
+    polls: list[dict[str, float]] = field(default_factory=list)
+    """Per poll of the executor: seconds, mean batch and tokens/s since the previous poll."""
     copy: dict[str, int] = field(default_factory=dict)
     said: Report = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Run:
             raise DemoFailed(f"{who} failed: {report['reason']}")
         if what == "before":
             self.before[who] = report["text"]
-            # all wait for the last of them, so training begins now at the earliest
+            # all tenants start together, after the last of these reports
             self.started = time.time()
         elif what == "step":
             self.losses.setdefault(who, []).append((report["at"] - self.started, report["loss"]))
@@ -98,7 +98,7 @@ class Run:
         elif what == "text":
             self.plain[report["tenant"]] = report["text"]
 
-    def look(self, stats: dict[str, Any], processes: dict[str, int]) -> None:
+    def poll(self, stats: dict[str, Any], processes: dict[str, int]) -> None:
         for name, process in processes.items():
             seen = memory(process)
             self.rss[name] = max(self.rss.get(name, 0), seen["rss"])
@@ -108,16 +108,16 @@ class Run:
         if old and batches and len(self.before) == len(self.tenants):
             mean_batch = (stats["calls"] - old["calls"]) / batches
             rate = (stats["tokens"] - old["tokens"]) / max(seconds, 1e-9)
-            self.looks.append({"at": time.time() - self.started, "mean_batch": mean_batch, "tokens_per_s": rate})
+            self.polls.append({"at": time.time() - self.started, "mean_batch": mean_batch, "tokens_per_s": rate})
 
     def ends(self, tenant: str) -> tuple[float, float]:
-        """Mean loss of the first and the last quarter of the steps: single batches differ too much."""
+        """Mean loss of the first and the last quarter of the steps, since single batches are noisy."""
         losses = [loss for _, loss in self.losses[tenant]]
         some = max(1, len(losses) // 4)
         return sum(losses[:some]) / some, sum(losses[-some:]) / some
 
     def totals(self) -> dict[str, int]:
-        """Bytes of the executor and those that train, against as many separate copies."""
+        """Bytes of the executor and the training tenants, and of as many plain processes."""
         names = [tenant.name for tenant in self.tenants]
         return {
             "weights": self.stats["bytes_held"] + sum(self.weights[name] for name in names),
@@ -128,8 +128,8 @@ class Run:
             "copies_own": len(names) * (self.copy["rss"] - self.copy["file"]),
         }
 
-    def verdicts(self) -> list[tuple[bool, str]]:
-        """What the demo promises, each with whether it held."""
+    def checks(self) -> list[tuple[bool, str]]:
+        """Each claim of the demo and whether it holds."""
         found = []
         for tenant in self.tenants:
             name, (first, last) = tenant.name, self.ends(tenant.name)
@@ -141,7 +141,7 @@ class Run:
 
 
 def view(run: Run) -> RenderableType:
-    """The live picture."""
+    """The live table."""
     table = Table(title="one base model, four tenants", title_justify="left")
     for column in ("tenant", "does", "link", "step", "loss", "tokens/s"):
         table.add_column(column, justify="left" if column in ("tenant", "does", "link") else "right")
@@ -155,8 +155,8 @@ def view(run: Run) -> RenderableType:
     lines: list[RenderableType] = [table]
     if run.stats:
         text = f"executor: {run.stats['calls']:,} calls in {run.stats['batches']:,} batches"
-        if run.looks:
-            text += f" · now {run.looks[-1]['mean_batch']:.2f} calls a batch, {run.looks[-1]['tokens_per_s']:,.0f} tokens/s"
+        if run.polls:
+            text += f" · now {run.polls[-1]['mean_batch']:.2f} calls a batch, {run.polls[-1]['tokens_per_s']:,.0f} tokens/s"
         lines.append(Text(text))
     if run.said:
         lines.append(Text(f"chatter: {run.said['question']} — {_short(run.said['text'])}", style="dim"))
@@ -164,7 +164,7 @@ def view(run: Run) -> RenderableType:
 
 
 def report(run: Run) -> RenderableType:
-    """The end: answers, losses, memory, batches, and whether all held."""
+    """The final report: replies, losses, memory, batches, checks."""
     answers = Table(title="before and after", title_justify="left", show_lines=True)
     for column in ("tenant", "asked", "before", "after", "loss first → last"):
         answers.add_column(column, overflow="fold")
@@ -179,10 +179,12 @@ def report(run: Run) -> RenderableType:
         )
     batches = Text(
         f"batches: {run.stats['calls']:,} calls in {run.stats['batches']:,} batches, mean batch {run.stats['mean_batch']:.2f}, "
-        f"{run.stats['mean_rows']:,.0f} rows each; {run.said.get('answers', 0)} chat answers meanwhile; "
-        f"{run.seconds:,.0f} s in all"
+        f"{run.stats['mean_rows']:,.0f} rows each; {run.said.get('answers', 0)} chat replies; "
+        f"{run.seconds:,.0f} s in total"
     )
-    verdicts = [Text(f"{'✓' if held else '✗'} {what}", style="green" if held else "bold red") for held, what in run.verdicts()]
+    verdicts = [
+        Text(f"{'✓' if passed else '✗'} {what}", style="green" if passed else "bold red") for passed, what in run.checks()
+    ]
     return Group(answers, _memory(run), batches, *verdicts)
 
 
@@ -191,8 +193,8 @@ def _memory(run: Run) -> RenderableType:
     for column in ("process", "weights", "peak RSS", "less file pages"):
         table.add_column(column, justify="left" if column == "process" else "right")
 
-    def add(name: str, weights: int, rss: int, own: int, **look: Any) -> None:
-        table.add_row(name, _mb(weights), _mb(rss), _mb(own), **look)
+    def add(name: str, weights: int, rss: int, own: int, **style: Any) -> None:
+        table.add_row(name, _mb(weights), _mb(rss), _mb(own), **style)
 
     totals, copies, seen = run.totals(), len(run.tenants), run.rss
     add("executor", run.stats["bytes_held"], seen["executor"], seen["executor"] - run.file["executor"])
@@ -204,14 +206,14 @@ def _memory(run: Run) -> RenderableType:
     legend = (
         "weights: parameters each process uses, the base layers once in the executor. One plain process was measured and "
         f"multiplied. {_mb(run.copy['runtime'])} of every process are Python, torch, transformers and PEFT before any model. "
-        "File pages (libraries, a checkpoint that a CPU process maps) lie in memory once per host even for plain copies; "
-        "on a GPU, or in another dtype than the file's, each copy's weights are its own."
+        "File pages (libraries, a checkpoint mapped by a CPU process) are in memory once per host even for plain copies; "
+        "on a GPU, or in another dtype than the file's, each process has its own copy of the weights."
     )
     return Group(table, Text(legend, style="dim"))
 
 
 def write(run: Run, path: Path) -> None:
-    """Everything that was measured, as JSON."""
+    """Write all measurements as JSON."""
     figures = {
         "steps": run.steps,
         "seconds": round(run.seconds, 1),
@@ -237,13 +239,13 @@ def write(run: Run, path: Path) -> None:
         },
         "executor": run.stats,
         "chat_answers": run.said.get("answers", 0),
-        "verdicts": [{"held": held, "what": what} for held, what in run.verdicts()],
+        "verdicts": [{"held": passed, "what": what} for passed, what in run.checks()],
     }
     path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def plot(run: Run, path: Path) -> None:
-    """Losses over time; below, what the executor made of the calls."""
+    """Plot losses, calls per batch and tokens/s over time."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -254,20 +256,20 @@ def plot(run: Run, path: Path) -> None:
     )
     for tenant, mark, colour in zip(run.tenants, _MARKS, _COLOURS, strict=True):
         seconds, values = zip(*run.losses[tenant.name], strict=True)
-        look = {"marker": mark, "markersize": 4, "color": colour, "label": f"{tenant.name}: {tenant.method}"}
-        losses.plot(seconds, values, **look)
-        rate.plot(seconds, run.step_rates[tenant.name], **look)
+        style = {"marker": mark, "markersize": 4, "color": colour, "label": f"{tenant.name}: {tenant.method}"}
+        losses.plot(seconds, values, **style)
+        rate.plot(seconds, run.step_rates[tenant.name], **style)
     losses.set_ylabel("training loss")
     losses.set_ylim(bottom=0)
     losses.legend(frameon=False)
     losses.set_title("Three tenants fine-tune at once on one base model, a fourth chats")
-    at = [look["at"] for look in run.looks]
-    batch.plot(at, [look["mean_batch"] for look in run.looks], color="0.25")
+    at = [each["at"] for each in run.polls]
+    batch.plot(at, [each["mean_batch"] for each in run.polls], color="0.25")
     batch.set_ylabel("calls per batch")
     batch.set_ylim(bottom=0.9)
     rate.set_ylabel("tokens/s, each")
     rate.set_ylim(bottom=0)
-    rate.set_xlabel("seconds since training began")
+    rate.set_xlabel("seconds since the start of training")
     for axes in (losses, batch, rate):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

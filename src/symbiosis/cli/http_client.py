@@ -1,4 +1,4 @@
-"""A server's HTTP API, as the command line asks it: with nothing but the standard library."""
+"""HTTP client of the command line, on the standard library alone."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from symbiosis.errors import BadAdapter, BadAddress, SymbiosisError, Unreachable
 
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
 _TIMEOUT_S = 300.0
-_PIECE = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _UNAVAILABLE = 503
 _JOBS = "/v1/fine_tuning/jobs"
 
 
 class HttpError(SymbiosisError):
-    """What the server answered instead."""
+    """An error response of the server."""
 
     code = "refused"
 
 
 class HttpClient:
-    """One server. Every method raises `Unreachable` if nobody is there, or `HttpError` with what the server said."""
+    """Client of one server. Methods raise `Unreachable` without a server, and `HttpError` with its error message."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadAddress(f"{url!r} is no address of a server: expected http://HOST:PORT")
-        path = parts.path.rstrip("/").removesuffix("/v1")  # which is how OpenAI's clients name a server
+            raise BadAddress(f"{url!r} is not the address of a server: expected http://HOST:PORT")
+        path = parts.path.rstrip("/").removesuffix("/v1")  # OpenAI's clients include it in the base URL
         self._url, self._key = parts._replace(path=path).geturl(), key
         self._host, self._port, self._path = parts.hostname, parts.port, path
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
 
     def models(self) -> list[dict[str, Any]]:
-        """The base model first."""
+        """Models and adapters; the base model is first."""
         found: list[dict[str, Any]] = self._json("GET", "/v1/models")["data"]
         return found
 
     def chat(self, model: str, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
-        """The assistant's answer, piece by piece."""
+        """Stream the reply of the assistant."""
         body = {"model": model, "messages": messages, "stream": True, **options}
-        with self._ask("POST", "/v1/chat/completions", json.dumps(body).encode(), "application/json") as response:
+        with self._request("POST", "/v1/chat/completions", json.dumps(body).encode(), "application/json") as response:
             for line in response:
                 data = line.removeprefix(b"data: ").strip()
                 if not line.startswith(b"data: ") or data == b"[DONE]":
                     continue
-                said = json.loads(data)
-                if "error" in said:
-                    raise HttpError(said["error"]["message"])
-                yield from (choice["delta"].get("content") or "" for choice in said["choices"])
+                event = json.loads(data)
+                if "error" in event:
+                    raise HttpError(event["error"]["message"])
+                yield from (choice["delta"].get("content") or "" for choice in event["choices"])
 
     def adapters(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self._json("GET", "/v1/adapters")["data"]
         return found
 
     def add_adapter(self, name: str, folder: Path) -> dict[str, Any]:
-        """Upload the two files of a PEFT folder. Raises `BadAdapter` if they are not there, or it cannot be called so."""
+        """Upload the two files of a PEFT folder. Raises `BadAdapter` if a file is missing or the name is invalid."""
         path, sizes = _adapter_path(name), {}
         for field, file in FILES.items():
             if not (folder / file).is_file():
@@ -75,18 +75,18 @@ class HttpClient:
         }
         end = f"--{boundary}--\r\n".encode()
 
-        def pieces() -> Iterator[bytes]:
+        def chunks() -> Iterator[bytes]:
             for field, file in FILES.items():
                 yield heads[field]
                 with (folder / file).open("rb") as opened:
-                    while piece := opened.read(_PIECE):
-                        yield piece
+                    while chunk := opened.read(_CHUNK_BYTES):
+                        yield chunk
                 yield b"\r\n"
             yield end
 
         length = sum(map(len, heads.values())) + sum(sizes.values()) + 2 * len(FILES) + len(end)
         kind = f"multipart/form-data; boundary={boundary}"
-        return self._json("PUT", path, pieces(), kind, length)
+        return self._json("PUT", path, chunks(), kind, length)
 
     def remove_adapter(self, name: str, owner: str | None = None) -> None:
         query = "" if owner is None else f"?{urlencode({'owner': owner})}"
@@ -97,14 +97,14 @@ class HttpClient:
         self._json("POST", "/v1/pin_lora_adapter", json.dumps(body).encode(), "application/json")
 
     def download_adapter(self, name: str, folder: Path) -> None:
-        """The two files of an adapter of one's own, as PEFT reads them."""
+        """Download the two files of an adapter of this tenant, in PEFT's format."""
         for file in FILES.values():
-            with self._ask("GET", f"{_adapter_path(name)}/{file}") as response, _new(folder / file) as out:
-                while piece := response.read(_PIECE):
-                    out.write(piece)
+            with self._request("GET", f"{_adapter_path(name)}/{file}") as response, _create_file(folder / file) as out:
+                while chunk := response.read(_CHUNK_BYTES):
+                    out.write(chunk)
 
     def upload(self, path: Path) -> dict[str, Any]:
-        """A file to train on. Raises `SymbiosisError` if it cannot be read."""
+        """Upload a training file. Raises `SymbiosisError` if it cannot be read."""
         boundary = secrets.token_hex(16)
         head = (
             f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
@@ -117,21 +117,21 @@ class HttpClient:
         except OSError as error:
             raise SymbiosisError(f"cannot read {path}: {error.strerror}") from None
 
-        def pieces() -> Iterator[bytes]:
+        def chunks() -> Iterator[bytes]:
             yield head
-            while piece := opened.read(_PIECE):
-                yield piece
+            while chunk := opened.read(_CHUNK_BYTES):
+                yield chunk
             yield end
 
         with opened:
             kind = f"multipart/form-data; boundary={boundary}"
-            return self._json("POST", "/v1/files", pieces(), kind, len(head) + size + len(end))
+            return self._json("POST", "/v1/files", chunks(), kind, len(head) + size + len(end))
 
     def remove_file(self, id: str) -> None:
         self._json("DELETE", f"/v1/files/{quote(id, safe='')}")
 
     def create_job(self, body: dict[str, Any], key: str | None = None) -> dict[str, Any]:
-        """`key`: the same twice makes one job."""
+        """Create a job. Calls with the same `key` create one job."""
         more = {} if key is None else {"Idempotency-Key": key}
         return self._json("POST", _JOBS, json.dumps(body).encode(), "application/json", more=more)
 
@@ -161,17 +161,17 @@ class HttpClient:
         return found
 
     def _json(self, method: str, path: str, *sent: Any, **more: Any) -> dict[str, Any]:
-        """What `_ask` brings, which must be an object."""
-        with self._ask(method, path, *sent, **more) as response:
+        """Send a request and return the JSON object of the response."""
+        with self._request(method, path, *sent, **more) as response:
             try:
                 found = json.loads(response.read())
             except (ValueError, HTTPException, OSError):
                 found = None
         if not isinstance(found, dict):
-            raise HttpError(f"{self._url} answered with something that is no JSON object: is it a Symbiosis server?")
+            raise HttpError(f"{self._url} did not return a JSON object: is it a Symbiosis server?")
         return found
 
-    def _ask(
+    def _request(
         self,
         method: str,
         path: str,
@@ -188,52 +188,52 @@ class HttpClient:
         try:
             connection.request(method, f"{self._path}{path}", body, headers)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it has seen enough, and may say why
+            pass  # the server may have sent an error before reading the whole body
         except (OSError, HTTPException, UnicodeError) as error:
             raise Unreachable(
-                f"nobody answers at {self._url} ({_why(error)}): start a server with `symbiosis serve --http`, "
-                "or say where it is with --connect"
+                f"no server at {self._url} ({_reason(error)}): start a server with `symbiosis serve --http`, "
+                "or give its address with --connect"
             ) from None
         try:
             peeks = self._kind is HTTPConnection and connection.sock is not None
             speaks = not peeks or connection.sock.recv(1, socket.MSG_PEEK) in (b"H", b"")
             response = connection.getresponse() if speaks else None
         except (OSError, HTTPException) as error:
-            raise Unreachable(f"{self._url} broke off ({_why(error)})") from None
-        if response is None:  # its words would end in no line, and be waited for
+            raise Unreachable(f"{self._url} broke off ({_reason(error)})") from None
+        if response is None:  # getresponse() would wait for a line that never ends
             raise Unreachable(
-                f"what answers at {self._url} does not speak HTTP: tenants' own address (7777, if nothing else was said) is "
-                "not that of HTTP (8000); say where it is with --connect"
+                f"the server at {self._url} does not speak HTTP: the address of the executor (port 7777 by default) is "
+                "not that of HTTP (port 8000); give the right one with --connect"
             )
         if response.status >= 400:
-            refusal = self._refusal(response)
-            raise Unreachable(str(refusal)) if response.status == _UNAVAILABLE else refusal
+            failure = self._error(response)
+            raise Unreachable(str(failure)) if response.status == _UNAVAILABLE else failure
         return response
 
-    def _refusal(self, response: HTTPResponse) -> HttpError:
+    def _error(self, response: HTTPResponse) -> HttpError:
         try:
-            said = json.loads(response.read())["error"]["message"]
+            message = json.loads(response.read())["error"]["message"]
         except (ValueError, KeyError, TypeError, OSError, HTTPException):
-            said = f"{self._url} answered {response.status} {response.reason}"
+            message = f"{self._url} returned {response.status} {response.reason}"
         hint = ": give your key with --key or SYMBIOSIS_KEY" if response.status == 401 else ""
-        return HttpError(f"{said}{hint}")
+        return HttpError(f"{message}{hint}")
 
 
 def _adapter_path(name: str) -> str:
-    """Raises `BadAdapter` for what would be the path of something else."""
+    """Raises `BadAdapter` for a name that is not one path segment."""
     if "/" in name or not name:
-        raise BadAdapter(f"{name!r} is no name for an adapter: expected letters, digits, dots, dashes and underscores")
+        raise BadAdapter(f"{name!r} is not a valid adapter name: expected letters, digits, dots, dashes and underscores")
     return f"/v1/adapters/{quote(name, safe='')}"
 
 
 def _job_path(id: str) -> str:
-    """Raises `SymbiosisError` for what would be the path of something else."""
+    """Raises `SymbiosisError` for an id that is not one path segment."""
     if "/" in id or not id:
-        raise SymbiosisError(f"{id!r} is no id of a job: expected one that `symbiosis jobs list` shows")
+        raise SymbiosisError(f"{id!r} is not a job id: expected one that `symbiosis jobs list` shows")
     return f"{_JOBS}/{quote(id, safe='')}"
 
 
-def _new(file: Path) -> BinaryIO:
+def _create_file(file: Path) -> BinaryIO:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         return file.open("wb")
@@ -241,9 +241,9 @@ def _new(file: Path) -> BinaryIO:
         raise SymbiosisError(f"cannot write to {file.parent}: {error.strerror}; choose another folder") from None
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     if isinstance(error, ssl.SSLError):
-        return "it does not speak https: say http://" if error.reason == "WRONG_VERSION_NUMBER" else f"TLS: {error.reason}"
+        return "it does not speak https: use http://" if error.reason == "WRONG_VERSION_NUMBER" else f"TLS: {error.reason}"
     return (isinstance(error, OSError) and error.strerror) or type(error).__name__

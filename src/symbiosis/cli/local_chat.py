@@ -1,4 +1,4 @@
-"""Chatting with a connected model: with the base model, or with a tenant's own adapter on it."""
+"""Chat with a connected model: the base model, or a PEFT adapter on it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from safetensors import SafetensorError
 from transformers import TextStreamer
 
 from symbiosis.adapters.files import CONFIG, TENSORS, strict_json
-from symbiosis.app.executor import connect
+from symbiosis.app.connect import connect
 from symbiosis.cli.chat import BadPrompt, ChatSampling
 from symbiosis.errors import BadAdapter, SymbiosisError
 
 
 def _options(sampling: ChatSampling) -> dict[str, Any]:
-    drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
-    return {"max_new_tokens": sampling.max_new_tokens, **drawn}
+    mode = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
+    return {"max_new_tokens": sampling.max_new_tokens, **mode}
 
 
-class _Pieces(TextStreamer):  # type: ignore[misc]  # transformers has no types
-    """Hands on each piece of text as soon as its tokens make whole words."""
+class _CallbackStreamer(TextStreamer):  # type: ignore[misc]  # transformers has no types
+    """Passes text to a callback as soon as its tokens form whole words."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -37,17 +37,17 @@ class _Pieces(TextStreamer):  # type: ignore[misc]  # transformers has no types
 
 @dataclass(slots=True)
 class LocalChat:
-    """A model that answers: with plain text, or with its chat template."""
+    """Generates text with a model in this process: plain completion, or with the chat template."""
 
     model: Any
     tokenizer: Any
 
     def complete(self, prompt: str, sampling: ChatSampling, write: Callable[[str], None] | None = None) -> str:
-        """What follows `prompt`, with no chat template. Pieces go to `write` as they come."""
+        """Complete `prompt` without a chat template. Text is passed to `write` as it is generated."""
         return self._generate(self.tokenizer(prompt, return_tensors="pt"), sampling, write)
 
-    def answer(self, messages: list[dict[str, str]], sampling: ChatSampling, write: Callable[[str], None] | None = None) -> str:
-        """The assistant's answer to a chat. Pieces go to `write` as they come."""
+    def reply(self, messages: list[dict[str, str]], sampling: ChatSampling, write: Callable[[str], None] | None = None) -> str:
+        """The reply of the assistant to a chat. Text is passed to `write` as it is generated."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise BadPrompt("the model's tokenizer has no chat template: use `symbiosis generate --raw`")
         inputs = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -60,27 +60,27 @@ class LocalChat:
             raise BadPrompt("the prompt is empty")
         if limit is not None and length + sampling.max_new_tokens > limit:
             raise BadPrompt(
-                f"{length} tokens of prompt and {sampling.max_new_tokens} new ones are more than the model's {limit}: "
+                f"{length} prompt tokens + {sampling.max_new_tokens} new tokens > {limit}, the maximum length of the model: "
                 "shorten the prompt or lower --max-new-tokens"
             )
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
-        made = self.model.generate(
+        generated = self.model.generate(
             input_ids=inputs["input_ids"].to(self.model.device),
             attention_mask=inputs["attention_mask"].to(self.model.device),
-            streamer=_Pieces(self.tokenizer, write) if write else None,
+            streamer=_CallbackStreamer(self.tokenizer, write) if write else None,
             pad_token_id=pad,
             **_options(sampling),
         )
-        return str(self.tokenizer.decode(made[0, length:], skip_special_tokens=True))
+        return str(self.tokenizer.decode(generated[0, length:], skip_special_tokens=True))
 
 
 @contextmanager
-def speaker(
+def open_local_chat(
     address: str, *, token: str | None, name: str, adapter: Path | None = None, seed: int | None = None
 ) -> Iterator[LocalChat]:
-    """Connect, put the adapter on, and close the session at the end. Raises `BadAdapter`."""
+    """Connect, load the adapter, and close the session at the end. Raises `BadAdapter`."""
     if adapter is not None:
-        check_adapter(adapter)  # before the executor is troubled
+        check_adapter(adapter)  # before connecting
     model = connect(address, token=token, name=name)
     session: Any = model.symbiosis
     try:
@@ -102,7 +102,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def with_adapter(model: Any, folder: Path) -> Any:
-    """The model with a saved adapter on it, connected or plain. Raises `BadAdapter`."""
+    """Load a saved adapter onto a model, connected or plain. Raises `BadAdapter`."""
     check_adapter(folder)
     try:
         return PeftModel.from_pretrained(model, str(folder))
@@ -112,5 +112,7 @@ def with_adapter(model: Any, folder: Path) -> Any:
         if isinstance(error, SymbiosisError):
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = lines[1].strip() if lines[0].endswith(":") and lines[1:] else lines[0]  # torch lists what does not fit
+        reason = (
+            lines[1].strip() if lines[0].endswith(":") and lines[1:] else lines[0]
+        )  # torch puts the mismatch on the second line
         raise BadAdapter(f"the adapter in {folder} does not fit this model: {reason}") from error

@@ -1,7 +1,6 @@
-"""Fine-tuning as a tenant does it: JSONL in, a plain PEFT adapter folder out.
+"""Fine-tuning in the client process: JSONL in, a plain PEFT adapter folder out.
 
-The loop is plain PyTorch over whatever model it is given; that the base
-layers of a connected model are elsewhere does not show here.
+The loop is plain PyTorch over any model, connected or not.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from torch import Tensor
 from symbiosis.errors import BadData, SymbiosisError
 
 _ROLES = ("system", "user", "assistant")
-_IGNORED = -100  # what transformers' losses take for "not this token"
+_IGNORED = -100  # label that transformers' losses skip
 _CLIP_NORM = 1.0
-_MOST_EPOCHS = 1000
+_MAX_EPOCHS = 1000
 
 
 class BadSettings(SymbiosisError):
@@ -46,7 +45,7 @@ class BadSettings(SymbiosisError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalMethod:
-    """A PEFT method: its config class, what it always sets, and what can be set of it."""
+    """A PEFT method: its config class, fixed settings, and which options it has."""
 
     config: Callable[..., PeftConfig]
     lr: float
@@ -79,7 +78,7 @@ METHODS: dict[str, LocalMethod] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneConfig:
-    """What to train and how. None: the method's own choice."""
+    """Settings of a run. None: the default of the method."""
 
     method: str = "lora"
     rank: int | None = None
@@ -95,7 +94,7 @@ class FinetuneConfig:
     """Either epochs or steps; with neither, three epochs."""
     batch_size: int = 4
     max_length: int = 512
-    """Tokens of an example beyond these are cut off."""
+    """Longer examples are truncated."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -117,8 +116,8 @@ class FinetuneConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadSettings(f"{name.replace('_', ' ')} is {value}: expected at least 1")
-        if self.epochs is not None and not 0 < self.epochs <= _MOST_EPOCHS:
-            raise BadSettings(f"epochs is {self.epochs:g}: expected a number above 0, a fraction too, up to {_MOST_EPOCHS}")
+        if self.epochs is not None and not 0 < self.epochs <= _MAX_EPOCHS:
+            raise BadSettings(f"epochs is {self.epochs:g}: expected a number above 0 and at most {_MAX_EPOCHS}")
         if self.max_length < 2:
             raise BadSettings(f"max length is {self.max_length}: expected at least 2 tokens")
         if self.lr is not None and not 0 < self.lr < float("inf"):
@@ -136,7 +135,7 @@ class FinetuneConfig:
         if self.targets is not None:
             options["target_modules"] = self.targets[0] if self.targets == ("all-linear",) else list(self.targets)
             if self.method == "ia3":
-                options["feedforward_modules"] = []  # PEFT wants both or none; all targets are scaled at their output
+                options["feedforward_modules"] = []  # PEFT requires both or neither; all targets are scaled at their output
         return method.config(**options)
 
 
@@ -157,7 +156,7 @@ class EncodedExample:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What is known after an optimizer step."""
+    """Measurements of one optimizer step."""
 
     number: int
     steps: int
@@ -169,7 +168,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Finetuned:
-    """The trained model and how it went. The adapter also lies in `folder`."""
+    """The trained model and the measurements of the run. The adapter is also saved in `folder`."""
 
     model: Any
     folder: Path
@@ -232,7 +231,7 @@ def encode(samples: list[TextSample], tokenizer: Any, max_length: int) -> tuple[
     if any(sample.messages for sample in samples) and not getattr(tokenizer, "chat_template", None):
         raise BadData('the model\'s tokenizer has no chat template, so it cannot read chats: give lines of {"text": …}')
     spans = [_answer_spans(sample, tokenizer) for sample in samples]
-    # One chat whose answers cannot be told apart would be learnt differently from the others: all or none.
+    # If the template hides the answers of one chat, all tokens of all chats are trained, so that examples are alike.
     only_answers = all(sample.messages and span is not None for sample, span in zip(samples, spans, strict=True))
     examples = []
     for sample, span in zip(samples, spans, strict=True):
@@ -260,7 +259,7 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _answer_spans(sample: TextSample, tokenizer: Any) -> list[tuple[int, int]] | None:
-    """Where the assistant speaks, in tokens; None where the template does not let that be told."""
+    """Token spans of the assistant's messages; None if the template does not reveal them."""
     whole = _chat_ids(tokenizer, sample.messages) if sample.messages else []
     spans = []
     for index, message in enumerate(sample.messages):
@@ -275,7 +274,7 @@ def _answer_spans(sample: TextSample, tokenizer: Any) -> list[tuple[int, int]] |
 
 
 def _batches(examples: list[EncodedExample], config: FinetuneConfig) -> Iterator[list[EncodedExample]]:
-    """Shuffled epochs without end; each epoch's last batch may be smaller."""
+    """Endless shuffled epochs; the last batch of an epoch may be smaller."""
     random = torch.Generator().manual_seed(config.seed)
     while True:
         order = torch.randperm(len(examples), generator=random).tolist()
@@ -302,10 +301,10 @@ def finetune(
     config: FinetuneConfig,
     on_step: Callable[[StepReport], None] = lambda step: None,
 ) -> Finetuned:
-    """Train an adapter on `model` and write it to `out` with a `training.json` beside it.
+    """Train an adapter on `model` and write it to `out` with a `training.json`.
 
     The model is wrapped in place, as PEFT does. Raises `BadData` and
-    `BadSettings` before the first step, so a run that starts has sound input.
+    `BadSettings` before the first step, so a run that starts has valid input.
     """
     _check_out(out)
     examples, only_answers = encode(samples, tokenizer, config.max_length)
@@ -337,7 +336,7 @@ def finetune(
         on_step(StepReport(number, steps, losses[-1], seen, time.perf_counter() - step_started))
     seconds = time.perf_counter() - started
     tuned.train(False)
-    # only adapters were trained: without this PEFT asks the hub whether the vocabulary grew
+    # only adapters were trained: this avoids PEFT's request to the hub for the vocabulary size
     tuned.save_pretrained(str(out), save_embedding_layers=False)
     result = Finetuned(tuned, out, losses, tokens, seconds, sum(p.numel() for p in trained), only_answers)
     _write_training(result, config, lr=lr)

@@ -1,7 +1,6 @@
-"""The `symbiosis` command, put together from `commands/`, a file for each.
+"""The `symbiosis` command. Each file of `commands/` defines one subcommand.
 
-torch takes seconds to import, so every command imports what it needs itself:
-`symbiosis --help` answers at once.
+Importing torch takes seconds, so commands import it when they run and `symbiosis --help` is immediate.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ err = Console(stderr=True)
 
 
 class _Commands(TyperGroup):
-    """Errors made for people end as one line, not as a traceback."""
+    """Prints a `SymbiosisError` as one line, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -41,22 +40,24 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="One frozen base model, many tenants.\n\nStart with [bold]symbiosis serve[/bold] in one terminal and "
     "[bold]symbiosis chat[/bold] in another, or watch [bold]symbiosis demo[/bold]. A server ([bold]serve --http[/bold]) also "
-    "fine-tunes for you: [bold]symbiosis finetune DATA.jsonl --hosted[/bold], then [bold]symbiosis jobs[/bold].",
+    "runs fine-tuning jobs: [bold]symbiosis finetune DATA.jsonl --hosted[/bold], then [bold]symbiosis jobs[/bold].",
 )
 
-for command in (serve, chat, finetune, top, demo, adapters, jobs):  # as --help lists them
+for command in (serve, chat, finetune, top, demo, adapters, jobs):  # the order of --help
     app.add_typer(command.app)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"symbiosis {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 

@@ -39,7 +39,7 @@ def parse(address: str) -> str:
     """The name in `shm://NAME`; empty for "choose one". Raises `BadAddress`."""
     name = address.removeprefix("shm://").removesuffix("/")
     if not address.startswith("shm://") or (name and not _NAME.fullmatch(name)):
-        raise BadAddress(f"{address!r} is no address: expected shm://NAME, with letters, digits, '.', '_' and '-'")
+        raise BadAddress(f"{address!r} is not an address: expected shm://NAME, with letters, digits, '.', '_' and '-'")
     return name
 
 

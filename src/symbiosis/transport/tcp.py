@@ -19,7 +19,7 @@ def parse(address: str) -> tuple[str, int]:
     """Host and port of `tcp://HOST:PORT`. Raises `BadAddress`."""
     match = _ADDRESS.fullmatch(address)
     if not match or int(match["port"]) > 65535:
-        raise BadAddress(f"{address!r} is no address: expected tcp://HOST:PORT (0 to 65535), such as tcp://127.0.0.1:7777")
+        raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT (0 to 65535), such as tcp://127.0.0.1:7777")
     host = "127.0.0.1" if match["host"] == "localhost" else match["host"]
     return host, int(match["port"])
 

@@ -320,7 +320,7 @@ class TestTravellingTogether:
         mine, beside = Heard(60.0, FAR, entered=0.1, pass_s=59.9), self.at(60.0, entered=59.95)
         assert numbers(self.policy.decide([launched(1, arrived=60.0)], {1: mine, 2: beside}, CostModel(), 60.0)) == [1]
 
-    def test_they_meet_beside_training_that_rests(self):
+    def test_they_meet_colocation_that_rests(self):
         mine, beside = self.at(1.0, ran=0.9990), self.at(1.0, ran=0.9991)
         trains = Heard(1.0, Q_BACK, training=True, ran=0.999, span_s=1.0)
         heard = {1: mine, 2: beside, 3: trains}

@@ -1,4 +1,4 @@
-"""`symbiosis adapters …`: the adapters of a server, over HTTP."""
+"""`symbiosis adapters …`: manage the adapters of a server over HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from symbiosis.cli.commands.options import DEFAULT_SITE, ConnectSite, Key
+from symbiosis.cli.commands.options import DEFAULT_URL, ConnectServer, Key
 from symbiosis.cli.http_client import HttpClient
 
 app = typer.Typer(
@@ -21,26 +21,26 @@ app = typer.Typer(
     epilog="Example: symbiosis adapters add pirate my-adapter",
 )
 Owner = Annotated[
-    str | None, typer.Option("--owner", metavar="TENANT", show_default=False, help="Whose it is, if you are the admin.")
+    str | None, typer.Option("--owner", metavar="TENANT", show_default=False, help="The tenant that owns it, for the admin.")
 ]
 
 
 @app.command("list", epilog="Example: symbiosis adapters list")
-def list_adapters(connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
-    """Which adapters you can use; the admin sees everybody's."""
+def list_adapters(connect: ConnectServer = DEFAULT_URL, key: Key = None) -> None:
+    """List the adapters you can use; the admin sees those of all tenants."""
     Console().print(adapters_table(HttpClient(connect, key).adapters()))
 
 
 def adapters_table(found: list[dict[str, Any]]) -> Table:
     table = Table(caption=None if found else "none yet: `symbiosis adapters add NAME FOLDER`")
-    table.add_column("adapter", overflow="fold")  # a name is to be copied
-    for column in ("of", "on", "content"):
+    table.add_column("adapter", overflow="fold")  # names are copied from here
+    for column in ("owner", "model", "hash"):
         table.add_column(column)
     table.add_column("MB", justify="right")
     table.add_column("pinned")
     for each in found:
         size = "" if each["bytes"] is None else f"{each['bytes'] / 1e6:,.2f}"
-        owner = "everybody" if each["owner"] is None else escape(each["owner"])
+        owner = "all" if each["owner"] is None else escape(each["owner"])
         table.add_row(
             escape(each["id"]), owner, escape(each["parent"]), each["root"][:12], size, "yes" if each["pinned"] else ""
         )
@@ -49,25 +49,25 @@ def adapters_table(found: list[dict[str, Any]]) -> Table:
 
 @app.command(epilog="Example: symbiosis adapters add pirate my-adapter")
 def add(
-    name: Annotated[str, typer.Argument(help="What requests will call it.")],
+    name: Annotated[str, typer.Argument(help="Name of the adapter in requests.")],
     folder: Annotated[Path, typer.Argument(help="A PEFT adapter, as `symbiosis finetune --out` writes it.")],
-    connect: ConnectSite = DEFAULT_SITE,
+    connect: ConnectServer = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Upload an adapter; one of that name is replaced."""
-    made = HttpClient(connect, key).add_adapter(name, folder)
-    whose = "for everybody" if made["owner"] is None else f"of {made['owner']}"
-    typer.echo(f"{made['id']} ({whose}) is served: symbiosis chat --adapter {made['id']} --connect {connect}")
+    """Upload an adapter. An adapter of the same name is replaced."""
+    adapter = HttpClient(connect, key).add_adapter(name, folder)
+    owner = "for all tenants" if adapter["owner"] is None else f"of {adapter['owner']}"
+    typer.echo(f"{adapter['id']} ({owner}) is served: symbiosis chat --adapter {adapter['id']} --connect {connect}")
 
 
 @app.command(epilog="Example: symbiosis adapters remove pirate")
 def remove(
     name: Annotated[str, typer.Argument(help="One of `symbiosis adapters list`.")],
     owner: Owner = None,
-    connect: ConnectSite = DEFAULT_SITE,
+    connect: ConnectServer = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Remove an adapter; who is being answered ends with it."""
+    """Remove an adapter. Running requests finish with it."""
     HttpClient(connect, key).remove_adapter(name, owner)
     typer.echo(f"{name} is removed")
 
@@ -75,11 +75,11 @@ def remove(
 @app.command(epilog="Example: symbiosis adapters pin pirate")
 def pin(
     name: Annotated[str, typer.Argument(help="One of `symbiosis adapters list`.")],
-    off: Annotated[bool, typer.Option("--off", help="Let it go like any other again.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Unpin: it can be evicted again.")] = False,
     owner: Owner = None,
-    connect: ConnectSite = DEFAULT_SITE,
+    connect: ConnectServer = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Keep an adapter in the device's memory though nobody asks for it. The admin's."""
+    """Pin an adapter in device memory, so that it is not evicted. Admin only."""
     HttpClient(connect, key).pin_adapter(name, not off, owner)
-    typer.echo(f"{name} is {'not pinned any more' if off else 'pinned'}")
+    typer.echo(f"{name} is {'unpinned' if off else 'pinned'}")

@@ -1,4 +1,4 @@
-"""`symbiosis chat` and `symbiosis generate`: asking the model."""
+"""`symbiosis chat` and `symbiosis generate`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, ConnectExecutor, Key, Name, Token, is_given
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_URL, ConnectExecutor, Key, Name, Token, is_given
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ err = Console(stderr=True)
 
 app = typer.Typer()
 Adapter = Annotated[
-    Path | None, typer.Option("--adapter", metavar="FOLDER", show_default=False, help="A saved PEFT adapter to speak with.")
+    Path | None, typer.Option("--adapter", metavar="FOLDER", show_default=False, help="A saved PEFT adapter to generate with.")
 ]
-Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token each time.")]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0: greedy decoding.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Most tokens of one reply.")]
 Seed = Annotated[int | None, typer.Option("--seed", show_default=False, help="Makes sampling repeatable.")]
 
 
@@ -37,7 +37,7 @@ def chat(
             "--connect",
             metavar="ADDRESS",
             show_default=False,
-            help=f"Where the executor listens, or a server's http://HOST:PORT. (default: {DEFAULT_ADDRESS}; {DEFAULT_SITE} if "
+            help=f"Where the executor listens, or a server's http://HOST:PORT. (default: {DEFAULT_ADDRESS}; {DEFAULT_URL} if "
             "--adapter is a name)",
         ),
     ] = None,
@@ -53,25 +53,25 @@ def chat(
             help="An adapter of the server; or, with an executor, the folder of one of your own.",
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(show_default=False, help="What the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(show_default=False, help="System message.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.2,
     seed: Seed = None,
 ) -> None:
-    """Talk with the model. Lines come from the terminal, or from a pipe.
+    """Chat with the model. Lines come from the terminal, or from a pipe.
 
-    A server (`symbiosis serve --http`) computes everything and has the adapters; with an executor,
-    attention and your adapter are computed here.
+    A server (`symbiosis serve --http`) computes everything and holds the adapters; with an executor,
+    attention and your adapter run in this process.
     """
     from symbiosis.cli import chat
 
     sampling = _sampling(max_new_tokens, temperature)
     if adapter == "":
-        raise SymbiosisError("--adapter is empty: expected a name or a folder; leave it out to talk with the base model")
+        raise SymbiosisError("--adapter is empty: expected a name or a folder; leave it out to chat with the base model")
     if adapter is not None and adapter.startswith((".", "/", "~")) and not Path(adapter).is_dir():
-        raise SymbiosisError(f"there is no folder {adapter}: expected one with an adapter, or the name of one of the server's")
+        raise SymbiosisError(f"there is no folder {adapter}: expected a folder, or the name of an adapter of the server")
     if connect is None:
-        connect = DEFAULT_ADDRESS if adapter is None or Path(adapter).is_dir() else DEFAULT_SITE
+        connect = DEFAULT_ADDRESS if adapter is None or Path(adapter).is_dir() else DEFAULT_URL
     over_http = connect.startswith(("http://", "https://"))
     if is_given(ctx, "token" if over_http else "key"):
         raise SymbiosisError(f"{connect} takes {'--key, not --token' if over_http else '--token, not --key'}")
@@ -83,13 +83,13 @@ def chat(
     from symbiosis.cli import local_chat
 
     folder = None if adapter is None else Path(adapter)
-    with local_chat.speaker(connect, token=token, name=name, adapter=folder, seed=seed) as speaker:
-        chat.chat(speaker, _lines(), sampling, _write, system)
+    with local_chat.open_local_chat(connect, token=token, name=name, adapter=folder, seed=seed) as backend:
+        chat.chat(backend, _lines(), sampling, _write, system)
 
 
 @app.command(epilog="Example: symbiosis generate 'Why is the sky blue?' --max-new-tokens 60")
 def generate(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Each is answered by itself.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Each prompt is a chat of its own.")],
     connect: ConnectExecutor = DEFAULT_ADDRESS,
     token: Token = None,
     name: Name = "generate",
@@ -97,18 +97,18 @@ def generate(
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, with no chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the text without a chat template.")] = False,
 ) -> None:
-    """Answer prompts and exit. The text goes to stdout, nothing else does."""
+    """Generate replies and exit. Only the text goes to stdout."""
     from symbiosis.cli import local_chat
 
     sampling = _sampling(max_new_tokens, temperature)
-    with local_chat.speaker(connect, token=token, name=name, adapter=adapter, seed=seed) as speaker:
+    with local_chat.open_local_chat(connect, token=token, name=name, adapter=adapter, seed=seed) as backend:
         for prompt in prompts:
             if raw:
-                speaker.complete(prompt, sampling, _write)
+                backend.complete(prompt, sampling, _write)
             else:
-                speaker.answer([{"role": "user", "content": prompt}], sampling, _write)
+                backend.reply([{"role": "user", "content": prompt}], sampling, _write)
             _write("\n")
 
 
@@ -119,13 +119,13 @@ def _sampling(max_new_tokens: int, temperature: float) -> ChatSampling:
 
 
 def _lines() -> Iterator[str]:
-    """What the user says: a prompt at a terminal, plain lines otherwise."""
+    """Lines of input: a prompt at a terminal, plain lines otherwise."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
-    import readline  # noqa: F401  # gives input() a history and line editing
+    import readline  # noqa: F401  # adds history and line editing to input()
 
-    err.print("[dim]/exit or Ctrl-D ends the talk[/dim]")
+    err.print("[dim]/exit or Ctrl-D ends the chat[/dim]")
     with suppress(EOFError):
         while True:
             yield input("> ")

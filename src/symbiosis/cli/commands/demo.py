@@ -1,4 +1,4 @@
-"""`symbiosis demo`: tenants side by side on the default model."""
+"""`symbiosis demo`: several tenants on the default model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ app = typer.Typer()
 
 @app.command(epilog="Example: symbiosis demo --out demo-out --steps 28")
 def demo(
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where adapters, figures and the plot go.")] = Path(
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for adapters, results and the plot.")] = Path(
         "demo-out"
     ),
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each tenant.")] = 28,

@@ -1,4 +1,4 @@
-"""`symbiosis finetune`: an adapter trained here over an executor, or with --hosted by a server."""
+"""`symbiosis finetune`: trains an adapter in this process over an executor, or with --hosted on a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from symbiosis.cli.commands import jobs
-from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_SITE, Key, Name, Token, check_out, is_given
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_URL, Key, Name, Token, check_out, is_given
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def finetune(
             "--out",
             metavar="FOLDER",
             show_default=False,
-            help="Where the adapter is written, new or empty; a hosted one is copied there, if asked.",
+            help="A new or empty folder for the adapter; with --hosted, the finished adapter is copied there.",
         ),
     ] = None,
     connect: Annotated[
@@ -53,21 +53,21 @@ def finetune(
             "--url",
             metavar="ADDRESS",
             show_default=False,
-            help=f"Where the executor listens. (default: {DEFAULT_ADDRESS}; with --hosted {DEFAULT_SITE})",
+            help=f"Where the executor listens. (default: {DEFAULT_ADDRESS}; with --hosted {DEFAULT_URL})",
         ),
     ] = None,
     token: Token = None,
     key: Key = None,
     name: Name = "finetune",
     hosted: Annotated[
-        bool, typer.Option("--hosted", help="Let a server train it (`symbiosis serve --http`): nothing is computed here.")
+        bool, typer.Option("--hosted", help="Train on a server (`symbiosis serve --http`): nothing is computed here.")
     ] = False,
     validation: Annotated[
-        Path | None, typer.Option("--validation", metavar="FILE", show_default=False, help="Data to test with. Hosted only.")
+        Path | None, typer.Option("--validation", metavar="FILE", show_default=False, help="Validation data. Hosted only.")
     ] = None,
     suffix: Annotated[str | None, typer.Option(show_default=False, help="Part of the adapter's name. Hosted only.")] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="PNG", show_default=False, help="A picture of the loss. Hosted only.")
+        Path | None, typer.Option("--plot", metavar="PNG", show_default=False, help="Plot of the loss. Hosted only.")
     ] = None,
     method: Annotated[
         str,
@@ -76,7 +76,7 @@ def finetune(
         ),
     ] = "lora",
     rank: Annotated[int | None, typer.Option(show_default=False, help="Of the methods that have one. (default: 8)")] = None,
-    alpha: Annotated[float | None, typer.Option(show_default=False, help="LoRA's scale. (default: 2 × rank)")] = None,
+    alpha: Annotated[float | None, typer.Option(show_default=False, help="LoRA alpha. (default: 2 × rank)")] = None,
     targets: Annotated[
         str | None,
         typer.Option(show_default=False, help="Layers to adapt, as q_proj,v_proj or all-linear. (default: PEFT's choice)"),
@@ -85,26 +85,30 @@ def finetune(
         int | None, typer.Option("--virtual-tokens", show_default=False, help="Length of a prefix or prompt. (default: 16)")
     ] = None,
     lr: Annotated[float | None, typer.Option(show_default=False, help="(default: the method's own)")] = None,
-    epochs: Annotated[float | None, typer.Option(show_default=False, help="A fraction too. (default: 3)")] = None,
+    epochs: Annotated[float | None, typer.Option(show_default=False, help="May be a fraction. (default: 3)")] = None,
     steps: Annotated[int | None, typer.Option(show_default=False, help="In place of epochs.")] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Examples per step. Hosted: by the data, unless given.")] = 4,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", help="Examples per step. Hosted: chosen by the size of the data, unless given.")
+    ] = 4,
     max_length: Annotated[
         int,
         typer.Option(
             "--max-length",
-            help="Tokens of an example beyond these are cut off. Hosted: 2048 or what the model takes, unless given.",
+            help="Longer examples are truncated. (hosted: 2048, or the model's maximum length)",
         ),
     ] = 512,
-    seed: Annotated[int, typer.Option(help="Of the adapter's start and the order of examples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the adapter's initialisation and of the order of examples.")] = 0,
 ) -> None:
     """Train an adapter on your chats or texts; the result is a plain PEFT folder.
 
-    With --hosted a server trains and serves it, and what is not given is as the server has it.
+    With --hosted a server trains and serves the adapter; options not given take the defaults of the server.
     """
     if hosted:
         for option in ("token", "name"):
             if is_given(ctx, option):
-                raise SymbiosisError(f"--{option} is for training through an executor: a server of --hosted knows you by --key")
+                raise SymbiosisError(
+                    f"--{option} applies to training through an executor; with --hosted the server identifies you by --key"
+                )
         hyperparameters = {
             "peft_method": method,
             "rank": rank,
@@ -118,7 +122,7 @@ def finetune(
             "max_length": max_length if is_given(ctx, "max_length") else None,
         }
         jobs.finetune(
-            connect or DEFAULT_SITE,
+            connect or DEFAULT_URL,
             key,
             data,
             validation,
@@ -131,10 +135,10 @@ def finetune(
         return
     for option in ("validation", "suffix", "plot", "key"):
         if is_given(ctx, option):
-            raise SymbiosisError(f"--{option} is for a server's training: give --hosted too")
+            raise SymbiosisError(f"--{option} applies to training on a server: add --hosted")
     if out is None:
-        raise SymbiosisError("say where the adapter is written: --out FOLDER")
-    from symbiosis.app.executor import connect as connect_to
+        raise SymbiosisError("no output folder: add --out FOLDER")
+    from symbiosis.app.connect import connect as connect_to
     from symbiosis.cli.local_finetune import FinetuneConfig, read_samples
     from symbiosis.cli.local_finetune import finetune as train
 
@@ -151,7 +155,7 @@ def finetune(
         max_length=max_length,
         seed=seed,
     )
-    samples = read_samples(data)  # before connecting: bad data shows at once
+    samples = read_samples(data)  # before connecting, so that bad data is reported at once
     check_out(out)
     model = connect_to(connect or DEFAULT_ADDRESS, token=token, name=name)
     session: Any = model.symbiosis
@@ -170,13 +174,13 @@ def finetune(
 
 @contextmanager
 def _training_bar() -> Iterator[Callable[[StepReport], None]]:
-    """A live bar with loss and tokens/s; gives what to call after each step."""
+    """A live progress bar with loss and tokens/s; yields the callback for each step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[figures]}"), console=err) as progress:
-        task = progress.add_task("Training", total=None, figures="", visible=False)
+    with Progress(*columns, TextColumn("{task.fields[status]}"), console=err) as progress:
+        task = progress.add_task("Training", total=None, status="", visible=False)
 
         def on_step(step: StepReport) -> None:
-            figures = f"loss {step.loss:.3f}  {step.tokens / max(step.seconds, 1e-9):,.0f} tokens/s"
-            progress.update(task, completed=step.number, total=step.steps, figures=figures, visible=True)
+            status = f"loss {step.loss:.3f}  {step.tokens / max(step.seconds, 1e-9):,.0f} tokens/s"
+            progress.update(task, completed=step.number, total=step.steps, status=status, visible=True)
 
         yield on_step

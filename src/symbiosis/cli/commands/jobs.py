@@ -1,4 +1,4 @@
-"""`symbiosis jobs …` and `symbiosis finetune --hosted`: fine-tuning by a server, over HTTP."""
+"""`symbiosis jobs …` and `symbiosis finetune --hosted`: fine-tuning jobs on a server, over HTTP."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from symbiosis.cli.commands.options import DEFAULT_SITE, ConnectSite, Key, check_out
+from symbiosis.cli.commands.options import DEFAULT_URL, ConnectServer, Key, check_out
 from symbiosis.cli.http_client import HttpClient
 from symbiosis.errors import SymbiosisError, Unreachable
 
 _ENDS = ("succeeded", "failed", "cancelled")
-_LOOK_S = 0.5
-_PATIENCE = 60
-"""Looks that may find nobody there, one after the other: a server may be restarting."""
+_POLL_S = 0.5
+_MAX_MISSED_POLLS = 60
+"""Failed polls in a row before the command gives up: a server may be restarting."""
 _NUMBERS = ("step", "loss", "tokens/s", "time left")
-_COLUMNS = ("job", "of", "status", *_NUMBERS, "adapter")
-_SPARED = ("of", "tokens/s", "loss", "time left", "step")
-"""Columns that a narrow terminal does without, the first first."""
+_COLUMNS = ("job", "owner", "status", *_NUMBERS, "adapter")
+_OPTIONAL_COLUMNS = ("owner", "tokens/s", "loss", "time left", "step")
+"""Columns that a narrow terminal omits, in this order."""
 _ANY_WIDTH = 10_000
-_GONE = "not served any more: it was deleted, or the server was started again and had no --uploads to keep it in"
+_GONE = "no longer served: it was deleted, or the server was restarted without --uploads"
 err = Console(stderr=True)
 
 app = typer.Typer(
@@ -46,16 +46,16 @@ Id = Annotated[str, typer.Argument(metavar="JOB", help="One of `symbiosis jobs l
 
 @app.command("list", epilog="Example: symbiosis jobs list")
 def list_jobs(
-    connect: ConnectSite = DEFAULT_SITE,
+    connect: ConnectServer = DEFAULT_URL,
     key: Key = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most that are shown, newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Most jobs shown, newest first.")] = 20,
 ) -> None:
-    """Your jobs; the admin sees everybody's."""
-    site = HttpClient(connect, key)
-    found, served = site.jobs(limit), _served(site)
+    """List your jobs; the admin sees those of all tenants."""
+    client = HttpClient(connect, key)
+    found, served = client.jobs(limit), _served(client)
     console = Console()
-    for less in range(len(_SPARED) + 1):
-        table = jobs_table(found, served, without=_SPARED[:less])
+    for less in range(len(_OPTIONAL_COLUMNS) + 1):
+        table = jobs_table(found, served, without=_OPTIONAL_COLUMNS[:less])
         needed = Console(width=_ANY_WIDTH).measure(table).maximum
         if needed <= console.width or not console.is_terminal:
             break
@@ -63,7 +63,7 @@ def list_jobs(
 
 
 def jobs_table(found: list[dict[str, Any]], served: Collection[str], without: tuple[str, ...] = ()) -> Table:
-    """Nothing in it is ever shortened; columns may be left out."""
+    """Cells are never truncated; columns can be omitted."""
     table = Table(caption=None if found else "none yet: `symbiosis finetune DATA.jsonl --hosted`")
     for name in (each for each in _COLUMNS if each not in without):
         table.add_column(name, no_wrap=True, justify="right" if name in _NUMBERS else "left")
@@ -71,7 +71,7 @@ def jobs_table(found: list[dict[str, Any]], served: Collection[str], without: tu
         progress, adapter = job["progress"], job["fine_tuned_model"] or ""
         cells = {
             "job": escape(job["id"]),
-            "of": escape(job["organization_id"]),
+            "owner": escape(job["organization_id"]),
             "status": _status(job),
             "step": f"{progress['step']}/{progress['total_steps']}",
             "loss": _number(progress.get("train_loss"), ".3f"),
@@ -84,14 +84,14 @@ def jobs_table(found: list[dict[str, Any]], served: Collection[str], without: tu
 
 
 @app.command(epilog="Example: symbiosis jobs show ftjob-…")
-def show(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
-    """All that is known of a job."""
-    site = HttpClient(connect, key)
-    job = site.job(id)
+def show(id: Id, connect: ConnectServer = DEFAULT_URL, key: Key = None) -> None:
+    """Show all fields of a job."""
+    client = HttpClient(connect, key)
+    job = client.job(id)
     name = job["fine_tuned_model"]
     table = Table(show_header=False)
     rows: dict[str, Any] = {"job": job["id"], "status": _status(job)}
-    rows |= {"adapter": name if name is None or name in _served(site) else f"{name} ({_GONE})"}
+    rows |= {"adapter": name if name is None or name in _served(client) else f"{name} ({_GONE})"}
     rows |= {"model": job["model"], "training file": job["training_file"], "validation file": job["validation_file"]}
     rows |= {"seed": job["seed"], "time left": _left(job), "error": (job["error"] or {}).get("message")}
     rows |= {"created": _time(job["created_at"]), "finished": _time(job["finished_at"])}
@@ -107,11 +107,9 @@ def show(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
 @app.command(epilog="Example: symbiosis jobs watch ftjob-… --plot loss.png")
 def watch(
     id: Id,
-    connect: ConnectSite = DEFAULT_SITE,
+    connect: ConnectServer = DEFAULT_URL,
     key: Key = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="PNG", show_default=False, help="A picture of the loss.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="PNG", show_default=False, help="Plot of the loss.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -119,19 +117,19 @@ def watch(
         ),
     ] = None,
 ) -> None:
-    """Follow a job until it ends; one that is paused is waited for. Ctrl-C leaves it as it is."""
-    _check_places(plot, out)
+    """Follow a job until it ends, also while it is paused. Ctrl-C leaves the job running."""
+    _check_outputs(plot, out)
     _follow(HttpClient(connect, key), id, connect, plot, out)
 
 
 @app.command(epilog="Example: symbiosis jobs events ftjob-…")
 def events(
     id: Id,
-    connect: ConnectSite = DEFAULT_SITE,
+    connect: ConnectServer = DEFAULT_URL,
     key: Key = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most that are shown, of the last.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="Most events shown, from the newest.")] = 100,
 ) -> None:
-    """What happened, oldest first."""
+    """List the events of a job, oldest first."""
     for event in HttpClient(connect, key).events(id, limit):
         typer.echo(f"{_time(event['created_at'])}  {event['level']:5}  {event['message']}")
 
@@ -139,31 +137,31 @@ def events(
 @app.command(epilog="Example: symbiosis jobs plot ftjob-… loss.png")
 def plot(
     id: Id,
-    file: Annotated[Path, typer.Argument(metavar="PNG", help="Where the picture is written.")],
-    connect: ConnectSite = DEFAULT_SITE,
+    file: Annotated[Path, typer.Argument(metavar="PNG", help="File for the plot.")],
+    connect: ConnectServer = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """A picture of the loss, step by step."""
-    _check_picture(file)
+    """Plot the loss over the steps."""
+    _check_plot_file(file)
     _plot(HttpClient(connect, key), id, file)
 
 
 @app.command(epilog="Example: symbiosis jobs cancel ftjob-…")
-def cancel(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
-    """End a job for good."""
-    _say(HttpClient(connect, key).change_job(id, "cancel"))
+def cancel(id: Id, connect: ConnectServer = DEFAULT_URL, key: Key = None) -> None:
+    """Cancel a job. It cannot be resumed."""
+    _print_status(HttpClient(connect, key).change_job(id, "cancel"))
 
 
 @app.command(epilog="Example: symbiosis jobs pause ftjob-…")
-def pause(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
-    """Let a job rest; it keeps where it was."""
-    _say(HttpClient(connect, key).change_job(id, "pause"))
+def pause(id: Id, connect: ConnectServer = DEFAULT_URL, key: Key = None) -> None:
+    """Pause a job at its last checkpoint."""
+    _print_status(HttpClient(connect, key).change_job(id, "pause"))
 
 
 @app.command(epilog="Example: symbiosis jobs resume ftjob-…")
-def resume(id: Id, connect: ConnectSite = DEFAULT_SITE, key: Key = None) -> None:
-    """Let a paused job go on."""
-    _say(HttpClient(connect, key).change_job(id, "resume"))
+def resume(id: Id, connect: ConnectServer = DEFAULT_URL, key: Key = None) -> None:
+    """Resume a paused job."""
+    _print_status(HttpClient(connect, key).change_job(id, "resume"))
 
 
 def finetune(
@@ -178,56 +176,56 @@ def finetune(
     out: Path | None,
     plot: Path | None,
 ) -> None:
-    """Upload, create, follow."""
-    _check_places(plot, out)
-    site = HttpClient(connect, key)
-    body: dict[str, Any] = {"model": site.models()[0]["id"], "seed": seed}
+    """Upload the data, create the job and follow it."""
+    _check_outputs(plot, out)
+    client = HttpClient(connect, key)
+    body: dict[str, Any] = {"model": client.models()[0]["id"], "seed": seed}
     if suffix is not None:
         body["suffix"] = suffix
     body["method"] = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
     files = {"training_file": data} | ({} if validation is None else {"validation_file": validation})
-    with _uploaded(site, files) as ids:
-        id = _create(site, {**body, **ids}, connect, plot, out)
-    _follow(site, id, connect, plot, out)
+    with _uploaded(client, files) as ids:
+        id = _create(client, {**body, **ids}, connect, plot, out)
+    _follow(client, id, connect, plot, out)
 
 
-def _create(site: HttpClient, body: dict[str, Any], connect: str, plot: Path | None, out: Path | None) -> str:
-    """The new job's id. Who does not wait for it hears it too: the server checks the data and makes the job all the same."""
+def _create(client: HttpClient, body: dict[str, Any], connect: str, plot: Path | None, out: Path | None) -> str:
+    """Create the job and return its id. Ctrl-C does not stop the server from creating it, so the id is fetched and printed."""
     key = secrets.token_hex(16)
     try:
         with err.status("Checking the data"):
-            id = str(site.create_job(body, key)["id"])
+            id = str(client.create_job(body, key)["id"])
     except KeyboardInterrupt:
-        _tell("the server goes on checking the data, and then makes the job: asking for its id (Ctrl-C once more: leave)")
+        _print_hint("the server still checks the data and creates the job: fetching its id (Ctrl-C again to quit)")
         try:
-            id = str(site.create_job(body, key)["id"])  # the same key: the same job
+            id = str(client.create_job(body, key)["id"])  # the same key: the same job
         except (KeyboardInterrupt, Unreachable):
-            _tell(f"the job may be there by now: `symbiosis jobs list{_at(connect)}` shows it")
+            _print_hint(f"the job may exist: `symbiosis jobs list{_at(connect)}` shows it")
             raise typer.Exit(130) from None
         _leave(id, connect, plot, out)
-    _tell(f"the job is {id}")  # before what was uploaded is deleted, which may be interrupted too
+    _print_hint(f"the job is {id}")  # before the uploads are deleted, which can be interrupted
     return id
 
 
 @contextmanager
-def _uploaded(site: HttpClient, files: dict[str, Path]) -> Iterator[dict[str, str]]:
-    """Ids of files on the server, by field. A job that was accepted has copies of its own, so they are deleted in the end."""
+def _uploaded(client: HttpClient, files: dict[str, Path]) -> Iterator[dict[str, str]]:
+    """Upload files; yields their ids by field. They are deleted at the end, since an accepted job has its own copy."""
     ids: dict[str, str] = {}
     try:
         with err.status("Uploading"):
             for field, path in files.items():
-                ids[field] = site.upload(path)["id"]
+                ids[field] = client.upload(path)["id"]
         yield ids
     finally:
         for id in ids.values():
             try:
-                site.remove_file(id)
+                client.remove_file(id)
             except SymbiosisError as error:
-                err.print(f"{id} is left on the server: {error}", soft_wrap=True, highlight=False)
+                err.print(f"{id} was not deleted from the server: {error}", soft_wrap=True, highlight=False)
 
 
-def _check_places(plot: Path | None, out: Path | None) -> None:
-    """Before anything is trained: whether that can be written."""
+def _check_outputs(plot: Path | None, out: Path | None) -> None:
+    """Check the output paths before training."""
     if out is not None:
         check_out(out)
         try:
@@ -235,68 +233,70 @@ def _check_places(plot: Path | None, out: Path | None) -> None:
         except OSError as error:
             raise SymbiosisError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from None
     if plot is not None:
-        _check_picture(plot)
+        _check_plot_file(plot)
 
 
-def _check_picture(file: Path) -> None:
+def _check_plot_file(file: Path) -> None:
     from matplotlib.figure import Figure
 
     kinds = Figure().canvas.get_supported_filetypes()
     if file.suffix.lower().removeprefix(".") not in kinds or file.is_dir():
-        raise SymbiosisError(f"cannot write {file}: expected a file such as loss.png, or of another kind ({', '.join(kinds)})")
+        raise SymbiosisError(f"cannot write {file}: expected a file such as loss.png, or another format ({', '.join(kinds)})")
     if not file.absolute().parent.is_dir():
         raise SymbiosisError(f"cannot write {file}: there is no folder {file.parent}; choose another file")
 
 
-def _follow(site: HttpClient, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
+def _follow(client: HttpClient, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
     try:
-        job = _watch(site, id, connect)
+        job = _watch(client, id, connect)
     except Unreachable as error:
-        raise Unreachable(f"{error}. The job may go on there: look with `{_again(id, connect, plot, out)}`") from None
+        raise Unreachable(f"{error}. The job may still run: follow it with `{_again(id, connect, plot, out)}`") from None
     except KeyboardInterrupt:
         _leave(id, connect, plot, out)
     name = job["fine_tuned_model"]
     if job["status"] == "succeeded":
-        served = f"is served: symbiosis chat --adapter {name} --connect {connect}" if name in _served(site) else f"is {_GONE}"
+        served = f"is served: symbiosis chat --adapter {name} --connect {connect}" if name in _served(client) else f"is {_GONE}"
         typer.echo(f"{name} {served}")
     if out is not None and job["status"] == "succeeded":
-        site.download_adapter(name, out)
+        client.download_adapter(name, out)
         typer.echo(f"adapter written to {out}")
     if plot is not None:
-        _plot(site, id, plot)
+        _plot(client, id, plot)
     if job["status"] != "succeeded":
         why = f": {job['error']['message']}" if job["error"] else ""
         raise SymbiosisError(f"the job {id} is {job['status']}{why}")
 
 
 def _leave(id: str, connect: str, plot: Path | None, out: Path | None) -> NoReturn:
-    """After Ctrl-C."""
+    """Exit after Ctrl-C."""
     again = _again(id, connect, plot, out)
-    _tell(f"the job stays with the server. Come back with `{again}`, or end it with `symbiosis jobs cancel {id}{_at(connect)}`")
+    _print_hint(
+        f"the job continues on the server. Follow it with `{again}`, or stop it with `symbiosis jobs cancel {id}{_at(connect)}`"
+    )
     raise typer.Exit(130) from None
 
 
 def _again(id: str, connect: str, plot: Path | None, out: Path | None) -> str:
-    """What to type to follow a job as before."""
+    """The command that follows the job with the same options."""
     more = "".join(f" {name} {shlex.quote(str(path))}" for name, path in (("--out", out), ("--plot", plot)) if path is not None)
     return f"symbiosis jobs watch {id}{_at(connect)}{more}"
 
 
 def _at(connect: str) -> str:
-    """Part of a command to type."""
-    return "" if connect == DEFAULT_SITE else f" --connect {connect}"
+    """The --connect option of a suggested command."""
+    return "" if connect == DEFAULT_URL else f" --connect {connect}"
 
 
-def _watch(site: HttpClient, id: str, connect: str) -> dict[str, Any]:
-    """Until the job has ended: a live line at a terminal, and else now and then one that stays."""
+def _watch(client: HttpClient, id: str, connect: str) -> dict[str, Any]:
+    """Poll until the job has ended: a progress bar at a terminal, else one line per tenth of the steps."""
     with _bar() if err.is_terminal else nullcontext(_lines()) as show:
         missed, was_paused = 0, False
         while True:
             try:
-                job = site.job(id)
+                job = client.job(id)
             except Unreachable:
-                missed += 1  # a server that was killed is started again, and its jobs go on
-                if missed > _PATIENCE:
+                missed += 1  # a restarted server resumes its jobs
+                if missed > _MAX_MISSED_POLLS:
                     raise
             else:
                 missed = 0
@@ -305,26 +305,26 @@ def _watch(site: HttpClient, id: str, connect: str) -> dict[str, Any]:
                     return job
                 is_paused = job["status"] == "paused"
                 if is_paused and not was_paused:
-                    _tell(f"the job is paused, and waited for: `symbiosis jobs resume {id}{_at(connect)}` lets it go on")
+                    _print_hint(f"the job is paused: `symbiosis jobs resume {id}{_at(connect)}` resumes it")
                 was_paused = is_paused
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 @contextmanager
 def _bar() -> Iterator[Show]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
     with Progress(*columns, console=err) as bar:
-        task = bar.add_task("", total=None, figures="")
+        task = bar.add_task("", total=None, status="")
 
         def show(job: dict[str, Any]) -> None:
             done, total = job["progress"]["step"], job["progress"]["total_steps"]
-            bar.update(task, description=_status(job), completed=done, total=total or None, figures=_figures(job))
+            bar.update(task, description=_status(job), completed=done, total=total or None, status=_progress(job))
 
         yield show
 
 
 def _lines() -> Show:
-    """A line for each new status and each tenth of the way."""
+    """Print a line for each new status and each tenth of the steps."""
     shown: tuple[str, int] | None = None
 
     def show(job: dict[str, Any]) -> None:
@@ -333,12 +333,12 @@ def _lines() -> Show:
         now = (_status(job), 10 * done // (total or 1))
         if now != shown:
             shown = now
-            err.print(f"{now[0]}  {done}/{total}  {_figures(job)}".rstrip(), soft_wrap=True, highlight=False)
+            err.print(f"{now[0]}  {done}/{total}  {_progress(job)}".rstrip(), soft_wrap=True, highlight=False)
 
     return show
 
 
-def _figures(job: dict[str, Any]) -> str:
+def _progress(job: dict[str, Any]) -> str:
     progress = job["progress"]
     shown = {
         "loss": _number(progress.get("train_loss"), ".3f"),
@@ -350,16 +350,16 @@ def _figures(job: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value}" for name, value in shown.items() if value)
 
 
-def _plot(site: HttpClient, id: str, file: Path) -> None:
+def _plot(client: HttpClient, id: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
     points: dict[str, list[tuple[int, float]]] = {"train_loss": [], "valid_loss": []}
-    for event in site.events(id):
+    for event in client.events(id):
         for name, found in points.items():
             if name in event["data"]:
                 found.append((event["data"]["step"], event["data"][name]))
     if not points["train_loss"]:
-        raise SymbiosisError(f"the job {id} has done no step yet: there is nothing to draw")
+        raise SymbiosisError(f"the job {id} has no steps yet: there is nothing to plot")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, label in (("train_loss", "training"), ("valid_loss", "validation")):
@@ -372,26 +372,26 @@ def _plot(site: HttpClient, id: str, file: Path) -> None:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:
         raise SymbiosisError(f"cannot write {file}: {error}") from None
-    typer.echo(f"loss drawn in {file}")
+    typer.echo(f"loss plotted in {file}")
 
 
-def _served(site: HttpClient) -> set[str]:
-    """Names of adapters. A job names its own for ever, also when it was deleted, or went with a server that keeps none."""
-    return {each["id"] for each in site.adapters()}
+def _served(client: HttpClient) -> set[str]:
+    """Names of the adapters that are served. A job keeps the name of its adapter after the adapter is deleted."""
+    return {each["id"] for each in client.adapters()}
 
 
-def _tell(line: str) -> None:
-    """Beside the output; a command in it can be copied, however narrow the terminal."""
+def _print_hint(line: str) -> None:
+    """Print to stderr without wrapping, so that commands can be copied."""
     err.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def _say(job: dict[str, Any]) -> None:
+def _print_status(job: dict[str, Any]) -> None:
     typer.echo(f"{job['id']} is {job['status']}")
 
 
 def _status(job: dict[str, Any]) -> str:
     place = job["queue_position"]
-    return str(job["status"]) if place is None else f"{job['status']} (number {place})"
+    return str(job["status"]) if place is None else f"{job['status']} (position {place})"
 
 
 def _number(value: float | None, form: str) -> str:

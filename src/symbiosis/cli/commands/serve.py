@@ -1,4 +1,4 @@
-"""`symbiosis serve`: the provider's command."""
+"""`symbiosis serve`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ app = typer.Typer()
 
 
 class _Serve(TyperCommand):
-    """`--http` may stand alone: then it is the usual address."""
+    """`--http` without a value means the default address."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        said: list[str] = []
+        expanded: list[str] = []
         for word, following in itertools.zip_longest(args, args[1:], fillvalue=""):
-            said += [word] if word != "--http" or re.fullmatch(r"[^-].*:.*|:?\d[\d.]*", following) else [word, DEFAULT_HTTP]
-        return super().parse_args(ctx, said)
+            expanded += [word] if word != "--http" or re.fullmatch(r"[^-].*:.*|:?\d[\d.]*", following) else [word, DEFAULT_HTTP]
+        return super().parse_args(ctx, expanded)
 
 
 def _limit(name: str, help: str, *, hidden: bool = False) -> Any:
@@ -57,27 +57,28 @@ def serve(
             "--listen", metavar="ADDRESS", help=f"tcp://HOST:PORT or shm://NAME; repeatable. (default: {DEFAULT_ADDRESS})"
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where the base layers lie: cpu, cuda, cuda:1 …")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the base layers: cpu, cuda, cuda:1 …")] = "cpu",
     dtype: Annotated[
-        str | None, typer.Option(show_default=False, help="float32, bfloat16 or float16; none: as the checkpoint says.")
+        str | None, typer.Option(show_default=False, help="float32, bfloat16 or float16; none: that of the checkpoint.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="How calls are batched: opportunistic, lockstep or none.")] = "opportunistic",
+    policy: Annotated[str, typer.Option(help="Batching policy: opportunistic, lockstep or none.")] = "opportunistic",
     max_wait_ms: Annotated[
-        float | None, typer.Option("--max-wait-ms", show_default=False, help="Longest that a call is held to gather company.")
+        float | None,
+        typer.Option("--max-wait-ms", show_default=False, help="Longest time a call is held to be batched with others."),
     ] = None,
     training_share: Annotated[
         float | None,
         typer.Option(
             show_default=False,
-            help="Share for training while somebody decodes: of the time (default: 0.25; 0.1 beside HTTP on a CPU), "
-            "or, beside HTTP on a GPU, of its multiprocessors (default: by --training-slowdown).",
+            help="Share of training while other sessions decode: of the time (default: 0.25; 0.1 with --http on a CPU), "
+            "or, with --http on a GPU, of its multiprocessors (default: by --training-slowdown).",
         ),
     ] = None,
     training_slowdown: Annotated[
         float | None,
         typer.Option(
             show_default=False,
-            help="How many times as long a token may take while jobs train beside HTTP on a GPU (default: 1.3).",
+            help="Allowed slowdown of decoding while jobs train on the same GPU (default: 1.3).",
         ),
     ] = None,
     token: Annotated[
@@ -88,11 +89,11 @@ def serve(
             help="A tenant's token; repeatable. Also from SYMBIOSIS_TOKENS, comma-separated, which `ps` does not show.",
         ),
     ] = None,
-    host_head: Annotated[bool, typer.Option("--host-head", help="Host the model's head too.")] = False,
+    host_head: Annotated[bool, typer.Option("--host-head", help="Host the LM head too.")] = False,
     host_embeddings: Annotated[bool, typer.Option("--host-embeddings", help="Host the embeddings too.")] = False,
-    no_weights: Annotated[bool, typer.Option("--no-weights", help="Never hand a base weight to a tenant.")] = False,
+    no_weights: Annotated[bool, typer.Option("--no-weights", help="Never send a base weight to a tenant.")] = False,
     no_direct: Annotated[
-        bool, typer.Option("--no-direct", help="Let no tenant map the GPU's memory: calls only, for tenants you do not trust.")
+        bool, typer.Option("--no-direct", help="Do not let tenants map GPU memory: layer calls only, for untrusted tenants.")
     ] = False,
     http: Annotated[
         str | None,
@@ -100,7 +101,7 @@ def serve(
             "--http",
             metavar="[HOST:PORT]",
             show_default=False,
-            help=f"Serve OpenAI's API too, on the same weights. (alone: at {DEFAULT_HTTP})",
+            help=f"Serve OpenAI's API on the same weights. (without a value: {DEFAULT_HTTP})",
         ),
     ] = None,
     key: Annotated[
@@ -131,7 +132,7 @@ def serve(
             "--adapter-root",
             metavar="FOLDER",
             show_default=False,
-            help="Where the admin may load adapters from while serving; none: from nowhere.",
+            help="Folder from which the admin may load adapters while serving; none: not allowed.",
         ),
     ] = None,
     uploads: Annotated[
@@ -140,7 +141,7 @@ def serve(
             "--uploads",
             metavar="FOLDER",
             show_default=False,
-            help="Keeps the adapters that tenants upload, also for the next server; none: they go when this one does.",
+            help="Persists uploaded adapters; without it they are lost when the server stops.",
         ),
     ] = None,
     jobs: Annotated[
@@ -149,13 +150,15 @@ def serve(
             "--jobs",
             metavar="FOLDER",
             show_default=False,
-            help="Keeps fine-tuning jobs, which go on after a restart. (default: UPLOADS-jobs, beside --uploads)",
+            help="Persists fine-tuning jobs, which resume after a restart. (default: UPLOADS-jobs, next to --uploads)",
         ),
     ] = None,
-    running_jobs: Annotated[int, _limit("--running-jobs", "Most fine-tuning jobs at once; others wait.")] = 8,
-    tenant_running_jobs: Annotated[int, _limit("--tenant-running-jobs", "Most of one tenant at once.")] = 4,
-    tenant_adapters: Annotated[int, _limit("--tenant-adapters", "Most adapters of one tenant, those of its jobs too.")] = 64,
-    tenant_adapter_gb: Annotated[float, _limit("--tenant-adapter-gb", "Most gigabytes that they may have together.")] = 4.0,
+    running_jobs: Annotated[int, _limit("--running-jobs", "Most fine-tuning jobs running at once; others are queued.")] = 8,
+    tenant_running_jobs: Annotated[int, _limit("--tenant-running-jobs", "Most running jobs of one tenant.")] = 4,
+    tenant_adapters: Annotated[
+        int, _limit("--tenant-adapters", "Most adapters of one tenant, including those of its jobs.")
+    ] = 64,
+    tenant_adapter_gb: Annotated[float, _limit("--tenant-adapter-gb", "Most gigabytes of adapters of one tenant.")] = 4.0,
     tenant_requests: Annotated[
         int | None, _limit("--tenant-requests", "Most requests of one tenant at once. (default: no limit)", hidden=True)
     ] = None,
@@ -163,28 +166,30 @@ def serve(
         int | None, _limit("--tenant-rate", "Most requests of one tenant in a minute. (default: no limit)", hidden=True)
     ] = None,
     cache_gb: Annotated[
-        float | None, _limit("--cache-gb", "Memory for keys and values. (default: 1024 pages of 16 tokens)", hidden=True)
+        float | None, _limit("--cache-gb", "Memory of the KV cache. (default: 1024 blocks of 16 tokens)", hidden=True)
     ] = None,
-    adapter_gb: Annotated[float, _limit("--adapter-gb", "Memory for adapters on the device; more are served than fit.")] = 2.0,
+    adapter_gb: Annotated[
+        float, _limit("--adapter-gb", "Device memory of the adapter cache; adapters beyond it are loaded on demand.")
+    ] = 2.0,
     adapter_host_gb: Annotated[
-        float, _limit("--adapter-host-gb", "Memory of the host for adapters ready to be copied to a GPU.")
+        float, _limit("--adapter-host-gb", "Host memory for adapters ready to be copied to a GPU.")
     ] = 4.0,
-    max_rows: Annotated[int, _limit("--max-rows", "Most tokens that one pass computes.")] = 2048,
-    max_running: Annotated[int, _limit("--max-running", "Most answers that are computed at once.")] = 256,
-    max_queued: Annotated[int, _limit("--max-queued", "Most answers that wait; who asks for more gets a 429.")] = 4096,
-    tenant_queued: Annotated[int, _limit("--tenant-queued", "Most answers of one tenant that wait.")] = 1024,
+    max_rows: Annotated[int, _limit("--max-rows", "Most tokens in one step.")] = 2048,
+    max_running: Annotated[int, _limit("--max-running", "Most sequences running at once.")] = 256,
+    max_queued: Annotated[int, _limit("--max-queued", "Most queued sequences; requests beyond it get a 429.")] = 4096,
+    tenant_queued: Annotated[int, _limit("--tenant-queued", "Most queued sequences of one tenant.")] = 1024,
 ) -> None:
-    """Hold one base model and serve its layers to tenants, until Ctrl-C."""
+    """Load one base model and serve it to tenants until Ctrl-C."""
     keys = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key")
     adapters = read_adapters(adapter or [])
     for_http = [name for name in _FOR_HTTP if is_given(ctx, name)]
     if http is None and for_http:
-        raise SymbiosisError(f"--{for_http[0].replace('_', '-')} is for HTTP: give --http too")
+        raise SymbiosisError(f"--{for_http[0].replace('_', '-')} applies to HTTP: add --http")
     tokens = read_tokens(token or [], os.environ.get("SYMBIOSIS_TOKENS", ""))
     secrets = [*(("token", *each) for each in tokens.items()), *(("key", *each) for each in keys.items())]
     secrets += [("key", "the admin", admin_key)] if admin_key else []
     for what, name in ((what, name) for what, name, secret in secrets if len(secret) < _SHORT_SECRET):
-        err.print(f"the {what} of {name} is short enough to guess: `openssl rand -hex 16` makes a good one")
+        err.print(f"the {what} of {name} is short and can be guessed: use `openssl rand -hex 16`")
     with err.status("Starting"):
         from symbiosis.app.executor import Executor, check_address
         from symbiosis.app.http_host import check_http
@@ -196,8 +201,8 @@ def serve(
         if http is not None:
             check_http(http, keys)
         for address in listen or [DEFAULT_ADDRESS]:
-            check_address(address, tokens)  # before a big model is loaded for nothing
-    file_limits.allow_many()  # every channel takes two
+            check_address(address, tokens)  # before the model is loaded
+    file_limits.allow_many()  # every channel uses two file descriptors
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
         task = progress.add_task("Splitting", total=None, visible=False)
         executor = Executor(
@@ -256,32 +261,32 @@ def serve(
             typer.echo(f"listening at {address}")
         if hosting is not None:
             typer.echo(f"listening at {hosting.url}")
-            _say_what_goes(uploads, jobs)
-            _say_what_is_slow(device)
-        sys.stdout.flush()  # scripts wait for these lines
+            _warn_not_persisted(uploads, jobs)
+            _warn_not_compiled(device)
+        sys.stdout.flush()  # scripts read these lines
         while not stopped.wait(1.0):
             if not executor.is_serving():
-                raise SymbiosisError("the executor's loop has failed, as the log above says")
+                raise SymbiosisError("the executor's loop has failed: see the log above")
             if hosting is not None:
                 hosting.check()
         err.print("stopping")
 
 
 def read_adapters(given: list[str]) -> dict[str, Path]:
-    """Names and folders from `NAME=FOLDER`."""
+    """Parse `NAME=FOLDER`."""
     adapters: dict[str, Path] = {}
     for entry in given:
         name, mark, folder = entry.partition("=")
         if not mark or not name or not folder:
             raise SymbiosisError(f"--adapter {entry}: expected NAME=FOLDER")
         if name in adapters:
-            raise SymbiosisError(f"two adapters are named {name!r}: give each a name of its own")
+            raise SymbiosisError(f"two adapters are named {name!r}: names must be unique")
         adapters[name] = Path(folder)
     return adapters
 
 
 def read_tokens(given: list[str], environment: str, what: str = "token") -> dict[str, str]:
-    """Tenants' names and secrets from `NAME=SECRET` or plain `SECRET`. Raises without repeating a secret."""
+    """Parse `NAME=SECRET` or plain `SECRET`. Errors do not contain the secret."""
     tokens: dict[str, str] = {}
     plain = 0
     for entry in [*given, *(part.strip() for part in environment.split(",") if part.strip())]:
@@ -298,7 +303,7 @@ def read_tokens(given: list[str], environment: str, what: str = "token") -> dict
 
 
 class _Stop:
-    """Set by signals. One may come while another is handled (`make` passes them on), so no lock is taken."""
+    """Set by signals. A second signal can interrupt the handler (`make` forwards signals), so it takes no lock."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -312,16 +317,15 @@ class _Stop:
         return bool(select.select([self._read], [], [], seconds)[0])
 
 
-def _say_what_goes(uploads: Path | None, jobs: Path | None) -> None:
-    """Of what tenants bring."""
+def _warn_not_persisted(uploads: Path | None, jobs: Path | None) -> None:
     if uploads is None:
         what = "uploaded and trained adapters" + (", files and fine-tuning jobs" if jobs is None else "")
-        err.print(f"{what} go when this server does: --uploads FOLDER keeps them", soft_wrap=True, highlight=False)
+        err.print(f"{what} are lost when this server stops: --uploads FOLDER persists them", soft_wrap=True, highlight=False)
 
 
-def _say_what_is_slow(device: str) -> None:
+def _warn_not_compiled(device: str) -> None:
     from symbiosis.kernels.cpu.library import is_compiled
 
     if device == "cpu" and not is_compiled():
-        what = "the kernels for processors are not compiled: answers take longer. Install again with a C compiler at hand"
+        what = "the CPU kernels are not compiled, so decoding is slower: reinstall with a C compiler"
         err.print(what, soft_wrap=True, highlight=False)

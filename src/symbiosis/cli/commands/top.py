@@ -1,4 +1,4 @@
-"""`symbiosis top`: an executor's figures, live."""
+"""`symbiosis top`: live statistics of an executor."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ app = typer.Typer()
 def top(
     connect: ConnectExecutor = DEFAULT_ADDRESS,
     token: Token = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table (rates since the start) and exit.")] = False,
 ) -> None:
-    """Watch an executor: tenants, batches, tokens/s, memory. Ctrl-C ends it.
+    """Watch an executor: tenants, batches, tokens/s, memory. Ctrl-C stops.
 
-    Where tenants have tokens, each sees itself; the token named `provider` sees all.
+    With tokens, a tenant sees its own row; the tenant named `provider` sees all.
     """
-    from symbiosis.app.executor import fetch_stats
+    from symbiosis.app.connect import fetch_stats
 
     stats = fetch_stats(connect, token=token)
     if once:
-        Console().print(figures_table(stats, None))
+        Console().print(stats_table(stats, None))
         return
-    with suppress(KeyboardInterrupt), Live(figures_table(stats, None), console=Console(), auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), Live(stats_table(stats, None), console=Console(), auto_refresh=False) as live:
         while True:
             time.sleep(interval)
             before, stats = stats, fetch_stats(connect, token=token)
-            live.update(figures_table(stats, before), refresh=True)
+            live.update(stats_table(stats, before), refresh=True)
 
 
-def figures_table(stats: dict[str, Any], before: dict[str, Any] | None) -> Table:
-    """An executor's figures; rates are since `before`, or since its start."""
+def stats_table(stats: dict[str, Any], before: dict[str, Any] | None) -> Table:
+    """Statistics of an executor as a table; rates are since `before`, or since its start."""
     seconds = max(1e-9, stats["uptime_s"] - (before["uptime_s"] if before else 0.0))
     old = before["tenants"] if before else {}
     table = Table(
@@ -56,18 +56,18 @@ def figures_table(stats: dict[str, Any], before: dict[str, Any] | None) -> Table
     table.add_column("tenant")
     for column in ("sessions", "calls", "tokens", "tokens/s", "training rows", "mean wait", "errors"):
         table.add_column(column, justify="right")
-    for tenant, figures in sorted(stats["tenants"].items()):
-        if tenant == "top" and not figures["calls"]:
-            continue  # that is us, looking
-        rate = (figures["tokens"] - old.get(tenant, {}).get("tokens", 0)) / seconds
+    for tenant, row in sorted(stats["tenants"].items()):
+        if tenant == "top" and not row["calls"]:
+            continue  # the session of this command
+        rate = (row["tokens"] - old.get(tenant, {}).get("tokens", 0)) / seconds
         table.add_row(
             escape(tenant),
-            f"{figures['sessions']}",
-            f"{figures['calls']:,}",
-            f"{figures['tokens']:,}",
+            f"{row['sessions']}",
+            f"{row['calls']:,}",
+            f"{row['tokens']:,}",
             f"{rate:,.1f}",
-            f"{figures['training_rows']:,}",
-            f"{figures['mean_wait_ms']:.2f} ms",
-            f"{figures['errors']}",
+            f"{row['training_rows']:,}",
+            f"{row['mean_wait_ms']:.2f} ms",
+            f"{row['errors']}",
         )
     return table

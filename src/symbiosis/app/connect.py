@@ -1,0 +1,71 @@
+"""The public `connect`: a transformers model whose base layers run in an executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from symbiosis.app.executor import Executor, address_scheme
+from symbiosis.errors import BadAddress, SymbiosisError
+from symbiosis.models.device_dtype import device_of
+from symbiosis.split.client.assemble import MODES, assemble
+from symbiosis.transport.base import Link
+from symbiosis.transport.messages import Kind, Message
+from symbiosis.transport.shm import ShmLink
+from symbiosis.transport.tcp import TcpLink
+
+_LINKS: dict[str, type[TcpLink] | type[ShmLink]] = {"tcp": TcpLink, "shm": ShmLink}
+
+
+def connect(
+    address: str | Executor,
+    *,
+    token: str | None = None,
+    device: str | torch.device | None = None,
+    privacy: str | None = None,
+    mode: str = "auto",
+    name: str | None = None,
+    grace_s: float = 60.0,
+) -> PreTrainedModel:
+    """A transformers model whose base layers run in the executor.
+
+    `address` is what `Executor.listen` returned, or an `Executor` of this process. `name` labels the session in statistics
+    where no token names the tenant. Calls are retried for up to `grace_s` seconds while the executor is away.
+    `mode` selects where base layers run: "executor" (batched with rows of other tenants), "direct" (in this process, on the
+    executor's weights, which needs the same GPU or the same process) or "auto" (direct on the executor's GPU where the
+    provider allows it, else executor).
+    """
+    if privacy is not None:
+        raise SymbiosisError(f"privacy={privacy!r}: this version has no privacy modes; activations are sent in plain form")
+    if mode not in MODES:
+        raise SymbiosisError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+    hello, place = {"name": name or ""}, device_of(device or "cpu")
+    link: Link
+    if isinstance(address, Executor):
+        link = address.link(hello)
+        welcome: dict[str, Any] = {"limits": address.limits.to_json()}
+    else:
+        kind = _LINKS.get(address_scheme(address))
+        if kind is None:
+            raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT, shm://NAME or an Executor")
+        wire = kind(address, token=token, hello=hello, grace_s=grace_s)
+        link, welcome = wire, wire.welcome
+    try:
+        return assemble(link, welcome, place, mode)
+    except BaseException:
+        link.close()
+        raise
+
+
+def fetch_stats(address: str, *, token: str | None = None) -> dict[str, Any]:
+    """Statistics of an executor, without building a model: what `symbiosis top` shows."""
+    kind = _LINKS.get(address_scheme(address))
+    if kind is None:
+        raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT or shm://NAME")
+    link = kind(address, token=token, hello={"name": "top"}, grace_s=10.0)
+    try:
+        return link.request(Message(Kind.STATS)).body
+    finally:
+        link.close()
