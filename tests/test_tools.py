@@ -1,4 +1,4 @@
-"""Tenants' tools run unmodified: Trainer, TRL, generate in all its ways, and adapters that load without us."""
+"""Tenants' tools run unmodified: Trainer, TRL, all modes of generate, and adapters that load without Symbiosis."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_sft_trainer_of_trl_trains_and_saves(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "ways",
+    "mode",
     [
         {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
         {"num_beams": 3},
@@ -94,14 +94,14 @@ def test_sft_trainer_of_trl_trains_and_saves(tmp_path, tokenizer):
     ],
     ids=str,
 )
-def test_generate_gives_what_the_plain_model_generates(ways):
+def test_generate_returns_what_the_plain_model_generates(mode):
     plain = LLAMA.model()
     ids = LLAMA.batch()["input_ids"]
     with connected(plain, "shm") as model:
         results = []
         for each in (plain, model):
             torch.manual_seed(4)
-            results.append(each.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **ways))
+            results.append(each.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **mode))
     assert torch.equal(*results)
 
 

@@ -17,7 +17,7 @@ class Method:
     name: str
     config: Callable[[], PeftConfig]
     needs_weights: bool = False
-    """Whether it computes with a base weight in ways that layer calls cannot answer."""
+    """Whether it needs the values of a base weight, beyond products with it."""
 
 
 def _lora(name: str, *, needs_weights: bool = False, **settings: object) -> Method:
@@ -34,7 +34,7 @@ def _method(name: str, kind: str, *, needs_weights: bool = False, **settings: ob
     return Method(name, config, needs_weights)
 
 
-# The methods of the issue.
+# The required methods.
 METHODS = [
     _lora("lora"),
     _lora("lora_random_init", init_lora_weights=False),

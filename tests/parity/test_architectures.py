@@ -15,7 +15,7 @@ def check(architecture: Architecture, link: str) -> None:
     with connected(plain, link) as model:
         with torch.no_grad():
             expected = plain(**batch).logits
-            for _ in range(2):  # the second pass sends layers together that the first saw reading the same rows
+            for _ in range(2):  # the second pass groups the layers that read the same rows in the first
                 torch.testing.assert_close(model(**batch).logits, expected, atol=1e-5, rtol=0)
         if architecture.generates:
             ids = batch["input_ids"]
@@ -35,5 +35,5 @@ def test_logits_tokens_gradients_and_training_are_those_of_the_plain_model(archi
 
 
 @pytest.mark.parametrize("architecture", MORE, ids=lambda a: a.name)
-def test_architectures_nobody_named_work_too(architecture):
+def test_further_architectures_work_too(architecture):
     check(architecture, "inproc")

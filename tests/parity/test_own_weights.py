@@ -1,4 +1,4 @@
-"""Whatever a tenant does to weights and modules gives what it gives on a plain model, or an error that says why not."""
+"""Changes of weights and modules have the same effect as on a plain model, or raise an error that says why not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def held_cast(model):
     q(model).weight.data.copy_(weight)
 
 
-def kept_copy(model):
+def earlier_copy(model):
     before = up(model).weight.double()
     up(model).weight.data.mul_(2)
     up(model).weight.data.sub_(before.float())
@@ -83,7 +83,7 @@ WRITES = {
     "numpy": numpy_write,
     "+=": added_in_place,
     "a cast that is written to and copied back": held_cast,
-    "a copy from before": kept_copy,
+    "a copy from before": earlier_copy,
     "a sum": sums,
     "data of a transpose": lambda model: setattr(q(model).weight.T, "data", torch.zeros(32, 32)),
     "data of an alias": lambda model: setattr(q(model).weight.detach(), "data", torch.zeros(32, 32)),
@@ -92,21 +92,19 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("direct", [False, True], ids=["executor", "direct"])
-def test_writes_by_any_way_are_the_tenants_own(write, direct):
+def test_writes_of_any_kind_make_the_weight_the_tenants_own(write, direct):
     plain = LLAMA.model()
     with connected(twin(plain), "inproc") as other, torch.no_grad():
         untouched = other(**LLAMA.batch()).logits
         logits_alike(LLAMA, torch.no_grad()(write))
         assert torch.equal(other(**LLAMA.batch()).logits, untouched)
     if direct:
-        import symbiosis
-
         with symbiosis.Executor(twin(plain)) as executor, torch.no_grad():
             model, other = (symbiosis.connect(executor, mode="direct") for _ in range(2))
             for each in (plain, model):
                 write(each)
             torch.testing.assert_close(model(**LLAMA.batch()).logits, plain(**LLAMA.batch()).logits, atol=1e-5, rtol=0)
-            assert torch.equal(other(**LLAMA.batch()).logits, untouched), "nobody else's"
+            assert torch.equal(other(**LLAMA.batch()).logits, untouched), "another tenant sees the change"
 
 
 def test_inference_mode_which_counts_no_versions():
@@ -136,16 +134,16 @@ def test_a_sum_whose_change_was_written_to_is_refused():
             changed.sum()
 
 
-@pytest.mark.parametrize("way", ["held", "returned", "set"])
-def test_weights_that_were_held_before_they_were_trained_are_trained(way):
+@pytest.mark.parametrize("method", ["held", "returned", "set"])
+def test_weights_that_were_held_before_they_were_trained_are_trained(method):
     plain = LLAMA.model()
     with connected(twin(plain), "inproc") as model:
         for each in (plain, model):
             each.requires_grad_(False)
             weights = [q(each).weight, up(each).weight]
-            if way == "returned":
+            if method == "returned":
                 weights = [weight.requires_grad_(True) for weight in weights]
-            elif way == "set":
+            elif method == "set":
                 for weight in weights:
                     weight.requires_grad = True
             else:
@@ -161,7 +159,7 @@ def test_weights_that_were_held_before_they_were_trained_are_trained(way):
             torch.testing.assert_close(model(**LLAMA.batch()).logits, plain(**LLAMA.batch()).logits, atol=1e-5, rtol=0)
 
 
-def test_not_to_be_trained_is_not_trained():
+def test_requires_grad_false_trains_nothing():
     with connected(LLAMA.model(), "inproc") as model:
         q(model).weight.requires_grad_(requires_grad=False)
         assert not q(model).is_local
@@ -172,7 +170,7 @@ def test_not_to_be_trained_is_not_trained():
 
 
 @pytest.mark.parametrize("scope", ["model", "layer", "names"])
-def test_full_fine_tuning_is_refused_rather_than_half_done(scope):
+def test_full_fine_tuning_is_refused_rather_than_done_in_part(scope):
     with connected(LLAMA.model(), "inproc") as model:
         model.requires_grad_(False)
         layer = q(model)
@@ -193,7 +191,7 @@ def test_full_fine_tuning_is_refused_rather_than_half_done(scope):
         assert layer.is_local
 
 
-def test_dropout_inside_a_block_is_heeded():
+def test_dropout_inside_a_block_is_applied():
     def only_dropout(model):
         model.eval()
         for module in model.modules():
@@ -231,7 +229,7 @@ EXPERTS = {
     "weights": lambda model: [p.data.mul_(2) for p in experts(model).parameters()],
     "one of an expert": lambda model: experts(model).gate_up_proj[0].mul_(20),
     "the activation": lambda model: setattr(experts(model), "act_fn", nn.GELU()),
-    "a hook on the activation": lambda model: experts(model).act_fn.register_forward_hook(lambda *given: 2 * given[-1]),
+    "a hook on the activation": lambda model: experts(model).act_fn.register_forward_hook(lambda *call: 2 * call[-1]),
 }
 
 
@@ -285,7 +283,7 @@ def test_forward_mode_and_transforms_are_refused():
 
 
 @pytest.mark.parametrize("link", ["inproc", "shm", "tcp"])
-def test_batched_gradients_are_refused_and_nobody_waits_for_ever(link):
+def test_batched_gradients_are_refused_without_a_hang(link):
     with connected(LLAMA.model(), link) as model:
         x = torch.randn(3, 32, requires_grad=True)
         for part in (q(model), model.model.layers[0].mlp):
@@ -315,7 +313,7 @@ def test_results_may_be_written_to_whatever_shape_their_rows_are_in(link, shape)
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_bias_that_is_taken_away_and_ways_to_write_a_product():
+def test_a_removed_bias_and_forms_of_a_product():
     logits_alike(BY_NAME["qwen2"], lambda model: setattr(q(model), "bias", None))
     with connected(LLAMA.model(), "inproc") as model, torch.no_grad():
         x, weight = torch.randn(3, 32), q(model).weight
@@ -326,7 +324,7 @@ def test_a_bias_that_is_taken_away_and_ways_to_write_a_product():
         torch.testing.assert_close(place, expected)
 
 
-def test_rows_that_lie_elsewhere_are_other_rows():
+def test_rows_in_other_memory_are_other_rows():
     plain = LLAMA.model()
     with connected(twin(plain), "inproc") as model, torch.no_grad():
         for _ in range(3):
@@ -381,7 +379,7 @@ def test_dora_on_layers_whose_inputs_come_first(init, targets):
 def test_rows_that_are_cut_off_between_two_layers_have_a_gradient_of_their_own():
     plain = LLAMA.model().requires_grad_(False)
     with connected(twin(plain), "inproc") as model:
-        for _ in range(2):  # the second time it is known who follows whom
+        for _ in range(2):  # the second time the groups are known
             for each in (plain, model.requires_grad_(False)):
                 attention, start = each.model.layers[0].self_attn, torch.ones(1, 2, each.config.hidden_size, requires_grad=True)
                 rows = start * 2.0
@@ -392,7 +390,7 @@ def test_rows_that_are_cut_off_between_two_layers_have_a_gradient_of_their_own()
                 assert rows.grad is not None
 
 
-def test_an_executor_that_comes_back_with_other_biases_is_not_used():
+def test_an_executor_that_restarts_with_other_biases_is_not_used():
     plain = BY_NAME["qwen2"].model()
     other = twin(plain)
     with torch.no_grad():

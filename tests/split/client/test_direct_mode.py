@@ -1,4 +1,4 @@
-"""Direct mode in the executor's process: the weights are the executor's own, and stay as they are."""
+"""Direct mode in the executor's process: tenants read the executor's weights and never change them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mixtral():
 
 
 @pytest.mark.parametrize("make", [llama, gpt2, mixtral])
-def test_the_results_are_the_plain_models_and_the_executor_is_not_asked(make):
+def test_results_equal_the_plain_models_without_layer_calls(make):
     plain = make()
     with symbiosis.Executor(copy.deepcopy(plain), host_embeddings=make is llama) as executor:
         model = symbiosis.connect(executor, mode="direct")
@@ -51,7 +51,7 @@ def test_adapters_train_alike_and_never_touch_the_shared_weights(settings):
     torch.manual_seed(3)
     plain = get_peft_model(plain, config)
     with symbiosis.Executor(shared) as executor:
-        kept = {name: weight.clone() for name, weight in shared.state_dict().items()}
+        originals = {name: weight.clone() for name, weight in shared.state_dict().items()}
         model = symbiosis.connect(executor, mode="direct")
         torch.manual_seed(3)
         model = get_peft_model(model, config)
@@ -71,7 +71,7 @@ def test_adapters_train_alike_and_never_touch_the_shared_weights(settings):
         changed, again = model(IDS).logits, symbiosis.connect(executor, mode="direct")(IDS).logits
         assert not torch.equal(changed, again)
         for name, weight in shared.state_dict().items():
-            assert torch.equal(weight, kept[name]), name
+            assert torch.equal(weight, originals[name]), name
 
 
 def test_a_copy_of_the_model_shares_the_memory_too():
@@ -83,7 +83,7 @@ def test_a_copy_of_the_model_shares_the_memory_too():
         assert torch.equal(model(IDS).logits, twin(IDS).logits)
 
 
-def test_who_may_not_or_cannot_is_told():
+def test_direct_mode_is_refused_where_it_is_forbidden_or_impossible():
     with symbiosis.Executor(llama(), direct=False) as executor:
         with pytest.raises(DirectRefused, match="provider"):
             symbiosis.connect(executor, mode="direct")
@@ -95,13 +95,13 @@ def test_who_may_not_or_cannot_is_told():
         symbiosis.connect(executor.listen("shm://"), mode="direct")
 
 
-def test_a_mapped_parameter_moves_when_it_is_to_be_trained():
+def test_a_mapped_parameter_moves_when_it_is_made_trainable():
     memory = torch.ones(4)
     parameter = MappedParameter.over(memory)
     assert parameter.data_ptr() == memory.data_ptr()
     assert not parameter.requires_grad
     parameter.requires_grad = False
-    assert parameter.shared
+    assert parameter.is_mapped
     parameter.requires_grad_(True)
     assert parameter.requires_grad
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_a_mapped_parameter_moves_when_it_is_to_be_trained():
     assert memory.tolist() == [1.0] * 4
     frozen = MappedParameter.over(memory)
     twin = copy.deepcopy(frozen)
-    assert not twin.shared
+    assert not twin.is_mapped
     assert twin.data_ptr() != memory.data_ptr()
 
 
@@ -123,6 +123,6 @@ def test_a_mapped_parameter_moves_when_it_is_to_be_trained():
         {"allocations": [], "base": [[0]], "client": []},
     ],
 )
-def test_a_description_of_memory_that_makes_no_sense_is_refused(body):
-    with pytest.raises(BadMessage, match="makes no sense"):
+def test_a_malformed_description_of_memory_is_refused(body):
+    with pytest.raises(BadMessage, match="malformed"):
         open_mapping(body, torch.device("cuda", 0))

@@ -1,4 +1,4 @@
-"""Caches that grow in place, beside transformers' own, which they equal to the bit."""
+"""KV caches that grow in place equal those of transformers to the bit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from peft import LoraConfig, PrefixTuningConfig
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from symbiosis.split.client.kv_cache import PreallocatedCacheLayer, give_room, make_room
+from symbiosis.split.client.kv_cache import PreallocatedCacheLayer, preallocate, preallocate_caches
 from tests.parity.architectures import ARCHITECTURES, MORE
 from tests.parity.pair import adapted, assert_same_gradients, connected, trainable, twin
 
 DECODERS = [a for a in ARCHITECTURES + MORE if a.generates]
 LLAMA = ARCHITECTURES[0]
-GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")  # no heads share keys: attention keeps the cache itself
-WAYS = {
+GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")  # without grouped heads attention saves the cache itself
+GENERATION_MODES = {
     "greedy": {"do_sample": False},
     "beams": {"do_sample": False, "num_beams": 3},
     "samples": {"do_sample": True, "num_return_sequences": 2},
@@ -55,7 +55,7 @@ def held(cache):
 @pytest.mark.parametrize("seed", range(8))
 def test_any_sequence_of_operations_leaves_what_it_leaves_in_a_dynamic_layer(seed):
     generator = torch.Generator().manual_seed(seed)
-    roomy, plain = PreallocatedCacheLayer(), DynamicLayer()
+    preallocated, plain = PreallocatedCacheLayer(), DynamicLayer()
     modes = [torch.no_grad, torch.no_grad, torch.inference_mode, torch.enable_grad]
 
     def draw(bound):
@@ -64,37 +64,37 @@ def test_any_sequence_of_operations_leaves_what_it_leaves_in_a_dynamic_layer(see
     for _ in range(150):
         kind, count = draw(10), plain.keys.shape[0] if plain.is_initialized else 3
         if kind == 0 and plain.get_seq_length() > 4:
-            roomy.crop(-(removed := 1 + draw(3)))
+            preallocated.crop(-(removed := 1 + draw(3)))
             plain.crop(-removed)
         elif kind == 1 and count > 1:
             order = torch.randint(count, (count,), generator=generator)
-            roomy.reorder_cache(order)
+            preallocated.reorder_cache(order)
             plain.reorder_cache(order)
         elif kind == 2 and plain.is_initialized:
             some = torch.randperm(count, generator=generator)[: 1 + draw(count)]
-            for layer in (roomy, plain):
+            for layer in (preallocated, plain):
                 layer.batch_select_indices(some)
                 layer.batch_repeat_interleave(3 if len(some) < 3 else 1)
         elif kind == 3:
-            roomy = copy.deepcopy(roomy)
+            preallocated = copy.deepcopy(preallocated)
         else:
             tokens = 1 if draw(4) else 1 + draw(90)
             new = rows(count, tokens, generator), rows(count, tokens, generator, width=4)
             with modes[draw(4)]():
-                for found, expected in zip(roomy.update(*new), plain.update(*new), strict=True):
+                for found, expected in zip(preallocated.update(*new), plain.update(*new), strict=True):
                     assert torch.equal(found, expected)
         if plain.is_initialized:
-            assert_equal_layers(roomy, plain)
+            assert_equal_layers(preallocated, plain)
 
 
 @pytest.mark.parametrize("architecture", DECODERS, ids=lambda a: a.name)
 def test_generation_and_what_it_leaves_in_the_cache_are_equal_to_the_bit(architecture):
     plain = architecture.model()
-    roomy = twin(plain)
-    make_room(roomy)
+    preallocated = twin(plain)
+    preallocate_caches(preallocated)
     prompt = architecture.batch()["input_ids"]
-    for way in WAYS.values():
-        found, expected = (generated(model, prompt, **way) for model in (roomy, plain))
+    for mode in GENERATION_MODES.values():
+        found, expected = (generated(model, prompt, **mode) for model in (preallocated, plain))
         assert torch.equal(found.sequences, expected.sequences)
         if "past_key_values" not in expected:  # Mamba has states
             continue
@@ -102,26 +102,26 @@ def test_generation_and_what_it_leaves_in_the_cache_are_equal_to_the_bit(archite
             assert all(map(torch.equal, ours, theirs))
 
 
-def generated(model, prompt, **way):
+def generated(model, prompt, **settings):
     torch.manual_seed(0)
-    return model.generate(prompt, max_new_tokens=10, min_new_tokens=10, return_dict_in_generate=True, **way)
+    return model.generate(prompt, max_new_tokens=10, min_new_tokens=10, return_dict_in_generate=True, **settings)
 
 
-@pytest.mark.parametrize("way", ["draft", "lookup"])
-def test_assisted_generation_takes_back_what_was_guessed(way):
+@pytest.mark.parametrize("method", ["draft", "lookup"])
+def test_assisted_generation_removes_rejected_drafts(method):
     plain = LLAMA.model()
-    roomy, prompt = twin(plain), LLAMA.batch(rows=1)["input_ids"].repeat(1, 2)
-    make_room(roomy)
+    preallocated, prompt = twin(plain), LLAMA.batch(rows=1)["input_ids"].repeat(1, 2)
+    preallocate_caches(preallocated)
     found = []
-    for model in (roomy, plain):
-        guesses = {"assistant_model": model} if way == "draft" else {"prompt_lookup_num_tokens": 3}
+    for model in (preallocated, plain):
+        guesses = {"assistant_model": model} if method == "draft" else {"prompt_lookup_num_tokens": 3}
         found.append(generated(model, prompt, do_sample=False, **guesses))
     assert torch.equal(found[0].sequences, found[1].sequences)
     for ours, theirs in zip(held(found[0].past_key_values), held(found[1].past_key_values), strict=True):
         assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_connected_model_gets_it_without_a_word_and_others_do_not():
+def test_a_connected_model_preallocates_by_default_and_others_do_not():
     plain, prompt = LLAMA.model(), LLAMA.batch()["input_ids"]
     own = DynamicCache(config=plain.config)
     with connected(plain, "inproc") as model, torch.no_grad():
@@ -138,7 +138,7 @@ def lora(architecture=LLAMA):
 
 def test_new_tokens_are_written_in_place_and_attention_reads_them_there():
     model, batch = LLAMA.model(), LLAMA.batch()
-    make_room(model)
+    preallocate_caches(model)
     with torch.no_grad():
         output = model(batch["input_ids"], use_cache=True)
         layer = output.past_key_values.layers[0]
@@ -156,12 +156,12 @@ def test_new_tokens_are_written_in_place_and_attention_reads_them_there():
     assert layer.keys.flatten(0, 1).data_ptr() == start[0]  # as matrices of one batch, without a copy
 
 
-def test_the_room_is_a_part_of_what_is_in_it():
+def test_spare_capacity_is_a_fraction_of_the_length():
     layer, generator = PreallocatedCacheLayer(), torch.Generator().manual_seed(0)
     moves, where = 0, None
     with torch.no_grad():
         layer.update(rows(1, 1000, generator), rows(1, 1000, generator))
-        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes  # who only reads a prompt needs none
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes  # a prefill alone allocates no spare capacity
         for _ in range(1000):
             layer.update(rows(1, 1, generator), rows(1, 1, generator))
             moves, where = moves + (layer.keys.data_ptr() != where), layer.keys.data_ptr()
@@ -174,8 +174,8 @@ def test_a_prefix_of_peft_is_continued(link):
     plain, batch = LLAMA.model(), LLAMA.batch()
     with connected(plain, link) as model:
         found, expected = (adapted(m, lambda: PrefixTuningConfig(**PREFIXED)) for m in (model, twin(plain)))
-        for way in WAYS.values():
-            sequences = [generated(m, batch["input_ids"], **way).sequences for m in (found, expected)]
+        for mode in GENERATION_MODES.values():
+            sequences = [generated(m, batch["input_ids"], **mode).sequences for m in (found, expected)]
             assert torch.equal(*sequences)
         assert_same_gradients(through_a_cache(expected, batch), through_a_cache(found, batch))
 
@@ -183,26 +183,26 @@ def test_a_prefix_of_peft_is_continued(link):
 @pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=lambda a: a.name)
 def test_gradients_flow_through_a_cache(architecture):
     plain, batch = architecture.model(), architecture.batch()
-    roomy = twin(plain)
-    make_room(roomy)
-    found, expected = (adapted(model, lambda: lora(architecture)) for model in (roomy, plain))
+    preallocated = twin(plain)
+    preallocate_caches(preallocated)
+    found, expected = (adapted(model, lambda: lora(architecture)) for model in (preallocated, plain))
     assert_same_gradients(through_a_cache(expected, batch), through_a_cache(found, batch), relative=0)
 
 
 def through_a_cache(model, batch):
-    """Decode a little, then learn from what follows, in two pieces, and decode on before going back."""
-    ids, pieces = batch["input_ids"], []
+    """Decode a little, train on the next tokens in two parts, and decode again before the backward pass."""
+    ids, parts = batch["input_ids"], []
     model.zero_grad()
     with torch.no_grad():
         cache = model(input_ids=ids[:, :3], use_cache=True).past_key_values
         for place in (3, 4):
             cache = model(input_ids=ids[:, place : place + 1], past_key_values=cache).past_key_values
-    for piece in (slice(5, 8), slice(8, 12)):
-        pieces.append(model(input_ids=ids[:, piece], past_key_values=cache).logits)
+    for part in (slice(5, 8), slice(8, 12)):
+        parts.append(model(input_ids=ids[:, part], past_key_values=cache).logits)
     with torch.no_grad():
         for _ in range(2):
             model(input_ids=ids[:, :1], past_key_values=cache)
-    torch.cat(pieces, 1).square().mean().backward()
+    torch.cat(parts, 1).square().mean().backward()
     return {name: p.grad.clone() for name, p in trainable(model).items() if p.grad is not None}
 
 
@@ -233,15 +233,15 @@ def test_a_dtype_that_is_wider_widens_all_and_a_batch_that_does_not_fit_is_refus
             layer.update(wide[:1], wide[:1])
 
 
-def test_what_is_no_growing_layer_stays_what_it_is():
+def test_layers_that_do_not_grow_are_unchanged():
     windowed, config = DynamicCache(config=ARCHITECTURES[1].model().config), LLAMA.model().config
     mixed, fixed = DynamicCache(config=ARCHITECTURES[2].model().config), StaticCache(config=config, max_cache_len=8)
     before = [type(layer) for cache in (windowed, fixed) for layer in cache.layers]
     for cache in (windowed, fixed, mixed):
-        give_room(cache)
+        preallocate(cache)
     assert [type(layer) for cache in (windowed, fixed) for layer in cache.layers] == before
     assert [type(layer) for layer in mixed.layers] == [DynamicSlidingWindowLayer, PreallocatedCacheLayer]
     offloaded = DynamicCache(config=config)
-    offloaded.offloading = True  # asked for at the start it wants a GPU
-    give_room(offloaded)
+    offloaded.offloading = True  # the constructor's option needs a GPU
+    preallocate(offloaded)
     assert {type(layer) for layer in offloaded.layers} == {DynamicLayer}

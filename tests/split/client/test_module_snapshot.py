@@ -1,4 +1,4 @@
-"""Whether a block is still what the executor computes in its place."""
+"""Module snapshots notice every change of what a module computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from symbiosis.models.patches.fused_ops import FusedNorm
 from symbiosis.models.patches.mixin import mix_in
+from symbiosis.split.client.deferred.norm import DeferredNorm
 from symbiosis.split.client.module_snapshot import ModuleSnapshot
 from symbiosis.split.client.virtual_block import VirtualBlock
 
@@ -29,7 +31,7 @@ def same_again(block):
     block.scale = float("2.0")
 
 
-def something_of_no_account(block):
+def something_irrelevant(block):
     block._note = 7
     block.other_list = [2]
 
@@ -41,7 +43,7 @@ def setting(name, value):
     return change
 
 
-def one_gone_and_one_come(block):
+def one_removed_and_one_added(block):
     del block.extra
     block.other = 5.0
 
@@ -53,7 +55,7 @@ def none_then_a_number(block):
 
 
 CHANGES = {
-    "what was of no account to a number": none_then_a_number,
+    "something irrelevant to a number": none_then_a_number,
     "something in the place of a class's": setting("factor", torch.tensor(3.0)),
     "a function": setting("act", torch.tanh),
     "a function of its own": setting("_helper", lambda x: x),
@@ -62,7 +64,7 @@ CHANGES = {
     "nothing to a number": setting("limit", 7.0),
     "a list to a number": setting("extra", 3.0),
     "a new number": setting("new", 1),
-    "one gone and one come": one_gone_and_one_come,
+    "one removed and one added": one_removed_and_one_added,
     "a part's setting": lambda block: setattr(block.dropout, "p", 0.5),
     "a part": setting("linear", nn.Linear(2, 2)),
     "a part more": setting("gate", nn.Identity()),
@@ -78,14 +80,14 @@ def test_a_change_is_noticed(change):
     made = ModuleSnapshot(block)
     object.__setattr__(block, "made", made)
     assert made.holds(block)
-    assert made.holds(block)  # at one glance
+    assert made.holds(block)  # by the fast check
     change(block)
     assert not made.holds(block)
     assert not made.holds_part_by_part()
 
 
-@pytest.mark.parametrize("change", [same_again, something_of_no_account, nn.Module.eval])
-def test_what_changes_nothing_is_not(change):
+@pytest.mark.parametrize("change", [same_again, something_irrelevant, nn.Module.eval])
+def test_a_change_without_effect_is_not(change):
     block = Block()
     made = ModuleSnapshot(block)
     assert made.holds(block)
@@ -103,16 +105,17 @@ def test_patched_classes_are_noticed(monkeypatch):
     assert not made.holds(block)
 
 
-def test_a_patched_class_behind_what_is_mixed_in_is_noticed(monkeypatch):
+@pytest.mark.parametrize("mixin", [VirtualBlock, DeferredNorm, FusedNorm])
+def test_a_patched_class_behind_a_mixin_is_noticed(monkeypatch, mixin):
     block = Block()
-    mix_in(block, VirtualBlock)
+    mix_in(block, mixin)
     made = ModuleSnapshot(block)
     assert made.holds(block)
     monkeypatch.setattr(Block, "forward", lambda _, x: x)
     assert not made.holds(block)
 
 
-def test_a_sub_class_that_gets_a_function_of_its_own_is_noticed():
+def test_a_subclass_that_gets_its_own_forward_is_noticed():
     class Other(Block):
         pass
 
@@ -123,7 +126,7 @@ def test_a_sub_class_that_gets_a_function_of_its_own_is_noticed():
     assert not made.holds(block)
 
 
-def test_a_part_of_another_class_that_gets_a_function_of_its_own_is_noticed():
+def test_a_part_of_another_class_that_gets_its_own_forward_is_noticed():
     class Other(nn.Linear):
         pass
 
@@ -137,7 +140,7 @@ def test_a_part_of_another_class_that_gets_a_function_of_its_own_is_noticed():
     assert not made.holds(block)
 
 
-def test_a_copy_has_its_own():
+def test_a_copy_has_its_own_snapshot():
     block = Block()
     object.__setattr__(block, "made", ModuleSnapshot(block))
     other = copy.deepcopy(block)

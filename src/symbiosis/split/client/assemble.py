@@ -1,4 +1,4 @@
-"""Putting a connected model together: skeleton, virtual layers, client part."""
+"""Assembling a connected model: skeleton, virtual layers, client part."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from symbiosis.models.client_part import build_skeleton, fill_skeleton, load_wei
 from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.split.client.blob_download import download
 from symbiosis.split.client.call_grouping import CallGroups
-from symbiosis.split.client.deferred.norm import watch_norms
-from symbiosis.split.client.deferred.tensor import look_at_results
+from symbiosis.split.client.deferred.norm import defer_norms
+from symbiosis.split.client.deferred.tensor import compute_outputs
 from symbiosis.split.client.direct_mode import MappedParameter, MappedWeights, open_mapping
-from symbiosis.split.client.kv_cache import make_room
-from symbiosis.split.client.loss import speed_up_loss
+from symbiosis.split.client.kv_cache import preallocate_caches
+from symbiosis.split.client.loss import use_fused_loss
 from symbiosis.split.client.session import ClientSession
 from symbiosis.split.client.virtual_block import make_block
 from symbiosis.split.client.virtual_experts import make_experts
@@ -38,49 +38,49 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
         device = torch.device("cuda", torch.cuda.current_device())
     try:
         manifest = Manifest.from_json(link.request(Message(Kind.MANIFEST)).body)
-        bounds = Limits.from_json(welcome["limits"])
+        limits = Limits.from_json(welcome["limits"])
     except (KeyError, TypeError, ValueError) as error:
-        raise BadMessage(f"the executor's description of its model makes no sense: {error!r}") from error
+        raise BadMessage(f"the executor's description of its model is malformed: {error!r}") from error
     model_class = link.model_class() or resolve_class(manifest.model_class)
-    session = ClientSession(link, manifest, bounds, model_class)
-    mapped = _map(link, welcome, bounds, device, mode)
+    session = ClientSession(link, manifest, limits, model_class)
+    mapped = _map(link, welcome, limits, device, mode)
     model = build_skeleton(manifest, model_class)
-    groups = put_virtual_layers(model, session)
+    groups = replace_hosted_layers(model, session)
     fill_skeleton(model, _client_part(link, manifest, mapped), manifest.ties)
     for module in model.modules():
         if isinstance(module, VirtualLinear | VirtualConv1D):
-            module.note_bias()
+            module.remember_bias()
     model.eval()
     model.to(device)
     if mode != "executor" and mapped.base:
         for module in list(model.modules()):
             if isinstance(module, VirtualLayer):
-                module.map({name: mapped.base[module.spec.handle, name] for name, _ in module.spec.weights})
-    elif device.type == "cuda" and (theirs := driver.find_gpu(welcome.get("gpu"))) is not None:
-        link.use_gpu(device, theirs)
+                module.map_weights({name: mapped.base[module.spec.handle, name] for name, _ in module.spec.weights})
+    elif device.type == "cuda" and (executor_gpu := driver.find_gpu(welcome.get("gpu"))) is not None:
+        link.use_gpu(device, executor_gpu)
     if device.type == "cuda":
         patch_fused_ops(model)
     if not mapped.base or mode == "executor":
-        watch_norms(model, groups, (spec for spec in manifest.layers if spec.kind is LayerKind.NORM))
-        groups.halves.find()
-        look_at_results(model)
-    speed_up_loss(model)
-    make_room(model)
+        defer_norms(model, session, (spec for spec in manifest.layers if spec.kind is LayerKind.NORM))
+        groups.train.find_starts()
+        compute_outputs(model)
+    use_fused_loss(model)
+    preallocate_caches(model)
     model.symbiosis = session
     model.save_pretrained = _cannot_save
     return model
 
 
-def _map(link: Link, welcome: dict[str, Any], bounds: Limits, device: torch.device, mode: str) -> MappedWeights:
-    """The executor's memory as far as this tenant may and should use it in place."""
+def _map(link: Link, welcome: dict[str, Any], limits: Limits, device: torch.device, mode: str) -> MappedWeights:
+    """The executor's memory, as far as this tenant may use it in place and `mode` calls for it."""
     base = link.base_tensors()
     if base is not None:
-        on = {weight.device.type for weight in base.values()}
-        wanted = mode == "direct" or (mode == "auto" and on == {device.type} == {"cuda"})
-        return MappedWeights(base=base) if wanted and bounds.direct else _nothing(mode, bounds)
+        device_types = {weight.device.type for weight in base.values()}
+        is_direct = mode == "direct" or (mode == "auto" and device_types == {device.type} == {"cuda"})
+        return MappedWeights(base=base) if is_direct and limits.direct else _map_nothing(mode, limits)
     same_gpu = device.type == "cuda" and driver.gpu_name(device) == welcome.get("gpu")
-    if not same_gpu or not bounds.direct:
-        return _nothing(mode, bounds)
+    if not same_gpu or not limits.direct:
+        return _map_nothing(mode, limits)
     try:
         return open_mapping(link.request(Message(Kind.MAP)).body, device)
     except (driver.DriverError, DirectRefused) as error:
@@ -90,11 +90,11 @@ def _map(link: Link, welcome: dict[str, Any], bounds: Limits, device: torch.devi
         return MappedWeights()
 
 
-def _nothing(mode: str, bounds: Limits) -> MappedWeights:
+def _map_nothing(mode: str, limits: Limits) -> MappedWeights:
     if mode != "direct":
         return MappedWeights()
-    if not bounds.direct:
-        raise DirectRefused("the provider lets no tenant compute with its weights: use mode='executor'")
+    if not limits.direct:
+        raise DirectRefused("the provider does not allow direct mode: use mode='executor'")
     raise DirectRefused("direct mode needs a tenant on the executor's GPU or in its process: pass device=, or mode='executor'")
 
 
@@ -105,7 +105,7 @@ def _client_part(link: Link, manifest: Manifest, mapped: MappedWeights) -> dict[
     if tensors is not None:
         return tensors
     if manifest.client_weights is None:
-        raise BadMessage("the executor names no client part")
+        raise BadMessage("the executor's manifest has no client part")
     download(link, manifest.client_weights)
     return load_weights(manifest.client_weights)
 
@@ -117,9 +117,9 @@ def _cannot_save(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def put_virtual_layers(model: nn.Module, session: ClientSession) -> CallGroups:
-    """Stand a virtual layer in every place the executor hosts one. Raises `CannotSplit` if the model differs."""
-    groups, dtype = CallGroups(session), getattr(torch, session.manifest.dtype)
+def replace_hosted_layers(model: nn.Module, session: ClientSession) -> CallGroups:
+    """Put a virtual layer in the place of every hosted one. Raises `CannotSplit` if the model differs."""
+    groups = CallGroups(session)
     hosted = [spec for spec in session.manifest.layers if spec.kind is not LayerKind.NORM]
     blocks_last = sorted(hosted, key=lambda spec: spec.kind is LayerKind.BLOCK)
     for spec in blocks_last:
@@ -130,26 +130,20 @@ def put_virtual_layers(model: nn.Module, session: ClientSession) -> CallGroups:
         if spec.kind is LayerKind.BLOCK:
             make_block(module, spec)
         elif spec.kind is LayerKind.EXPERTS:
-            make_experts(module, spec, session, dtype)
+            make_experts(module, spec, session)
         else:
-            _replace(model, spec, _virtual(module, spec, groups, session, dtype))
+            layer = _make_virtual(module, spec, groups)
+            for path in spec.paths:
+                parent, _, name = path.rpartition(".")
+                model.get_submodule(parent)._modules[name] = layer
     return groups
 
 
-def _virtual(
-    module: nn.Module, spec: LayerSpec, groups: CallGroups, session: ClientSession, dtype: torch.dtype
-) -> VirtualLayer:
+def _make_virtual(module: nn.Module, spec: LayerSpec, groups: CallGroups) -> VirtualLayer:
     shape = tuple(getattr(module, "weight", torch.empty(0)).shape)
     if shape != dict(spec.weights).get("weight"):
-        raise CannotSplit(f"the executor's {spec.paths[0]} is {dict(spec.weights)}, this model's is {shape}: other versions?")
+        raise CannotSplit(f"the executor's {spec.paths[0]} is {dict(spec.weights)}, this model's is {shape}: versions differ")
     if spec.kind is LayerKind.EMBEDDING:
-        return VirtualEmbedding(spec, session, getattr(module, "padding_idx", None), dtype)
-    bias = getattr(module, "bias", None)
-    made = VirtualLinear if spec.kind is LayerKind.LINEAR else VirtualConv1D
-    return made(spec, groups, session, bias, dtype)
-
-
-def _replace(model: nn.Module, spec: LayerSpec, layer: VirtualLayer) -> None:
-    for path in spec.paths:
-        parent, _, leaf = path.rpartition(".")
-        model.get_submodule(parent)._modules[leaf] = layer
+        return VirtualEmbedding(spec, groups.session, getattr(module, "padding_idx", None))
+    kind = VirtualLinear if spec.kind is LayerKind.LINEAR else VirtualConv1D
+    return kind(spec, groups, getattr(module, "bias", None))

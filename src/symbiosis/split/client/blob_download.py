@@ -1,4 +1,4 @@
-"""Downloading a blob over a link into this host's cache, once per host."""
+"""Downloading a blob over a link into this host's blob store, once per host."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import BlobRef
 
 CHUNK_BYTES = 4 << 20
-_SHOW_FROM_BYTES = 8 << 20
+_MIN_PROGRESS_BYTES = 8 << 20
 
 
 def download(link: Link, ref: BlobRef) -> None:
-    """Fetch `ref` unless it is here. Raises `BadMessage` if the content is not what its name says."""
+    """Download `ref` unless the host has it. Raises `BadMessage` if the content does not match its hash."""
     if blob_store.has_blob(ref):
         return
     with blob_store.locked(f"blob-{ref.sha256[:16]}"):
@@ -23,7 +23,7 @@ def download(link: Link, ref: BlobRef) -> None:
             return
         with blob_store.new_file(blob_store.root() / "blobs") as path:
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            with path.open("wb") as file, Progress(*columns, disable=ref.size < _SHOW_FROM_BYTES) as progress:
+            with path.open("wb") as file, Progress(*columns, disable=ref.size < _MIN_PROGRESS_BYTES) as progress:
                 task = progress.add_task("client part", total=ref.size)
                 while file.tell() < ref.size:
                     body = {"sha256": ref.sha256, "offset": file.tell()}
@@ -33,5 +33,5 @@ def download(link: Link, ref: BlobRef) -> None:
                     file.write(reply.tensors[0].view(-1).numpy().tobytes()[: int(reply.body["bytes"])])
                     progress.update(task, completed=file.tell())
             if blob_store.hash_file(path) != ref:
-                raise BadMessage(f"the executor's blob {ref.sha256[:12]}… has other content than its name says: not used")
+                raise BadMessage(f"the executor's blob {ref.sha256[:12]}… does not match its hash: not used")
             blob_store.adopt(path)

@@ -1,4 +1,4 @@
-"""Whether a module is still what the executor computes in its place."""
+"""Snapshots of modules: whether a module still computes what the executor computes in its place."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from torch.nn.modules.module import _has_any_global_hook
 
 
 class ModuleSnapshot:
-    """A module and its parts as they were when they were put in the place of the executor's."""
+    """The state of a module and its parts at assembly: code, children, settings, hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = [_Part(part) for part in module.modules()]
         self._modules = [part.module for part in self._parts]
         self._codes: list[_Part] = []
-        self._seen: _Seen | None = None
+        self._fast: _AttributeSnapshot | None = None
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether all is still so, in one mode, and nobody watches what happens inside. Asked in every call."""
+        """Whether nothing has changed, all parts are in one mode, and no hook is inside. Runs in every call."""
         if self._modules[0] is not module or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
-        # lists, not generators: they are made in every call
-        if self._seen is not None and self._seen.is_untouched() and all([part.is_same_code() for part in self._codes]):
+        # lists are faster than generators here
+        if self._fast is not None and self._fast.is_untouched() and all([part.is_same_code() for part in self._codes]):
             return True
         if not self.holds_part_by_part():
             return False
         self._codes = list({type(part.module): part for part in self._parts}.values())
-        self._seen = _Seen(self._modules)
+        self._fast = _AttributeSnapshot(self._modules)
         return True
 
     def holds_part_by_part(self) -> bool:
-        """The reference of what is seen at one glance, as long as nothing whatsoever was done to the module."""
+        """The slow check, and the reference of the fast one."""
         module, *inside = self._modules
         if any(is_watched(part) for part in inside):
             return False
         return all(part.is_same(module.training) for part in self._parts)
 
 
-class _Seen:
-    """Modules as they are now, down to every attribute: what is asked of them needs no loop in Python."""
+class _AttributeSnapshot:
+    """Every attribute of some modules. The comparison needs no loop in Python."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules, self._types = modules, [type(module) for module in modules]
@@ -52,7 +52,7 @@ class _Seen:
         self._hooks = [hooks for own in owns[1:] for hooks in _hooks_of(own)]
 
     def is_untouched(self) -> bool:
-        """Whether nobody has set an attribute, put in a part or hung a hook on one since."""
+        """Whether no attribute was set, no child added and no hook registered since."""
         owns = [vars(module) for module in self._modules]
         if list(chain.from_iterable(owns)) != self._names or not all(map(operator.is_, _values(owns), self._values)):
             return False
@@ -66,14 +66,14 @@ def _values(dicts: list[dict[str, Any]]) -> chain[Any]:
 
 
 class _Part:
-    """One module, and what decides what it computes besides weights: its code, its parts, and settings such as a dropout's."""
+    """One module, and what determines its result besides weights: code, children, settings such as a dropout's."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self._children = module, list(module._modules.values())
-        # What is mixed in here (`mixing`) is ours: whoever changes code changes that of the class behind it.
-        kinds = [kind for kind in type(module).__mro__ if kind.__module__.rpartition(".")[0] != __package__]
+        # Mixins of this package are skipped: patched code is that of the class behind them.
+        kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("symbiosis.")]
         self._kind = next(kind for kind in kinds if "forward" in vars(kind))
-        self._before = kinds[: kinds.index(self._kind)]  # these have none of their own
+        self._before = kinds[: kinds.index(self._kind)]  # these define no forward
         self._code, self._called = vars(self._kind)["forward"], type(module).forward
         self._names = tuple(vars(module))
         self._settings = {name: value for name, value in vars(module).items() if _is_setting(name, value)}
@@ -89,7 +89,7 @@ class _Part:
             new = {name: now[name] for name in now if name not in self._names and _is_setting(name, now[name])}
             if any(isinstance(value, _PLAIN) or callable(value) or hasattr(type(module), name) for name, value in new.items()):
                 return False
-            self._settings.update(new)  # of no account, as long as they stay so
+            self._settings.update(new)  # irrelevant while they stay of this kind
             self._names = tuple(now)
         return all(now.get(name) is value or _same(now.get(name), value) for name, value in self._settings.items())
 
@@ -107,12 +107,12 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _same(now: Any, before: Any) -> bool:
-    """Of a setting: the same number or word. Of anything else that is not called, the same kind of thing."""
+    """Whether a setting is equal, or an object that is not called has the same type."""
     return type(now) is type(before) and not callable(before) and (not isinstance(before, _PLAIN) or now == before)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether somebody wants to know when this module is called, or has put another function in the place of its own."""
+    """Whether the module has hooks, or a forward of its own instance."""
     own = vars(module)
     return any(_hooks_of(own)) or "forward" in own
 

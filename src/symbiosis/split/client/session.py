@@ -1,4 +1,4 @@
-"""A tenant's session with an executor: layer calls, weights where allowed, tokenizer, figures."""
+"""A tenant's session with an executor: layer calls, weights where allowed, tokenizer, statistics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from symbiosis.transport.base import Link, flatten_rows, unflatten_rows
 from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec, Limits, Manifest
 
-_MOST_FORMS = 4096
+_MAX_SHAPES = 4096
 _SPARE_BYTES = 4096  # alignment of tensors within a message
 
 
-def answer_widths(layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> list[int]:
-    """How wide the tensors are that come back."""
+def reply_widths(layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...]) -> list[int]:
+    """The widths of the tensors in the reply to a layer call."""
     if direction is Direction.FORWARD:
         return [layer.out_width for layer in layers]
     if layers[0].kind is LayerKind.EXPERTS:
@@ -32,26 +32,26 @@ def answer_widths(layers: tuple[LayerSpec, ...], direction: Direction, rows: tup
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """What all calls of some layers with rows of some widths have in common."""
+class _CallShape:
+    """What all calls of the same layers with rows of the same widths have in common."""
 
     handles: tuple[int, ...]
     widths: list[int]
-    rows: int
-    """The most that one call takes."""
+    max_rows: int
+    """Of one message."""
 
 
 class ClientSession:
-    """What stands behind `model.symbiosis`. Copies of a model share it; it cannot be pickled."""
+    """The object behind `model.symbiosis`. Copies of a model share it. It cannot be pickled."""
 
     def __init__(self, link: Link, manifest: Manifest, limits: Limits, model_class: type) -> None:
         self.model_class = model_class
         self.manifest = manifest
         self.limits = limits
-        self.computes_late = True
-        """Whether half a layer may be one call in training (`half`): False if a step was refused for it each time."""
+        self.defer_training = True
+        """Whether training defers the steps between attention and layer end. Set it to False if steps are refused."""
         self._link = link
-        self._forms: dict[Any, _Form] = {}
+        self._shapes: dict[Any, _CallShape] = {}
         self._row_squares: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
@@ -64,7 +64,7 @@ class ClientSession:
         return AutoTokenizer.from_pretrained(unpack_tokenizer(ref), trust_remote_code=False)
 
     def stats(self) -> dict[str, Any]:
-        """The executor's figures: calls, batches, mean batch, tokens, per tenant."""
+        """The executor's statistics: calls, batches, mean batch size, tokens, per tenant."""
         return self._link.request(Message(Kind.STATS)).body
 
     def close(self) -> None:
@@ -80,89 +80,85 @@ class ClientSession:
         training: bool,
         with_bias: tuple[bool, ...] = (),
     ) -> tuple[Tensor, ...]:
-        """One layer call; cut into several where it is longer than the executor takes.
+        """One layer call, or several where it exceeds the executor's limits.
 
-        Rows are in any shape, the first tensor's; so are those of the answer.
+        The first tensor's leading shape is that of the results.
         """
         key = (layers, direction, with_bias, *[(t.shape[-1], t.dtype) for t in rows])
-        form = self._forms.get(key)
-        if form is None:
-            form = self._keep(key, self._form(layers, direction, rows, with_bias))
-        return self._in_parts(form, direction, rows, training=training)
+        shape = self._shapes.get(key) or self._remember(key, self._shape_call(layers, direction, rows, with_bias))
+        return self._call_in_parts(shape, direction, rows, training=training)
 
-    def onward(
+    def run_program(
         self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...], *, training: bool = False
     ) -> tuple[Tensor, ...]:
-        """Layers that follow each other, by handles and `Turn`s, as one such call that answers with tensors of these widths."""
-        form = self._forms.get(program) or self._keep(program, self._way(program, widths, rows))
-        return self._in_parts(form, Direction.PROGRAM, rows, training=training)
+        """A layer program, as handles and `ProgramOp`s. `widths` are those of the results."""
+        shape = self._shapes.get(program) or self._shape_program(program, program, widths, rows)
+        return self._call_in_parts(shape, Direction.PROGRAM, rows, training=training)
 
-    def homeward(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The gradients of such a call, from what it saved and the gradient of its end."""
-        key = ("home", *program)
-        form = self._forms.get(key) or self._keep(key, self._way(program, widths, rows))
-        return self._in_parts(form, Direction.PROGRAM_BACKWARD, rows, training=True)
+    def run_program_backward(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The gradients of a program, from its saved rows and the gradient of its result."""
+        key = ("backward", *program)
+        shape = self._shapes.get(key) or self._shape_program(key, program, widths, rows)
+        return self._call_in_parts(shape, Direction.PROGRAM_BACKWARD, rows, training=True)
 
-    def _way(self, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> _Form:
-        most = min(self._most_rows(rows, widths), max(1, self.limits.max_rows // len(program)))
-        return _Form(program, widths, most)
+    def _shape_program(self, key: Any, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> _CallShape:
+        max_rows = min(self._max_rows(rows, widths), max(1, self.limits.max_rows // len(program)))
+        return self._remember(key, _CallShape(program, widths, max_rows))
 
-    def _keep(self, key: Any, form: _Form) -> _Form:
-        if len(self._forms) >= _MOST_FORMS:
-            self._forms.clear()
-        self._forms[key] = form
-        return form
+    def _remember(self, key: Any, shape: _CallShape) -> _CallShape:
+        if len(self._shapes) >= _MAX_SHAPES:
+            self._shapes.clear()
+        self._shapes[key] = shape
+        return shape
 
-    def _in_parts(self, form: _Form, direction: Direction, rows: tuple[Tensor, ...], *, training: bool) -> tuple[Tensor, ...]:
-        ahead, device = rows[0].shape[:-1], rows[0].device
-        if device.type == "meta":
-            raise BadCall("rows on the meta device have no numbers, so the executor cannot compute with them")
-        count = math.prod(ahead)
-        if count <= form.rows:
-            results = self._one(form, direction, rows, training=training)
-        else:
-            most = -(-count // -(-count // form.rows))  # in as many parts, of about the same length
-            flat = zip(*[torch.split(t, most) for t in flatten_rows(rows)], strict=True)
-            parts = [self._one(form, direction, part, training=training) for part in flat]
-            results = unflatten_rows(tuple([torch.cat(column) for column in zip(*parts, strict=True)]), ahead)
-        return results if results[0].device == device else tuple([result.to(device) for result in results])
-
-    def _one(self, form: _Form, direction: Direction, rows: tuple[Tensor, ...], *, training: bool) -> tuple[Tensor, ...]:
-        message = Message(Kind.CALL, layers=form.handles, direction=direction, training=training, tensors=rows)
-        return self._link.call(message, form.widths)
-
-    def _form(
+    def _shape_call(
         self, layers: tuple[LayerSpec, ...], direction: Direction, rows: tuple[Tensor, ...], with_bias: tuple[bool, ...]
-    ) -> _Form:
-        widths = answer_widths(layers, direction, rows)
+    ) -> _CallShape:
+        widths = reply_widths(layers, direction, rows)
         flags = with_bias or (False,) * len(layers)
         handles = tuple(layer.handle | (WITH_BIAS * flag) for layer, flag in zip(layers, flags, strict=True))
-        most = self._most_rows(rows, widths)
+        max_rows = self._max_rows(rows, widths)
         if layers[0].kind is LayerKind.EXPERTS:
-            most = max(1, min(most, self.limits.max_choices // rows[1].shape[-1]))
-        return _Form(handles, widths, most)
+            max_rows = max(1, min(max_rows, self.limits.max_choices // rows[1].shape[-1]))
+        return _CallShape(handles, widths, max_rows)
 
-    def _most_rows(self, rows: tuple[Tensor, ...], widths: list[int]) -> int:
-        """How many rows of such a call and its answer a message takes."""
+    def _max_rows(self, rows: tuple[Tensor, ...], widths: list[int]) -> int:
+        """How many rows fit into one message, in the call and in its reply."""
         sent = sum(t.shape[-1] * t.element_size() for t in rows)
-        size = rows[0].element_size() if rows[0].is_floating_point() else 8  # ids are answered in the layer's dtype
+        size = rows[0].element_size() if rows[0].is_floating_point() else 8  # the reply to ids has the layer's dtype
         wire = max(sent, size * sum(widths))
         return max(1, min(self.limits.max_rows, (self.limits.max_bytes - _SPARE_BYTES) // wire))
 
+    def _call_in_parts(
+        self, shape: _CallShape, direction: Direction, rows: tuple[Tensor, ...], *, training: bool
+    ) -> tuple[Tensor, ...]:
+        leading, device = rows[0].shape[:-1], rows[0].device
+        if device.type == "meta":
+            raise BadCall("rows on the meta device have no values, so the executor cannot compute with them")
+        count, parts = math.prod(leading), [rows]
+        if count > shape.max_rows:
+            length = -(-count // -(-count // shape.max_rows))  # parts of about the same length
+            parts = list(zip(*[torch.split(t, length) for t in flatten_rows(rows)], strict=True))
+        replies = []
+        for part in parts:
+            message = Message(Kind.CALL, layers=shape.handles, direction=direction, training=training, tensors=part)
+            replies.append(self._link.call(message, shape.widths))
+        results = replies[0]
+        if len(replies) > 1:
+            results = unflatten_rows(tuple([torch.cat(column) for column in zip(*replies, strict=True)]), leading)
+        return results if results[0].device == device else tuple([result.to(device) for result in results])
+
     def fetch_weight(self, layer: LayerSpec, name: str) -> Tensor:
-        """A base weight itself. Raises `WeightsWithheld` where the provider does not allow it."""
+        """The values of a base weight. Raises `WeightsWithheld` where the provider does not allow it."""
         shape = dict(layer.weights)[name]
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
         parts: list[Tensor] = []
-        while (start := sum(part.shape[0] for part in parts)) < rows:
+        while (start := sum(part.shape[0] for part in parts)) < math.prod(shape[:-1]):
             body = {"what": "weight", "name": name, "start": start}
             parts.append(self._link.request(Message(Kind.FETCH, layers=(layer.handle,), body=body)).tensors[0])
         return torch.cat(parts).reshape(shape).clone()
 
-    def row_squares(self, layer: LayerSpec) -> Tensor:
-        """Squared norm of each output's weights in float64, [O]."""
+    def fetch_row_squares(self, layer: LayerSpec) -> Tensor:
+        """The squared norm of each output's weights in float64, [O]."""
         with self._lock:
             if layer.handle not in self._row_squares:
                 message = Message(Kind.FETCH, layers=(layer.handle,), body={"what": "row_squares"})

@@ -1,4 +1,4 @@
-"""A row-wise sub-module that is one call."""
+"""Row-wise sub-modules, such as an MLP, that run as one call."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from symbiosis.types import LayerSpec
 
 
 class VirtualBlock(nn.Module):
-    """Mixed into the class of a row-wise sub-module: one call for all of it while no adapter is inside."""
+    """Mixed into the class of a row-wise sub-module: one call for all of it while it is unchanged inside."""
 
     _block: LayerSpec
-    _as_made: ModuleSnapshot
+    _snapshot: ModuleSnapshot
     _matrices: tuple[VirtualMatrix, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and self._runs_whole(args[0]):
+        if len(args) == 1 and not kwargs and self._can_run_whole(args[0]):
             x = plain(args[0]) if type(args[0]) is DeferredGradTensor and is_watched(self) else args[0]
             return self._matrices[0].groups.call(self._block, x, x, with_bias=False)
         return super().forward(*args, **kwargs)
 
-    def _runs_whole(self, x: Any) -> bool:
+    def _can_run_whole(self, x: Any) -> bool:
         if self._matrices[0]._direct is not None:
             return False
         if not isinstance(x, Tensor) or (self.training and not self._block.train_safe):
@@ -38,12 +38,12 @@ class VirtualBlock(nn.Module):
             return False
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
             return False
-        return self._as_made.holds(self) and all([matrix.pristine() for matrix in self._matrices])
+        return self._snapshot.holds(self) and all([matrix.is_pristine() for matrix in self._matrices])
 
 
 def make_block(module: nn.Module, spec: LayerSpec) -> None:
     mix_in(module, VirtualBlock)
-    parts = tuple(module.modules())
+    matrices = tuple(part for part in module.modules() if isinstance(part, VirtualMatrix))
     object.__setattr__(module, "_block", spec)
-    object.__setattr__(module, "_as_made", ModuleSnapshot(module))
-    object.__setattr__(module, "_matrices", tuple(part for part in parts if isinstance(part, VirtualMatrix)))
+    object.__setattr__(module, "_snapshot", ModuleSnapshot(module))
+    object.__setattr__(module, "_matrices", matrices)

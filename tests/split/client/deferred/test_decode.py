@@ -1,31 +1,29 @@
-"""In decoding a connected model computes late, in fewer calls; whoever looks in between finds what a plain one has."""
+"""Deferral in decoding: fewer calls, and every tensor that code reads in between equals that of a plain model."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import symbiosis
 from symbiosis.errors import Closed
-from symbiosis.split.client.deferred.decode import DeferredTensor, Node, is_worth_it
+from symbiosis.split.client.deferred.decode import is_worth_deferring
+from symbiosis.split.client.deferred.graph import Node
+from symbiosis.split.client.deferred.tensor import DeferredTensor
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import connected, twin
+from tests.split.client.deferred.pairs import LAYERS, LLAMA, PLACES, first
 
-LLAMA = ARCHITECTURES[0]
-LAYERS = 2
 TARGETS: dict[str, list[str]] = {
     "none": [],
     "q and v": ["q_proj", "v_proj"],
@@ -40,13 +38,6 @@ def with_lora(model: PreTrainedModel, targets: list[str]) -> Any:
     return get_peft_model(model, config).eval() if targets else model
 
 
-@pytest.fixture
-def both() -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
-    plain = LLAMA.model()
-    with connected(plain, "inproc") as model, torch.no_grad():
-        yield plain, model
-
-
 def same(found: PreTrainedModel, expected: PreTrainedModel, passes: int = 6) -> None:
     for seed in range(passes):
         batch = LLAMA.batch(seed)
@@ -55,7 +46,7 @@ def same(found: PreTrainedModel, expected: PreTrainedModel, passes: int = 6) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("targets", TARGETS)
-def test_from_attention_to_attention_is_one_call_with_adapters_too(targets, dtype):
+def test_attention_to_attention_is_one_call_with_adapters_too(targets, dtype):
     plain = LLAMA.model().to(dtype)
     with symbiosis.Executor(plain) as executor, torch.no_grad():
         expected = with_lora(twin(plain), TARGETS[targets])
@@ -67,13 +58,13 @@ def test_from_attention_to_attention_is_one_call_with_adapters_too(targets, dtyp
         assert executor.stats()["calls"] - before == 1 + between * LAYERS
 
 
-def test_with_gradients_or_many_rows_nothing_is_promised(both):
-    _, model = both
+def test_nothing_is_deferred_with_gradients_or_many_rows(decoding):
+    _, model = decoding
     attention = model.model.layers[0].self_attn
     assert isinstance(attention.o_proj(torch.randn(512, 32)), DeferredTensor)
     assert type(attention.o_proj(torch.randn(513, 32))) is Tensor
     with torch.enable_grad():
-        assert not isinstance(attention.o_proj(torch.randn(2, 32)), DeferredTensor)
+        assert type(attention.o_proj(torch.randn(2, 32))) is not DeferredTensor
     with torch.inference_mode():
         assert not isinstance(attention.o_proj(torch.randn(2, 32)), DeferredTensor)
 
@@ -84,20 +75,17 @@ def test_with_gradients_or_many_rows_nothing_is_promised(both):
      ((8, 32), True, True), ((9, 32), True, False), ((513, 1, 32), False, False), ((0, 1, 32), False, False),
      ((1, 1, 0), False, False)],
 )  # fmt: skip
-def test_what_is_worth_a_promise(shape, anywhere, on_gpu):
-    assert is_worth_it(torch.Size(shape), on_gpu=False) is anywhere
-    assert is_worth_it(torch.Size(shape), on_gpu=True) is on_gpu
+def test_which_shapes_are_worth_deferring(shape, anywhere, on_gpu):
+    assert is_worth_deferring(torch.Size(shape), on_gpu=False) is anywhere
+    assert is_worth_deferring(torch.Size(shape), on_gpu=True) is on_gpu
 
 
-def test_what_somebody_always_looks_at_is_not_promised_any_more(both):
-    plain, model = both
+def test_a_result_that_is_always_read_is_not_deferred_any_more(decoding):
+    plain, model = decoding
     for layer in (*plain.model.layers, *model.model.layers):
         layer.self_attn.o_proj.register_forward_hook(lambda *call: call[-1].sum().item() and None)
     same(model, plain)
     assert type(model.model.layers[0].self_attn.o_proj(torch.randn(2, 32))) is Tensor
-
-
-PLACES = ["self_attn.o_proj", "self_attn", "post_attention_layernorm", "mlp", "mlp.down_proj", "input_layernorm", ""]
 
 
 def add_in_place(result: Any) -> None:
@@ -121,186 +109,77 @@ def another(result: Any) -> Any:
     return (changed, *result[1:]) if isinstance(result, tuple) else changed
 
 
-def first(result: Any) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
-
-
 @pytest.mark.parametrize("change", [add_in_place, through_data, through_a_view, through_numpy, another])
 @pytest.mark.parametrize("place", PLACES)
-def test_hooks_may_change_whatever_is_on_the_way(both, place, change):
-    for each in both:
+def test_hooks_may_change_every_result(decoding, place, change):
+    for each in decoding:
         for layer in each.model.layers:
             layer.get_submodule(place).register_forward_hook(lambda _, __, result: change(result))
-    same(both[1], both[0])
+    same(decoding[1], decoding[0])
 
 
 @pytest.mark.parametrize("change", [add_in_place, through_data, through_a_view, through_numpy])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("late", [False, True])
-def test_hooks_may_change_what_modules_read(both, place, change, late):
-    """`late`: when the module has read it, which for a plain model is too late to matter to that module."""
-    for each in both:
+@pytest.mark.parametrize("after", [False, True])
+def test_hooks_may_change_what_modules_read(decoding, place, change, after):
+    """`after`: when the module has read its input, so that the change must not affect its result."""
+    for each in decoding:
         for layer in each.model.layers:
             module = layer.get_submodule(place)
-            if late:
+            if after:
                 module.register_forward_hook(lambda _, args, __: change(args) if args else None)
             else:
                 module.register_forward_pre_hook(lambda _, args: change(args) if args else None)
-    same(both[1], both[0])
+    same(decoding[1], decoding[0])
 
 
 @contextmanager
-def keeping(model: PreTrainedModel, place: str) -> Iterator[list[Tensor]]:
-    kept: list[Tensor] = []
+def recording(model: PreTrainedModel, place: str) -> Iterator[list[Tensor]]:
+    outputs: list[Tensor] = []
     hooks = [
-        layer.get_submodule(place).register_forward_hook(lambda _, __, result: kept.append(first(result)))
+        layer.get_submodule(place).register_forward_hook(lambda _, __, result: outputs.append(first(result)))
         for layer in model.model.layers
     ]
-    yield kept
+    yield outputs
     for hook in hooks:
         hook.remove()
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_kept_for_later_is_what_it_was(both, place):
-    plain, model = both
-    with keeping(plain, place) as expected, keeping(model, place) as found:
+def test_stored_results_do_not_change(decoding, place):
+    plain, model = decoding
+    with recording(plain, place) as expected, recording(model, place) as found:
         plain(**LLAMA.batch())
         model(**LLAMA.batch())
-    for layer in model.model.layers:  # what comes later has no part in it
+    for layer in model.model.layers:  # later changes do not affect them
         layer.post_attention_layernorm.weight.mul_(3.0)
         layer.input_layernorm.weight.data.add_(1.0)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
 
-def test_a_norm_of_the_tenants_own_is_used(both):
-    plain, model = both
+def test_a_norm_of_the_tenants_own_is_used(decoding):
+    plain, model = decoding
     same(model, plain)
-    for each in both:
+    for each in decoding:
         each.model.layers[1].input_layernorm.weight.data.mul_(2.0)
     same(model, plain)
-    for each in both:
+    for each in decoding:
         each.model.layers[0].post_attention_layernorm.variance_epsilon = 0.1
     same(model, plain)
-    for each in both:
+    for each in decoding:
         each.model.layers[0].input_layernorm = nn.Identity()
     same(model, plain)
 
 
-class Two(NamedTuple):
-    one: Tensor
-    other: Tensor
-
-
-class Several(list[Tensor]):
-    pass
-
-
-class Adds:
-    """Knows by itself how it is added to something."""
-
-    def __radd__(self, other: Tensor) -> Tensor:
-        return other * 3
-
-
-class Sees(TorchFunctionMode):
-    """What functions of torch are called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def without_functions(look: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same where nobody is asked what torch's functions do."""
-
-    def looked(promise: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return look(promise)
-
-    return looked
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda p: p + p,
-        lambda p: p + 1.0,
-        lambda p: 1.0 + p,
-        lambda p: torch.ones(3, 32) + p,
-        lambda p: p + torch.ones(3, 32, dtype=torch.float64),
-        lambda p: p + Adds(),
-        lambda p: 2.0 - p,
-        lambda p: p + torch.ones(32),
-        lambda p: torch.add(p, p, alpha=2),
-        lambda p: torch.cat([p, p * 2]),
-        lambda p: torch.stack((p, torch.zeros_like(p))),
-        lambda p: torch.add(p, 1.0, out=torch.empty(3, 32)),
-        lambda p: p.clone().add_(p),
-        lambda p: p.add_(p),
-        lambda p: p.to(torch.float64),
-        lambda p: p.to(dtype=torch.float16, copy=True),
-        lambda p: p.to("cpu", torch.float64),
-        lambda p: p.to(torch.float64, True),
-        lambda p: p + torch.ones(3, 32).to_sparse(),
-        without_functions(lambda p: torch.from_numpy((p + torch.ones(3, 32)).numpy())),
-        lambda p: p.to(torch.ones(2, dtype=torch.float64)),
-        lambda p: p.T.contiguous(),
-        lambda p: p[1:, ::2],
-        lambda p: torch.tensor(p.tolist()),
-        lambda p: torch.from_numpy(p.numpy().copy()),
-        torch.from_dlpack,
-        copy.deepcopy,
-        lambda p: pickle.loads(pickle.dumps(p)),
-        lambda p: torch.where(p > 0, p, -p),
-        lambda p: torch.nn.functional.dropout(p, 0.5, training=False),
-        torch.vmap(lambda row: row * 2),
-        lambda p: torch.vmap(lambda row: p + row)(torch.ones(4, 3, 32)),
-        lambda p: torch.func.grad(lambda y: (p * y).sum())(torch.ones(3, 32)),
-        lambda p: torch.stack(Two(p, p)),
-        lambda p: torch.cat(Several([p, p])),
-        lambda p: torch.full((2,), float(torch.is_floating_point(input=p))),
-        torch.ops.aten.relu,
-        lambda p: torch.stack(list(p)),
-    ],
-)
-def test_a_promise_is_a_tensor_to_everything(both, look):
-    x = torch.randn(3, 32)
-    expected, found = (each.model.layers[0].self_attn.o_proj(x) for each in both)
-    assert isinstance(found, DeferredTensor)
-    assert isinstance(found, Tensor)
-    assert (found.shape, found.dtype, found.device, found.dim(), len(found)) == (expected.shape, x.dtype, x.device, 2, 3)
-    result = look(found)
-    assert isinstance(result, Tensor)
-    assert torch.equal(result, look(expected))
-    assert torch.equal(found, expected)  # changed in place, both are
-
-
-def test_whoever_watches_torchs_functions_sees_what_is_done_with_promises(both):
-    seen = []
-    for each in both:
-        promise = each.model.layers[0].self_attn.o_proj(torch.ones(3, 32))
-        with Sees() as sees:
-            result = (torch.ones(3, 32) + promise).to(torch.float64)
-        seen.append((sees.names, result))
-    (_, expected), (names, found) = seen
-    assert torch.equal(found, expected)
-    assert {"to", "add"} <= {name.strip("_").removeprefix("r") for name in names}
-
-
-def test_sums_and_norms_are_promised_and_rounded_as_ever(both):
+def test_sums_and_norms_are_deferred_and_rounded_alike(decoding):
     results = []
-    for each in both:
+    for each in decoding:
         layer, x, residual = each.model.layers[0], torch.linspace(-1, 1, 96).view(3, 32), torch.ones(3, 32)
         total = residual + layer.self_attn.o_proj(x)
         normed = layer.post_attention_layernorm(total)
         end = total + layer.mlp(normed)
-        x.zero_()  # what was read was read
+        x.zero_()  # inputs were read at the call
         residual.zero_()
         results.append((end, total, normed))
     assert all(isinstance(each, DeferredTensor) for each in results[1])
@@ -308,9 +187,9 @@ def test_sums_and_norms_are_promised_and_rounded_as_ever(both):
         assert torch.equal(found, expected)
 
 
-def test_changing_one_of_several_promises_leaves_the_others(both):
+def test_changing_one_of_several_deferred_tensors_leaves_the_others(decoding):
     results = []
-    for each in both:
+    for each in decoding:
         layer, x = each.model.layers[0], torch.linspace(-1, 1, 96).view(3, 32)
         total = x + layer.self_attn.o_proj(x)
         normed = layer.post_attention_layernorm(total)
@@ -322,9 +201,9 @@ def test_changing_one_of_several_promises_leaves_the_others(both):
         assert torch.equal(found, expected)
 
 
-def test_looking_at_a_part_of_a_sum_before_the_sum(both):
+def test_reading_a_term_before_its_sum(decoding):
     results = []
-    for each in both:
+    for each in decoding:
         layer, x = each.model.layers[0], torch.linspace(-1, 1, 96).view(3, 32)
         part = layer.self_attn.o_proj(x)
         total = part + x
@@ -334,9 +213,9 @@ def test_looking_at_a_part_of_a_sum_before_the_sum(both):
         assert torch.equal(found, expected)
 
 
-def test_a_sum_that_grows_for_ever_is_computed_on_the_way(both):
+def test_an_endless_sum_is_computed_in_parts(decoding):
     totals = []
-    for each in both:
+    for each in decoding:
         total = torch.zeros(2, 32)
         for step in range(200):
             total = each.model.layers[0].self_attn.o_proj(torch.full((2, 32), step / 200)) + total
@@ -344,7 +223,7 @@ def test_a_sum_that_grows_for_ever_is_computed_on_the_way(both):
     assert torch.equal(totals[1], totals[0])
 
 
-def test_promises_of_one_executor_mean_nothing_to_another():
+def test_deferred_tensors_of_one_executor_are_plain_inputs_to_another():
     plain = [LLAMA.model() for _ in range(2)]
     with torch.no_grad():
         for parameter in plain[1].parameters():
@@ -360,10 +239,10 @@ def test_promises_of_one_executor_mean_nothing_to_another():
             assert torch.equal(found, expected)
 
 
-def test_nothing_is_promised_in_functions_of_autograds(both):
-    """Gradients of a checkpointed part of an OLMo-like stretch: its result goes straight into a layer."""
+def test_nothing_is_deferred_inside_autograd_functions(decoding):
+    """Gradients of a checkpointed part whose result is the input of a layer, as in OLMo."""
     grads = []
-    for each in both:
+    for each in decoding:
         layer, x = each.model.layers[0], torch.linspace(-1, 1, 96).view(3, 32).requires_grad_()
         with torch.enable_grad():
             middle = checkpoint(layer.self_attn.o_proj, x, use_reentrant=True)
@@ -383,7 +262,7 @@ def test_tokens_are_counted_once(name):
             assert executor.stats()["tokens"] == passes * batch["input_ids"].numel()
 
 
-def test_what_led_to_a_promise_goes_with_it_and_waits_for_no_collector(both):
+def test_nodes_are_freed_without_the_garbage_collector(decoding):
     def nodes() -> int:
         return sum(type(each) is Node for each in gc.get_objects())
 
@@ -391,14 +270,14 @@ def test_what_led_to_a_promise_goes_with_it_and_waits_for_no_collector(both):
     gc.disable()
     try:
         before = nodes()
-        same(both[1], both[0], passes=3)
+        same(decoding[1], decoding[0], passes=3)
         assert nodes() == before
     finally:
         gc.enable()
 
 
-def test_what_models_give_has_its_numbers(both):
-    _, model = both
+def test_outputs_of_models_are_computed(decoding):
+    _, model = decoding
     inner = model.model(LLAMA.batch()["input_ids"], output_hidden_states=True)
     assert type(inner.last_hidden_state) is Tensor
     assert all(type(state) is Tensor for state in inner.hidden_states)
@@ -406,7 +285,7 @@ def test_what_models_give_has_its_numbers(both):
 
 
 @pytest.mark.parametrize("link", ["inproc", "shm"])
-def test_looking_in_inference_mode_makes_no_tensor_of_inference_mode(link):
+def test_reading_in_inference_mode_makes_no_inference_tensor(link):
     plain = LLAMA.model()
     with connected(plain, link) as model:
         results = []
@@ -422,8 +301,8 @@ def test_looking_in_inference_mode_makes_no_tensor_of_inference_mode(link):
         assert torch.equal(results[1], results[0])
 
 
-def test_threads_share_a_model(both):
-    plain, model = both
+def test_threads_share_a_model(decoding):
+    plain, model = decoding
     expected = [plain(**LLAMA.batch(seed)).logits for seed in range(4)]
     failures: list[str] = []
 
@@ -441,18 +320,18 @@ def test_threads_share_a_model(both):
     assert not failures
 
 
-def test_a_promise_of_a_session_that_was_closed_says_so():
+def test_reading_a_deferred_tensor_of_a_closed_session_raises():
     with symbiosis.Executor(LLAMA.model()) as executor, torch.no_grad():
         model = symbiosis.connect(executor)
-        promise = model.model.layers[0].self_attn.o_proj(torch.randn(3, 32))
+        deferred = model.model.layers[0].self_attn.o_proj(torch.randn(3, 32))
         model.symbiosis.close()
         with pytest.raises(Closed):
-            promise.sum()
+            deferred.sum()
 
 
-def test_gradients_begin_where_promises_end(both):
+def test_gradients_start_where_deferral_ends(decoding):
     grads = []
-    for each in both:
+    for each in decoding:
         layer = each.model.layers[0]
         start = layer.self_attn.o_proj(torch.linspace(-1, 1, 96).view(3, 32))
         with torch.enable_grad():
@@ -465,7 +344,7 @@ def test_gradients_begin_where_promises_end(both):
 @pytest.mark.parametrize(
     "make", [lambda s: s, lambda s: s.to(torch.bfloat16), lambda s: s.bfloat16(), lambda s: s + s, torch.sin]
 )
-def test_sums_with_float32_are_rounded_as_ever(make):
+def test_sums_with_float32_are_rounded_alike(make):
     plain = LLAMA.model().to(torch.bfloat16)
     with connected(plain, "inproc") as model, torch.no_grad():
         x, change = torch.randn(3, 32).bfloat16(), torch.randn(3, 32)

@@ -1,4 +1,4 @@
-"""In training half a layer is one call each way; whoever looks in between finds what a plain model has, with its history."""
+"""Deferral in training: one call each way from attention to layer end; tensors read in between have their history."""
 
 from __future__ import annotations
 
@@ -12,48 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 import symbiosis
 from symbiosis.errors import BadCall
 from symbiosis.split.client.deferred.train import DeferredGradTensor
 from symbiosis.types import Limits
-from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import assert_same_gradients, connected, gradients, twin
+from tests.split.client.deferred.pairs import LAYERS, LLAMA, TARGETS, first, layers, replaced, same, with_lora
 
-LLAMA = ARCHITECTURES[0]
-LAYERS = 2
-TARGETS: dict[str, list[str]] = {
-    "q and v": ["q_proj", "v_proj"],
-    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    "mlp": ["gate_proj", "down_proj"],
-}
 EXACT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-
-
-def with_lora(model: PreTrainedModel, targets: str = "attention", **more: Any) -> Any:
-    torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS[targets], init_lora_weights=False, **more))
-
-
-def layers(model: Any) -> Any:
-    return model.base_model.model.model.layers
-
-
-@pytest.fixture
-def both() -> Iterator[tuple[Any, Any]]:
-    plain = LLAMA.model()
-    with connected(plain, "inproc") as model:
-        yield with_lora(twin(plain)), with_lora(model)
-
-
-def same(both: tuple[Any, Any], passes: int = 6) -> None:
-    """More passes than tries: what is looked at comes late first, and at once then."""
-    for seed in range(passes):
-        assert_same_gradients(gradients(both[0], LLAMA.batch(seed)), gradients(both[1], LLAMA.batch(seed)))
 
 
 def calls(model: Any) -> int:
@@ -66,7 +35,7 @@ def calls(model: Any) -> int:
 
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("targets", TARGETS)
-def test_half_a_layer_is_one_call_each_way(targets, dtype):
+def test_attention_to_layer_end_is_one_call_each_way(targets, dtype):
     plain = LLAMA.model().to(dtype)
     with connected(plain, "inproc") as model:
         expected, found = with_lora(twin(plain), targets), with_lora(model, targets)
@@ -88,7 +57,7 @@ def test_over_every_link(link):
 def test_longer_calls_are_cut():
     plain = LLAMA.model()
     with symbiosis.Executor(plain) as executor:
-        executor.limits = Limits(max_rows=48)  # as tenants are told
+        executor.limits = Limits(max_rows=48)  # what the executor announces to tenants
         model = with_lora(symbiosis.connect(executor))
         same((with_lora(twin(plain)), model), passes=2)
         assert calls(model) > 4 * LAYERS
@@ -102,103 +71,6 @@ def test_with_dropout_and_in_evaluation():
         for each in pair:
             each.eval()
         same(pair, passes=2)
-
-
-PLACES = ["self_attn.o_proj", "self_attn", "post_attention_layernorm", "mlp", "mlp.down_proj", "input_layernorm", ""]
-
-
-def first(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
-
-
-def replaced(result: Any, changed: Tensor) -> Any:
-    return (changed, *result[1:]) if isinstance(result, tuple) else changed
-
-
-def add_in_place(result: Any) -> None:
-    with torch.no_grad():
-        first(result).add_(0.5)
-
-
-def through_data(result: Any) -> None:
-    first(result).data.mul_(1.5)
-
-
-def twice(result: Any) -> Any:
-    return replaced(result, first(result) * 2)
-
-
-def look_without_gradients(result: Any) -> None:
-    with torch.no_grad():
-        first(result).sum().item()
-
-
-def look_in_inference_mode(result: Any) -> None:
-    with torch.inference_mode():
-        first(result).sum().item()
-
-
-CHANGES = [add_in_place, through_data, twice, look_without_gradients, look_in_inference_mode]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("place", PLACES)
-def test_hooks_may_look_and_change(both, place, change):
-    for each in both:
-        for layer in layers(each):
-            layer.get_submodule(place).register_forward_hook(lambda _, __, result: change(result))
-    same(both)
-
-
-@pytest.mark.parametrize("change", [through_data, look_without_gradients])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("late", [False, True])
-def test_hooks_may_change_what_modules_read(both, place, change, late):
-    """`late`: when the module has read it, which for a plain model is too late to matter to that module."""
-    for each in both:
-        for layer in layers(each):
-            module = layer.get_submodule(place)
-            if late:
-                module.register_forward_hook(lambda _, args, __: change(args) if args else None)
-            else:
-                module.register_forward_pre_hook(lambda _, args: change(args) if args else None)
-    if change is through_data:  # what is saved for a gradient may be changed so, and plain models have other things saved
-        for seed in range(6):
-            batch = LLAMA.batch(seed)
-            found, expected = (each(**batch).loss for each in reversed(both))
-            torch.testing.assert_close(found, expected)
-        return
-    same(both)
-
-
-def kept_gradients(model: Any, place: str, keep: Callable[[Tensor], None], of: str) -> list[Tensor]:
-    """Of what modules give or read, kept by a hook, with respect to the loss."""
-    kept: list[Tensor] = []
-
-    def note(value: Any) -> None:
-        kept.append(first(value))
-        keep(kept[-1])
-
-    modules = [layer.get_submodule(place) for layer in layers(model)]
-    if of == "given":
-        hooks = [module.register_forward_hook(lambda _, __, result: note(result)) for module in modules]
-    else:
-        hooks = [module.register_forward_pre_hook(lambda _, args: note(args)) for module in modules]
-    loss = model(**LLAMA.batch()).loss
-    found = list(torch.autograd.grad(loss, kept))
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-@pytest.mark.parametrize("keep", [lambda x: None, lambda x: x.requires_grad], ids=["unseen", "seen"])
-@pytest.mark.parametrize(("place", "of"), [*((place, "given") for place in PLACES[:5]), ("mlp", "read"),
-                                           ("post_attention_layernorm", "read"), ("self_attn.o_proj", "read")])  # fmt: skip
-def test_what_somebody_keeps_has_its_gradient(both, place, of, keep):
-    for _ in range(6):
-        expected, found = (kept_gradients(each, place, keep, of) for each in both)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_hidden_states_have_their_gradients(both):
@@ -221,36 +93,8 @@ def test_checkpointed_layers_train_the_same(both, reentrant):
     same(both)
 
 
-@pytest.mark.parametrize("place", [*PLACES, "self_attn.q_proj"])
-@pytest.mark.parametrize("of", ["the layer", "a copy", "its adapter"])
-def test_whoever_wants_to_see_gradients_sees_them(both, place, of):
-    if of == "a copy":
-        both = both[0], copy.deepcopy(both[1])
-    seen: list[list[Tensor]] = []
-    for each in both:
-        mine: list[Tensor] = []
-        seen.append(mine)
-        for layer in layers(each):
-            module = layer.get_submodule(place)
-            if of == "the layer":
-                module = getattr(module, "base_layer", module)
-            module.register_full_backward_hook(lambda _, __, given, mine=mine: mine.append(first(given).clone()))
-    same(both)
-    assert len(seen[0]) == len(seen[1]) > 0
-    for one, other in zip(*seen, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-def test_everywhere_too(both):
-    handle = torch.nn.modules.module.register_module_full_backward_hook(lambda *_: None)
-    try:
-        same(both, passes=2)
-    finally:
-        handle.remove()
-
-
 class Injected(torch.autograd.Function):
-    """Gives a gradient to what it never looked at."""
+    """Returns a gradient for a tensor that it never read."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
@@ -261,7 +105,7 @@ class Injected(torch.autograd.Function):
         return grad, grad.new_full((2, 12, 32), 0.1)
 
 
-def test_a_function_of_autograds_that_does_not_look_is_refused_too(both):
+def test_an_autograd_function_that_does_not_read_is_refused_too(both):
     gradients(both[1], LLAMA.batch())
 
     def hook(_: Any, __: Any, result: Any) -> Any:
@@ -271,7 +115,7 @@ def test_a_function_of_autograds_that_does_not_look_is_refused_too(both):
     for each in both:
         for layer in layers(each):
             layer.self_attn.register_forward_hook(hook)
-    with pytest.raises(BadCall, match="repeat the step"):
+    with pytest.raises(BadCall, match="run the step again"):
         gradients(both[1], LLAMA.batch())
     same(both, passes=2)
 
@@ -297,18 +141,18 @@ class Passed(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("function", [Doubled, Passed])
-def test_a_function_of_autograds_gets_no_tensor_whose_history_it_would_lose(both, function):
+def test_an_autograd_function_that_would_lose_the_history_is_refused(both, function):
     gradients(both[1], LLAMA.batch())
     for each in both:
         for layer in layers(each):
             layer.self_attn.register_forward_hook(lambda _, __, result: replaced(result, function.apply(first(result))))
-    with pytest.raises(BadCall, match="repeat the step"):
+    with pytest.raises(BadCall, match="run the step again"):
         gradients(both[1], LLAMA.batch())
     same(both, passes=2)
 
 
 @pytest.mark.parametrize("function", [Doubled, Passed])
-def test_what_was_looked_at_is_a_tensor_like_any_other(both, function):
+def test_a_tensor_that_was_read_is_a_plain_one(both, function):
     def hook(_: Any, args: Any) -> Any:
         (x,) = args
         assert x.requires_grad
@@ -330,21 +174,21 @@ class Wrapped(torch.nn.Module):
         return self.module(x)
 
 
-def test_what_is_kept_out_of_our_sight_has_its_gradient_or_is_refused(both):
+def test_a_stored_term_of_the_last_sum_has_its_gradient_or_is_refused(both):
     gradients(both[1], LLAMA.batch())
     for each in both:
         for layer in layers(each):
             layer.mlp = Wrapped(layer.mlp)
     found = []
     for each in both:
-        kept: list[Tensor] = []
-        hooks = [layer.mlp.register_forward_hook(lambda _, __, y, kept=kept: kept.append(y)) for layer in layers(each)]
+        stored: list[Tensor] = []
+        hooks = [layer.mlp.register_forward_hook(lambda _, __, y, stored=stored: stored.append(y)) for layer in layers(each)]
         if each is both[1]:
             loss = each(**LLAMA.batch()).loss
-            with pytest.raises(BadCall, match="repeat the step"):
-                torch.autograd.grad(loss, kept)
-            kept.clear()
-        found.append(torch.autograd.grad(each(**LLAMA.batch()).loss, kept))
+            with pytest.raises(BadCall, match="run the step again"):
+                torch.autograd.grad(loss, stored)
+            stored.clear()
+        found.append(torch.autograd.grad(each(**LLAMA.batch()).loss, stored))
         for hook in hooks:
             hook.remove()
     for one, other in zip(*found, strict=True):
@@ -352,27 +196,7 @@ def test_what_is_kept_out_of_our_sight_has_its_gradient_or_is_refused(both):
     same(both, passes=2)
 
 
-def test_a_hook_may_look_at_checkpointed_layers_and_go_before_backward(both):
-    for each in both:
-        each.gradient_checkpointing_enable({"use_reentrant": False})
-        each.enable_input_require_grads()
-        each.train()
-    found = []
-    for each in both:
-        each.zero_grad()
-        hooks = [
-            layer.self_attn.register_forward_hook(lambda _, __, y: first(y).detach().norm().item() and None)
-            for layer in layers(each)
-        ]
-        loss = each(**LLAMA.batch()).loss
-        for hook in hooks:
-            hook.remove()
-        loss.backward()
-        found.append({name: p.grad for name, p in each.named_parameters() if p.grad is not None})
-    assert_same_gradients(*found)
-
-
-def test_inside_a_transform_it_is_what_it_is(both):
+def test_a_deferred_tensor_may_be_read_inside_a_transform(both):
     def hook(_: Any, __: Any, result: Any) -> Any:
         scale = torch.func.vmap(lambda z: z * first(result).mean())(torch.ones(3)).sum() / 3
         return replaced(result, first(result) + scale.detach())
@@ -383,66 +207,30 @@ def test_inside_a_transform_it_is_what_it_is(both):
     same(both)
 
 
-def double(grad: Tensor) -> Tensor:
-    return grad * 2
-
-
-def hook_at_once(x: Tensor) -> None:
-    x.register_hook(double)
-
-
-def hook_after_a_look(x: Tensor) -> None:
-    x.sum().item()
-    x.register_hook(double)
-
-
-def hook_together(x: Tensor) -> None:
-    torch.autograd.graph.register_multi_grad_hook([x], lambda grads: COUNTED.append(len(grads)))
-
-
-COUNTED: list[int] = []
-
-
-@pytest.mark.parametrize("hook", [hook_at_once, hook_after_a_look, hook_together])
-def test_hooks_on_a_tensor_are_called(both, hook):
-    counts = []
-    for each in both:
-        for layer in layers(each):
-            layer.self_attn.register_forward_hook(lambda _, __, result: hook(first(result)))
-    for seed in range(6):
-        expected = gradients(both[0], LLAMA.batch(seed))
-        counts.append(len(COUNTED))
-        assert_same_gradients(expected, gradients(both[1], LLAMA.batch(seed)))
-        assert len(COUNTED) == 2 * counts[-1]
-        COUNTED.clear()
-    assert any(counts) is (hook is hook_together)
-    assert len(layers(both[1])[0].self_attn.o_proj.base_layer.groups.halves.astray) == 1
-
-
-def test_what_is_written_on_a_tensor_stays(both):
+def test_attributes_of_a_tensor_stay(both):
     gradients(both[1], LLAMA.batch())
-    late = layers(both[1])[0].self_attn.o_proj.base_layer(torch.randn(2, 32, requires_grad=True))
-    late.tag = 5
-    late.sum()
-    assert (type(late), late.tag) == (Tensor, 5)
+    deferred = layers(both[1])[0].self_attn.o_proj.base_layer(torch.randn(2, 32, requires_grad=True))
+    deferred.tag = 5
+    deferred.sum()
+    assert (type(deferred), deferred.tag) == (Tensor, 5)
 
 
-def test_threads_may_look_at_one_tensor(both):
+def test_threads_may_read_one_tensor(both):
     gradients(both[1], LLAMA.batch())
     o = layers(both[1])[0].self_attn.o_proj.base_layer
     for _ in range(40):
-        o.groups.halves._broken.clear()
-        late = o(torch.randn(2, 32, requires_grad=True))
-        assert type(late) is DeferredGradTensor
+        o.groups.train.resolved.clear()
+        deferred = o(torch.randn(2, 32, requires_grad=True))
+        assert type(deferred) is DeferredGradTensor
         together = threading.Barrier(3)
 
-        def look(late: Tensor = late, together: threading.Barrier = together) -> Tensor:
+        def look(deferred: Tensor = deferred, together: threading.Barrier = together) -> Tensor:
             together.wait()
-            return (late * 2).sum()
+            return (deferred * 2).sum()
 
         with ThreadPoolExecutor(3) as pool:
             sums = [each.result() for each in [pool.submit(look) for _ in range(3)]]
-        assert torch.equal(torch.autograd.grad(sum(sums), late)[0], torch.full((2, 32), 6.0))
+        assert torch.equal(torch.autograd.grad(sum(sums), deferred)[0], torch.full((2, 32), 6.0))
 
 
 @contextmanager
@@ -452,7 +240,7 @@ def packed() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("packing", [packed, torch.autograd.graph.save_on_cpu])
-def test_packing_may_begin_inside_a_layer(packing):
+def test_saved_tensor_hooks_may_start_inside_a_layer(packing):
     plain = LLAMA.model()
     with connected(plain, "inproc") as model:
         pair = with_lora(twin(plain), "mlp"), with_lora(model, "mlp")
@@ -467,38 +255,38 @@ def test_packing_may_begin_inside_a_layer(packing):
         same(pair)
 
 
-def test_a_checkpoint_inside_a_layer_is_refused_once_or_told_before(both):
+def test_a_checkpoint_inside_a_layer_is_refused_once_unless_deferral_is_off(both):
     def checkpointed(model: Any) -> None:
         for layer in layers(model):
             layer.mlp.forward = lambda x, inner=layer.mlp.forward: checkpoint(inner, x, use_reentrant=False)
 
     plain = LLAMA.model()
-    for told in (False, True):
+    for switched_off in (False, True):
         with connected(plain, "inproc") as model:
             pair = with_lora(twin(plain), "mlp"), with_lora(model, "mlp")
             for each in pair:
                 checkpointed(each)
-            if told:
-                model.symbiosis.computes_late = False
+            if switched_off:
+                model.symbiosis.defer_training = False
             else:
-                with pytest.raises(BadCall, match="computes_late"):
+                with pytest.raises(BadCall, match="defer_training"):
                     gradients(pair[1], LLAMA.batch())
             same(pair)
 
 
-def test_what_has_no_history_may_be_kept_and_looked_at_later():
+def test_tensors_without_history_may_be_stored_and_read_later():
     plain = LLAMA.model().requires_grad_(False)
     with connected(plain, "inproc") as model:
         model.requires_grad_(False)
         found = []
         for each in (twin(plain), model):
-            kept: list[Tensor] = []
+            stored: list[Tensor] = []
             for layer in each.model.layers:
                 layer.mlp = Wrapped(layer.mlp)
-                layer.mlp.register_forward_hook(lambda _, __, y, kept=kept: kept.append(y))
+                layer.mlp.register_forward_hook(lambda _, __, y, stored=stored: stored.append(y))
             for _ in range(2):
                 each(**LLAMA.batch())
-            found.append([y.sum() for y in kept])
+            found.append([y.sum() for y in stored])
         torch.testing.assert_close(found[1], found[0])
 
 
@@ -532,7 +320,7 @@ def test_a_norm_of_the_tenants_own_is_used(both):
     same(both, passes=2)
 
 
-def test_under_autocast_nothing_comes_late(both):
+def test_nothing_is_deferred_under_autocast(both):
     gradients(both[1], LLAMA.batch())
     o, x = layers(both[1])[0].self_attn.o_proj.base_layer, torch.randn(2, 32)
     assert type(o(x)) is DeferredGradTensor
@@ -556,30 +344,53 @@ def test_second_derivatives_are_refused(both):
         torch.autograd.grad(loss, wanted, create_graph=True)
 
 
-def test_what_comes_late_is_known_without_its_numbers(both):
+def test_metadata_is_known_without_values(both):
     gradients(both[1], LLAMA.batch())
     o = layers(both[1])[0].self_attn.o_proj.base_layer
-    late = o(torch.randn(2, 3, 32, requires_grad=True))
-    assert type(late) is DeferredGradTensor
-    assert late.shape == (2, 3, 32)
-    assert (late.dim(), late.size(-1), len(late), late.dtype, late.device.type) == (3, 32, 2, torch.float32, "cpu")
-    assert late.node.value is None
-    assert late.requires_grad
-    assert late.grad_fn is not None
-    assert type(late.sum()) is Tensor
+    deferred = o(torch.randn(2, 3, 32, requires_grad=True))
+    assert type(deferred) is DeferredGradTensor
+    assert deferred.shape == (2, 3, 32)
+    assert (deferred.dim(), deferred.size(-1), len(deferred), deferred.dtype, deferred.device.type) == (
+        3,
+        32,
+        2,
+        torch.float32,
+        "cpu",
+    )
+    assert deferred.node.value is None
+    assert deferred.requires_grad
+    assert deferred.grad_fn is not None
+    assert type(deferred.sum()) is Tensor
 
 
-def test_a_write_to_what_a_layer_has_read_comes_too_late(both):
+def test_a_write_after_the_call_does_not_change_the_result(both):
     gradients(both[1], LLAMA.batch())
     o = layers(both[1])[0].self_attn.o_proj.base_layer
     x = torch.randn(2, 32, requires_grad=True)
     y = x * 1
-    late = o(y)
-    total = late + y
+    deferred = o(y)
+    total = deferred + y
     with torch.no_grad():
         y.zero_()
     expected = x.detach() @ o.weight.detach().T
     torch.testing.assert_close(total + 0, expected + x.detach())
-    torch.testing.assert_close(late + 0, expected)
+    torch.testing.assert_close(deferred + 0, expected)
     total.sum().backward()
     torch.testing.assert_close(x.grad, o.weight.detach().sum(0).expand(2, -1) + 1)
+
+
+def test_deferred_tensors_of_one_executor_are_plain_inputs_to_another():
+    plain = [LLAMA.model().requires_grad_(False) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in plain[1].parameters():
+            parameter.mul_(1.5)
+    with connected(plain[0], "inproc") as one, connected(plain[1], "inproc") as other:
+        found = []
+        for start, end in (plain, (one.requires_grad_(False), other.requires_grad_(False))):
+            x = torch.linspace(-1, 1, 96).view(3, 32).requires_grad_()
+            total = start.model.layers[0].self_attn.o_proj(x) + x
+            layer = end.model.layers[0]
+            result = total + layer.mlp(layer.post_attention_layernorm(total))
+            found.append((result.detach(), *torch.autograd.grad(result.sin().sum(), x)))
+        for theirs, ours in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

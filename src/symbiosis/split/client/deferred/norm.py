@@ -1,4 +1,4 @@
-"""A tenant's norms, as long as they are the executor's too."""
+"""Norms of a tenant that are deferred while the executor's norm computes the same."""
 
 from __future__ import annotations
 
@@ -10,53 +10,58 @@ from torch import nn
 
 from symbiosis.errors import CannotSplit
 from symbiosis.models.patches.mixin import mix_in
-from symbiosis.split.client.call_grouping import CallGroups
-from symbiosis.split.client.deferred.tensor import LazyTensor, plain
+from symbiosis.split.client.deferred.tensor import DeferredTensor, is_pending, plain
 from symbiosis.split.client.module_snapshot import ModuleSnapshot, is_watched
+from symbiosis.split.client.session import ClientSession
 from symbiosis.split.client.shared_params import SharedParam
 from symbiosis.types import LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
-class _Hosted:
+class _HostedNorm:
     """A norm as the executor has it."""
 
     spec: LayerSpec
-    groups: CallGroups
-    as_made: ModuleSnapshot
+    session: ClientSession
+    snapshot: ModuleSnapshot
     parameters: dict[str, SharedParam]
 
-    def is_still(self, norm: nn.Module) -> bool:
-        if not self.as_made.holds(norm) or len(norm._parameters) != len(self.parameters):
+    def is_unchanged(self, norm: nn.Module) -> bool:
+        if not self.snapshot.holds(norm) or len(norm._parameters) != len(self.parameters):
             return False
-        return all([shared.is_still(norm._parameters.get(name)) for name, shared in self.parameters.items()])
+        return all([shared.is_unchanged(norm._parameters.get(name)) for name, shared in self.parameters.items()])
 
 
 class DeferredNorm(nn.Module):
-    """Mixed into the class of a norm that the executor has too: of what comes later it gives what comes later."""
+    """Mixed into the class of a norm that the executor has too: of a deferred tensor it returns a deferred tensor."""
 
-    _symbiosis_hosted: _Hosted
+    _symbiosis_hosted: _HostedNorm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             return super().forward(*plain(args), **plain(kwargs))
         (x,) = args
-        if not isinstance(x, LazyTensor):
+        if not isinstance(x, DeferredTensor):
             return super().forward(x)
-        hosted = self._symbiosis_hosted
-        spec, promises, halves = hosted.spec, hosted.groups.promises, hosted.groups.halves
-        if halves.can_norm(x, spec) and hosted.is_still(self) and not (is_watched(self) or self._is_trained()):
-            return halves.norm(x, spec, super().forward)
-        if promises.made(x) and hosted.is_still(self) and promises.can(x) and x.node.fits(1) and x.shape[-1] == spec.in_width:
-            return promises.norm(spec, x)
-        return super().forward(plain(x))
+        hosted, node = self._symbiosis_hosted, x.node
+        deferral, spec = node.deferral, hosted.spec
+        if not is_pending(x) or deferral.session is not hosted.session or node.shape[-1] != spec.in_width:
+            return super().forward(plain(x))
+        if not (deferral.can_defer(x) and node.fits(1) and hosted.is_unchanged(self)):
+            return super().forward(plain(x))
+        if deferral.has_history and (is_watched(self) or self._is_trained()):
+            return super().forward(plain(x))
+        made = type(node)(deferral, spec, node, spec.out_width)
+        if deferral.has_history:
+            made.norm_forward = super().forward
+        return type(x)(made)
 
     def _is_trained(self) -> bool:
         return any([parameter is not None and parameter.requires_grad for parameter in self._parameters.values()])
 
 
-def watch_norms(model: nn.Module, groups: CallGroups, norms: Iterable[LayerSpec]) -> None:
-    """Let the norms of a model that is put together tell what they give. Raises `CannotSplit` if one is not there."""
+def defer_norms(model: nn.Module, session: ClientSession, norms: Iterable[LayerSpec]) -> None:
+    """Make these norms of an assembled model deferrable. Raises `CannotSplit` if the model lacks one."""
     modules = dict(model.named_modules())
     for spec in norms:
         norm = modules.get(spec.paths[0])
@@ -64,4 +69,4 @@ def watch_norms(model: nn.Module, groups: CallGroups, norms: Iterable[LayerSpec]
             raise CannotSplit(f"the executor has a norm {spec.paths[0]}, which this model does not have")
         mix_in(norm, DeferredNorm)
         parameters = {name: SharedParam.of(parameter) for name, parameter in norm._parameters.items()}
-        object.__setattr__(norm, "_symbiosis_hosted", _Hosted(spec, groups, ModuleSnapshot(norm), parameters))
+        object.__setattr__(norm, "_symbiosis_hosted", _HostedNorm(spec, session, ModuleSnapshot(norm), parameters))
