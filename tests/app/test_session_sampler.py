@@ -23,9 +23,9 @@ from symbiosis.errors import (
     OutOfRange,
     TooManyRequests,
 )
+from symbiosis.finetuning.adapters.trained_adapter import TrainedAdapter
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.optimizer import StepSettings
-from symbiosis.finetuning.trained_adapter import TrainedAdapter
 from symbiosis.finetuning.trainer import Trainer
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_messages import GenerateRequest

@@ -20,7 +20,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from symbiosis.adapters.model_facts import ModelFacts
-from symbiosis.adapters.reader import read
+from symbiosis.adapters.reader import read_adapter
 from symbiosis.finetuning.dataset import Dataset
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.packed.model import PackedModel
@@ -57,8 +57,8 @@ def test_eight_jobs_of_all_methods_and_a_diverging_one_during_serving(tmp_path):
             assert expected == peer.tokens("q1")
         (failed,) = peer.events("diverging", "failed")
         assert failed["code"] == "diverged"
-        assert failed["checkpoint"] is None or read(Path(failed["checkpoint"]), ModelFacts.of(base()))
-        facts = ModelFacts.of(base())
+        assert failed["checkpoint"] is None or read_adapter(Path(failed["checkpoint"]), ModelFacts.from_model(base()))
+        facts = ModelFacts.from_model(base())
         for name, task in TASKS.items():
             assert peer.ends(name) == ["trained"]
             (end,) = peer.events(name, "trained")
@@ -66,7 +66,7 @@ def test_eight_jobs_of_all_methods_and_a_diverging_one_during_serving(tmp_path):
             assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
             assert [step["learning_rate"] for step in steps] == reference_run(name).rates
             assert [step["loss"] for step in steps] == pytest.approx(reference_run(name).losses, rel=1e-4)
-            assert read(Path(end["folder"]), facts).hash == end["hash"] == here.core.adapters[f"{task.name}:mine"]
+            assert read_adapter(Path(end["folder"]), facts).hash == end["hash"] == here.core.adapters[f"{task.name}:mine"]
             assert peer.generate(f"after {name}", PROMPT, "mine", task.name) == greedy(end["folder"])
             assert [each["step"] for each in peer.events(name, "checkpoint")] == [20, 40]
         assert here.core.figures().reads == 0, "served from memory"

@@ -9,9 +9,9 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
+from symbiosis.finetuning.adapters.trained_adapter import TrainedAdapter
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.packed.batch import PackedExample, SessionSlice
-from symbiosis.finetuning.trained_adapter import TrainedAdapter
 
 
 def examples(*lengths: int, vocabulary: int = 96, hidden: int = 1) -> list[Example]:

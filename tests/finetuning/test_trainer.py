@@ -18,7 +18,7 @@ from symbiosis.errors import (
     TooLarge,
     TooManyRequests,
 )
-from symbiosis.finetuning.adapter_factory import AdapterFactory
+from symbiosis.finetuning.adapters.adapter_factory import AdapterFactory
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.packed.model import PackedModel
 from symbiosis.finetuning.scheduling import batch_planner

@@ -9,7 +9,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from symbiosis import kernels
 from symbiosis.device_sharing.gpu_partition import GpuPartition
-from symbiosis.finetuning.adapter_factory import AdapterFactory
+from symbiosis.finetuning.adapters.adapter_factory import AdapterFactory
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.optimizer import StepSettings
 from symbiosis.finetuning.packed.model import PackedModel

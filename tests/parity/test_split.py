@@ -52,7 +52,7 @@ def test_layers_with_a_forward_of_their_own_stay_with_the_tenant_and_say_why():
 
     plain = Routed(LLAMA.build().config).eval()
     with symbiosis.Executor(plain) as executor:
-        assert executor.split.kept["router"] == "Router has a forward of its own"
+        assert executor.split.not_hosted["router"] == "Router has a forward of its own"
         assert "router" in executor.split.summary()
         model = symbiosis.connect(executor)
         assert torch.equal(model(**LLAMA.batch())[1][0], plain(**LLAMA.batch())[1][0])
@@ -72,8 +72,8 @@ def test_layers_whose_weight_is_read_directly_stay_with_the_tenant():
 
     plain = Reading(LLAMA.build().config).eval()
     with symbiosis.Executor(plain) as executor:
-        assert "read directly by Reading" in executor.split.kept["mixer"]
-        assert "read directly by MultiheadAttention" in executor.split.kept["attention.out_proj"]
+        assert "read directly by Reading" in executor.split.not_hosted["mixer"]
+        assert "read directly by MultiheadAttention" in executor.split.not_hosted["attention.out_proj"]
         model = symbiosis.connect(executor)
         batch = {"input_ids": LLAMA.batch()["input_ids"]}
         assert torch.equal(model(**batch), plain(**batch))

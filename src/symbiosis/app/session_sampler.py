@@ -16,8 +16,8 @@ from typing import Any
 
 from symbiosis.adapters.reader import read_adapter_from_memory
 from symbiosis.errors import OutOfRange
+from symbiosis.finetuning.adapters.trained_adapter import AdapterSnapshot
 from symbiosis.finetuning.sampler_protocol import SampledCompletion
-from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 from symbiosis.serving.engine import Completion, tokens_of
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_loop import EngineLoop

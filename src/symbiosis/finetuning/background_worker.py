@@ -11,10 +11,10 @@ import torch
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.errors import BadCall, Diverged
 from symbiosis.finetuning import checkpoint
+from symbiosis.finetuning.adapters.trained_adapter import TrainedAdapter
 from symbiosis.finetuning.calls import BackgroundCall, LoadCheckpoint, SampleCall, SaveCheckpoint
 from symbiosis.finetuning.optimizer import AnyOptimizer
 from symbiosis.finetuning.session import TrainingSession
-from symbiosis.finetuning.trained_adapter import TrainedAdapter
 
 
 class BackgroundWorker:

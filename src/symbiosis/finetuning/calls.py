@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from symbiosis.finetuning.adapters.trained_adapter import AdapterSnapshot
 from symbiosis.finetuning.examples import Example, digest_batch
 from symbiosis.finetuning.optimizer import StepSettings
 from symbiosis.finetuning.sampler_protocol import SampleRequest
-from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 
 
 @dataclass(frozen=True, slots=True)

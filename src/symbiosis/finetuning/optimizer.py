@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import BadCall, OutOfRange
-from symbiosis.finetuning.flat_parameters import FlatGradients, FlatParameters
+from symbiosis.finetuning.adapters.flat_parameters import FlatGradients, FlatParameters
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters without weight decay in Trainer."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from symbiosis.finetuning.trained_adapter import AdapterSnapshot
+from symbiosis.finetuning.adapters.trained_adapter import AdapterSnapshot
 
 
 class SampledCompletion(Protocol):

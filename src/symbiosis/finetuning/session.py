@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from symbiosis.adapters.files import quote
 from symbiosis.errors import CannotServe, OutOfRange
+from symbiosis.finetuning.adapters.trained_adapter import NO_ADAPTER, AdapterSnapshot, TrainedAdapter
 from symbiosis.finetuning.call_queue import CallQueue
 from symbiosis.finetuning.calls import (
     ForwardBackward,
@@ -32,7 +33,6 @@ from symbiosis.finetuning.examples import Example, check_examples
 from symbiosis.finetuning.optimizer import Optimizer, StepSettings, create_optimizer
 from symbiosis.finetuning.packed.batch import PackedExample, count_target_tokens
 from symbiosis.finetuning.sampler_protocol import SampledCompletion, SamplerProtocol
-from symbiosis.finetuning.trained_adapter import NO_ADAPTER, AdapterSnapshot, TrainedAdapter
 
 Submit: TypeAlias = Callable[["TrainingSession", SessionCall, int | None], Future[Any]]
 

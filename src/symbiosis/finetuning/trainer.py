@@ -26,7 +26,7 @@ from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.common import denormals
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, PassBudget
 from symbiosis.errors import BadCall, Closed, Diverged, PassFailed, SymbiosisError
-from symbiosis.finetuning.adapter_factory import AdapterFactory
+from symbiosis.finetuning.adapters.adapter_factory import AdapterFactory
 from symbiosis.finetuning.background_worker import BackgroundWorker, synchronize
 from symbiosis.finetuning.call_queue import CallQueue
 from symbiosis.finetuning.calls import BackgroundCall, ForwardBackward, LossResult, OptimStep, SessionCall, StepResult

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig, LlamaForCausalLM
 
 from symbiosis.errors import CannotTrain
-from symbiosis.finetuning.adapter_factory import AdapterFactory
+from symbiosis.finetuning.adapters.adapter_factory import AdapterFactory
 from symbiosis.finetuning.packed.attention import attend_batched
 from symbiosis.finetuning.packed.model import PackedModel
 from tests.conftest import tiny_config

@@ -18,13 +18,13 @@ from symbiosis.adapters.parts import Adapter
 from symbiosis.adapters.reader import read_adapter_from_memory
 from symbiosis.common.throughput import Throughput
 from symbiosis.errors import BadAdapter, BadCall, BadData, Closed, SymbiosisError, TooManyRequests
+from symbiosis.finetuning.adapters.trained_adapter import AdapterSnapshot
 from symbiosis.finetuning.dataset import Dataset, read_dataset
 from symbiosis.finetuning.loop import events
 from symbiosis.finetuning.loop.recipe import Recipe
 from symbiosis.finetuning.loop.train_loop import LoopResult, Validation, run
 from symbiosis.finetuning.session import TrainingSession
 from symbiosis.finetuning.stats import JobRunnerStats
-from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 from symbiosis.finetuning.trainer import Trainer
 
 _log = logging.getLogger("symbiosis")

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from symbiosis.errors import OutOfRange, SymbiosisError, TooManyRequests, Withdrawn
+from symbiosis.finetuning.adapters.trained_adapter import AdapterSnapshot
 from symbiosis.finetuning.calls import LossResult, StepResult
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.loop.recipe import Recipe
 from symbiosis.finetuning.packed.batch import count_target_tokens
 from symbiosis.finetuning.session import TrainingSession
-from symbiosis.finetuning.trained_adapter import AdapterSnapshot
 
 _T = TypeVar("_T")
 _STEPS_AHEAD = 2  # submitted at once: the trainer does not wait for this thread

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.adapters.parts import Ia3Part
+from symbiosis.finetuning.adapters.trainable_parts import Dropout, Part, TrainableLora, scale_rows
+from symbiosis.finetuning.adapters.trained_adapter import TrainedAdapter
 from symbiosis.finetuning.examples import IGNORED, Example
 from symbiosis.finetuning.packed.async_copy import copy_to_device
 from symbiosis.finetuning.packed.dropout import drop
-from symbiosis.finetuning.trainable_parts import Dropout, Part, TrainableLora, scale_rows
-from symbiosis.finetuning.trained_adapter import TrainedAdapter
 
 if TYPE_CHECKING:  # it needs Triton
     from symbiosis.finetuning.packed.lora_tables import LoraTables

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.finetuning.flat_parameters import FlatParameters
+from symbiosis.finetuning.adapters.flat_parameters import FlatParameters
 from symbiosis.finetuning.packed.async_copy import copy_to_device
 from symbiosis.kernels.lora.grouped import COLUMNS, GroupedRows, grouped_lora
 from symbiosis.kernels.tiles import Segment

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from symbiosis import kernels
 from symbiosis.errors import CannotTrain
+from symbiosis.finetuning.adapters.flat_parameters import FlatGradients
+from symbiosis.finetuning.adapters.trained_adapter import NO_ADAPTER
 from symbiosis.finetuning.examples import Example
-from symbiosis.finetuning.flat_parameters import FlatGradients
 from symbiosis.finetuning.packed.async_copy import AsyncCopy
 from symbiosis.finetuning.packed.attention import use_packed_attention
 from symbiosis.finetuning.packed.batch import PackedBatch, PackedExample, SessionSlice
@@ -24,7 +25,6 @@ from symbiosis.finetuning.packed.context import PassContext
 from symbiosis.finetuning.packed.cuda_graphs import PassGraphs
 from symbiosis.finetuning.packed.lora_layers import install_lora_layers
 from symbiosis.finetuning.packed.loss import token_losses
-from symbiosis.finetuning.trained_adapter import NO_ADAPTER
 from symbiosis.gpu.driver import synchronized
 from symbiosis.models.loading import frozen_copy
 from symbiosis.models.patches.fused_ops import patch_fused_ops

@@ -27,7 +27,7 @@ class LoraLinear(PatchedLayer):
     symbiosis_single: FusedProjection
     """This layer alone."""
     symbiosis_fused: FusedProjection
-    """This layer with its fused neighbours."""
+    """This layer with its fused find_fused_projections."""
 
     def forward(self, x: Tensor) -> Tensor:
         adapters, is_head, fused = self.symbiosis_adapters, self.symbiosis_is_head, self.symbiosis_fused
@@ -36,7 +36,7 @@ class LoraLinear(PatchedLayer):
             return cached
         ops = adapters.ops_at(fused, is_head=is_head)
         if ops is not None and ops.scaled_inputs and len(fused.paths) > 1:
-            fused = self.symbiosis_single  # IA3 scales this layer's input and not its fused neighbours'
+            fused = self.symbiosis_single  # IA3 scales this layer's input and not its fused find_fused_projections'
             ops = adapters.ops_at(fused, is_head=is_head)
         x_RI = x.reshape(-1, x.shape[-1])
         x_RI = x_RI if x_RI.stride(-1) == 1 else x_RI.contiguous()

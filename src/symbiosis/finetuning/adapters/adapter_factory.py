@@ -34,9 +34,9 @@ from symbiosis.adapters.files import CONFIG, FileLimits, quote
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Ia3Part
 from symbiosis.errors import BadAdapter, SymbiosisError, TooLarge, UnsupportedAdapter
-from symbiosis.finetuning.flat_parameters import FlatParameters, can_flatten
-from symbiosis.finetuning.trainable_parts import Part, TrainableLora
-from symbiosis.finetuning.trained_adapter import TrainedAdapter, TrainedVirtualTokens
+from symbiosis.finetuning.adapters.flat_parameters import FlatParameters, can_flatten
+from symbiosis.finetuning.adapters.trainable_parts import Part, TrainableLora
+from symbiosis.finetuning.adapters.trained_adapter import TrainedAdapter, TrainedVirtualTokens
 from symbiosis.models.loading import frozen_copy
 
 _NAME = "default"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from symbiosis.finetuning.flat_parameters import FlatParameters
-from symbiosis.finetuning.trainable_parts import Part, TrainableLora
+from symbiosis.finetuning.adapters.flat_parameters import FlatParameters
+from symbiosis.finetuning.adapters.trainable_parts import Part, TrainableLora
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,9 +8,9 @@ from torch import nn
 
 from symbiosis.adapters.parts import Ia3Part
 from symbiosis.errors import BadCall
-from symbiosis.finetuning.flat_parameters import FlatGradients, FlatParameters, can_flatten
+from symbiosis.finetuning.adapters.flat_parameters import FlatGradients, FlatParameters, can_flatten
+from symbiosis.finetuning.adapters.trainable_parts import TrainableLora
 from symbiosis.finetuning.optimizer import FlatOptimizer, Optimizer, StepSettings
-from symbiosis.finetuning.trainable_parts import TrainableLora
 
 
 def adapter(seed=0):

@@ -12,8 +12,8 @@ from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, get_peft
 from peft.tuners.ia3 import IA3Layer
 
 from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
-from symbiosis.finetuning import adapter_factory
-from symbiosis.finetuning.adapter_factory import AdapterFactory
+from symbiosis.finetuning.adapters import adapter_factory
+from symbiosis.finetuning.adapters.adapter_factory import AdapterFactory
 from tests.configs import lora
 from tests.finetuning.trainer_reference import base
 
