@@ -40,9 +40,9 @@ from symbiosis.finetuning.packed.pass_runner import PassRunner
 from symbiosis.finetuning.sampler_protocol import SamplerProtocol
 from symbiosis.finetuning.scheduling.batch_planner import BatchPlanner
 from symbiosis.finetuning.scheduling.fairness import Candidate
+from symbiosis.finetuning.scheduling.session_registry import SessionRegistry, check_open
 from symbiosis.finetuning.scheduling.step_time_fairness import FEW_ROWS
 from symbiosis.finetuning.session import SessionLimits, TrainingSession
-from symbiosis.finetuning.session_registry import SessionRegistry, check_open
 from symbiosis.finetuning.stats import TrainerStats
 from symbiosis.models.max_length import max_sequence_length
 
