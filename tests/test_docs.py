@@ -182,6 +182,21 @@ def test_two_tenants_example(real_cache, tmp_path):
 
 
 @pytest.mark.real
+def test_engine_example(real_cache, tmp_path):
+    output = run(str(ROOT / "examples" / "engine_with_adapters.py"), cwd=tmp_path)
+    texts = dict(line.split(": ", 1) for line in output.splitlines())
+    assert "Paris" in texts["base"]
+    assert len(set(texts.values())) == 3, "each adapter changes the text"
+
+
+@pytest.mark.real
+def test_studio_example(real_cache, tmp_path):
+    output = run(str(ROOT / "examples" / "custom_training_loop.py"), str(tmp_path / "out"), cwd=tmp_path)
+    assert "marzipan" in output
+    assert (tmp_path / "out" / "bob" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.real
 def test_trl_example(address, tmp_path):
     assert "loss" in run(str(ROOT / "examples" / "sft_with_trl.py"), address, cwd=tmp_path)
 
