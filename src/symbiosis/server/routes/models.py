@@ -33,7 +33,7 @@ class ModelRoutes:
     async def _models(self, request: Request) -> dict[str | None, dict[str, Any]]:
         """By adapter; None is the base model."""
         stats = await self._engine.ask("stats")
-        common = {"object": "model", "created": self._created, "owned_by": "symbiosis", "max_model_len": stats["longest"]}
+        common = {"object": "model", "created": self._created, "owned_by": "symbiosis", "max_model_len": stats["max_model_len"]}
         adapters = visible_adapters(request.state.caller, stats["adapters"])
         return {None: {"id": self._base, "root": self._base, "parent": None, **common}} | {
             name: {"id": name, "root": hash, "parent": self._base, **common} for name, (_, hash) in sorted(adapters.items())

@@ -25,7 +25,7 @@ class TokenizationRoutes:
                 messages = [message.to_dict() for message in body.messages or ()]
                 ids = await self._tokenizer.encode_chat(tenant, messages, add_generation_prompt=body.add_generation_prompt)
         stats = await self._engine.ask("stats")
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": stats["longest"]})
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": stats["max_model_len"]})
 
     async def detokenize(self, request: Request) -> Response:
         body, tenant = await read_json(request, DetokenizeRequest), request.state.caller.tenant
