@@ -99,7 +99,7 @@ class Serving:
         pages = (plan.sequences + 2) * (-(-(plan.prompt + plan.new) // 16) + 1)
         memory = AdapterCacheConfig(device_bytes=plan.adapter_bytes, host_bytes=plan.adapter_bytes)
         self._plan, self.load, self._vocabulary = plan, load, model.config.vocab_size
-        self._core = EngineCore(model, pages=pages, residency=memory, time_share=turns)
+        self._core = EngineCore(model, pages=pages, residency=memory, device_share=turns)
         for number in range(plan.adapters):
             self._core.add_adapter(f"a{number}", folder / f"a{number}")
         self._came: list[tuple[float, float]] = []
@@ -269,7 +269,7 @@ def run(
     shares: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as place:
         write_adapters(model, plan.adapters, plan.rank, Path(place))
-        training = Shared(shared_copy(model), shape, "graphs", [size] * plan.jobs, time_share=turns)
+        training = Shared(shared_copy(model), shape, "graphs", [size] * plan.jobs, device_share=turns)
         serving = Serving(model, plan, load, Path(place), turns)
         try:
             training.steps(5)

@@ -111,9 +111,9 @@ class RunningService:
 @contextmanager
 def run_service(**settings: Any) -> Iterator[RunningService]:
     """The engine and the trainer over the same weights."""
-    model, time_share = shared_copy(base()), CpuTimeShare(settings.pop("share", 0.1))
-    trainer = Trainer(shared_copy(model), TrainerConfig(**settings), time_share)
-    core = EngineCore(model, time_share=time_share)
+    model, device_share = shared_copy(base()), CpuTimeShare(settings.pop("share", 0.1))
+    trainer = Trainer(shared_copy(model), TrainerConfig(**settings), device_share)
+    core = EngineCore(model, device_share=device_share)
     server = IpcServer(core, runtime_folder())
     service = TrainingService(server, core, trainer)
     peer = IpcPeer(server.path)

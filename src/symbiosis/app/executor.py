@@ -66,7 +66,7 @@ class Executor:
         chosen = _policy(policy, max_wait_ms, training_share)
         if training_slowdown is not None and not hosting:
             raise SymbiosisError("training_slowdown applies to serving next to hosted training: it needs hosting=True (--http)")
-        turns = create_device_share(place, training_share, training_slowdown)
+        device_share = create_device_share(place, training_share, training_slowdown)
         source = load(model_or_path, device=place, dtype=resolve_dtype(dtype), tokenizer=tokenizer)
         if hosting:
             fuse_projections(source.model)
@@ -91,7 +91,7 @@ class Executor:
             policy=chosen,
             limits=self.limits,
             client_tensors=self.split.client_tensors,
-            device_share=turns,
+            device_share=device_share,
         )
         self._service.calibrate()
         self._inproc = InprocPort()
@@ -121,7 +121,7 @@ class Executor:
             raise SymbiosisError("the executor has released the client part of the model: create it with hosting=True")
         folder = unpack_tokenizer(self._tokenizer) if self._tokenizer else None
         return HttpHost(
-            shared_copy(self._model), self._about["name"], folder, address, turns=self._service.device_share, **options
+            shared_copy(self._model), self._about["name"], folder, address, device_share=self._service.device_share, **options
         )
 
     def stats(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class HttpHost:
     fine-tuning jobs in `jobs` (default: `uploads` with the suffix -jobs); a later server with these folders continues with
     them. Without `uploads` both are removed at `close`. `patience_s` is the time for a client to send a request's head.
     `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
-    `time_share` is shared by everything that computes on this device. `engine_core` are further options of `EngineCore`.
+    `device_share` is shared by everything that computes on this device. `engine_core` are further options of `EngineCore`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HttpHost:
         residency: AdapterCacheConfig | None = None,
         patience_s: float = 20.0,
         training: TrainerConfig | None = TrainerConfig(),  # noqa: B008 - frozen
-        time_share: CpuTimeShare | None = None,
+        device_share: CpuTimeShare | None = None,
         **engine_core: Any,
     ) -> None:
         keys, adapters = dict(keys or {}), dict(adapters or {})
@@ -124,11 +124,11 @@ class HttpHost:
         self._deaths = 0
         self._ipc: IpcServer | None = None
         self._trainer: Trainer | None = None
-        time_share = time_share or create_device_share(model.device)
+        device_share = device_share or create_device_share(model.device)
         try:
-            trainer = _make_trainer(model, training, time_share)
+            trainer = _make_trainer(model, training, device_share)
             self._trainer = trainer if isinstance(trainer, Trainer) else None
-            core = EngineCore(model, residency=residency or AdapterCacheConfig(), time_share=time_share, **engine_core)
+            core = EngineCore(model, residency=residency or AdapterCacheConfig(), device_share=device_share, **engine_core)
             _load_adapters(core, adapters, self._uploads.path)
             self._ipc = IpcServer(core, runtime_folder())
             values = {**asdict(settings), "max_model_len": core.scheduler.max_model_len}
@@ -234,12 +234,12 @@ class _HttpProcess:
             self._process.wait()
 
 
-def _make_trainer(model: PreTrainedModel, config: TrainerConfig | None, time_share: CpuTimeShare) -> Trainer | SymbiosisError:
+def _make_trainer(model: PreTrainedModel, config: TrainerConfig | None, device_share: CpuTimeShare) -> Trainer | SymbiosisError:
     """Hosted training over the model's weights, in its own modules; or the reason why there is none."""
     if config is None:
         return CannotTrain("this server does not train")
     try:
-        return Trainer(shared_copy(model), config, time_share)
+        return Trainer(shared_copy(model), config, device_share)
     except CannotTrain as error:
         _log.warning("hosted training is off: %s", error)
         return error

@@ -65,10 +65,10 @@ class Studio:
         """The model's own if it was loaded here; None if there is none."""
         if training_share is None and shared.device.type == "cpu":
             training_share = _CPU_TRAINING_SHARE
-        trained, time_share = shared_copy(shared), create_device_share(shared.device, training_share)
-        self._sampler = SessionSampler(EngineCore(shared, time_share=time_share, **engine_core), tokenizer)
+        trained, device_share = shared_copy(shared), create_device_share(shared.device, training_share)
+        self._sampler = SessionSampler(EngineCore(shared, device_share=device_share, **engine_core), tokenizer)
         try:
-            self._trainer = Trainer(trained, training, time_share, self._sampler)
+            self._trainer = Trainer(trained, training, device_share, self._sampler)
         except BaseException:
             self._sampler.close()
             raise

@@ -62,11 +62,11 @@ class Trainer:
         self,
         model: PreTrainedModel,
         config: TrainerConfig = TrainerConfig(),  # noqa: B008 - frozen
-        turns: CpuTimeShare | None = None,
+        device_share: CpuTimeShare | None = None,
         sampler: SamplerProtocol | None = None,
     ) -> None:
-        """`turns` shares the device with serving. `sampler` completes prompts. Raises `CannotTrain`."""
-        self.config, self._sampler, self._turns = config, sampler, turns or CpuTimeShare(share=1.0)
+        """`device_share` shares the device with serving. `sampler` completes prompts. Raises `CannotTrain`."""
+        self.config, self._sampler, self._device_share = config, sampler, device_share or CpuTimeShare(share=1.0)
         self._device, on_cpu = model.device, model.device.type == "cpu"
         pass_rows, pass_s = (FEW_ROWS, _CPU_SERVING_PASS_S) if on_cpu else (config.max_rows, _GPU_SERVING_PASS_S)
         self._planner = BatchPlanner(min(config.pass_rows or pass_rows, config.max_rows), min_rows=1 if on_cpu else FEW_ROWS)
@@ -143,7 +143,7 @@ class Trainer:
 
     def sharing_stats(self) -> dict[str, float]:
         """How training and serving share the device, as far as it was measured."""
-        return {**self._turns.stats(), "pass_rows": self._planner.rows}
+        return {**self._device_share.stats(), "pass_rows": self._planner.rows}
 
     def is_alive(self) -> bool:
         """False after `close`, or after the device failed."""
@@ -244,14 +244,14 @@ class Trainer:
         if is_idle:
             self._deliver()
             return True
-        permit = self._turns.begin_pass(self._serving_pass_s, lambda: self._closing)
+        permit = self._device_share.begin_pass(self._serving_pass_s, lambda: self._closing)
         if permit is None:
             return False
         is_new = False
         try:
             is_new = self._run_calls(permit)
         finally:
-            self._turns.end_pass(is_new=is_new)
+            self._device_share.end_pass(is_new=is_new)
         return True
 
     def _run_calls(self, permit: PassBudget) -> bool:

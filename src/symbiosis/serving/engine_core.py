@@ -50,12 +50,12 @@ class EngineCore:
         cache_bytes: int | None = None,
         residency: AdapterCacheConfig = AdapterCacheConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
-        time_share: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - stateless
+        device_share: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - stateless
         **limits: int,
     ) -> None:
         """`pages` is the number of KV-cache blocks, `page_size` the tokens of one; `cache_bytes` replaces `pages`.
 
-        `residency` configures the adapter cache, `limits` the scheduler. Each batch is computed within `time_share`, which
+        `residency` configures the adapter cache, `limits` the scheduler. Each batch is computed within `device_share`, which
         co-located work may share.
 
         Raises `CannotServe` if this model cannot be served, `OutOfRange` if a setting is wrong.
@@ -97,7 +97,7 @@ class EngineCore:
         self._failed: list[tuple[Sequence, SymbiosisError]] = []
         self.num_steps = 0
         """Steps that computed a batch."""
-        self._clock, self._time_share = clock, time_share
+        self._clock, self._device_share = clock, device_share
         self._ids = itertools.count()
         eos = model.generation_config.eos_token_id
         self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
@@ -237,7 +237,7 @@ class EngineCore:
             self.scheduler.update(batch, [])
             return []
         self.num_steps += 1
-        with self._time_share:
+        with self._device_share:
             sampled = self._run(batch)
         failed = {sequence.id for sequence, _ in self._failed}
         for sequence in self.scheduler.update(batch, sampled.tokens):
