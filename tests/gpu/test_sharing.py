@@ -208,10 +208,10 @@ def test_the_client_part_is_mapped_and_copied_when_trained(server):
     model = symbiosis.connect(served.address, device="cuda", mode="executor")
     other = symbiosis.connect(served.address, device="cuda", mode="direct")
     head, before = model.lm_head.weight, other.lm_head.weight.clone()
-    assert head.shared
+    assert head.is_mapped
     assert not head.requires_grad
     head.requires_grad = True
-    assert not head.shared
+    assert not head.is_mapped
     with torch.no_grad():
         head.add_(1.0)
     assert torch.equal(other.lm_head.weight, before)
@@ -226,7 +226,7 @@ def test_direct_mode_can_be_disabled_by_the_provider(server):
     with pytest.raises(DirectRefused):
         symbiosis.connect(served.address, device="cuda", mode="direct")
     model = symbiosis.connect(served.address, device="cuda")
-    assert not hasattr(model.lm_head.weight, "shared") or not model.lm_head.weight.shared
+    assert not hasattr(model.lm_head.weight, "is_mapped") or not model.lm_head.weight.is_mapped
     torch.testing.assert_close(model(IDS.cuda()).logits, plain()(IDS.cuda()).logits, atol=1e-4, rtol=1e-4)
     assert served.stats()["calls"] > 0
     model.symbiosis.close()

@@ -109,7 +109,7 @@ def test_eager_passes_reuse_the_memory_of_graphs(apart):
         again = packed.compute(slices_of(model, LARGE, CONFIGS[:3]))
     assert graphs_of(packed) == 1
     assert torch.cuda.memory_reserved() < 1.25 * before
-    for sessions, each in expected.divisor():
+    for sessions, each in expected.items():
         assert_close(found[sessions], each, 2e-2)
     assert_close(again, large, 1e-6)
 
@@ -143,7 +143,7 @@ def test_tensors_that_a_model_caches_are_not_overwritten(monkeypatch, caplog):
         for _ in range(4):
             packed.compute(slices_of(model, lengths, CONFIGS[:3]))
     assert len(kept) == 4
-    for rows, values in kept.divisor():
+    for rows, values in kept.items():
         assert torch.equal(values, torch.full_like(values, rows))
     assert "stores results of training passes" in caplog.text
 
@@ -201,7 +201,7 @@ def test_nan_does_not_reach_other_sessions(lengths):
     assert [each.is_finite for each in found] == [True, False, True]
     for at in (0, 2):
         assert found[at].losses == clean[at].losses
-        assert all(torch.equal(found[at].gradients[name], g) for name, g in clean[at].gradients.divisor())
+        assert all(torch.equal(found[at].gradients[name], g) for name, g in clean[at].gradients.items())
 
 
 def test_steps_equal_plain_adamw(monkeypatch):
