@@ -60,7 +60,7 @@ class Shared:
         way: str,
         sizes: Sequence[tuple[int, int]],
         *,
-        turns: Any = None,
+        device_share: Any = None,
         pass_rows: int | None = None,
     ) -> None:
         """`sizes`: of each job the sequences of a batch, and tokens of each."""
@@ -78,7 +78,7 @@ class Shared:
             self.host = Trainer(
                 model,
                 TrainerConfig(max_waiting_tokens=room, **limits, **({} if way == "graphs" else {"graphs": 0})),
-                turns,
+                device_share,
             )
             self.sessions = [
                 self.host.open(f"tenant {n}", LoraConfig(r=rank, target_modules=layers, task_type="CAUSAL_LM"), seed=n)

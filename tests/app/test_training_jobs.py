@@ -69,7 +69,7 @@ def test_eight_jobs_of_all_methods_and_a_diverging_one_during_serving(tmp_path):
             assert read_adapter(Path(end["folder"]), facts).hash == end["hash"] == here.core.adapters[f"{task.name}:mine"]
             assert peer.generate(f"after {name}", PROMPT, "mine", task.name) == greedy(end["folder"])
             assert [each["step"] for each in peer.events(name, "checkpoint")] == [20, 40]
-        assert here.core.figures().reads == 0, "served from memory"
+        assert here.core.adapter_stats().reads == 0, "served from memory"
         figures = peer.stats()["training"]
         assert figures["jobs"]["trained"] == 8
         assert figures["jobs"]["failed"] == 1

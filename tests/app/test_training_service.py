@@ -94,7 +94,7 @@ def test_invalid_data_is_rejected_before_the_job_begins(tensors, tmp_path, there
     id = f"invalid {tmp_path.name}"
     there.peer.send(**{**train_message(PLAIN, tmp_path, "job", data=str(tmp_path / "invalid.safetensors")), "id": id[-60:]})
     there.peer.wait(id[-60:])
-    (event,) = there.peer.from_model(id[-60:])
+    (event,) = there.peer.of(id[-60:])
     assert event["refused"]["code"] in ("bad_data", "out_of_range")
     assert not there.trainer._registry.sessions()
 
@@ -148,7 +148,7 @@ def test_an_invalid_message_is_rejected_and_leaves_nothing(wrong, tmp_path, ther
         sent["recipe"] = {**PLAIN.settings(), **wrong["recipe"]}
     there.peer.send(**sent)
     there.peer.wait(id)
-    (event,) = there.peer.from_model(id)
+    (event,) = there.peer.of(id)
     assert event["refused"]["code"] != "error", event
     assert not there.trainer._registry.sessions()
     assert there.server.is_alive()
@@ -169,8 +169,8 @@ CHECKED = {
 def test_an_adapter_is_checked_without_a_job(kind, there):
     adapter, refused = CHECKED[kind]
     there.peer.send(op="check_adapter", id=f"check-{kind}", adapter=adapter)
-    there.peer.wait_for(lambda: there.peer.from_model(f"check-{kind}"))
-    (event,) = there.peer.from_model(f"check-{kind}")
+    there.peer.wait_for(lambda: there.peer.of(f"check-{kind}"))
+    (event,) = there.peer.of(f"check-{kind}")
     assert event.get("refused", {}).get("code") == refused
     assert ("settled" in event) == (refused is None)
     assert not there.trainer._registry.sessions()
@@ -180,8 +180,8 @@ def test_a_request_after_close_is_rejected_and_the_server_survives():
     with run_service() as here:
         here.service.close()
         here.peer.send(op="check_adapter", id="late", adapter=LORA)
-        here.peer.wait_for(lambda: here.peer.from_model("late"))
-        assert here.peer.from_model("late")[0]["refused"]["code"] == "closed"
+        here.peer.wait_for(lambda: here.peer.of("late"))
+        assert here.peer.of("late")[0]["refused"]["code"] == "closed"
         assert here.server.is_alive()
 
 
@@ -193,7 +193,7 @@ def test_a_missing_field_and_a_second_job_of_the_same_id(tmp_path, there):
     there.peer.send(**sent)
     there.peer.wait_for(lambda: there.peer.events("twice", "step"))
     there.peer.send(**sent)
-    there.peer.wait_for(lambda: any("refused" in event for event in there.peer.from_model("twice")))
+    there.peer.wait_for(lambda: any("refused" in event for event in there.peer.of("twice")))
     there.peer.send(op="stop_training", id="twice")
     there.peer.send(op="stop_training", id="unknown")
     there.peer.wait_for(lambda: there.peer.ends("twice"))
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_step_is_rejected(tmp_path, there):
     folder = there.peer.events("made", "checkpoint")[0]["folder"]
     there.peer.send(**train_message(PLAIN, tmp_path, "wrong", resume=folder, after=5))
     there.peer.wait("wrong")
-    assert there.peer.from_model("wrong")[0]["refused"]["code"] == "bad_adapter"
+    assert there.peer.of("wrong")[0]["refused"]["code"] == "bad_adapter"
 
 
 def test_a_model_that_cannot_be_trained_rejects_jobs_with_the_reason(tmp_path):
@@ -243,5 +243,5 @@ def test_a_model_that_cannot_be_trained_rejects_jobs_with_the_reason(tmp_path):
         NoTrainingService(here.server, CannotTrain("this model cannot be packed"))
         here.peer.send(**train_message(PLAIN, tmp_path, "job"))
         here.peer.wait("job")
-        (event,) = here.peer.from_model("job")
+        (event,) = here.peer.of("job")
         assert event["refused"] == {"code": "cannot_train", "message": "this model cannot be packed", "field": ""}

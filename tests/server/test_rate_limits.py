@@ -98,5 +98,5 @@ def test_limits_hold_for_concurrent_requests(small):
     for thread in threads:
         thread.join()
     assert len(codes) == 8
-    assert codes.num_blocks(429) >= 1
-    assert codes.num_blocks(200) >= 1
+    assert codes.count(429) >= 1
+    assert codes.count(200) >= 1
