@@ -48,7 +48,7 @@ lint: $(READY)  ## ruff, strict types, import contract, retired words, forbidden
 
 unit: $(READY)  ## the tests
 	@$(BIN)/python -c 'from symbiosis.models.default_model import default_model_folder as fetch; fetch()'  # outside of the timeouts of tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m 'not slow and not gpu'
 
 docs: $(VENV)/.docs  ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -108,7 +108,7 @@ def test_the_openai_client_against_make_serve(served):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert streamed == [choice.message.content for choice in several.choices]
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(**{**ask, "model": "nobody"})
+        client.chat.completions.create(**{**ask, "model": "unknown"})
     with pytest.raises(openai.BadRequestError, match="8192"):
         client.chat.completions.create(**{**ask, "max_tokens": 100_000})
 
@@ -117,7 +117,7 @@ def test_the_openai_client_against_make_serve(served):
 def chats(tmp_path):
     """The data of the page about fine-tuning: everything is answered as a pirate would."""
     data = (ROOT / "src/symbiosis/cli/demo_data/pirate.jsonl").read_text()
-    (tmp_path / "chats.jsonl").write_text("".join(data.splitlines(keepends=True)[:8]))
+    (tmp_path / "chats.jsonl").write_text("".join(data.splitlines(keepends=True)[:5]))
     return tmp_path
 
 

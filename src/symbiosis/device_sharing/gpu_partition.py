@@ -184,7 +184,7 @@ class GpuPartition(CpuTimeShare):
                 return
             self._step_durations[True].clear()
         self._last_comparison = {
-            "beside_s": statistics.median(colocated_s),
+            "colocated_s": statistics.median(colocated_s),
             "tail_s": tail_latency(colocated_s),
             "alone_s": statistics.median(alone_s),
         }

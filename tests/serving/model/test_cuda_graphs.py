@@ -116,7 +116,7 @@ def test_graphs_of_larger_ranks_take_the_place_of_others(tmp_path):
         EngineCore(copy.deepcopy(base), pages=16, page_size=16),
         Sampling(temperature=0.0, max_tokens=4, ignore_eos=True),
     )
-    for rank in (8, 40):  # nobody without an adapter: no other graph keeps the memory they share
+    for rank in (8, 40):  # all rows have an adapter: no other graph keeps the shared memory
         config = LoraConfig(r=rank, target_modules=ALL, init_lora_weights=False, task_type="CAUSAL_LM")
         get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / str(rank))
         core.add_adapter(str(rank), tmp_path / str(rank))
