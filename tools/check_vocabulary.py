@@ -20,10 +20,10 @@ PEOPLE = r"nobody|somebody|whoever|anybody|everybody|everyone|someone|is told|ar
 NAMES = (
     r"Desk|Forerunner|Carrier|Residency|Workshop|NoWorkshop|Favourites|Portions|Wishes|Halves|AsMade|WayHome|Beside|"
     r"ONWARD|HOMEWARD|RoomyLayer|UsualLayer|PagePool|"
-    r"forerunner|workshop|favourites|homeward|computes_late"
+    r"forerunner|workshop|favourites|homeward|computes_late|_bank|_forerunner|_lengths|_pace"
 )
 # Metaphors: in names and in prose.
-WORDS = r"beside|dearest|glance|haltingly|company|wishes"
+WORDS = r"beside|dearest|glance|haltingly|company|carrier|at work"
 
 RETIRED = re.compile(rf"(?<![A-Za-z])(?:{PEOPLE}|{NAMES}|{WORDS})(?![A-Za-z])")
 ALLOWED = re.compile(r"check_vocabulary|retired words:")

@@ -23,7 +23,7 @@ from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter, Ia3Part, LoraPart
 from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter, Diverged, NotStored, OutOfRange
-from symbiosis.finetuning.adapters.trainable_parts import TrainableLora
+from symbiosis.finetuning.adapters.lora_math import TrainableLora
 from symbiosis.finetuning.adapters.trained_adapter import AdapterSnapshot, TrainedAdapter
 from symbiosis.finetuning.optimizer import STATE_NAMES
 

@@ -9,7 +9,7 @@ from torch import nn
 from symbiosis.adapters.parts import Ia3Part
 from symbiosis.errors import BadCall
 from symbiosis.finetuning.adapters.flat_parameters import FlatGradients, FlatParameters, can_flatten
-from symbiosis.finetuning.adapters.trainable_parts import TrainableLora
+from symbiosis.finetuning.adapters.lora_math import TrainableLora
 from symbiosis.finetuning.optimizer import FlatOptimizer, Optimizer, StepSettings
 
 

@@ -35,7 +35,7 @@ from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Ia3Part
 from symbiosis.errors import BadAdapter, SymbiosisError, TooLarge, UnsupportedAdapter
 from symbiosis.finetuning.adapters.flat_parameters import FlatParameters, can_flatten
-from symbiosis.finetuning.adapters.trainable_parts import Part, TrainableLora
+from symbiosis.finetuning.adapters.lora_math import Part, TrainableLora
 from symbiosis.finetuning.adapters.trained_adapter import TrainedAdapter, TrainedVirtualTokens
 from symbiosis.models.loading import frozen_copy
 

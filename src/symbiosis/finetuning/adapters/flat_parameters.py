@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.adapters.packing import pack_offsets
-from symbiosis.finetuning.adapters.trainable_parts import Part, TrainableLora
+from symbiosis.finetuning.adapters.lora_math import Part, TrainableLora
 
 _ALIGNMENT = 4  # numbers: every parameter starts at a multiple of 16 bytes
 

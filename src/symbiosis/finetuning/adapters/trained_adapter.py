@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.finetuning.adapters.flat_parameters import FlatParameters
-from symbiosis.finetuning.adapters.trainable_parts import Part, TrainableLora
+from symbiosis.finetuning.adapters.lora_math import Part, TrainableLora
 
 
 @dataclass(frozen=True, slots=True, eq=False)

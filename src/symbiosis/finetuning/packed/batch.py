@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.adapters.parts import Ia3Part
-from symbiosis.finetuning.adapters.trainable_parts import Dropout, Part, TrainableLora, scale_rows
+from symbiosis.finetuning.adapters.lora_math import Dropout, Part, TrainableLora, scale_rows
 from symbiosis.finetuning.adapters.trained_adapter import TrainedAdapter
 from symbiosis.finetuning.examples import IGNORED, Example
 from symbiosis.finetuning.packed.async_copy import copy_to_device

@@ -15,9 +15,8 @@ from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.generation import Generation
 from symbiosis.server.metrics import Metrics
 from symbiosis.server.openai.errors import BadRequest
-from symbiosis.server.openai.responses import ChatFormatter, CompletionFormatter, ResponseFormatter
+from symbiosis.server.openai.responses import ChatFormatter, CompletionFormatter, EventStream, ResponseFormatter, stream_events
 from symbiosis.server.openai.schemas import ChatRequest, CompletionRequest, SamplingFields, check_n, parse_model
-from symbiosis.server.openai.streaming import EventStream, stream_events
 from symbiosis.server.rate_limits import RateLimiter
 from symbiosis.server.requests.body import read_json
 from symbiosis.server.routes.models import unknown_model

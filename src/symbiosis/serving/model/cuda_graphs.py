@@ -44,8 +44,8 @@ class _Graph:
 class DecodeGraphs:
     """Graphs of one model. They share one memory pool, since one runs at a time."""
 
-    def __init__(self, model: PreTrainedModel, memory: PagedKVCache, bank: ActiveAdapters, max_pages: int) -> None:
-        self._model, self._memory, self._bank, self._max_pages = model, memory, bank, max_pages
+    def __init__(self, model: PreTrainedModel, kv_cache: PagedKVCache, adapters: ActiveAdapters, max_blocks: int) -> None:
+        self._model, self._kv_cache, self._adapters, self._max_blocks = model, kv_cache, adapters, max_blocks
         self._graphs: GraphCache[tuple[int, int, int], _Graph] = GraphCache(
             _MAX_GRAPHS
         )  # by rows, largest rank and rows of a tile
@@ -57,9 +57,9 @@ class DecodeGraphs:
         from symbiosis.kernels.lora.shrink_expand import tile_rows
 
         size = next((size for size in _SIZES if size >= len(ids)), None)
-        if size is None or any(len(span.block_table) > self._max_pages for span in spans):
+        if size is None or any(len(span.block_table) > self._max_blocks for span in spans):
             return None
-        max_rank = self._bank.table.max_rank if segments and self._bank.table is not None else 0
+        max_rank = self._adapters.table.max_rank if segments and self._adapters.table is not None else 0
         key = (size, max_rank, tile_rows(size, len(segments), max_rank) if max_rank else 0)
         graph = self._graphs.get(key) or self._add(key)
         if graph is None:
@@ -73,7 +73,7 @@ class DecodeGraphs:
             graph.inputs_2B[0, : len(ids)].copy_(ids)
         graph.attention.fill(spans)
         if graph.tiles is not None:
-            graph.tiles.fill(self._bank.slot_segments(segments))
+            graph.tiles.fill(self._adapters.slot_segments(segments))
         return graph.replay()[: len(ids)]
 
     def _add(self, key: tuple[int, int, int]) -> _Graph | None:
@@ -97,13 +97,13 @@ class DecodeGraphs:
 
         device = self._model.device
         inputs_2B = torch.zeros(2, size, dtype=torch.int64, device=device)
-        attention = AttentionBatch(rows=size, max_blocks=self._max_pages, block_size=self._memory.block_size, device=device)
+        attention = AttentionBatch(rows=size, max_blocks=self._max_blocks, block_size=self._kv_cache.block_size, device=device)
         attention.fill([])
         tiles = Tiles(max_tiles(size, tile), tile, device, reach=size) if tile else None
 
         def compute() -> Tensor:
-            self._memory.use(attention)
-            self._bank.use_tiles(tiles, size, self._stream_pair()[1] if device.type == "cuda" else None)
+            self._kv_cache.use(attention)
+            self._adapters.use_tiles(tiles, size, self._stream_pair()[1] if device.type == "cuda" else None)
             ids_1B, positions_1B = inputs_2B[:1], inputs_2B[1:]
             logits: Tensor = self._model(input_ids=ids_1B, position_ids=positions_1B, use_cache=False).logits[0]
             return logits
