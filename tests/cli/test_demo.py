@@ -87,7 +87,7 @@ def test_the_figures_can_be_seen_live_at_the_end_as_json_and_as_a_plot(tmp_path)
 def test_the_data_is_sound_and_does_not_hold_the_question(tenant):
     samples = read_samples(_DATA / f"{tenant.name}.jsonl")
     assert len(samples) >= 12
-    assert all(tenant.question != message["content"] for sample in samples for message in sample.messages)
+    assert all(tenant.question != message.content for sample in samples for message in sample.messages)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Fine-tuning: data is checked line by line, answers are what is learnt, adapters work without Symbiosis."""
+"""Fine-tuning in the client: data is checked by line, the assistant's tokens are labels, adapters load in plain PEFT."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 import symbiosis
 from symbiosis.cli.chat import ChatSampling
 from symbiosis.cli.local_chat import LocalChat, with_adapter
-from symbiosis.cli.local_finetune import METHODS, BadSettings, FinetuneConfig, TextSample, encode, finetune, read_samples
+from symbiosis.cli.local_finetune import METHODS, BadSettings, FinetuneConfig, encode, finetune, read_samples
 from symbiosis.errors import BadAdapter, BadData
 from symbiosis.finetuning.loop.recipe import Recipe
+from symbiosis.jobs.jsonl import JsonlSample, parse_line
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo ho"}]}
@@ -43,24 +44,28 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def chats(count: int = 6) -> list[TextSample]:
-    return [
-        TextSample(n, messages=({"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "arr" * 3}))
-        for n in range(count)
-    ]
+def sample(line: int = 1, **row: object) -> JsonlSample:
+    return parse_line(line, json.dumps(row).encode())
+
+
+def chats(count: int = 6) -> list[JsonlSample]:
+    replies = {"role": "assistant", "content": "arr" * 3}
+    return [sample(n, messages=[{"role": "user", "content": f"say {n}"}, replies]) for n in range(count)]
 
 
 # -- data -----------------------------------------------------------------------------------
 
 
 def test_chats_and_texts_are_read_with_their_line_numbers(tmp_path):
-    samples = read_samples(write(tmp_path / "data.jsonl", CHAT, "", {"text": "once"}))
-    assert [(sample.line, bool(sample.messages), sample.text) for sample in samples] == [(1, True, ""), (3, False, "once")]
+    samples = read_samples(write(tmp_path / "chats.jsonl", CHAT, "", CHAT))
+    assert [(each.line, bool(each.messages)) for each in samples] == [(1, True), (3, True)]
+    (text,) = read_samples(write(tmp_path / "texts.jsonl", "", {"text": "once"}))
+    assert (text.line, text.messages, text.text) == (2, (), "once")
 
 
-def test_a_mark_at_the_beginning_is_no_part_of_the_text(tmp_path):
+def test_a_mark_at_the_beginning_is_not_part_of_the_text(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": "once"}\n', encoding="utf-8-sig")
-    assert [sample.text for sample in read_samples(tmp_path / "data.jsonl")] == ["once"]
+    assert [each.text for each in read_samples(tmp_path / "data.jsonl")] == ["once"]
 
 
 @pytest.mark.parametrize(
@@ -70,15 +75,15 @@ def test_a_mark_at_the_beginning_is_no_part_of_the_text(tmp_path):
         ("[1, 2]", "got list"),
         ({}, "an empty one"),
         ({"prompt": "x"}, "'prompt'"),
-        ({"text": "x", "messages": []}, "nothing else"),
-        ({"text": "  "}, "not empty"),
-        ({"text": 3}, "must be a string"),
-        ({"messages": []}, "list that is not empty"),
-        ({"messages": ["hi"]}, "'role' and 'content'"),
-        ({"messages": [{"role": "user", "content": "x", "name": "bo"}]}, "nothing else"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "must be a string"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
+        ({"text": "x", "messages": []}, "exactly"),
+        ({"text": "  "}, "non-empty string"),
+        ({"text": 3}, "non-empty string"),
+        ({"messages": []}, "non-empty list"),
+        ({"messages": ["hi"]}, "'role', 'content'"),
+        ({"messages": [{"role": "user", "content": "x", "name": "bo"}]}, "must have 'role', 'content'"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "the role 'robot'"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "non-empty string"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path, line, reason):
@@ -104,7 +109,7 @@ def learnt(tokenizer, example) -> str:
 def test_only_the_answers_of_a_chat_are_learnt():
     tokenizer = tiny_tokenizer()
     turns = [*CHAT["messages"], {"role": "user", "content": "and"}, {"role": "assistant", "content": "no"}]
-    examples, only_answers = encode([TextSample(1, messages=tuple(turns))], tokenizer, 100)
+    examples, only_answers = encode([sample(messages=turns)], tokenizer, 100)
     assert only_answers
     assert learnt(tokenizer, examples[0]) == "yo ho<end>no<end>"
 
@@ -112,26 +117,26 @@ def test_only_the_answers_of_a_chat_are_learnt():
 def test_a_template_that_rewrites_the_past_makes_all_tokens_count():
     """Some templates drop earlier answers' thoughts: then a chat's beginning is no prefix of the chat."""
     tokenizer = tiny_tokenizer("{{ messages|length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}")
-    examples, only_answers = encode([TextSample(1, messages=tuple(CHAT["messages"]))], tokenizer, 100)
+    examples, only_answers = encode([sample(**CHAT)], tokenizer, 100)
     assert not only_answers
     assert examples[0].labels == examples[0].ids
 
 
 def test_a_text_ends_with_the_end_token_and_counts_whole():
     tokenizer = tiny_tokenizer()
-    examples, only_answers = encode([TextSample(1, text="abc")], tokenizer, 100)
+    examples, only_answers = encode([sample(text="abc")], tokenizer, 100)
     assert not only_answers
     assert learnt(tokenizer, examples[0]) == "abc<end>"
 
 
 def test_a_chat_whose_answer_is_cut_off_is_refused_by_its_line():
-    with pytest.raises(BadData, match=r"line 7: nothing to learn within 3 tokens"):
-        encode([TextSample(7, messages=tuple(CHAT["messages"]))], tiny_tokenizer(), 3)
+    with pytest.raises(BadData, match=r"line 7: nothing to learn within its first 3 tokens"):
+        encode([sample(7, **CHAT)], tiny_tokenizer(), 3)
 
 
 def test_chats_need_a_chat_template():
     with pytest.raises(BadData, match="no chat template"):
-        encode([TextSample(1, messages=tuple(CHAT["messages"]))], tiny_tokenizer(None), 100)
+        encode([sample(**CHAT)], tiny_tokenizer(None), 100)
 
 
 # -- settings -------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_an_error_is_one_line_on_stderr_and_no_traceback(tmp_path):
 
 def test_broken_jsonl_is_named_by_its_line(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-    assert "data.jsonl, line 2: not JSON" in fails("finetune", tmp_path / "data.jsonl", "--out", tmp_path / "out")
+    assert "data.jsonl, line 2: is not JSON" in fails("finetune", tmp_path / "data.jsonl", "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "top"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -156,7 +155,7 @@ class Executor:
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def link(self, hello: dict[str, Any]) -> Link:

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -177,7 +176,7 @@ class HttpHost:
     def __enter__(self) -> HttpHost:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

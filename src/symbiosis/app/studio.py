@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from peft import PeftConfig
-from transformers import PreTrainedModel
 
 from symbiosis.app.session_sampler import SessionSampler
 from symbiosis.device_sharing.gpu_partition import create_device_share
@@ -17,9 +15,7 @@ from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.session import TrainingSession
 from symbiosis.finetuning.stats import TrainerStats
 from symbiosis.finetuning.trainer import Trainer
-from symbiosis.models.device_dtype import resolve_device, resolve_dtype
-from symbiosis.models.fuse_projections import fuse_projections
-from symbiosis.models.loading import ModelSource, check_no_adapters, load_model_and_tokenizer, shared_copy
+from symbiosis.models.loading import ModelSource, load_for_hosting, shared_copy
 from symbiosis.serving.engine_core import EngineCore
 
 _CPU_TRAINING_SHARE = 0.5
@@ -55,18 +51,12 @@ class Studio:
             raise OutOfRange(f"tokenizer is {tokenizer!r:.80}", field="tokenizer", expected=expected)
         if not isinstance(training, TrainerConfig):
             raise OutOfRange(f"training is {training!r:.80}", field="training", expected="a TrainerConfig")
-        if not isinstance(model, PreTrainedModel):
-            model, found = load_model_and_tokenizer(model, device=resolve_device(device), dtype=resolve_dtype(dtype))
-            tokenizer = tokenizer or found
-        shared: PreTrainedModel = model
-        check_no_adapters(shared)
-        fuse_projections(shared)
-        self.tokenizer = tokenizer
+        shared, self.tokenizer = load_for_hosting(model, tokenizer, device, dtype)
         """The model's own if it was loaded here; None if there is none."""
         if training_share is None and shared.device.type == "cpu":
             training_share = _CPU_TRAINING_SHARE
         trained, device_share = shared_copy(shared), create_device_share(shared.device, training_share)
-        self._sampler = SessionSampler(EngineCore(shared, device_share=device_share, **engine_core), tokenizer)
+        self._sampler = SessionSampler(EngineCore(shared, device_share=device_share, **engine_core), self.tokenizer)
         try:
             self._trainer = Trainer(trained, training, device_share, self._sampler)
         except BaseException:
@@ -96,5 +86,5 @@ class Studio:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

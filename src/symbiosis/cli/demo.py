@@ -28,7 +28,8 @@ from symbiosis.app.connect import fetch_stats
 from symbiosis.cli.chat import ChatSampling
 from symbiosis.cli.demo_report import DemoFailed, Report, Run, Tenant, memory, plot, report, view, write
 from symbiosis.cli.local_chat import LocalChat, open_local_chat, with_adapter
-from symbiosis.cli.local_finetune import FinetuneConfig, TextSample, finetune, read_samples
+from symbiosis.cli.local_finetune import FinetuneConfig, finetune, read_samples
+from symbiosis.jobs.jsonl import JsonlSample
 from symbiosis.models.default_model import default_model_folder
 
 _DATA = Path(__file__).parent / "demo_data"
@@ -53,7 +54,7 @@ def _config(tenant: Tenant, steps: int) -> FinetuneConfig:
     return FinetuneConfig(method=tenant.method, lr=tenant.lr, steps=steps, batch_size=2, max_length=96)
 
 
-def _samples(tenant: Tenant) -> list[TextSample]:
+def _samples(tenant: Tenant) -> list[JsonlSample]:
     return read_samples(_DATA / f"{tenant.name}.jsonl")
 
 

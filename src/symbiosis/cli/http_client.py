@@ -7,6 +7,8 @@ import secrets
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,30 +65,11 @@ class HttpClient:
 
     def add_adapter(self, name: str, folder: Path) -> dict[str, Any]:
         """Upload the two files of a PEFT folder. Raises `BadAdapter` if a file is missing or the name is invalid."""
-        path, sizes = _adapter_path(name), {}
-        for field, file in FILES.items():
+        path = _adapter_path(name)
+        for file in FILES.values():
             if not (folder / file).is_file():
                 raise BadAdapter(f"{folder} has no {file}: expected a folder as `symbiosis finetune --out` or PEFT writes it")
-            sizes[field] = (folder / file).stat().st_size
-        boundary = secrets.token_hex(16)
-        heads = {
-            field: f'--{boundary}\r\nContent-Disposition: form-data; name="{field}"; filename="{file}"\r\n\r\n'.encode()
-            for field, file in FILES.items()
-        }
-        end = f"--{boundary}--\r\n".encode()
-
-        def chunks() -> Iterator[bytes]:
-            for field, file in FILES.items():
-                yield heads[field]
-                with (folder / file).open("rb") as opened:
-                    while chunk := opened.read(_CHUNK_BYTES):
-                        yield chunk
-                yield b"\r\n"
-            yield end
-
-        length = sum(map(len, heads.values())) + sum(sizes.values()) + 2 * len(FILES) + len(end)
-        kind = f"multipart/form-data; boundary={boundary}"
-        return self._json("PUT", path, chunks(), kind, length)
+        return self._send_form("PUT", path, {}, {field: folder / file for field, file in FILES.items()})
 
     def remove_adapter(self, name: str, owner: str | None = None) -> None:
         query = "" if owner is None else f"?{urlencode({'owner': owner})}"
@@ -105,27 +88,7 @@ class HttpClient:
 
     def upload(self, path: Path) -> dict[str, Any]:
         """Upload a training file. Raises `SymbiosisError` if it cannot be read."""
-        boundary = secrets.token_hex(16)
-        head = (
-            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
-            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{quote(path.name, safe=" ")}"\r\n\r\n'
-        ).encode()
-        end = f"\r\n--{boundary}--\r\n".encode()
-        try:
-            size = path.stat().st_size
-            opened = path.open("rb")
-        except OSError as error:
-            raise SymbiosisError(f"cannot read {path}: {error.strerror}") from None
-
-        def chunks() -> Iterator[bytes]:
-            yield head
-            while chunk := opened.read(_CHUNK_BYTES):
-                yield chunk
-            yield end
-
-        with opened:
-            kind = f"multipart/form-data; boundary={boundary}"
-            return self._json("POST", "/v1/files", chunks(), kind, len(head) + size + len(end))
+        return self._send_form("POST", "/v1/files", {"purpose": "fine-tune"}, {"file": path})
 
     def remove_file(self, id: str) -> None:
         self._json("DELETE", f"/v1/files/{quote(id, safe='')}")
@@ -159,6 +122,25 @@ class HttpClient:
             found += page["data"]
             more = page["has_more"]
         return found
+
+    def _send_form(self, method: str, path: str, texts: dict[str, str], files: dict[str, Path]) -> dict[str, Any]:
+        """Send a multipart form; files are streamed. Raises `SymbiosisError` if one cannot be read."""
+        boundary = secrets.token_hex(16)
+        head = f"--{boundary}\r\nContent-Disposition: form-data; name="
+        parts: list[bytes | BinaryIO] = [f'{head}"{name}"\r\n\r\n{text}\r\n'.encode() for name, text in texts.items()]
+        with ExitStack() as stack:
+            length = 0
+            for name, file in files.items():
+                try:
+                    opened = stack.enter_context(file.open("rb"))
+                    length += file.stat().st_size
+                except OSError as error:
+                    raise SymbiosisError(f"cannot read {file}: {error.strerror}") from None
+                filename = quote(file.name, safe=" ")
+                parts += [f'{head}"{name}"; filename="{filename}"\r\n\r\n'.encode(), opened, b"\r\n"]
+            parts.append(f"--{boundary}--\r\n".encode())
+            length += sum(len(part) for part in parts if isinstance(part, bytes))
+            return self._json(method, path, _read_chunks(parts), f"multipart/form-data; boundary={boundary}", length)
 
     def _json(self, method: str, path: str, *sent: Any, **more: Any) -> dict[str, Any]:
         """Send a request and return the JSON object of the response."""
@@ -217,6 +199,14 @@ class HttpClient:
             message = f"{self._url} returned {response.status} {response.reason}"
         hint = ": give your key with --key or SYMBIOSIS_KEY" if response.status == 401 else ""
         return HttpError(f"{message}{hint}")
+
+
+def _read_chunks(parts: list[bytes | BinaryIO]) -> Iterator[bytes]:
+    for part in parts:
+        if isinstance(part, bytes):
+            yield part
+        else:
+            yield from iter(partial(part.read, _CHUNK_BYTES), b"")
 
 
 def _adapter_path(name: str) -> str:

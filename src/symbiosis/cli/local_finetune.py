@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -30,11 +31,14 @@ from peft import (
 from torch import Tensor
 
 from symbiosis.errors import BadData, SymbiosisError
+from symbiosis.jobs import jsonl
+from symbiosis.jobs.errors import BadTrainingFile
+from symbiosis.jobs.jsonl import JsonlSample, LineKind
+from symbiosis.jobs.tokenized_dataset import IGNORED, TokenizedExample, tokenize_samples
 
-_ROLES = ("system", "user", "assistant")
-_IGNORED = -100  # label that transformers' losses skip
 _CLIP_NORM = 1.0
 _MAX_EPOCHS = 1000
+_MAX_EXAMPLES = 1_000_000
 
 
 class BadSettings(SymbiosisError):
@@ -140,21 +144,6 @@ class FinetuneConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TextSample:
-    """One line of the data: a chat or a text."""
-
-    line: int
-    messages: tuple[dict[str, str], ...] = ()
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedExample:
-    ids: list[int]
-    labels: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class StepReport:
     """Measurements of one optimizer step."""
 
@@ -184,96 +173,28 @@ class Finetuned:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-def read_samples(path: Path) -> list[TextSample]:
-    """The chats or texts of a JSONL file. Raises `BadData`, naming the line."""
+def read_samples(path: Path) -> list[JsonlSample]:
+    """The examples of a JSONL file. Raises `BadData`, naming the line."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadData(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; expected a JSONL file in UTF-8"
-        ) from None
-    samples = [_sample(f"{path}, line {number}", number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not samples:
-        raise BadData(f'{path} is empty: expected a line {{"messages": […]}} or {{"text": "…"}} per example')
-    return samples
+        return jsonl.read_samples(path, field="training_file", max_examples=_MAX_EXAMPLES)
+    except OSError as error:
+        raise BadData(f"cannot read {path}: {error.strerror}; expected a JSONL file in UTF-8") from None
+    except BadTrainingFile as error:
+        raise BadData(f"{path}, {error}") from None
 
 
-def _sample(where: str, number: int, line: str) -> TextSample:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        what = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
-        raise BadData(f"{where}: not JSON ({what}); expected one object per line") from None
-    if not isinstance(row, dict) or set(row) not in ({"messages"}, {"text"}):
-        found = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
-        raise BadData(f"{where}: expected an object with 'messages' or 'text' and nothing else, got {found or 'an empty one'}")
-    if "text" in row:
-        if not isinstance(row["text"], str) or not row["text"].strip():
-            raise BadData(f"{where}: 'text' must be a string that is not empty")
-        return TextSample(number, text=row["text"])
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise BadData(f"{where}: 'messages' must be a list that is not empty")
-    for message in messages:
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise BadData(f"{where}: a message has 'role' and 'content' and nothing else, got {message!r:.80}")
-        if message["role"] not in _ROLES:
-            raise BadData(f"{where}: unknown role {message['role']!r:.40}; expected one of {', '.join(_ROLES)}")
-        if not isinstance(message["content"], str) or not message["content"].strip():
-            raise BadData(f"{where}: a message's 'content' must be a string that is not empty")
-    if all(message["role"] != "assistant" for message in messages):
-        raise BadData(f"{where}: no message of the assistant, so there is nothing to learn")
-    return TextSample(number, messages=tuple(messages))
-
-
-def encode(samples: list[TextSample], tokenizer: Any, max_length: int) -> tuple[list[EncodedExample], bool]:
+def encode(samples: list[JsonlSample], tokenizer: Any, max_length: int) -> tuple[list[TokenizedExample], bool]:
     """Tokens and labels, and whether the labels are the assistant's tokens only. Raises `BadData`."""
-    if any(sample.messages for sample in samples) and not getattr(tokenizer, "chat_template", None):
-        raise BadData('the model\'s tokenizer has no chat template, so it cannot read chats: give lines of {"text": …}')
-    spans = [_answer_spans(sample, tokenizer) for sample in samples]
-    # If the template hides the answers of one chat, all tokens of all chats are trained, so that examples are alike.
-    only_answers = all(sample.messages and span is not None for sample, span in zip(samples, spans, strict=True))
-    examples = []
-    for sample, span in zip(samples, spans, strict=True):
-        ids = _chat_ids(tokenizer, sample.messages) if sample.messages else _text_ids(tokenizer, sample.text)
-        labels = list(ids)
-        if only_answers:
-            learnt = {index for start, end in span or () for index in range(start, end)}
-            labels = [token if index in learnt else _IGNORED for index, token in enumerate(ids)]
-        ids, labels = ids[:max_length], labels[:max_length]
-        # the first token is never predicted
-        if all(label == _IGNORED for label in labels[1:]):
-            raise BadData(f"line {sample.line}: nothing to learn within {max_length} tokens; raise --max-length or shorten it")
-        examples.append(EncodedExample(ids, labels))
-    return examples, only_answers
+    try:
+        examples = tokenize_samples(
+            samples, tokenizer, max_length=max_length, truncate=True, max_tokens=sys.maxsize, field="training_file"
+        )
+    except BadTrainingFile as error:
+        raise BadData(str(error)) from None
+    return examples, samples[0].kind is LineKind.CHAT and any(IGNORED in example.labels for example in examples)
 
 
-def _chat_ids(tokenizer: Any, messages: tuple[dict[str, str], ...], *, answer_next: bool = False) -> list[int]:
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer_next)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _text_ids(tokenizer: Any, text: str) -> list[int]:
-    ids = list(tokenizer(text)["input_ids"])
-    return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
-
-
-def _answer_spans(sample: TextSample, tokenizer: Any) -> list[tuple[int, int]] | None:
-    """Token spans of the assistant's messages; None if the template does not reveal them."""
-    whole = _chat_ids(tokenizer, sample.messages) if sample.messages else []
-    spans = []
-    for index, message in enumerate(sample.messages):
-        if message["role"] != "assistant":
-            continue
-        asked = _chat_ids(tokenizer, sample.messages[:index], answer_next=True) if index else []
-        answered = _chat_ids(tokenizer, sample.messages[: index + 1])
-        if whole[: len(asked)] != asked or whole[: len(answered)] != answered:
-            return None
-        spans.append((len(asked), len(answered)))
-    return spans
-
-
-def _batches(examples: list[EncodedExample], config: FinetuneConfig) -> Iterator[list[EncodedExample]]:
+def _batches(examples: list[TokenizedExample], config: FinetuneConfig) -> Iterator[list[TokenizedExample]]:
     """Endless shuffled epochs; the last batch of an epoch may be smaller."""
     random = torch.Generator().manual_seed(config.seed)
     while True:
@@ -282,21 +203,21 @@ def _batches(examples: list[EncodedExample], config: FinetuneConfig) -> Iterator
             yield [examples[index] for index in order[start : start + config.batch_size]]
 
 
-def _collate(batch: list[EncodedExample], pad: int, device: torch.device) -> dict[str, Tensor]:
+def _collate(batch: list[TokenizedExample], pad: int, device: torch.device) -> dict[str, Tensor]:
     longest = max(len(example.ids) for example in batch)
     rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
     for example in batch:
         missing = longest - len(example.ids)
         rows["input_ids"].append(example.ids + [pad] * missing)
         rows["attention_mask"].append([1] * len(example.ids) + [0] * missing)
-        rows["labels"].append(example.labels + [_IGNORED] * missing)
+        rows["labels"].append(example.labels + [IGNORED] * missing)
     return {name: torch.tensor(values, device=device) for name, values in rows.items()}
 
 
 def finetune(
     model: Any,
     tokenizer: Any,
-    samples: list[TextSample],
+    samples: list[JsonlSample],
     out: Path,
     config: FinetuneConfig,
     on_step: Callable[[StepReport], None] = lambda step: None,

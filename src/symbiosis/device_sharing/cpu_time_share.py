@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 _IDLE_SLICE_S = 0.05  # while the engine is idle: bounds the delay of its next step
 _MIN_STEP_S = 1e-4
@@ -67,7 +66,7 @@ class CpuTimeShare:
                 self._changed.wait_for(lambda: not self._slice_running)
             self._engine_running, self._step_started = True, self._clock()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._changed:
             self._step_ended = self._clock()
             if kind is None:

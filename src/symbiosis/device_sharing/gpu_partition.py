@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -122,8 +121,8 @@ class GpuPartition(CpuTimeShare):
         self._switch_to("serving")
         super().__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        super().__exit__(kind)
         if kind is None and self._step_is_colocated is self._is_training():
             with self._changed:
                 self._step_durations[self._step_is_colocated].append(self._step_ended - self._step_started)

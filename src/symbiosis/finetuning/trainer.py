@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -163,7 +162,7 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # On any thread

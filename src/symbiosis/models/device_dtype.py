@@ -25,3 +25,11 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is not None and (not isinstance(found, torch.dtype) or not found.is_floating_point):
         raise SymbiosisError(f"dtype={dtype!r}: expected float32, bfloat16 or float16")
     return found
+
+
+def is_device_alive(device: torch.device) -> bool:
+    """Whether the device still computes: some CUDA errors are permanent."""
+    try:
+        return int(torch.ones(1, device=device).item()) == 1
+    except Exception:  # noqa: BLE001 - any error means that it does not
+        return False

@@ -19,6 +19,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from symbiosis.errors import UnknownModel
 from symbiosis.models.default_model import NAME as DEFAULT_NAME
 from symbiosis.models.default_model import default_model_folder
+from symbiosis.models.device_dtype import resolve_device, resolve_dtype
+from symbiosis.models.fuse_projections import fuse_projections
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModelSource: TypeAlias = PreTrainedModel | str | PathLike[str] | None
@@ -68,6 +70,18 @@ def load_model_and_tokenizer(
         )
     folder = str(default_model_folder()) if source is None else str(source)
     return _load_pretrained(folder, device, dtype), _load_tokenizer(folder)
+
+
+def load_for_hosting(
+    model: ModelSource, tokenizer: Any, device: str, dtype: str | torch.dtype | None
+) -> tuple[PreTrainedModel, Any]:
+    """A plain model with fused projections, loaded unless it is one already, and its tokenizer."""
+    if not isinstance(model, PreTrainedModel):
+        model, found = load_model_and_tokenizer(model, device=resolve_device(device), dtype=resolve_dtype(dtype))
+        tokenizer = tokenizer or found
+    check_no_adapters(model)
+    fuse_projections(model)
+    return model, tokenizer
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from symbiosis.errors import BadAdapter, CannotServe, OutOfRange, SymbiosisError
-from symbiosis.models.device_dtype import resolve_device, resolve_dtype
-from symbiosis.models.fuse_projections import fuse_projections
-from symbiosis.models.loading import ModelSource, check_no_adapters, load_model_and_tokenizer
+from symbiosis.models.loading import ModelSource, load_for_hosting
 from symbiosis.serving.deferred_sigint import DeferredSigint
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, Sequence
@@ -71,14 +68,8 @@ class Engine:
         **settings: Any,
     ) -> None:
         """`device` and `dtype` apply to a model that is loaded here; `settings` are those of `EngineCore`."""
-        if not isinstance(model, PreTrainedModel):
-            model, found = load_model_and_tokenizer(model, device=resolve_device(device), dtype=resolve_dtype(dtype))
-            tokenizer = tokenizer or found
-        served: PreTrainedModel = model
-        check_no_adapters(served)
-        fuse_projections(served)
+        served, self._tokenizer = load_for_hosting(model, tokenizer, device, dtype)
         self._core = EngineCore(served, **settings)
-        self._tokenizer = tokenizer
 
     def add_adapter(self, name: str, folder: str | Path) -> str:
         """Serve the PEFT adapter in this folder under `name`; its content hash."""

@@ -11,13 +11,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from symbiosis import kernels
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
 from symbiosis.errors import CannotServe, OutOfRange, PassFailed, SymbiosisError
+from symbiosis.models.device_dtype import is_device_alive
 from symbiosis.models.max_length import max_sequence_length
 from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats
 from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
@@ -304,10 +304,7 @@ class EngineCore:
 
     def is_sound(self) -> bool:
         """Whether the device still computes: some CUDA errors are permanent."""
-        try:
-            return int(torch.ones(1, device=self._runner.model.device).item()) == 1
-        except Exception:  # noqa: BLE001 - any error means that it is not sound
-            return False
+        return is_device_alive(self._runner.model.device)
 
     def is_idle(self) -> bool:
         return self.scheduler.num_running == 0 and self.scheduler.num_waiting == 0

@@ -33,8 +33,7 @@ def finetune(
         Path,
         typer.Argument(
             metavar="DATA.jsonl",
-            help='A line per example: {"messages": [{"role", "content"} …]} or {"text": …}; '
-            'hosted also {"prompt": …, "completion": …}.',
+            help='A line per example: {"messages": [{"role", "content"} …]}, {"text": …} or {"prompt": …, "completion": …}.',
         ),
     ],
     out: Annotated[

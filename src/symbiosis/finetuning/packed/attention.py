@@ -9,26 +9,23 @@ separates them itself: a batch if their lengths are equal, `varlen_flash` if not
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.packed import varlen_flash
 from symbiosis.finetuning.packed.batch import PackedBatch
 from symbiosis.finetuning.packed.context import PassContext
-from symbiosis.models.attention_checks import no_mask, unsupported_reason
+from symbiosis.models.attention_registry import register_attention
 
 NAME = "symbiosis_packed"
 
 
 def use_packed_attention(model: PreTrainedModel, context: PassContext) -> None:
     """Let every attention module of this model use the context's batch. Raises `CannotTrain`."""
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, no_mask)
+    register_attention(NAME, _attend_layer, CannotTrain)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             object.__setattr__(module, "symbiosis_context", context)
@@ -106,23 +103,8 @@ def _mask(rows: int, before: int, reach: int | None, device: torch.device) -> Te
     return allowed if reach is None else allowed & (key > query - reach)
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    reason = unsupported_reason(module, query, attention_mask, sliding_window, kwargs)
-    if reason is not None:
-        raise CannotTrain(f"{reason}, which packed batches do not support")
+def _attend_layer(
+    module: nn.Module, layer: int, qkv: tuple[Tensor, Tensor, Tensor], scale: float, window: int | None, cap: float | None
+) -> Tensor:
     context: PassContext = module.symbiosis_context  # type: ignore[assignment]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    result_HRD = _attend_packed(query[0], key[0], value[0], context.batch, layer, scale, sliding_window, softcap)
-    return result_HRD.transpose(0, 1)[None], None
+    return _attend_packed(*qkv, context.batch, layer, scale, window, cap).transpose(0, 1)

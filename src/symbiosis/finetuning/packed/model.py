@@ -26,6 +26,7 @@ from symbiosis.finetuning.packed.cuda_graphs import PassGraphs
 from symbiosis.finetuning.packed.lora_layers import install_lora_layers
 from symbiosis.finetuning.packed.loss import token_losses
 from symbiosis.gpu.driver import synchronized
+from symbiosis.models.device_dtype import is_device_alive
 from symbiosis.models.loading import frozen_copy
 from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.models.patches.gated_mlp import patch_gated_mlps
@@ -177,10 +178,7 @@ class PackedModel:
 
     def is_sound(self) -> bool:
         """Whether the device still computes: some GPU errors are permanent."""
-        try:
-            return int(torch.ones(1, device=self._model.device).item()) == 1
-        except Exception:  # noqa: BLE001 - any error means that it does not
-            return False
+        return is_device_alive(self._model.device)
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         """Of the rows that the head reads, [N, V]."""

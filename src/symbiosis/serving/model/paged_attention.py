@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from symbiosis import kernels
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.cpu.attention import DecodeAttention, fits
 from symbiosis.kernels.tiles import Span
-from symbiosis.models.attention_checks import no_mask, unsupported_reason
+from symbiosis.models.attention_registry import register_attention
 
 NAME = "symbiosis_paged"
 _MAX_GATHERED_KEYS = 16384  # of prefill chunks that are computed together
@@ -270,30 +270,15 @@ class _KernelBatch:
 
 def use_paged_attention(model: PreTrainedModel, kv_cache: PagedKVCache) -> None:
     """Make every attention module of this model use this KV cache."""
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, no_mask)
+    register_attention(NAME, _attend_layer, CannotServe)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             object.__setattr__(module, "symbiosis_kv_cache", kv_cache)
     model.set_attn_implementation(NAME)
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    reason = unsupported_reason(module, query, attention_mask, sliding_window, more)
-    if reason is not None:
-        raise CannotServe(f"{reason}, which paged attention does not support")
+def _attend_layer(
+    module: nn.Module, layer: int, qkv: tuple[Tensor, Tensor, Tensor], scale: float, window: int | None, cap: float | None
+) -> Tensor:
     kv_cache: PagedKVCache = module.symbiosis_kv_cache  # type: ignore[assignment]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return kv_cache.attend(layer, query[0], key[0], value[0], scale=scale, window=sliding_window, cap=softcap)[None], None
+    return kv_cache.attend(layer, *qkv, scale=scale, window=window, cap=cap)

@@ -30,10 +30,6 @@ class Batch:
     preempted: tuple[Sequence, ...] = ()
 
     @property
-    def num_batched_tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
-
-    @property
     def sampled(self) -> list[Sequence]:
         """The sequences that sample a token, in row order."""
         return [chunk.sequence for chunk in self.chunks if chunk.samples]

@@ -10,7 +10,6 @@ from symbiosis.transport.base import Link
 from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import BlobRef
 
-CHUNK_BYTES = 4 << 20
 _MIN_PROGRESS_BYTES = 8 << 20
 
 
