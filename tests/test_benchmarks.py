@@ -58,7 +58,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         pytest.param(lora, ["--seconds", "0.1"], marks=pytest.mark.slow),
         (gpu_memory, []),
         (gpu_policies, ["--seconds", "0.2"]),
-        (small_and_large, ["--seconds", "0.1"]),
+        pytest.param(small_and_large, ["--seconds", "0.1"], marks=pytest.mark.slow),
         pytest.param(gpu_policies, ["--seconds", "0.2", "--remote", "3"], marks=pytest.mark.slow),
         pytest.param(gpu_policies, ["--seconds", "0.2", "--remote", "2"], marks=pytest.mark.slow),
         (mixed, ["--seconds", "0.2"]),

@@ -90,7 +90,9 @@ def served(folder: Path, root: Path) -> tuple[subprocess.Popen, str]:
     return process, url
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
+@pytest.mark.parametrize(
+    "kills", [pytest.param(count, marks=[pytest.mark.slow, pytest.mark.timeout(3000)]) for count in (2, 50)]
+)
 def test_jobs_end_in_the_same_adapter_after_kills_of_the_server(world, tmp_path, kills):
     process, url = served(world.folder, tmp_path)
     job = None

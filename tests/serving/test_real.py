@@ -81,6 +81,7 @@ def run(core):
             core.wait(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_chats_with_every_kind_of_adapter_match_peft_alone(real_cache, tmp_path):
     base, tokenizer = load_model_and_tokenizer(None, device=torch.device("cpu"), dtype=torch.float32)

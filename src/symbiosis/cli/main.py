@@ -60,7 +60,3 @@ def main(
     ] = False,
 ) -> None:
     pass
-
-
-if __name__ == "__main__":
-    app()

@@ -71,6 +71,9 @@ class ConnectionGuard:
         if self._owners.get(descriptor, owner) is owner:
             self._shut_down(descriptor)
 
+    def open_connections(self) -> int:
+        return len(self._open)
+
     def close(self) -> None:
         """Call before the socket is closed."""
         self._closing.set()
