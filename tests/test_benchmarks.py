@@ -12,6 +12,7 @@ import torch
 from benchmarks import (
     adapter_kernels,
     colocation,
+    deferral,
     gpu_colocation,
     gpu_memory,
     gpu_policies,
@@ -55,6 +56,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
     ("benchmark", "options"),
     [
         (sharing, ["--seconds", "0.1", "--tenants", "1", "2"]),
+        (deferral, ["--seconds", "0.05", "--round-trip-ms", "1"]),
         pytest.param(lora, ["--seconds", "0.1"], marks=pytest.mark.slow),
         (gpu_memory, []),
         (gpu_policies, ["--seconds", "0.2"]),
@@ -71,6 +73,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
     ],
     ids=[
         "sharing",
+        "deferral",
         "lora",
         "gpu_memory",
         "gpu_policies",

@@ -14,6 +14,7 @@ from trl import SFTConfig, SFTTrainer
 
 import symbiosis
 from symbiosis.errors import NoTokenizer
+from tests.lora import random_lora
 from tests.parity.architectures import ARCHITECTURES, VOCAB
 from tests.parity.pair import connected, trainable
 
@@ -31,13 +32,9 @@ def tokenizer():
     )
 
 
-def lora():
-    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-
-
 def seeded(model, config=None):
     torch.manual_seed(1)
-    return get_peft_model(model, config or lora())
+    return get_peft_model(model, config or random_lora())
 
 
 def settings(folder, **more):
@@ -73,7 +70,7 @@ def test_sft_trainer_of_trl_trains_and_saves(tmp_path, tokenizer):
             torch.manual_seed(1)
             trainer = SFTTrainer(
                 base, SFTConfig(**settings(tmp_path, max_length=16, bf16=False)), train_dataset=Dataset.from_list(texts),
-                processing_class=tokenizer, peft_config=lora(),
+                processing_class=tokenizer, peft_config=random_lora(),
             )  # fmt: skip
             losses.append(trainer.train().training_loss)
         trainer.save_model(str(tmp_path / "adapter"))
@@ -137,7 +134,7 @@ def test_an_encoder_decoder_generates_with_beams():
 @pytest.mark.parametrize(
     "config",
     [
-        lora,
+        random_lora,
         lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
         lambda: PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
         lambda: LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head", "up_proj"], task_type="CAUSAL_LM"),

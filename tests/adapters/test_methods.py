@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import (
     IA3Config,
-    LoraConfig,
     PeftConfig,
     PeftModel,
     PrefixTuningConfig,
@@ -32,12 +31,8 @@ from symbiosis.adapters.reader import read_adapter
 from symbiosis.errors import BadAdapter
 from tests.adapters.formulas import logits
 from tests.adapters.peft_adapters import NAMES, base, config_of, drop_config, save, served_by_peft, set_config
-from tests.lora import lora_config
+from tests.lora import random_lora as lora
 from tests.parity.architectures import ARCHITECTURES, MORE
-
-
-def lora(targets: tuple[str, ...] | str = ("q_proj", "v_proj"), **settings: object) -> LoraConfig:
-    return lora_config(targets, task_type="CAUSAL_LM", **settings)
 
 
 def ia3(targets: tuple[str, ...], feedforward: object) -> IA3Config:
@@ -69,7 +64,7 @@ def same_as_peft(name: str, folder: Path) -> Adapter:
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE], ids=lambda a: a.name)
 def test_lora_of_every_architecture_computes_what_peft_computes(architecture, tmp_path):
-    config = lora_config(tuple(architecture.targets), lora_alpha=16)
+    config = lora(tuple(architecture.targets), lora_alpha=16)
     save(architecture.name, config, tmp_path)
     adapter = same_as_peft(architecture.name, tmp_path)
     assert (adapter.method, adapter.rank) == ("lora", 4)
@@ -150,7 +145,11 @@ SPARSE: dict[str, tuple[str, PeftConfig, tuple[str, ...]]] = {
     "no alpha with rslora": ("llama", lora(lora_alpha=8, use_rslora=True), ("lora_alpha",)),
     "no alpha on Conv1D": ("gpt2", lora(("c_attn",), lora_alpha=8), ("lora_alpha", "fan_in_fan_out")),
     "neither rank nor alpha": ("llama", lora(r=8), ("r", "lora_alpha")),
-    "neither, but patterns": ("llama", lora(r=8, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}), ("r", "lora_alpha")),
+    "neither, but patterns": (
+        "llama",
+        lora(r=8, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}),
+        ("r", "lora_alpha"),
+    ),
     "no width": ("llama", prompt(num_virtual_tokens=3), ("token_dim",)),
 }
 """The last item is dropped from the config."""

@@ -23,8 +23,8 @@ from symbiosis.models.loading import shared_copy
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.ipc_server import IpcServer
 from symbiosis.transport.shm import runtime_folder
-from tests.configs import lora
 from tests.finetuning.trainer_reference import Task, base
+from tests.lora import lora
 
 ENDS = {"trained", "stopped", "failed"}
 PLAIN = Task("plain", lora(lora_dropout=0.1), {"max_steps": 12, "gradient_accumulation_steps": 3})

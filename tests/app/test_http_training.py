@@ -12,9 +12,9 @@ from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.trainer import Trainer
 from tests.app.service_harness import IpcPeer, train_message
-from tests.configs import lora
 from tests.finetuning.packed.test_model import BY_NAME, REFUSED
 from tests.finetuning.trainer_reference import Task
+from tests.lora import lora
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 

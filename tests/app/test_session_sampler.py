@@ -30,10 +30,10 @@ from symbiosis.finetuning.trainer import Trainer
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_messages import GenerateRequest
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
-from tests.configs import lora
 from tests.finetuning.concurrent_runs import values
 from tests.finetuning.peft_reference import examples
 from tests.finetuning.trainer_reference import TASKS, base
+from tests.lora import lora
 
 PROMPTS = [[5, 9, 13, 17], [40, 3], [7, 7, 7, 8, 9, 10, 11]]
 LARGE = StepSettings(learning_rate=0.1)

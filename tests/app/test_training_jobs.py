@@ -25,9 +25,9 @@ from symbiosis.finetuning.dataset import Dataset
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.packed.model import PackedModel
 from tests.app.service_harness import PLAIN, run_service, train_message, write_dataset
-from tests.configs import lora
 from tests.finetuning.concurrent_runs import assert_close
 from tests.finetuning.trainer_reference import STEPS, TASKS, Task, base, reference_run
+from tests.lora import lora
 
 PROMPT = [5, 9, 13, 17]
 
@@ -222,7 +222,7 @@ def test_an_existing_folder_is_replaced(tmp_path):
 FULL = """
 import json, resource, sys
 from pathlib import Path
-from tests.configs import lora
+from tests.lora import lora
 from tests.finetuning.trainer_reference import TASKS, Task
 from tests.app.service_harness import run_service, train_message
 

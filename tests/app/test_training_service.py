@@ -16,8 +16,8 @@ from symbiosis.app.training_service import NoTrainingService
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning import checkpoint
 from tests.app.service_harness import PLAIN, IpcPeer, run_service, train_message
-from tests.configs import lora
 from tests.finetuning.trainer_reference import Task, base
+from tests.lora import lora
 
 
 def test_jobs_of_a_disconnected_peer_are_aborted_and_released(tmp_path):

@@ -74,9 +74,9 @@ def train(model, steps: int, between=lambda step: None, snapshots: dict | None =
     import torch
     from peft import get_peft_model_state_dict
 
-    from tests.lora import with_lora
+    from tests.lora import with_random_lora
 
-    model = with_lora(model, ("q_proj", "v_proj", "up_proj"), seed=7, init_lora_weights=True)
+    model = with_random_lora(model, ("q_proj", "v_proj", "up_proj"), seed=7, init_lora_weights=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     data = torch.Generator().manual_seed(11)
     for step in range(steps):

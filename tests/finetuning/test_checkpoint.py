@@ -20,11 +20,11 @@ from symbiosis.finetuning.checkpoint import STATE
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.optimizer import Optimizer
 from symbiosis.finetuning.trainer import Trainer
-from tests.configs import lora
 from tests.finetuning.concurrent_runs import all_equal, values
 from tests.finetuning.conftest import STEP
 from tests.finetuning.peft_reference import examples
 from tests.finetuning.trainer_reference import base
+from tests.lora import lora
 
 CONFIGS = {
     "LoRA": lora(init_lora_weights=False, lora_bias=True),

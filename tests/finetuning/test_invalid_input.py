@@ -14,8 +14,8 @@ import symbiosis
 from symbiosis.errors import BadAdapter, NotStored, OutOfRange, SymbiosisError, UnknownModel
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.optimizer import StepSettings
-from tests.configs import lora
 from tests.finetuning.trainer_reference import base
+from tests.lora import lora
 
 IDS = (5, 6, 7)
 

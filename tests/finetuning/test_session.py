@@ -24,11 +24,11 @@ from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.optimizer import StepSettings
 from symbiosis.finetuning.packed.model import PackedModel
 from symbiosis.finetuning.trainer import Trainer
-from tests.configs import lora
 from tests.finetuning.concurrent_runs import all_equal
 from tests.finetuning.conftest import STEP, accumulated_gradients
 from tests.finetuning.peft_reference import examples, max_relative_error, run_peft
 from tests.finetuning.trainer_reference import base
+from tests.lora import lora
 
 
 def test_gradients_accumulate_until_a_step(trainer):

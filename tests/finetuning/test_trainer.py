@@ -23,10 +23,10 @@ from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.packed.model import PackedModel
 from symbiosis.finetuning.scheduling import batch_planner
 from symbiosis.finetuning.trainer import Trainer
-from tests.configs import lora
 from tests.finetuning.conftest import STEP, accumulated_gradients
 from tests.finetuning.peft_reference import examples, max_relative_error, run_peft
 from tests.finetuning.trainer_reference import base
+from tests.lora import lora
 
 
 def test_a_batch_larger_than_a_pass_takes_several(trainer):

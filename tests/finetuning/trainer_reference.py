@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.loop.recipe import Recipe
-from tests.configs import ALL_LINEAR, lora
 from tests.conftest import tiny_config
+from tests.lora import ALL_LINEAR, lora
 
 STEPS = 50
 

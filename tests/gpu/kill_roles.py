@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 
 import symbiosis.app.connect
 from tests.conftest import tiny_config
-from tests.lora import with_lora
+from tests.lora import with_random_lora
 
 if find_spec("triton") is not None:
     import symbiosis.kernels.cross_entropy  # once here, not in every process
@@ -57,7 +57,7 @@ def plain(device: str) -> Any:
 
 def train_step(model: Any, device: str) -> Callable[[], list[torch.Tensor]]:
     """A step of a LoRA fine-tune without an update, so that all its results are equal."""
-    adapted, ids = with_lora(model, ("q_proj", "v_proj", "o_proj")).to(device), _IDS.to(device)
+    adapted, ids = with_random_lora(model, ("q_proj", "v_proj", "o_proj")).to(device), _IDS.to(device)
 
     def step() -> list[torch.Tensor]:
         adapted.zero_grad()

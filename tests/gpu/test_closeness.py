@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
-from tests.lora import with_lora
+from tests.lora import with_random_lora
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -21,7 +21,7 @@ _MAX_RATIO = 1.5
 
 
 def adapted(model: Any) -> Any:
-    return with_lora(model, ("q_proj", "v_proj", "o_proj"), r=8).to("cuda")
+    return with_random_lora(model, ("q_proj", "v_proj", "o_proj"), r=8).to("cuda")
 
 
 def results(model: Any, batches: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

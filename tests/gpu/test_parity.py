@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import symbiosis
-from tests.lora import lora_config
+from tests.lora import random_lora
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import LINKS, LISTEN, adapted, assert_same_gradients, gradients, twin
 
@@ -20,12 +20,12 @@ LLAMA = ARCHITECTURES[0]
 def test_a_tenant_of_a_gpu_executor_gets_the_plain_models_results(link, device):
     plain = LLAMA.model()
     batch = LLAMA.batch()
-    expected = adapted(twin(plain), lora_config)
+    expected = adapted(twin(plain), random_lora)
     reference = gradients(expected, batch)
     logits = expected(**batch).logits
     with symbiosis.Executor(twin(plain), device="cuda") as executor:
         model = symbiosis.connect(executor if link == "inproc" else executor.listen(LISTEN[link]), device=device)
-        found = adapted(model, lora_config).to(device)
+        found = adapted(model, random_lora).to(device)
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
         torch.testing.assert_close(found(**on_device).logits.cpu(), logits, atol=1e-4, rtol=1e-4)
         ours = {name: grad.cpu() for name, grad in gradients(found, on_device).items()}

@@ -16,7 +16,7 @@ import torch
 import symbiosis
 from symbiosis.errors import DirectRefused, ExecutorLost
 from tests.conftest import tiny_config
-from tests.lora import with_lora
+from tests.lora import with_random_lora
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -69,7 +69,7 @@ def server() -> Iterator[Callable[..., Server]]:
 
 
 def adapted(model: Any) -> Any:
-    return with_lora(model, ("q_proj", "v_proj", "o_proj")).to("cuda")
+    return with_random_lora(model, ("q_proj", "v_proj", "o_proj")).to("cuda")
 
 
 def repeat_call(call: Callable[[], Any]) -> None:

@@ -14,16 +14,13 @@ from transformers import LlamaForCausalLM
 import symbiosis
 from symbiosis.errors import BadCall, CannotMerge, CannotSave
 from symbiosis.split.client.virtual_layers import VirtualConv1D, VirtualLayer, VirtualLinear
+from tests.lora import random_lora
 from tests.parity.architectures import ARCHITECTURES, _made
 from tests.parity.pair import adapted, assert_same_gradients, connected, gradients, trainable, twin
 
 LLAMA = ARCHITECTURES[0]
 GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
 MIXTRAL = next(a for a in ARCHITECTURES if a.name == "mixtral")
-
-
-def lora(**settings):
-    return lambda: LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **settings})
 
 
 @pytest.fixture
@@ -65,7 +62,7 @@ def test_inference_mode_and_no_grad(pair):
 def test_autocast_gives_what_plain_autocast_gives_within_its_rounding(pair):
     plain, model = pair
     batch = LLAMA.batch()
-    expected, found = adapted(twin(plain), lora()), adapted(model, lora())
+    expected, found = adapted(twin(plain), random_lora), adapted(model, random_lora)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         reference, result = expected(**batch), found(**batch)
     assert result.logits.dtype == reference.logits.dtype
@@ -78,8 +75,8 @@ def test_autocast_gives_what_plain_autocast_gives_within_its_rounding(pair):
 def test_gradient_checkpointing(pair, reentrant):
     plain, model = pair
     batch = LLAMA.batch()
-    expected = gradients(adapted(twin(plain), lora()), batch)
-    shared = adapted(model, lora()).train()
+    expected = gradients(adapted(twin(plain), random_lora), batch)
+    shared = adapted(model, random_lora).train()
     shared.enable_input_require_grads()
     shared.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     for _ in range(2):
@@ -88,7 +85,7 @@ def test_gradient_checkpointing(pair, reentrant):
 
 def test_gradient_accumulation_and_several_forwards_before_a_backward(pair):
     plain, model = pair
-    expected, found = adapted(twin(plain), lora()), adapted(model, lora())
+    expected, found = adapted(twin(plain), random_lora), adapted(model, random_lora)
     for peft_model in (expected, found):
         losses = [peft_model(**LLAMA.batch(seed)).loss for seed in range(3)]
         (losses[0] + losses[2]).backward()
@@ -98,7 +95,7 @@ def test_gradient_accumulation_and_several_forwards_before_a_backward(pair):
 
 def test_loss_scaling_and_rows_of_nan_pass_through(pair):
     plain, model = pair
-    expected, found = adapted(twin(plain), lora()), adapted(model, lora())
+    expected, found = adapted(twin(plain), random_lora), adapted(model, random_lora)
     for peft_model in (expected, found):
         (peft_model(**LLAMA.batch()).loss * torch.tensor(float("inf"))).backward()
     for name, parameter in trainable(expected).items():
@@ -261,7 +258,7 @@ def test_hooked_or_replaced_parts_of_a_block_are_called(pair):
     for part in parts:
         del part.forward
     model.model.layers[1].mlp.down_proj.register_full_backward_pre_hook(lambda *_: called.append("back"))
-    shared = adapted(model, lora())
+    shared = adapted(model, random_lora)
     shared(**LLAMA.batch()).loss.backward()
     assert called.count("back") == 1
 
@@ -285,9 +282,9 @@ def test_writing_to_a_weight_changes_only_this_tenants_layer():
 
 def test_a_deep_copy_of_the_model_stays_virtual_and_works(pair):
     plain, model = pair
-    clone = copy.deepcopy(adapted(model, lora()))
+    clone = copy.deepcopy(adapted(model, random_lora))
     assert sum(p.numel() for p in clone.parameters()) < sum(p.numel() for p in plain.parameters())
-    assert_same_gradients(gradients(adapted(twin(plain), lora()), LLAMA.batch()), gradients(clone, LLAMA.batch()))
+    assert_same_gradients(gradients(adapted(twin(plain), random_lora), LLAMA.batch()), gradients(clone, LLAMA.batch()))
 
 
 def test_another_dtype_at_the_tenant(pair):
@@ -304,7 +301,7 @@ def test_an_executor_in_bfloat16_gives_the_bits_of_the_plain_bfloat16_model():
     with connected(plain, "shm") as model:
         assert model.dtype == torch.bfloat16
         assert torch.equal(model(**LLAMA.batch()).logits, plain(**LLAMA.batch()).logits)
-        expected, found = adapted(twin(plain), lora()), adapted(model, lora())
+        expected, found = adapted(twin(plain), random_lora), adapted(model, random_lora)
         assert_same_gradients(gradients(expected, LLAMA.batch()), gradients(found, LLAMA.batch()), relative=2e-2)
 
 
@@ -313,7 +310,7 @@ def test_tenants_that_connect_and_build_adapters_at_once_are_isolated():
     losses: list[float] = []
 
     def tenant(executor: symbiosis.Executor) -> None:
-        model = get_peft_model(symbiosis.connect(executor), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+        model = get_peft_model(symbiosis.connect(executor), random_lora(("q_proj",)))
         assert all(p.device.type == "cpu" and p.abs().sum() > 0 for p in trainable(model).values())
         loss = model(**LLAMA.batch()).loss
         loss.backward()
@@ -346,7 +343,7 @@ def test_no_rows_at_all(pair):
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_merging_into_a_virtual_layer_is_refused_with_an_alternative(pair, safe):
-    shared = adapted(pair[1], lora())
+    shared = adapted(pair[1], random_lora)
     before = shared(**LLAMA.batch()).logits
     with pytest.raises(CannotMerge, match="save_pretrained"):
         shared.merge_and_unload(safe_merge=safe)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
 from symbiosis.errors import CannotSplit
+from tests.lora import random_lora
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.pair import adapted, assert_same_gradients, connected, gradients, twin
 
 LLAMA = ARCHITECTURES[0]
 GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
-
-
-def lora(**settings):
-    return lambda: LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **settings})
 
 
 def test_head_and_embeddings_in_the_executor():
@@ -28,12 +24,8 @@ def test_head_and_embeddings_in_the_executor():
             norms = sum(p.numel() for p in model.parameters())
             assert norms < 0.2 * sum(p.numel() for p in plain.parameters())
             assert torch.equal(model(**architecture.batch()).logits, plain(**architecture.batch()).logits)
-            found = adapted(
-                model, lambda a=architecture: LoraConfig(r=2, target_modules=list(a.targets), init_lora_weights=False)
-            )
-            expected = adapted(
-                twin(plain), lambda a=architecture: LoraConfig(r=2, target_modules=list(a.targets), init_lora_weights=False)
-            )
+            found = adapted(model, lambda a=architecture: random_lora(tuple(a.targets), r=2))
+            expected = adapted(twin(plain), lambda a=architecture: random_lora(tuple(a.targets), r=2))
             assert_same_gradients(gradients(expected, architecture.batch()), gradients(found, architecture.batch()))
 
 
@@ -90,7 +82,7 @@ def test_one_module_in_several_places_is_one_layer():
         assert model.model.layers[1].mlp is model.model.layers[0].mlp
         for _ in range(2):
             assert torch.equal(model(**LLAMA.batch()).logits, plain(**LLAMA.batch()).logits)
-        expected, found = adapted(twin(plain), lora()), adapted(model, lora())
+        expected, found = adapted(twin(plain), random_lora), adapted(model, random_lora)
         assert_same_gradients(gradients(expected, LLAMA.batch()), gradients(found, LLAMA.batch()))
 
 

@@ -14,8 +14,8 @@ from peft.tuners.ia3 import IA3Layer
 from symbiosis.errors import BadAdapter, TooLarge, UnsupportedAdapter
 from symbiosis.finetuning.adapters import adapter_factory
 from symbiosis.finetuning.adapters.adapter_factory import AdapterFactory
-from tests.configs import lora
 from tests.finetuning.trainer_reference import base
+from tests.lora import lora
 
 
 @pytest.fixture(scope="module")

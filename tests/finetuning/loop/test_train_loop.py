@@ -18,9 +18,9 @@ from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.loop.train_loop import run
 from symbiosis.finetuning.trainer import Trainer
-from tests.configs import lora
 from tests.finetuning.concurrent_runs import all_equal, assert_equals_trainer, open_session, run_concurrently, values
 from tests.finetuning.trainer_reference import STEPS, TASKS, Task, base, reference_run, run_trainer
+from tests.lora import lora
 
 
 @pytest.fixture(scope="module")

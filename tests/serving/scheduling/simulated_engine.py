@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
+from symbiosis.serving.scheduling.batch import Batch
 from symbiosis.serving.scheduling.block_manager import BlockManager
 from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
 from symbiosis.serving.scheduling.sequence import FinishReason, Sampling, Sequence, SequenceState
@@ -116,3 +117,8 @@ class SimulatedEngine:
         self.ended[one.id] = one
         assert one.block_table == []
         assert one.outputs == expected(one, one.output_length)
+
+
+def rows(batch: Batch) -> dict[str, int]:
+    """Tokens of each sequence in a batch."""
+    return {chunk.sequence.id: chunk.count for chunk in batch.chunks}

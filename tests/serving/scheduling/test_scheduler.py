@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from symbiosis.errors import ContextTooLong, OutOfRange, TooManyRequests
 from symbiosis.serving.scheduling.scheduler import SchedulerConfig
 from symbiosis.serving.scheduling.sequence import FinishReason, Sampling, SequenceState
-from tests.serving.scheduling.simulated_engine import SimulatedEngine, expected
+from tests.serving.scheduling.simulated_engine import SimulatedEngine, expected, rows
 from tests.work import lines_run
-
-
-def rows(batch):
-    return {chunk.sequence.id: chunk.count for chunk in batch.chunks}
 
 
 class TestBatches:
@@ -304,177 +300,6 @@ class TestPrefixCache:
         assert engine.added["a.2"].reason is FinishReason.LENGTH
 
 
-class TestFairness:
-    def flood(self, engine, tenant="flood", number=200, **changes):
-        for each in range(number):
-            engine.add(f"{tenant}{each}", tenant=tenant, prompt=[each % 32, each // 32, 3, 4], max_tokens=8, **changes)
-
-    def test_a_flood_does_not_delay_another_tenant(self):
-        engine = SimulatedEngine(max_running=4, tenant_running=4)
-        self.flood(engine)
-        for _ in range(20):
-            engine.step()
-        engine.add("b", tenant="bob")
-        engine.step()
-        while "b" not in engine.admitted:
-            engine.step()
-        assert engine.admitted["b"] - engine.added["b"].arrival <= 8  # the next sequence to finish frees a slot
-
-    def test_shares_follow_weights(self):
-        engine = SimulatedEngine(max_running=6, max_rows=32, max_wait_s=1e6)
-        self.flood(engine, "a", 300, weight=3.0)
-        self.flood(engine, "b", 300, weight=1.0)
-        for _ in range(300):
-            engine.step()
-        done = [sum(one.tenant == tenant for one in engine.ended.values()) for tenant in "ab"]
-        assert done[0] / done[1] == pytest.approx(3.0, rel=0.15)
-
-    def test_idle_time_earns_no_credit(self):
-        engine = SimulatedEngine(max_running=4)
-        self.flood(engine, "a", 100)
-        for _ in range(100):
-            engine.step()
-        self.flood(engine, "b", 100)
-        engine.step()
-        assert engine.scheduler.counter("b") >= engine.scheduler.counter("a") / 2
-        start = len(engine.ended)
-        for _ in range(100):
-            engine.step()
-        later = list(engine.ended.values())[start:]
-        assert sum(one.tenant == "a" for one in later) >= len(later) * 0.4
-
-    def test_the_least_weight_does_not_starve(self):
-        engine = SimulatedEngine(max_running=4, max_wait_s=30)
-        self.flood(engine, "heavy", 600, weight=1000.0)
-        engine.add("light", tenant="light", weight=0.001)
-        for _ in range(45):
-            engine.step()
-        assert engine.admitted["light"] <= 30 + 10
-
-    def test_many_tenants_that_waited_too_long_are_all_served(self):
-        engine = SimulatedEngine(max_running=2, max_wait_s=5)
-        self.flood(engine, "flood", 400)
-        for tenant in range(20):
-            engine.add(f"t{tenant}", tenant=f"t{tenant}", max_tokens=8)
-        for _ in range(150):
-            engine.step()
-        assert all(f"t{tenant}" in engine.ended for tenant in range(20))
-
-    def test_a_large_prompt_gets_its_blocks_under_a_stream_of_small_ones(self):
-        engine = SimulatedEngine(num_blocks=16, block_size=4, max_wait_s=10)
-        self.flood(engine, "small", 20)
-        engine.step()
-        engine.add("large", tenant="large", prompt=[7] * 50, max_tokens=4)
-        for number in range(60):
-            engine.add(f"more{number}", tenant="small", prompt=[number % 32, 1, 2], max_tokens=8)
-            engine.step()
-        assert "large" in engine.ended
-
-    def test_a_prompt_without_free_blocks_does_not_block_smaller_ones(self):
-        engine = SimulatedEngine(num_blocks=16, block_size=4, max_wait_s=1e6)
-        engine.add("runs", prompt=[1] * 20, max_tokens=20)
-        engine.step()
-        engine.add("large", tenant="large", prompt=[7] * 50, max_tokens=4)
-        engine.add("small", tenant="small", prompt=[8] * 4, max_tokens=4)
-        assert set(rows(engine.step())) == {"runs", "small"}
-
-
-class TestAdapters:
-    def test_a_missing_adapter_blocks_no_other_and_is_reported(self):
-        there = {"x"}
-        engine = SimulatedEngine(resident=there.__contains__)
-        engine.add("a", adapter="y")
-        engine.add("b", adapter="x")
-        engine.add("c")
-        batch = engine.step()
-        assert set(rows(batch)) == {"b", "c"}
-        assert batch.missing_adapters == ("y",)
-        there.add("y")
-        batch = engine.step()
-        assert "a" in rows(batch)
-        assert batch.missing_adapters == ()
-        engine.drain()
-
-    def test_each_adapter_is_looked_up_once_a_step(self):
-        asked = []
-        engine = SimulatedEngine(resident=lambda adapter: not asked.append(adapter), max_rows=200)
-        for number in range(8):
-            engine.add(f"a{number}", adapter="x")
-        engine.step()
-        assert asked == ["x"]
-
-    def test_no_more_adapters_run_than_there_are_slots(self):
-        engine = SimulatedEngine(max_adapters=2, max_rows=100)
-        for number in range(4):
-            engine.add(f"a{number}", adapter=f"x{number}")
-        engine.add("base")
-        for _ in range(8):
-            batch = engine.step()
-            assert len({chunk.sequence.adapter for chunk in batch.chunks} - {""}) <= 2
-        engine.drain()
-        assert len(engine.ended) == 5
-
-    def test_a_busy_adapter_drains_for_one_that_waited_too_long(self):
-        engine = SimulatedEngine(max_adapters=1, max_running=4, max_wait_s=10)
-        engine.add("cold", tenant="bob", adapter="cold")
-        engine.cancel("cold")
-        for number in range(300):
-            engine.add(f"h{number}", adapter="hot", prompt=[number % 32, 1, 2])
-            if number == 5:
-                engine.add("late", tenant="bob", adapter="cold")
-            engine.step()
-        assert "late" in engine.ended
-        assert engine.admitted["late"] <= 5 + 10 + 10
-        assert len(engine.ended) > 100
-
-    def test_a_busy_adapter_drains_within_one_tenant(self):
-        engine = SimulatedEngine(max_adapters=1, max_running=4, max_wait_s=10)
-        for number in range(60):
-            engine.add(f"h{number}", adapter="hot", prompt=[number % 32, 1, 2])
-            if number == 5:
-                engine.add("late", adapter="cold")
-            engine.step()
-        assert "late" in engine.ended
-
-    def test_a_slot_stays_reserved_while_the_adapter_that_waited_too_long_loads(self):
-        there = {"a", "b"}
-        engine = SimulatedEngine(max_adapters=1, max_running=4, max_wait_s=3, resident=there.__contains__)
-        engine.add("late", tenant="bob", adapter="cold")
-        asked = 0
-        for number in range(40):
-            engine.add(f"n{number}", adapter="ab"[number % 2], prompt=[number % 32, 1, 2], max_tokens=2)
-            asked = asked + 1 if "cold" in engine.step().missing_adapters else 0
-            if asked == 3:  # it loads within three steps if it is reported in each
-                there.add("cold")
-        assert "late" in engine.ended
-
-    def test_missing_adapters_are_reported_fairly_over_tenants(self):
-        engine = SimulatedEngine(resident=lambda adapter: False, max_rows=100)
-        for number in range(6):
-            engine.add(f"a{number}", tenant="ann", adapter=f"ann{number}")
-        for number in range(2):
-            engine.add(f"b{number}", tenant="bob", adapter=f"bob{number}")
-        assert engine.step().missing_adapters == ("ann0", "bob0", "ann1", "bob1", "ann2", "ann3", "ann4", "ann5")
-
-    def test_adapters_needed_next_are_reported_while_nothing_is_admitted(self):
-        engine = SimulatedEngine(max_running=1, resident=lambda adapter: not adapter)
-        engine.add("runs", max_tokens=20)
-        engine.step()
-        engine.add("next", tenant="bob", adapter="cold")
-        assert engine.step().missing_adapters == ("cold",)
-
-    def test_a_draining_adapter_admits_no_sequence_and_continues_those_it_has(self):
-        engine = SimulatedEngine()
-        engine.add("runs", adapter="x", max_tokens=20)
-        engine.step()
-        engine.scheduler.draining = {"x": "y"}
-        engine.add("new", adapter="x")
-        assert set(rows(engine.step())) == {"runs"}
-        engine.scheduler.draining = {}
-        assert set(rows(engine.step())) == {"runs", "new"}
-        engine.drain()
-
-
 @settings(max_examples=120, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(6, 24), st.integers(1, 5), st.integers(1, 6))
 def test_under_random_traffic_every_sequence_finishes_once_with_the_right_tokens(seed, num_blocks, block_size, running):
@@ -515,28 +340,6 @@ def test_under_random_traffic_every_sequence_finishes_once_with_the_right_tokens
     assert set(engine.ended) == set(engine.added)
     assert engine.blocks.num_free_blocks == num_blocks
     assert all(one.state is SequenceState.FINISHED and one.reason is not None for one in engine.added.values())
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 1 << 32))
-def test_under_any_flood_the_wait_is_bounded(seed):
-    rng = random.Random(seed)
-    engine = SimulatedEngine(num_blocks=12, block_size=4, max_running=4, max_rows=12, max_wait_s=10, max_adapters=2)
-    quiet = 0
-    for step in range(200):
-        for _ in range(2):
-            engine.add(
-                f"f{step}-{rng.random()}", tenant="flood", prompt=[rng.randrange(32) for _ in range(rng.randrange(1, 9))],
-                max_tokens=rng.randrange(1, 9), adapter=rng.choice(["", "x", "y"]), weight=4.0,
-            )  # fmt: skip
-        if step % 20 == 10:
-            engine.add(
-                f"q{quiet}", tenant="quiet", prompt=[5] * rng.randrange(1, 30), max_tokens=4, adapter=rng.choice(["", "z"])
-            )
-            quiet += 1
-        engine.step()
-    waits = [engine.admitted.get(f"q{i}", engine.now) - engine.added[f"q{i}"].arrival for i in range(quiet)]
-    assert max(waits) <= 10 + 60
 
 
 @pytest.mark.parametrize("queued", [0, 7680])

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig
+from peft import PrefixTuningConfig
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from symbiosis.split.client.kv_cache import PreallocatedCacheLayer, preallocate, preallocate_caches
+from tests.lora import random_lora
 from tests.parity.architectures import ARCHITECTURES, MORE
 from tests.parity.pair import adapted, assert_same_gradients, connected, trainable, twin
 
@@ -126,14 +127,10 @@ def test_a_connected_model_preallocates_by_default_and_others_do_not():
     own = DynamicCache(config=plain.config)
     with connected(plain, "inproc") as model, torch.no_grad():
         caches = [model(prompt).past_key_values, model(prompt, past_key_values=own, return_dict=False)[1]]
-        caches.append(generated(adapted(model, lora), prompt, do_sample=False).past_key_values)
+        caches.append(generated(adapted(model, random_lora), prompt, do_sample=False).past_key_values)
         assert caches[1] is own
         assert {type(layer) for cache in caches for layer in cache.layers} == {PreallocatedCacheLayer}
         assert {type(layer) for layer in plain(prompt).past_key_values.layers} == {DynamicLayer}
-
-
-def lora(architecture=LLAMA):
-    return LoraConfig(r=4, target_modules=list(architecture.targets), init_lora_weights=False)
 
 
 def test_new_tokens_are_written_in_place_and_attention_reads_them_there():
@@ -185,7 +182,7 @@ def test_gradients_flow_through_a_cache(architecture):
     plain, batch = architecture.model(), architecture.batch()
     preallocated = twin(plain)
     preallocate_caches(preallocated)
-    found, expected = (adapted(model, lambda: lora(architecture)) for model in (preallocated, plain))
+    found, expected = (adapted(model, lambda: random_lora(tuple(architecture.targets))) for model in (preallocated, plain))
     assert_same_gradients(through_a_cache(expected, batch), through_a_cache(found, batch), relative=0)
 
 

@@ -17,12 +17,12 @@ from symbiosis.transport.messages import Kind, Message
 from symbiosis.transport.zmq_client import Connection
 from symbiosis.types import Direction
 from tests.conftest import LINKS, Serve, Served, tiny_config
-from tests.lora import with_lora
+from tests.lora import with_random_lora
 from tests.policies import NeverPolicy
 
 
-def lora(model):
-    return with_lora(model, ("q_proj", "v_proj", "down_proj"), seed=3)
+def adapted(model):
+    return with_random_lora(model, ("q_proj", "v_proj", "down_proj"), seed=3)
 
 
 def gradients(model, ids) -> dict[str, torch.Tensor]:
@@ -41,8 +41,8 @@ def test_logits_equal_those_of_the_plain_model(link: Served, tiny, ids):
 
 
 def test_gradients_equal_those_of_the_plain_model(link: Served, tiny, ids):
-    expected = gradients(lora(plain_copy(tiny)), ids)
-    actual = gradients(lora(link.connect()), ids)
+    expected = gradients(adapted(plain_copy(tiny)), ids)
+    actual = gradients(adapted(link.connect()), ids)
     assert expected.keys() == actual.keys()
     assert expected
     for name, grad in expected.items():
@@ -84,7 +84,7 @@ def test_many_sessions_at_once(link: Served, tiny):
 
 
 def test_several_forwards_can_precede_the_backwards_in_any_order(link: Served, tiny, ids):
-    model, plain = lora(link.connect()), lora(plain_copy(tiny))
+    model, plain = adapted(link.connect()), adapted(plain_copy(tiny))
     for each in (model, plain):
         losses = [each(ids[i : i + 1], labels=ids[i : i + 1]).loss for i in (0, 1)]
         losses[1].backward()
@@ -100,7 +100,7 @@ def test_several_forwards_can_precede_the_backwards_in_any_order(link: Served, t
 def test_calls_beyond_the_executors_limits_are_split(serve: Serve, kind: str, limits: dict[str, int], tiny):
     served = serve(kind, limits=limits)
     ids = torch.randint(0, 128, (3, 70))
-    expected, actual = gradients(lora(plain_copy(tiny)), ids), gradients(lora(served.connect()), ids)
+    expected, actual = gradients(adapted(plain_copy(tiny)), ids), gradients(adapted(served.connect()), ids)
     for name, grad in expected.items():
         torch.testing.assert_close(actual[name], grad, rtol=1e-4, atol=1e-7)
     most = limits.get("max_rows", (1 << 16) // (64 * 4))
@@ -240,7 +240,7 @@ def test_a_message_that_fails_does_not_affect_the_next(link: Served, tiny, ids, 
 
 
 def test_a_call_leaves_nothing_in_the_executor(link: Served, ids):
-    model = lora(link.connect())
+    model = adapted(link.connect())
     before = link.executor.stats()["bytes_held"]
     model(ids, labels=ids).loss.backward()
     stats = link.executor.stats()
