@@ -68,6 +68,10 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 1b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.sharing 7b --mps
+	PYTHONPATH=src $(PYTHON) -m benchmarks.deferral 7b
+	PYTHONPATH=src $(PYTHON) -m benchmarks.deferral 7b --mps
+	PYTHONPATH=src $(PYTHON) -m benchmarks.deferral 1b --round-trip-ms 1
+	PYTHONPATH=src $(PYTHON) -m benchmarks.deferral 1b --round-trip-ms 1 --batch 1 --tokens 32
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_memory 7b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies gemma27b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_policies 7b --mps

@@ -22,18 +22,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.gpu import mps_daemon, options, used_bytes
+from benchmarks.hosted_jobs import HostedJobs, synchronize, training_way
 from benchmarks.results import FOLDER, compared, rotated, save
 from benchmarks.shapes import SHAPES, random_model
-from benchmarks.tenants import Workers, window_of
+from benchmarks.tenants import Workers
 
 JOBS = {"tiny": (1, 2), "1b": (4, 8), "7b": (4,)}
 SCALE = {"tiny": (1, 2), "1b": (1, 2, 4, 8, 16, 32, 64), "7b": (1, 2, 4, 8, 16, 32)}
@@ -50,169 +50,21 @@ LIMIT = 790e12
 """FLOP/s that products reach on an H200."""
 
 
-class Shared:
-    """Jobs of one host, each on a thread of its own."""
-
-    def __init__(
-        self,
-        model: Any,
-        shape: str,
-        way: str,
-        sizes: Sequence[tuple[int, int]],
-        *,
-        device_share: Any = None,
-        pass_rows: int | None = None,
-    ) -> None:
-        """`sizes`: of each job the sequences of a batch, and tokens of each."""
-        from peft import LoraConfig
-
-        from symbiosis.finetuning.config import TrainerConfig
-        from symbiosis.finetuning.trainer import Trainer
-
-        self.tokens = [batch * tokens for batch, tokens in sizes]
-        rank, layers = SHAPES[shape].lora[3]
-        rows = pass_rows or sum(self.tokens)
-        limits = {"max_rows": max(rows, *(tokens for _, tokens in sizes)), "pass_rows": rows}
-        room = max(1 << 16, 2 * sum(self.tokens))
-        with _way(way):
-            self.host = Trainer(
-                model,
-                TrainerConfig(max_waiting_tokens=room, **limits, **({} if way == "graphs" else {"graphs": 0})),
-                device_share,
-            )
-            self.sessions = [
-                self.host.open(f"tenant {n}", LoraConfig(r=rank, target_modules=layers, task_type="CAUSAL_LM"), seed=n)
-                for n in range(len(sizes))
-            ]
-        self.data = [_batch(model.config.vocab_size, batch, tokens, n) for n, (batch, tokens) in enumerate(sizes)]
-
-    def steps(self, count: int) -> None:
-        """So many steps of every job."""
-        self._run([[None] * count for _ in self.sessions])
-
-    def window(self, seconds: float) -> list[list[float]]:
-        """Seconds of each step of each job, as `tenants.window`."""
-        begin, end = window_of(seconds)
-        return self._run([(begin, end)] * len(self.sessions))
-
-    def finish(self, counts: Sequence[int]) -> list[float]:
-        """When each job has made so many steps, in seconds from now; 0 for those that make none."""
-        started = time.monotonic()
-        ended = [0.0] * len(counts)
-
-        def end(number: int) -> None:
-            ended[number] = time.monotonic() - started
-
-        self._run([[None] * count for count in counts], end)
-        return ended
-
-    def alone(self, counts: Sequence[int]) -> list[float]:
-        """The same of each job by itself, one after the other."""
-        return [
-            self.finish([count if number == which else 0 for number, count in enumerate(counts)])[which]
-            for which in range(len(counts))
-        ]
-
-    def _run(self, tasks: Sequence[Any], on_end: Callable[[int], None] = lambda number: None) -> list[list[float]]:
-        found: list[list[float]] = [[] for _ in tasks]
-        errors: list[BaseException] = []
-
-        def work(number: int) -> None:
-            try:
-                found[number] = _train(self.sessions[number], self.data[number], tasks[number])
-                on_end(number)
-            except BaseException as error:  # noqa: BLE001 - raised below, by the thread that asked
-                errors.append(error)
-
-        threads = [threading.Thread(target=work, args=(number,)) for number, task in enumerate(tasks) if task]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return found
-
-    def close(self) -> None:
-        self.host.close()
-        self.sessions = []
-        gc.collect()
-
-
-def _train(session: Any, batch: Any, task: Any) -> list[float]:
-    """Step after step, the next asked for before the last is answered, as `training.job` does it."""
-    from symbiosis.finetuning.optimizer import StepSettings
-
-    settings, seconds, under_way = StepSettings(learning_rate=1e-4), [], []
-    by_clock = isinstance(task, tuple)
-    last = time.monotonic()
-    left = None if by_clock else len(task)
-    while left is None or left > 0 or under_way:
-        if left is None or left > 0:
-            under_way.append((session.forward_backward(batch), session.optim_step(settings)))
-            left = None if left is None else left - 1
-            if len(under_way) < 2 and (left is None or left > 0):
-                continue
-        loss, step = under_way.pop(0)
-        loss.result()
-        step.result()
-        now = time.monotonic()
-        if by_clock and left is None:
-            if task[0] < now <= task[1]:
-                seconds.append(now - last)
-            if now > task[1]:
-                left = 0
-                seconds = seconds or [now - last]
-        last = now
-    return seconds
-
-
-def _batch(vocabulary: int, batch: int, tokens: int, seed: int) -> Any:
-    import torch
-
-    from symbiosis.finetuning.examples import Example
-
-    random = torch.Generator().manual_seed(seed)
-    rows = torch.randint(0, vocabulary, (batch, tokens), generator=random).tolist()
-    return [Example(tuple(row), tuple(row)) for row in rows]
-
-
-@contextlib.contextmanager
-def _way(way: str) -> Iterator[None]:
-    """ "loop" is what runs where there are no kernels."""
-    from symbiosis import kernels
-
-    plain = kernels.run_on
-    if way == "loop":
-        kernels.run_on = lambda device: False
-    try:
-        yield
-    finally:
-        kernels.run_on = plain
-
-
-def _wait(device: str) -> None:
-    import torch
-
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
-def profile(shared: Shared, device: str, console: Console) -> dict[str, Any]:
+def profile(shared: HostedJobs, device: str, console: Console) -> dict[str, Any]:
     """Kernels of one step of all jobs: how many, how long, and the host's time."""
     import torch
     from torch.profiler import ProfilerActivity
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device != "cpu" else [])]
     steps = 3
-    _wait(device)
+    synchronize(device)
     started = time.monotonic()
     shared.steps(steps)
-    _wait(device)
+    synchronize(device)
     wall = (time.monotonic() - started) / steps
     with torch.profiler.profile(activities=kinds) as trace:
         shared.steps(steps)
-        _wait(device)
+        synchronize(device)
     averages = trace.key_averages()
     on_device = [each for each in averages if device == "cpu" or each.device_type == torch.autograd.DeviceType.CUDA]
     name = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
@@ -233,13 +85,13 @@ def flops_share(model: Any, tokens_per_s: float) -> float:
     return 4 * sum(p.numel() for p in model.parameters()) * tokens_per_s / LIMIT
 
 
-def _started(model: Any, shape: str, jobs: int, way: str, device: str, *, batch: int, tokens: int) -> tuple[Shared, float]:
+def _started(model: Any, shape: str, jobs: int, way: str, device: str, *, batch: int, tokens: int) -> tuple[HostedJobs, float]:
     """A host with jobs that have trained a few steps, and the seconds that took: compiling and capturing."""
-    with _way(way):
+    with training_way(way):
         started = time.monotonic()
-        shared = Shared(model, shape, way, [(batch, tokens)] * jobs)
+        shared = HostedJobs(model, shape, way, [(batch, tokens)] * jobs)
         shared.steps(5)
-        _wait(device)
+        synchronize(device)
     return shared, time.monotonic() - started
 
 
@@ -252,7 +104,7 @@ def measure(
     memory: dict[str, list[float]] = {}
     startup: dict[str, float] = {}
     modes = [*(["plain"] if workers else []), *ways]
-    shared: dict[str, Shared] = {}
+    shared: dict[str, HostedJobs] = {}
     base = used_bytes(device) - empty
     if workers:
         before = used_bytes(device)
@@ -270,7 +122,7 @@ def measure(
             if mode == "plain":
                 found = workers.window(range(jobs), "train_until", seconds)  # type: ignore[union-attr]
             else:
-                with _way(mode):
+                with training_way(mode):
                     found = shared[mode].window(seconds)
             rates[mode].append(sum(tokens / statistics.mean(each) for each in found))
     passes = {way: each.host.stats for way, each in shared.items()}
@@ -323,9 +175,9 @@ def fair(model: Any, shape: str, way: str, seconds: float, pass_rows: Sequence[i
     sizes = FAIR["tiny" if shape == "tiny" else "gpu"]
     names = [f"{batch} × {tokens}" for batch, tokens in sizes]
     figures: dict[str, Any] = {}
-    with _way(way):
+    with training_way(way):
         for rows in pass_rows:
-            shared = Shared(model, shape, way, sizes, pass_rows=rows)
+            shared = HostedJobs(model, shape, way, sizes, pass_rows=rows)
             for _ in range(2):  # kernels are compiled and graphs captured; again after larger ones, which start anew
                 shared.alone([5] * len(sizes))
             counts = [max(5, round(seconds * 5 / end)) for end in shared.alone([5] * len(sizes))]
@@ -391,7 +243,7 @@ def run(
         workers = stack.enter_context(Workers(max(counts), device)) if plain and compare else None
         if workers:
             workers.all(range(max(counts)), "context")
-        _wait(device)
+        synchronize(device)
         empty = used_bytes(device)
         model = random_model(shape, device)
         console.print(f"{shape}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f}e9 parameters")
@@ -405,7 +257,7 @@ def run(
             for way in ways:
                 shared, startup = _started(model, shape, counts[0], way, device, **size)
                 console.print(f"{shape} {way}, {counts[0]} jobs, first steps {startup:.1f} s")
-                with _way(way):
+                with training_way(way):
                     figures["profile"][way] = profile(shared, device, console)
                 shared.close()
                 _trim(device)

@@ -12,13 +12,13 @@ from benchmarks.tenants import context_for
 _START_S = 300.0
 
 
-def serve(shape: str, device: str, head: bool, pipe: Any) -> None:
+def serve(shape: str, device: str, head: bool, link: str, pipe: Any) -> None:
     import torch
 
     import symbiosis
 
     with symbiosis.Executor(random_model(shape, device), device=device, host_head=head) as executor:
-        pipe.send(executor.listen("shm://"))
+        pipe.send(executor.listen(link))
         while (asked := pipe.recv()) != "stop":
             if asked == "stats":
                 pipe.send(executor.stats())
@@ -36,10 +36,10 @@ def serve(shape: str, device: str, head: bool, pipe: Any) -> None:
 class Served:
     """It starts at once and is waited for when its address is asked for. With the `head` too if asked. A context manager."""
 
-    def __init__(self, shape: str, device: str, *, head: bool = False) -> None:
+    def __init__(self, shape: str, device: str, *, head: bool = False, link: str = "shm://") -> None:
         context = context_for(device)
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(shape, device, head, theirs), daemon=True)
+        self._process = context.Process(target=serve, args=(shape, device, head, link, theirs), daemon=True)
         self._process.start()
         theirs.close()
 

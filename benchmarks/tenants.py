@@ -68,9 +68,14 @@ class Tenant:
 
         return torch.randint(0, SHAPES[self.shape].config["vocab_size"], (batch, tokens), device=self.device)
 
-    def resize(self, tokens: int) -> None:
-        """Fine-tune on sequences of this length from now on."""
-        self.ids = self.random_ids(SHAPES[self.shape].batch, tokens)
+    def resize(self, tokens: int, batch: int | None = None) -> None:
+        """Fine-tune on sequences of this length from now on, and on so many at a time."""
+        self.ids = self.random_ids(batch or SHAPES[self.shape].batch, tokens)
+
+    def defer(self, wanted: bool) -> None:
+        """Whether calls of the executor in training are deferred; a private copy makes none."""
+        if (session := getattr(self.base, "symbiosis", None)) is not None:
+            session.defer_training = wanted
 
     # One step of each kind of work. Each ends with a number on the host, as real loops do, which waits for the GPU.
 
