@@ -32,7 +32,7 @@ from rich.console import Console
 
 from benchmarks.gpu import options
 from benchmarks.gpu_serving import prompts_of, write_adapters
-from benchmarks.gpu_training import Shared
+from benchmarks.hosted_jobs import HostedJobs
 from benchmarks.results import FOLDER, compared, rotated, save
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.tenants import window_of
@@ -200,7 +200,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def window(serving: Serving | None, training: Shared | None, seconds: float) -> dict[str, float]:
+def window(serving: Serving | None, training: HostedJobs | None, seconds: float) -> dict[str, float]:
     """What one window gave those who are there."""
     if training is None:
         assert serving is not None
@@ -233,7 +233,7 @@ def window(serving: Serving | None, training: Shared | None, seconds: float) -> 
     return figures
 
 
-def settle(way: Any, serving: Serving, training: Shared, seconds: float, console: Console) -> None:
+def settle(way: Any, serving: Serving, training: HostedJobs, seconds: float, console: Console) -> None:
     """Kernels are compiled and graphs captured, and a way that looks for its part of the GPU has found it."""
     with serving:
         for _ in range(TRIES):
@@ -269,7 +269,7 @@ def run(
     shares: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as place:
         write_adapters(model, plan.adapters, plan.rank, Path(place))
-        training = Shared(shared_copy(model), shape, "graphs", [size] * plan.jobs, device_share=turns)
+        training = HostedJobs(shared_copy(model), shape, "graphs", [size] * plan.jobs, device_share=turns)
         serving = Serving(model, plan, load, Path(place), turns)
         try:
             training.steps(5)

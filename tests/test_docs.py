@@ -196,6 +196,7 @@ def test_studio_example(real_cache, tmp_path):
     assert (tmp_path / "out" / "bob" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_trl_example(address, tmp_path):
     assert "loss" in run(str(ROOT / "examples" / "sft_with_trl.py"), address, cwd=tmp_path)

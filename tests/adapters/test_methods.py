@@ -64,7 +64,7 @@ def same_as_peft(name: str, folder: Path) -> Adapter:
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE], ids=lambda a: a.name)
 def test_lora_of_every_architecture_computes_what_peft_computes(architecture, tmp_path):
-    config = lora(tuple(architecture.targets), lora_alpha=16)
+    config = lora(tuple(architecture.targets), lora_alpha=16, task_type=None)
     save(architecture.name, config, tmp_path)
     adapter = same_as_peft(architecture.name, tmp_path)
     assert (adapter.method, adapter.rank) == ("lora", 4)

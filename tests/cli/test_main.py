@@ -171,7 +171,7 @@ def test_serving_over_http_wrongly_says_what_to_do(folder, arguments, says):
     assert says in fails("serve", folder, "--listen", "tcp://127.0.0.1:0", *arguments)
 
 
-@pytest.mark.parametrize("link", [0, 1], ids=["tcp", "shm"])
+@pytest.mark.parametrize("link", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["tcp", "shm"])
 def test_generate_gives_the_text_of_the_plain_model(server, folder, link):
     speaker = LocalChat(AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer())
     expected = speaker.reply([{"role": "user", "content": "hi"}], ChatSampling(max_new_tokens=8))

@@ -20,7 +20,7 @@ def shm_address() -> str:
     return f"shm://faults-{os.getpid()}-{os.urandom(4).hex()}"
 
 
-@pytest.mark.parametrize("new_address", [free_address, shm_address])
+@pytest.mark.parametrize("new_address", [pytest.param(free_address, marks=pytest.mark.slow), shm_address])
 def test_a_training_run_survives_a_killed_executor_and_ends_in_the_same_adapter(new_address):
     undisturbed = train(seeded_model(), steps=8)
     address = new_address()

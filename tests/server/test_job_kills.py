@@ -66,6 +66,7 @@ def kill(server) -> None:
     server.hosting.check()
 
 
+@pytest.mark.slow
 def test_jobs_end_in_the_same_adapter_after_kills_of_the_http_process(world, start, tmp_path):
     server = start(world.folder, uploads=tmp_path / "up")
     client = server.client()
