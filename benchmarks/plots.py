@@ -62,6 +62,11 @@ def sharing(record: dict[str, Any], axes: Sequence[Any]) -> None:
         each.set_xlabel("fine-tuning tenants")
 
 
+def deferral(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    shown = {case: [each["median"] * 1e3] for case, each in record["step_s"].items()}
+    bars(axes[0], [f"{record['batch']} × {record['tokens']} tokens"], shown, "step, ms")
+
+
 def lora(record: dict[str, Any], axes: Sequence[Any]) -> None:
     settings = record["settings"]
     groups = [f"LoRA {number}\nrank {each['rank']}, {len(each['layers'])} layers" for number, each in settings.items()]
@@ -156,6 +161,7 @@ def gpu_colocation(record: dict[str, Any], axes: Sequence[Any]) -> None:
 
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
     "sharing": (sharing, 3),
+    "deferral": (deferral, 1),
     "lora": (lora, 1),
     "gpu_memory": (memory, 2),
     "mixed": (mixed, 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lo
 WIDE = LoraConfig(r=9, target_modules=["k_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 IA3 = IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
 KINDS = {"pirate": LORA, "poet": WIDE, "judge": IA3, "cook": LORA}
+WORKERS = int(os.environ.get("SYMBIOSIS_TEST_WORKERS", "1"))
+"""HTTP workers of servers whose test asks for none: `make workers` runs the tests with several."""
 CHAT = [{"role": "user", "content": "hello there"}]
 
 
@@ -101,7 +104,7 @@ def start():
 
     def begin(folder: Path, **options: Any) -> RunningServer:
         executor = symbiosis.Executor(folder, hosting=True)
-        hosting = executor.host("127.0.0.1:0", **options)
+        hosting = executor.host("127.0.0.1:0", **{"workers": WORKERS, **options})
         started.append(RunningServer(hosting.url, hosting, executor))
         return started[-1]
 

@@ -9,7 +9,6 @@ from symbiosis.app.http_host import check_http
 from symbiosis.errors import AddressInUse, BadAddress, InsecureListen, SymbiosisError
 from symbiosis.server.app import Server
 from symbiosis.server.auth import OPEN_PATHS, ApiKeys, AuthMiddleware, is_tenant_path
-from symbiosis.server.metrics import Metrics
 from symbiosis.server.settings import ADMIN, Settings
 from tests.server.conftest import ANN, BOB, CHAT, CHIEF
 
@@ -111,10 +110,3 @@ def test_listening_on_a_public_address_needs_keys(server):
             check_http(address, {})
     with pytest.raises(AddressInUse):
         check_http(server.url.removeprefix("http://"), {})
-
-
-def test_two_servers_have_separate_metrics():
-    one, other = Metrics(), Metrics()
-    one.count_prompt("ann", 3)
-    assert b'tenant="ann"' in one.render(None, {})
-    assert b'tenant="ann"' not in other.render(None, {})

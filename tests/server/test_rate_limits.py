@@ -56,28 +56,28 @@ def test_engine_options_take_effect(small):
         small.client(BOB).completions.create(model="tiny", prompt="x", n=9, max_tokens=1)
 
 
-def test_the_bucket_refills_and_a_request_ends_with_its_context():
+def test_the_bucket_refills_and_a_released_place_is_free():
     now = [0.0]
     limiter = RateLimiter(RequestLimits(at_once=1, per_minute=2), lambda: now[0])
-    with limiter.limit("ann"):
-        with pytest.raises(TooManyRequests, match="at once"), limiter.limit("ann"):
-            pass
-        with limiter.limit("bob"):
-            pass
-    with pytest.raises(KeyError), limiter.limit("ann"):
-        raise KeyError  # also ends the request
-    with pytest.raises(TooManyRequests) as caught, limiter.limit("ann"):
-        pass
+    limiter.acquire("ann")
+    with pytest.raises(TooManyRequests, match="at once"):
+        limiter.acquire("ann")
+    limiter.acquire("bob")
+    limiter.release("ann")
+    limiter.acquire("ann")
+    limiter.release("ann")
+    with pytest.raises(TooManyRequests) as caught:
+        limiter.acquire("ann")
     assert caught.value.retry_s == pytest.approx(30)
     now[0] += 30.1
-    with limiter.limit("ann"):
-        pass
+    limiter.acquire("ann")
+    limiter.release("ann")
     now[0] += 1e6  # the bucket is bounded
     for _ in range(2):
-        with limiter.limit("ann"):
-            pass
-    with pytest.raises(TooManyRequests), limiter.limit("ann"):
-        pass
+        limiter.acquire("ann")
+        limiter.release("ann")
+    with pytest.raises(TooManyRequests):
+        limiter.acquire("ann")
     with pytest.raises(SymbiosisError):
         RequestLimits(at_once=0)
 

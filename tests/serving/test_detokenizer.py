@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from symbiosis.errors import OutOfRange
+from symbiosis.serving.byte_level import ByteLevelDetokenizer, byte_table
 from symbiosis.serving.detokenizer import Detokenizer, StopStrings, TextStream
 from tests.tiny_chat import tiny_tokenizer
 
@@ -211,6 +212,36 @@ class TestStopStrings:
     def test_stop_strings_have_limits(self, stops):
         with pytest.raises(OutOfRange, match="stop"):
             StopStrings(stops)
+
+
+class TestByteLevel:
+    """Against the reference, on text and on random bytes."""
+
+    @pytest.fixture(scope="class")
+    def tokenizer(self):
+        return byte_level()
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.lists(st.integers(0, 340), max_size=60), st.booleans())
+    def test_same_text_as_the_tokenizer(self, tokenizer, tokens, skip):
+        stream = ByteLevelDetokenizer(byte_table(tokenizer), skip_special_tokens=skip)
+        text = "".join(map(stream.push, tokens)) + stream.flush()
+        assert text == tokenizer.decode(tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.text(max_size=40))
+    def test_same_text_at_each_token_as_the_reference(self, tokenizer, text):
+        fast, reference = ByteLevelDetokenizer(byte_table(tokenizer)), Detokenizer(tokenizer)
+        for token in tokenizer(text)["input_ids"]:
+            assert fast.push(token) == reference.push(token)
+        assert fast.flush() == reference.flush()
+
+    @pytest.mark.parametrize("make", [sentencepiece_with_bytes, unigram, word_piece])
+    def test_other_tokenizers_have_no_table(self, make):
+        assert byte_table(make()) is None
+
+    def test_no_tokenizer_has_no_table(self):
+        assert byte_table(None) is None
 
 
 class TestTextStream:

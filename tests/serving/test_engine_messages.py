@@ -28,7 +28,6 @@ def test_a_request_survives_encoding(sampling):
 
 EVENTS = [
     Accepted("a"),
-    Token("a", 1, 42),
     Finished("a", 1, FinishReason.LENGTH, 16),
     Result("a", {"hash": "x"}),
 ]
@@ -37,6 +36,13 @@ EVENTS = [
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_an_event_survives_encoding(event):
     assert messages.decode_event(sent(messages.encode_event(event, "a"))) == event
+
+
+def test_tokens_of_a_step_survive_encoding():
+    tokens = [(0, 0, 5), (7, 127, 2**31 - 1), (2**31 - 1, 1, 0)]
+    frame = messages.encode_tokens([number for token in tokens for number in token])
+    assert list(messages.decode_tokens(frame)) == tokens
+    assert list(messages.decode_tokens(b"")) == []
 
 
 def test_logprobs_survive_encoding():

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -22,6 +19,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.names import qualify_name
+from symbiosis.app.http_processes import HttpProcesses
+from symbiosis.app.metrics_service import MetricsService
+from symbiosis.app.rate_limit_service import RateLimitService
 from symbiosis.app.training_service import NoTrainingService, TrainingService
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.device_sharing.gpu_partition import create_device_share
@@ -48,8 +48,7 @@ from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.transport.shm import runtime_folder
 
 _START_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 40.0
-_MIN_UPTIME_S, _MAX_DEATHS = 30.0, 3
+_MAX_WORKERS = 8
 _TEMPORARY = "symbiosis-uploads-"
 _ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
 _log = logging.getLogger("symbiosis")
@@ -61,7 +60,8 @@ class HttpHost:
     `keys` are secrets by tenant; without any, only this machine can connect. `adapters` are folders by name, loaded at the
     start; `adapter_root` is the folder that the admin may load more from. Uploaded adapters are stored in `uploads` and
     fine-tuning jobs in `jobs` (default: `uploads` with the suffix -jobs); a later server with these folders continues with
-    them. Without `uploads` both are removed at `close`. `patience_s` is the time for a client to send a request's head.
+    them. Without `uploads` both are removed at `close`. `workers` is the number of processes that serve completions (default:
+    one with a CPU, up to eight with a GPU). `patience_s` is the time for a client to send a request's head.
     `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
     `device_share` is shared by everything that computes on this device. `engine_core` are further options of `EngineCore`.
     """
@@ -83,6 +83,7 @@ class HttpHost:
         store_limits: adapter_store.StoreLimits | None = None,
         requests: RequestLimits | None = None,
         residency: AdapterCacheConfig | None = None,
+        workers: int | None = None,
         patience_s: float = 20.0,
         training: TrainerConfig | None = TrainerConfig(),  # noqa: B008 - frozen
         device_share: CpuTimeShare | None = None,
@@ -119,8 +120,9 @@ class HttpHost:
             )
             undo.pop_all()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._process = _HttpProcess(self._socket)  # its imports take seconds: they run while the engine loads
-        self._deaths = 0
+        count = _default_workers(model.device.type) if workers is None else workers
+        # Their imports take seconds: they run while the engine loads.
+        self._processes = HttpProcesses(self._socket, count, runtime_folder())
         self._ipc: IpcServer | None = None
         self._trainer: Trainer | None = None
         device_share = device_share or create_device_share(model.device)
@@ -130,6 +132,8 @@ class HttpHost:
             core = EngineCore(model, residency=residency or AdapterCacheConfig(), device_share=device_share, **engine_core)
             _load_adapters(core, adapters, self._uploads.path)
             self._ipc = IpcServer(core, runtime_folder())
+            RateLimitService(self._ipc, settings.request_limits)
+            MetricsService(self._ipc)
             values = {**asdict(settings), "max_model_len": core.scheduler.max_model_len}
             if isinstance(trainer, Trainer):
                 TrainingService(self._ipc, core, trainer)
@@ -138,8 +142,7 @@ class HttpHost:
                 NoTrainingService(self._ipc, trainer)
                 values["training_error"] = str(trainer)
             folder = None if tokenizer is None else str(tokenizer)
-            self._config = {"ipc_path": str(self._ipc.path), "tokenizer": folder, "settings": values}
-            self._process.configure(self._config)
+            self._processes.configure({"ipc_path": str(self._ipc.path), "tokenizer": folder, "settings": values})
             self._wait_until_connected(self._ipc)
         except BaseException:
             self.close()
@@ -147,28 +150,23 @@ class HttpHost:
 
     def _wait_until_connected(self, ipc: IpcServer) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while not ipc.joined.wait(0.05):
-            if not self._process.is_alive() or time.monotonic() > deadline:
-                raise EngineLost("the HTTP process did not start: see the log above")
+        while ipc.num_joined < len(self._processes):
+            time.sleep(0.05)
+            if not self._processes.are_alive() or time.monotonic() > deadline:
+                raise EngineLost("an HTTP process did not start: see the log above")
 
     def check(self) -> None:
-        """Restart the HTTP process if it died. Raises `EngineLost` if it keeps dying, or a loop of this process has failed."""
+        """Restart an HTTP process that died. Raises `EngineLost` if it keeps dying, or a loop of this process has failed."""
         assert self._ipc is not None
         if not self._ipc.is_alive():
             raise EngineLost("the engine's loop has failed: see the log above")
         if self._trainer is not None and not self._trainer.is_alive():
             raise EngineLost("hosted training has failed on the device: start again, and jobs resume from their checkpoints")
-        if not self._process.is_alive():
-            self._deaths = self._deaths + 1 if time.monotonic() - self._process.started < _MIN_UPTIME_S else 1
-            if self._deaths >= _MAX_DEATHS:
-                raise EngineLost(f"the HTTP process died {_MAX_DEATHS} times within seconds: see the log above")
-            _log.warning("the HTTP process has died: starting another")
-            self._process = _HttpProcess(self._socket)
-            self._process.configure(self._config)
+        self._processes.check()
 
     def close(self) -> None:
         """Stop accepting requests, let running ones finish for half a minute, then stop everything."""
-        self._process.stop()
+        self._processes.stop()
         for part in (self._ipc, self._trainer, self._uploads, self._jobs, self._socket):
             if part is not None:
                 part.close()
@@ -199,38 +197,9 @@ class _LockedFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-class _HttpProcess:
-    def __init__(self, listening: socket.socket) -> None:
-        self._fd = listening.fileno()
-        self.started = time.monotonic()
-        # In its own session: Ctrl-C reaches only this process, which then stops the child.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "symbiosis.server"],
-            stdin=subprocess.PIPE,
-            pass_fds=[self._fd],
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
-
-    def configure(self, config: dict[str, Any]) -> None:
-        """Send the configuration; the process serves from then on."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({**config, "fd": self._fd}).encode() + b"\n")
-            self._process.stdin.close()
-        except OSError:
-            raise EngineLost("the HTTP process did not start: see the log above") from None
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+def _default_workers(device: str) -> int:
+    """One process serves what a CPU generates; a GPU generates tens of thousands of tokens a second."""
+    return 1 if device == "cpu" else max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) // 2))
 
 
 def _make_trainer(model: PreTrainedModel, config: TrainerConfig | None, device_share: CpuTimeShare) -> Trainer | SymbiosisError:

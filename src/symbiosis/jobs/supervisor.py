@@ -59,7 +59,7 @@ _log = logging.getLogger("symbiosis")
 class TrainingBackend(Protocol):
     """The engine's process. `server.engine_client` implements and documents it."""
 
-    async def open(self, body: dict[str, Any], inbox: asyncio.Queue[Any] | None = None) -> tuple[str, asyncio.Queue[Any]]: ...
+    async def open(self, body: dict[str, Any], inbox: asyncio.Queue[Any]) -> str: ...
     def forget(self, id: str) -> None: ...
     async def stop_training(self, id: str, *, at_once: bool = False) -> None: ...
     async def ask(self, op: str, **body: Any) -> dict[str, Any]: ...
@@ -341,7 +341,7 @@ class Supervisor:
             "final": str(final),
             "serve_as": qualify_name(job.owner, job.name),
         }
-        key, _ = await self._engine.open(body, self._inbox)
+        key = await self._engine.open(body, self._inbox)
         self._runs[key] = JobRun(job.id, job.tenant, job.epoch, final)
         self._idle.clear()
         self._last_start[job.tenant] = next(self._start_numbers)

@@ -15,12 +15,14 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+import uvloop
 from transformers import AutoTokenizer
 
 from symbiosis.common import file_limits
 from symbiosis.server.app import Server
+from symbiosis.server.connections.http_protocol import ConnectionLimits, HttpProtocol
+from symbiosis.server.connections.listener import Listener
 from symbiosis.server.engine_client import EngineClient
-from symbiosis.server.requests.connection_timeouts import TimeoutProtocol
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
 from symbiosis.transport.engine_ipc import IpcClient
@@ -39,18 +41,17 @@ async def _serve(config: dict[str, Any]) -> None:
     engine = EngineClient(IpcClient(config["ipc_path"]))
     settings = Settings.from_json(config["settings"])
     max_connections = file_limits.raise_open_file_limit() - _RESERVED_FILES
-    protocol = partial(TimeoutProtocol, timeout_s=settings.client_timeout_s, max_connections=max_connections)
-    server = uvicorn.Server(
+    limits = ConnectionLimits(timeout_s=settings.client_timeout_s, max_connections=max_connections)
+    server = Listener(
         uvicorn.Config(
-            Server(engine, ServerTokenizer(tokenizer, settings.max_model_len), settings).app(),
-            http=protocol,  # type: ignore[arg-type]  # uvicorn only calls it
+            Server(engine, ServerTokenizer(tokenizer, settings.max_model_len), settings, config["control"]).app(),
+            http=partial(HttpProtocol, limits=limits),  # type: ignore[arg-type]  # uvicorn only calls it
             log_config=None,
             access_log=False,
             server_header=False,
             ws="none",
             timeout_graceful_shutdown=_SHUTDOWN_S,
             timeout_keep_alive=75,
-            backlog=2048,
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=config["fd"])]))
@@ -67,7 +68,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     line = sys.stdin.readline()
     if line:  # else the parent process has died
-        asyncio.run(_serve(json.loads(line)))
+        uvloop.run(_serve(json.loads(line)))
 
 
 if __name__ == "__main__":

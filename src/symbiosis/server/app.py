@@ -5,97 +5,86 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from symbiosis.server.adapter_store import AdapterStore
 from symbiosis.server.auth import ApiKeys, AuthMiddleware
+from symbiosis.server.connections.control_proxy import ControlProxy
 from symbiosis.server.engine_client import EngineClient
-from symbiosis.server.job_service import JobService
-from symbiosis.server.metrics import Metrics
+from symbiosis.server.metrics.counts import Metrics
+from symbiosis.server.metrics.reporter import MetricsReporter
 from symbiosis.server.openai.errors import BadRequest, error_response
-from symbiosis.server.rate_limits import RateLimiter
+from symbiosis.server.request_gate import RequestGate
 from symbiosis.server.requests.body import Handler, cancel_on_disconnect
-from symbiosis.server.routes.adapters import AdapterRoutes
 from symbiosis.server.routes.completions import CompletionRoutes
-from symbiosis.server.routes.files import FileRoutes
-from symbiosis.server.routes.fine_tuning import FineTuningRoutes
-from symbiosis.server.routes.models import ModelRoutes
-from symbiosis.server.routes.monitoring import MonitoringRoutes
+from symbiosis.server.routes.health import HealthRoute
 from symbiosis.server.routes.tokenization import TokenizationRoutes
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
+
+if TYPE_CHECKING:
+    from symbiosis.server.control import Control
 
 _CLIENT_CLOSED_REQUEST = 499
 
 
 class Server:
-    """The app and its shared objects."""
+    """The app of one HTTP process and its shared objects.
 
-    def __init__(self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings) -> None:
+    Completions are served by every process. `control` is the socket of the control process, which gets all other requests;
+    None: this is the control process.
+    """
+
+    def __init__(
+        self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, control: str | None = None
+    ) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._metrics = Metrics()
-        self._store = AdapterStore(Path(settings.uploads), settings.store_limits)
-        self._jobs = JobService(engine, tokenizer, settings, self._store, self._metrics.count_steps)
+        self._reporter = MetricsReporter(engine, self._metrics)
+        self._proxy = None if control is None else ControlProxy(control)
+        self._control: Control | None = None
+        if control is None:
+            from symbiosis.server.control import Control  # imports torch: a second that workers do not need
+
+            self._control = Control(engine, tokenizer, settings, self._metrics, self._reporter)
 
     def app(self) -> ASGIApp:
         engine, tokenizer, settings = self._engine, self._tokenizer, self._settings
-        limiter = RateLimiter(settings.request_limits)
-        monitoring = MonitoringRoutes(engine, self._metrics, self._jobs)
-        tokenization = TokenizationRoutes(engine, tokenizer, limiter)
-        models = ModelRoutes(engine, settings)
-        completions = CompletionRoutes(engine, tokenizer, settings, limiter, self._metrics)
-        adapters = AdapterRoutes(engine, settings, self._store, self._jobs)
-        files = FileRoutes(settings, self._jobs)
-        tuning = FineTuningRoutes(engine, settings, self._jobs)
+        gate = RequestGate(engine, settings.request_limits)
+        completions = CompletionRoutes(engine, tokenizer, settings, gate, self._metrics)
+        tokenization = TokenizationRoutes(engine, tokenizer, gate)
         table: list[tuple[str, str, Handler]] = [
-            ("GET", "/health", monitoring.health),
-            ("GET", "/metrics", monitoring.metrics),
+            ("GET", "/health", HealthRoute(engine).get),
             ("POST", "/tokenize", tokenization.tokenize),
             ("POST", "/detokenize", tokenization.detokenize),
-            ("GET", "/v1/models", models.list),
-            ("GET", "/v1/models/{id:path}", models.get),
             ("POST", "/v1/completions", completions.complete),
             ("POST", "/v1/chat/completions", completions.chat),
             ("POST", "/v1/embeddings", completions.embed),
-            ("GET", "/v1/adapters", adapters.list),
-            ("PUT", "/v1/adapters/{name}", adapters.upload),
-            ("DELETE", "/v1/adapters/{name}", adapters.remove),
-            ("GET", "/v1/adapters/{name}/{file}", adapters.download),
-            ("POST", "/v1/files", files.upload),
-            ("GET", "/v1/files", files.list),
-            ("GET", "/v1/files/{id}", files.get),
-            ("DELETE", "/v1/files/{id}", files.remove),
-            ("GET", "/v1/files/{id}/content", files.download),
-            ("POST", "/v1/fine_tuning/jobs", tuning.create),
-            ("GET", "/v1/fine_tuning/jobs", tuning.list),
-            ("GET", "/v1/fine_tuning/jobs/{id}", tuning.get),
-            ("POST", "/v1/fine_tuning/jobs/{id}/cancel", tuning.cancel),
-            ("POST", "/v1/fine_tuning/jobs/{id}/pause", tuning.pause),
-            ("POST", "/v1/fine_tuning/jobs/{id}/resume", tuning.resume),
-            ("GET", "/v1/fine_tuning/jobs/{id}/events", tuning.list_events),
-            ("GET", "/v1/fine_tuning/jobs/{id}/checkpoints", tuning.list_checkpoints),
-            ("POST", "/v1/load_lora_adapter", adapters.load),
-            ("POST", "/v1/unload_lora_adapter", adapters.unload),
-            ("POST", "/v1/pin_lora_adapter", adapters.pin),
+            *(self._control.table() if self._control is not None else ()),
         ]
-        routes = [self._route(*entry) for entry in table]
+        routes: list[BaseRoute] = [self._route(*entry) for entry in table]
         app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _routing_error})
+        if self._proxy is not None:
+            app.router.default = self._proxy
         hosts = None if settings.allowed_hosts is None else frozenset(settings.allowed_hosts)
         return AuthMiddleware(app, ApiKeys(settings.keys, settings.admin_key), hosts)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         await self._engine.start()
-        await self._jobs.open()
+        self._reporter.start()
+        if self._control is not None:
+            await self._control.open()
         yield
-        await self._jobs.close()
+        if self._control is not None:
+            await self._control.close()
+        await self._reporter.close()
         await self._engine.close()
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:

@@ -8,12 +8,45 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from symbiosis.errors import EngineLost
+from symbiosis.errors import EngineLost, SymbiosisError
 from symbiosis.serving import engine_messages as messages
-from symbiosis.serving.engine_messages import Event, Finished, GenerateRequest, JobEvent, Token
+from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, JobEvent, Token
 from symbiosis.transport.engine_ipc import IpcClient
 
 _START_TIMEOUT_S = 60.0
+
+
+class Inbox:
+    """Encoded events of some operations, for one task. None: the engine is lost.
+
+    A token without logprobs is a tuple (id, index of the completion, token).
+    """
+
+    __slots__ = ("_events", "_waiter")
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put_nowait(self, event: Any) -> None:
+        self._events.append(event)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def take(self) -> list[Any]:
+        """All events there are; waits for the first."""
+        while not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        events, self._events = self._events, []
+        return events
+
+
+AnyInbox = Inbox | asyncio.Queue[Any]
 
 
 class EngineClient:
@@ -22,15 +55,16 @@ class EngineClient:
     def __init__(self, ipc: IpcClient) -> None:
         self._ipc = ipc
         self._ids = itertools.count()
-        self._inboxes: dict[str, asyncio.Queue[Any]] = {}
-        self._reader: asyncio.Task[None] | None = None
+        self._inboxes: dict[int, AnyInbox] = {}
+        self._watcher: asyncio.Task[None] | None = None
         self._connected = asyncio.Event()
         self.lost = asyncio.Event()
 
     async def start(self) -> None:
         """Returns when the engine has replied."""
-        self._reader = asyncio.create_task(self._read())
-        await self._ipc.send({"op": "hello", "id": "hello"})
+        self._ipc.open(self._receive)
+        self._watcher = asyncio.create_task(self._watch())
+        await self._ipc.send({"op": "hello", "id": "0"})
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await self._connected.wait()
@@ -38,9 +72,9 @@ class EngineClient:
             raise EngineLost(f"the engine did not reply within {_START_TIMEOUT_S:g} s") from None
 
     async def close(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait({self._reader})
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait({self._watcher})
         self._ipc.close()
 
     def is_alive(self) -> bool:
@@ -60,53 +94,77 @@ class EngineClient:
             await active.close()
 
     async def ask(self, op: str, **body: Any) -> dict[str, Any]:
-        """The result of load, unload, pin, stats or check_adapter. Raises the engine's error."""
-        id, inbox = await self.open({"op": op, **body})
+        """The result of an operation, such as load, stats or check_adapter. Raises the engine's error."""
+        inbox = Inbox()
+        id = await self.open({"op": op, **body}, inbox)
         try:
-            event = _decode(await inbox.get())
+            return _result(await inbox.take())
         finally:
             self.forget(id)
-        if isinstance(event, messages.Rejected):
-            raise event.error
-        assert isinstance(event, messages.Result)
-        return event.body
 
-    async def open(self, body: dict[str, Any], inbox: asyncio.Queue[Any] | None = None) -> tuple[str, asyncio.Queue[Any]]:
-        """Send an operation with a new id; its encoded events go to the inbox. None in it: the engine is lost."""
+    async def acquire(self, tenant: str) -> str:
+        """Take a place of the tenant's rate limits; its id. Raises `TooManyRequests`."""
+        inbox = Inbox()
+        id = await self.open({"op": "acquire", "tenant": tenant}, inbox)
+        try:
+            _result(await inbox.take())
+        except asyncio.CancelledError:
+            await asyncio.shield(self.release(id))  # it may be taken by now
+            raise
+        finally:
+            self.forget(id)
+        return id
+
+    async def release(self, id: str) -> None:
+        """Give a place back."""
+        await self.send({"op": "release", "id": id})
+
+    async def send(self, body: dict[str, Any]) -> None:
+        """Send an operation that has no result; nothing happens if the engine is lost."""
+        if not self.lost.is_set():
+            await self._ipc.send(body)
+
+    async def open(self, body: dict[str, Any], inbox: AnyInbox) -> str:
+        """Send an operation with a new id, which is returned; its events go to the inbox."""
         if self.lost.is_set():
             raise _lost()
-        id = str(next(self._ids))
-        self._inboxes[id] = inbox = inbox or asyncio.Queue()
+        id = str(number := next(self._ids))
+        self._inboxes[number] = inbox
         try:
             await self._ipc.send({**body, "id": id})
         except BaseException:
             self.forget(id)
             raise
-        return id, inbox
+        return id
 
     def forget(self, id: str) -> None:
         """Drop further events of this id."""
-        self._inboxes.pop(id, None)
+        self._inboxes.pop(int(id), None)
 
     async def cancel(self, id: str, number: int | None = None) -> None:
-        if not self.lost.is_set():
-            await self._ipc.send({"op": "cancel", "id": id, "number": number})
+        await self.send({"op": "cancel", "id": id, "number": number})
 
     async def stop_training(self, id: str, *, at_once: bool = False) -> None:
         """Stop a job after its current step, or after the current batch; its end goes to its inbox."""
-        if not self.lost.is_set():
-            await self._ipc.send({"op": "stop_training", "id": id, "at_once": at_once})
+        await self.send({"op": "stop_training", "id": id, "at_once": at_once})
 
-    async def _read(self) -> None:
+    def _receive(self, message: dict[str, Any], tokens: bytes) -> None:
+        inboxes = self._inboxes
+        for token in messages.decode_tokens(tokens):
+            if (inbox := inboxes.get(token[0])) is not None:
+                inbox.put_nowait(token)
+        if not message:
+            return
+        self._connected.set()
+        if message.get("beat") is False:
+            self._ipc.lost.set()
+        for event in message.get("events", ()):
+            if (inbox := inboxes.get(int(event[0] if isinstance(event, list) else event["id"]))) is not None:
+                inbox.put_nowait(event)
+
+    async def _watch(self) -> None:
         try:
-            async for message in self._ipc.messages():
-                self._connected.set()
-                if message.get("beat") is False:
-                    return
-                for event in message.get("events", ()):
-                    inbox = self._inboxes.get(event[0] if isinstance(event, list) else event["id"])
-                    if inbox is not None:
-                        inbox.put_nowait(event)
+            await self._ipc.lost.wait()
         finally:
             self.lost.set()
             for inbox in self._inboxes.values():
@@ -118,48 +176,61 @@ class ActiveRequests:
 
     def __init__(self, client: EngineClient, requests: Sequence[GenerateRequest]) -> None:
         self._client, self._requests = client, requests
-        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._inbox = Inbox()
         self._indices: dict[str, int] = {}  # by id
-        self._early: list[Event | JobEvent] = []
+        self._early: list[Any] = []
         self._unfinished: set[tuple[str, int]] = set()
 
     async def start(self) -> None:
         """Send the requests; returns when all are accepted. Raises why one was rejected."""
         for index, request in enumerate(self._requests):
-            id, _ = await self._client.open(messages.encode_request(request), self._inbox)
+            id = await self._client.open(messages.encode_request(request), self._inbox)
             self._indices[id] = index
             self._unfinished |= {(id, number) for number in range(request.n)}
         num_accepted = 0
         while num_accepted < len(self._requests):
-            event = await self._next()
-            if isinstance(event, messages.Accepted):
-                num_accepted += 1
-            else:  # the first request may have events before the last is accepted
-                self._early.append(event)
+            for raw in await self._inbox.take():
+                event = self._decode(raw)
+                if isinstance(event, Accepted):
+                    num_accepted += 1
+                else:  # the first request may have events before the last is accepted
+                    self._early.append(event)
 
-    async def events(self) -> AsyncIterator[tuple[int, Token | Finished]]:
-        """(index of the request, event) until every completion has finished or was stopped.
+    async def events(self) -> AsyncIterator[list[tuple[int, Token | Finished]]]:
+        """(index of the request, event), all there are at a time, until every completion has finished or was stopped.
 
-        Raises the error of a completion that failed, or `EngineLost`.
+        Raises the error of a completion that failed, or `EngineLost`, after the events before it.
         """
         while self._unfinished:
-            event = self._early.pop(0) if self._early else await self._next()
-            assert isinstance(event, Token | Finished)
-            if (event.id, event.number) not in self._unfinished:
-                continue
-            if isinstance(event, Finished):
-                self._unfinished.discard((event.id, event.number))
-                if event.error is not None:
-                    raise event.error
-            yield self._indices[event.id], event
+            arrived, self._early = self._early, []
+            events: list[tuple[int, Token | Finished]] = []
+            failure: SymbiosisError | None = None
+            try:
+                for event in arrived or map(self._decode, await self._inbox.take()):
+                    assert isinstance(event, Token | Finished)
+                    if (event.id, event.number) not in self._unfinished:
+                        continue
+                    if isinstance(event, Finished):
+                        self._unfinished.discard((event.id, event.number))
+                        if event.error is not None:
+                            raise event.error
+                    events.append((self._indices[event.id], event))
+            except SymbiosisError as error:
+                failure = error
+            yield events
+            if failure is not None:
+                raise failure
 
     async def stop(self, event: Token) -> None:
         """The completion of this token is complete: cancel it and drop its further events."""
         self._unfinished.discard((event.id, event.number))
         await self._client.cancel(event.id, event.number)
 
-    async def _next(self) -> Event | JobEvent:
-        event = _decode(await self._inbox.get())
+    def _decode(self, raw: Any) -> Event | JobEvent:
+        """Raises `EngineLost`, or why a request was rejected."""
+        if type(raw) is tuple:
+            return Token(str(raw[0]), raw[1], raw[2])
+        event = _decode(raw)
         if isinstance(event, messages.Rejected):
             self._unfinished = {each for each in self._unfinished if each[0] != event.id}
             raise event.error
@@ -178,6 +249,15 @@ def _decode(raw: Any) -> Event | JobEvent:
     if raw is None:
         raise _lost()
     return messages.decode_event(raw)
+
+
+def _result(events: list[Any]) -> dict[str, Any]:
+    """The body of an operation's result. Raises its error."""
+    event = _decode(events[0])
+    if isinstance(event, messages.Rejected):
+        raise event.error
+    assert isinstance(event, messages.Result)
+    return event.body
 
 
 def _lost() -> EngineLost:

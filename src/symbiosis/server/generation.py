@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from symbiosis.server.engine_client import ActiveRequests
-from symbiosis.server.metrics import Metrics
+from symbiosis.server.metrics.counts import Metrics
 from symbiosis.serving.detokenizer import TextStream
 from symbiosis.serving.engine_messages import Finished, GenerateRequest, Token
 
@@ -69,25 +69,34 @@ class Generation:
         self._start_s = clock()
         self.usage = Usage(prompt=sum(len(request.prompt) for request in requests))
 
-    async def deltas(self, active: ActiveRequests) -> AsyncIterator[TextDelta]:
+    async def deltas(self, active: ActiveRequests) -> AsyncIterator[list[TextDelta]]:
+        """All deltas there are at a time, in the order of their tokens."""
         self._metrics.count_prompt(self._tenant, self.usage.prompt)
-        async for request_index, event in active.events():
-            index = request_index * self._n + event.number
-            completion = self._completions[index]
-            if isinstance(event, Finished):
-                if event.number == 0:
-                    self.usage.cached += event.cached
-                completion.text += completion.stream.finish()
-                yield self._take_delta(index, "length" if event.reason == "length" else "stop")
-                continue
-            self._count(completion, event)
-            text = completion.stream.push(event.token)
-            completion.text += text
-            if completion.stream.stopped is not None:
-                yield self._take_delta(index, "stop")
-                await active.stop(event)
-            elif self._stream and (text or completion.logprobs):
-                yield self._take_delta(index)
+        async for events in active.events():
+            deltas: list[TextDelta] = []
+            now, before = self._clock(), self.usage.completion
+            for request_index, event in events:
+                index = request_index * self._n + event.number
+                completion = self._completions[index]
+                if isinstance(event, Finished):
+                    if event.number == 0:
+                        self.usage.cached += event.cached
+                    completion.text += completion.stream.finish()
+                    deltas.append(self._take_delta(index, "length" if event.reason == "length" else "stop"))
+                    continue
+                if completion.stream.stopped is not None:
+                    continue  # sent before the engine knew
+                self._count(completion, event, now)
+                text = completion.stream.push(event.token)
+                completion.text += text
+                if completion.stream.stopped is not None:
+                    deltas.append(self._take_delta(index, "stop"))
+                    await active.stop(event)
+                elif self._stream and (text or completion.logprobs):
+                    deltas.append(self._take_delta(index))
+            self._metrics.count_tokens(self._tenant, self.usage.completion - before)
+            if deltas:
+                yield deltas
 
     def _take_delta(self, index: int, finish: str | None = None) -> TextDelta:
         completion = self._completions[index]
@@ -95,15 +104,13 @@ class Generation:
         completion.text, completion.logprobs = "", []
         return delta
 
-    def _count(self, completion: _Completion, event: Token) -> None:
-        now = self._clock()
+    def _count(self, completion: _Completion, event: Token, now: float) -> None:
         if completion.last_token_s is not None:
             self._metrics.time_next(now - completion.last_token_s)
         elif self.usage.completion == 0:
             self._metrics.time_first(now - self._start_s)
         completion.last_token_s = now
         self.usage.completion += 1
-        self._metrics.count_token(self._tenant)
         if event.logprobs is not None:
             top = tuple((token, max(logprob, _MIN_LOGPROB)) for token, logprob in event.logprobs.top)
             completion.logprobs.append(Logprob(event.token, max(event.logprobs.chosen, _MIN_LOGPROB), top))

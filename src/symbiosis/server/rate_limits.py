@@ -1,11 +1,13 @@
-"""Rate limits per tenant: concurrent requests, and requests per minute as a token bucket."""
+"""Rate limits per tenant: concurrent requests, and requests per minute as a token bucket.
+
+Imports no web framework: the engine process, which all HTTP processes ask, owns the limiter.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from symbiosis.errors import SymbiosisError, TooManyRequests
@@ -20,6 +22,10 @@ class RequestLimits:
     per_minute: int | None = None
     """Requests per minute; also the size of a burst."""
 
+    @property
+    def is_unlimited(self) -> bool:
+        return self.at_once is None and self.per_minute is None
+
     def __post_init__(self) -> None:
         for name in ("at_once", "per_minute"):
             value = getattr(self, name)
@@ -28,27 +34,25 @@ class RequestLimits:
 
 
 class RateLimiter:
-    """One per server."""
+    """One per server, whatever the number of its HTTP processes."""
 
     def __init__(self, limits: RequestLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         self._running: Counter[str] = Counter()
         self._buckets: dict[str, tuple[float, float]] = {}  # requests left and the time of the last update
 
-    @contextmanager
-    def limit(self, tenant: str) -> Iterator[None]:
-        """Holds one request's place. Raises `TooManyRequests` with the time to retry."""
+    def acquire(self, tenant: str) -> None:
+        """Take one request's place until `release`. Raises `TooManyRequests` with the time to retry."""
         most = self._limits.at_once
         if most is not None and self._running[tenant] >= most:
             raise TooManyRequests(f"{most} requests in progress, at most {most} allowed at once. Try again later")
         self._take_from_bucket(tenant)
         self._running[tenant] += 1
-        try:
-            yield
-        finally:
-            self._running[tenant] -= 1
-            if not self._running[tenant]:
-                del self._running[tenant]
+
+    def release(self, tenant: str) -> None:
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
 
     def _take_from_bucket(self, tenant: str) -> None:
         size, now = self._limits.per_minute, self._clock()

@@ -9,6 +9,7 @@ from typing import Any
 from symbiosis.common.fair_executor import FairExecutor
 from symbiosis.errors import ContextTooLong, NoTokenizer, OutOfRange
 from symbiosis.server.openai.errors import BadRequest
+from symbiosis.serving.byte_level import byte_table
 from symbiosis.serving.detokenizer import TextStream
 
 
@@ -19,6 +20,7 @@ class ServerTokenizer:
         """`max_tokens`: a text that certainly has more is rejected without encoding it."""
         self.tokenizer, self._max_tokens = tokenizer, max_tokens  # copy it for use on another thread
         self._max_token_chars = 1 if tokenizer is None else max(len(token) for token in tokenizer.get_vocab())
+        self._byte_table = byte_table(tokenizer)
         self._worker = FairExecutor("symbiosis-tokenizer")
         self.token_text = lru_cache(maxsize=65536)(self._decode_token)
 
@@ -59,7 +61,9 @@ class ServerTokenizer:
         return await self._worker.run(tenant, decode)
 
     def make_stream(self, stops: Sequence[str], *, include_stop: bool, skip_special: bool) -> TextStream:
-        return TextStream(self._require(), stops, include_stop=include_stop, skip_special_tokens=skip_special)
+        return TextStream(
+            self._require(), stops, include_stop=include_stop, skip_special_tokens=skip_special, table=self._byte_table
+        )
 
     def _decode_token(self, token: int) -> str:
         """The text of one token, with � for incomplete characters."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from symbiosis.errors import OutOfRange
+from symbiosis.serving.byte_level import ByteLevelDetokenizer, ByteTable
 from symbiosis.serving.scheduling.sequence import check_range
 
 _REPLACEMENT = "\ufffd"
@@ -158,9 +159,20 @@ class TextStream:
     """Tokens of one completion in, its text out, up to the first stop string."""
 
     def __init__(
-        self, tokenizer: Any, stops: Seq[str] = (), *, include_stop: bool = False, skip_special_tokens: bool = True
+        self,
+        tokenizer: Any,
+        stops: Seq[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        table: ByteTable | None = None,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        """`table`: of the tokenizer, if it is a byte-level one."""
+        self._detokenizer: Detokenizer | ByteLevelDetokenizer
+        if table is None:
+            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        else:
+            self._detokenizer = ByteLevelDetokenizer(table, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stops, include=include_stop)
 
     @property

@@ -269,11 +269,13 @@ class EngineCore:
         return report(logits_BV, sequences, sampled)
 
     def _can_run_ahead(self, batch: Batch) -> bool:
-        """Whether the next step can be launched now: it likely decodes the same sequences."""
-        if not self._runner.can_run_ahead:
+        """Whether the next step can be launched now: it likely decodes the same sequences.
+
+        Sequences that wait do not matter: those that can be admitted now are part of the batch.
+        """
+        if not self._runner.can_run_ahead or len(batch.chunks) != self.scheduler.num_running:
             return False
-        is_complete = not self.scheduler.num_waiting and len(batch.chunks) == self.scheduler.num_running
-        return is_complete and all(chunk.samples for chunk in batch.chunks)
+        return all(chunk.samples for chunk in batch.chunks)
 
     def _run_one_by_one(self, batch: Batch, error: Exception) -> SampledBatch:
         """Compute each chunk alone, with the same results as in the batch. Chunks that fail alone have failed."""

@@ -2,16 +2,18 @@
 
 Both processes import this module; it imports no torch. A message is a JSON object (`transport.engine_ipc`). An HTTP process
 sends operations: an `op`, an `id` of its own and the operation's fields. The engine sends batches of events, each with that
-id.
+id; ids are decimal numbers. Tokens without logprobs are most of the traffic: those of one step are a second frame of 32-bit
+numbers, three for each token: id, index of the completion, token. They precede the events of their message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-from symbiosis.errors import BadMessage, SymbiosisError, from_code
+from symbiosis.errors import BadMessage, SymbiosisError, TooManyRequests, from_code
 from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, check_range
 from symbiosis.transport.engine_ipc import Body
 
@@ -48,8 +50,9 @@ class Rejected:
     error: SymbiosisError
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
+    """A tuple, because there are tens of thousands a second."""
+
     id: str
     number: int
     """Index of the completion."""
@@ -122,11 +125,20 @@ def parse_sampling(given: object) -> Sampling:
         raise BadMessage(f"sampling: {error}") from None
 
 
+def encode_tokens(values: list[int]) -> bytes:
+    return array("i", values).tobytes()
+
+
+def decode_tokens(frame: bytes) -> Iterator[tuple[int, int, int]]:
+    """(id, index of the completion, token) of each."""
+    values = iter(array("i", frame))
+    return zip(values, values, values, strict=True)
+
+
 def encode_event(event: Event | JobEvent, id: str) -> Any:
-    """Tokens are most of the traffic: each is a list. All other events are objects."""
+    """Tokens are lists. All other events are objects."""
     if isinstance(event, Token):
-        if event.logprobs is None:
-            return [id, event.number, event.token]
+        assert event.logprobs is not None, "see encode_tokens"
         return [id, event.number, event.token, event.logprobs.chosen, event.logprobs.top]
     if isinstance(event, Finished):
         body: Body = {"id": id, "end": event.reason.value, "number": event.number, "cached": event.cached}
@@ -142,7 +154,7 @@ def decode_event(raw: Any) -> Event | JobEvent:
     """The inverse of `encode_event`, for what the engine sends."""
     if isinstance(raw, list):
         id, number, token, *logprobs = raw
-        return Token(id, number, token, Logprobs(*logprobs) if logprobs else None)
+        return Token(id, number, token, Logprobs(*logprobs))
     id = raw["id"]
     if "end" in raw:
         error = _decode_error(raw["error"]) if "error" in raw else None
@@ -170,11 +182,14 @@ def int_field(value: object, name: str) -> int:
 
 
 def _encode_error(error: SymbiosisError) -> Body:
-    return {"code": error.code, "message": str(error), "field": getattr(error, "field", "")}
+    body: Body = {"code": error.code, "message": str(error), "field": getattr(error, "field", "")}
+    return {**body, "retry_s": error.retry_s} if isinstance(error, TooManyRequests) else body
 
 
 def _decode_error(body: Body) -> SymbiosisError:
     error = from_code(body["code"], body["message"])
+    if isinstance(error, TooManyRequests):
+        error.retry_s = body["retry_s"]
     if body.get("field"):
         error.field = body["field"]  # type: ignore[attr-defined]
     return error

@@ -20,10 +20,11 @@ from symbiosis.errors import BadMessage, SymbiosisError
 from symbiosis.serving import engine_messages as messages
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_loop import EngineLoop
-from symbiosis.serving.engine_messages import Event, JobEvent, int_field, text_field
+from symbiosis.serving.engine_messages import Event, JobEvent, Token, int_field, text_field
 from symbiosis.transport.engine_ipc import HEARTBEAT_S, Body, IpcPort
 
 _MAX_ID = 64
+_MAX_NUMBER = (1 << 31) - 1
 _MAX_PATH = 4096
 _log = logging.getLogger("symbiosis")
 
@@ -33,6 +34,8 @@ class _Peer:
     key: bytes
     requests: dict[str, int] = field(default_factory=dict)
     """Number of unfinished completions of each request."""
+    tokens: list[int] = field(default_factory=list)
+    """Of the next message: see `engine_messages`."""
 
 
 class RpcHandler(Protocol):
@@ -62,11 +65,12 @@ class IpcServer:
         self._handlers: list[RpcHandler] = []
         self._peers: dict[str, _Peer] = {}  # by number, the prefix of their ids
         self._numbers: dict[bytes, str] = {}  # of the peers
+        self._routes: dict[str, tuple[_Peer, int]] = {}  # peer and its own id, by id of a request
         self._counter = itertools.count(1)
         self._stopping = False
         self.engine_loop = EngineLoop(core, self.publish)
-        self.joined = threading.Event()
-        """Set when the first peer has connected."""
+        self.num_joined = 0
+        """Peers that have connected so far."""
         self._thread = threading.Thread(target=self._run, name="symbiosis-ipc", daemon=True)
         self._thread.start()
 
@@ -113,8 +117,13 @@ class IpcServer:
 
     def _send_events(self) -> None:
         by_peer: dict[str, list[Any]] = {}
+        routes = self._routes
         while self._outbox:
             for event in self._outbox.popleft():
+                if type(event) is Token and event.logprobs is None:
+                    if (route := routes.get(event.id)) is not None:
+                        route[0].tokens += (route[1], event.number, event.token)
+                    continue
                 number, _, id = event.id.partition(":")
                 peer = self._peers.get(number)
                 if peer is None:
@@ -123,17 +132,21 @@ class IpcServer:
                 if isinstance(event, messages.Finished | messages.Rejected) and id in peer.requests:
                     peer.requests[id] -= 1
                     if isinstance(event, messages.Rejected) or not peer.requests[id]:
-                        del peer.requests[id]
-        for number, events in by_peer.items():
-            self._send(number, {"events": events})
+                        del peer.requests[id], routes[event.id]
+        for number, peer in list(self._peers.items()):
+            if peer.tokens or number in by_peer:
+                tokens, peer.tokens = peer.tokens, []
+                events = {"events": by_peer[number]} if number in by_peer else {}
+                self._send(number, events, messages.encode_tokens(tokens))
 
-    def _send(self, number: str, body: Body) -> None:
+    def _send(self, number: str, body: Body, tokens: bytes = b"") -> None:
         peer = self._peers[number]
-        if not self._port.send(peer.key, body):
+        if not self._port.send(peer.key, body, tokens):
             del self._peers[number], self._numbers[peer.key]
             if peer.requests:
                 _log.warning("a peer is lost: its %d requests are cancelled", len(peer.requests))
             for id in peer.requests:
+                del self._routes[f"{number}:{id}"]
                 self.engine_loop.cancel(f"{number}:{id}")
             for handler in self._handlers:
                 handler.drop_peer(number)
@@ -142,7 +155,7 @@ class IpcServer:
         if key not in self._numbers:
             self._numbers[key] = str(next(self._counter))
             self._peers[self._numbers[key]] = _Peer(key)
-            self.joined.set()
+            self.num_joined += 1
         number = self._numbers[key]
         if isinstance(body, BadMessage):
             _log.warning("a message could not be decoded: %s", body)
@@ -162,8 +175,10 @@ class IpcServer:
         if op == "submit":
             if id in peer.requests:
                 raise BadMessage(f"request {id!r} exists already: expected a new id")
+            if not id.isdecimal() or int(id) > _MAX_NUMBER:
+                raise BadMessage(f"request {id!r} cannot be routed: expected a decimal number up to {_MAX_NUMBER} as its id")
             request = messages.decode_request(full_id, body)
-            peer.requests[id] = request.n
+            peer.requests[id], self._routes[full_id] = request.n, (peer, int(id))
             loop.submit(request)
         elif op == "cancel":
             completion = body.get("number")

@@ -1,4 +1,6 @@
-"""IPC between the engine process and HTTP processes: bounded JSON messages over a socket in a private folder.
+"""IPC between the engine process and HTTP processes: bounded messages over a socket in a private folder.
+
+A message is a JSON object. A message of the engine may have a second frame: the tokens of one step, in binary.
 
 The engine's port never blocks and detects a lost peer: it sends a heartbeat every second, and ZeroMQ reports an unreachable
 peer. The client runs in asyncio and detects a lost engine: the connection breaks, or heartbeats stop.
@@ -11,12 +13,11 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from symbiosis.errors import BadMessage, TooLarge
@@ -29,6 +30,7 @@ TIMEOUT_S = 15.0
 """The engine is lost after this long without a message: it sends heartbeats even while it computes."""
 _MAX_QUEUED = 4096  # messages per peer and direction
 _MAX_DRAINED = 256  # messages received at once
+_RETRY_S = 0.001
 _POLLIN = int(zmq.POLLIN)
 
 Body = dict[str, Any]
@@ -88,10 +90,11 @@ class IpcPort:
                 received.append((peer, error))
         return received
 
-    def send(self, peer: bytes, body: Body) -> bool:
+    def send(self, peer: bytes, body: Body, tokens: bytes = b"") -> bool:
         """False if the peer is lost, or has thousands of unread messages."""
+        frames = [peer, encode(body) if body else b"", *([tokens] if tokens else [])]
         try:
-            self._socket.send_multipart([peer, encode(body)], zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
@@ -103,10 +106,13 @@ class IpcPort:
 
 
 class IpcClient:
-    """The endpoint of an HTTP process, in an asyncio loop. It does not reconnect."""
+    """The endpoint of an HTTP process, in an asyncio loop. It does not reconnect.
+
+    The loop watches ZeroMQ's file descriptors itself: a future for each message would cost more than the message.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
@@ -114,40 +120,58 @@ class IpcClient:
         self._socket.setsockopt(zmq.RCVHWM, 0)  # unlimited: the engine bounds what it sends
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._last_message_s = time.monotonic()
+        self._on_message: Callable[[Body, bytes], None] = lambda body, tokens: None
+        self._watchdog: asyncio.Task[None] | None = None
+        self.lost = asyncio.Event()
+        """Set when the engine is lost."""
         self._socket.connect(f"ipc://{path}")
 
+    def open(self, on_message: Callable[[Body, bytes], None]) -> None:
+        """Pass each message of the engine to `on_message`: its object, and the tokens of a step."""
+        self._on_message, loop = on_message, asyncio.get_running_loop()
+        self._last_message_s = time.monotonic()
+        loop.add_reader(self._socket.fileno(), self._receive)
+        loop.add_reader(self._monitor.fileno(), self._check_monitor)
+        self._watchdog = asyncio.create_task(self._watch())
+        self._receive()
+
     async def send(self, body: Body) -> None:
-        await self._socket.send(encode(body))
+        frame = encode(body)
+        while True:
+            try:
+                self._socket.send(frame, zmq.NOBLOCK)
+                break
+            except zmq.Again:  # thousands of messages wait
+                await asyncio.sleep(_RETRY_S)
+        # The descriptor signals changes only, and a send may have taken over the signal of a message.
+        asyncio.get_running_loop().call_soon(self._receive)
 
-    async def messages(self) -> AsyncIterator[Body]:
-        """The engine's messages, until the engine is lost."""
-        lost = asyncio.ensure_future(self._wait_until_lost())
-        received: asyncio.Future[bytes] | None = None
-        try:
-            while True:
-                received = asyncio.ensure_future(self._socket.recv())
-                await asyncio.wait({lost, received}, return_when=asyncio.FIRST_COMPLETED)
-                if not received.done():
-                    return
-                self._last_message_s = time.monotonic()
-                yield decode(received.result())
-        finally:
-            lost.cancel()
-            if received is not None:
-                received.cancel()
+    def _receive(self) -> None:
+        for _ in range(_MAX_DRAINED):
+            if self._socket.closed or not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+                return
+            frame, *tokens = self._socket.recv_multipart(zmq.NOBLOCK)
+            self._last_message_s = time.monotonic()
+            self._on_message(decode(frame) if frame else {}, tokens[0] if tokens else b"")
+        asyncio.get_running_loop().call_soon(self._receive)
 
-    async def _wait_until_lost(self) -> None:
-        disconnected = asyncio.ensure_future(self._monitor.recv_multipart())
-        try:
-            while time.monotonic() - self._last_message_s < TIMEOUT_S:
-                done, _ = await asyncio.wait({disconnected}, timeout=HEARTBEAT_S)
-                if done:
-                    parse_monitor_message(disconnected.result())
-                    return
-        finally:
-            disconnected.cancel()
+    def _check_monitor(self) -> None:
+        if int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
+            parse_monitor_message(self._monitor.recv_multipart())
+            self.lost.set()
+
+    async def _watch(self) -> None:
+        while time.monotonic() - self._last_message_s < TIMEOUT_S:
+            await asyncio.sleep(HEARTBEAT_S)
+        self.lost.set()
 
     def close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._socket.fileno())
+            loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         self._context.destroy(linger=200)

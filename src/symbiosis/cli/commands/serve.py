@@ -26,7 +26,7 @@ _SHORT_SECRET = 8
 _FOR_HTTP = (
     *("key", "admin_key", "adapter", "adapter_root", "uploads", "tenant_adapters", "tenant_adapter_gb", "tenant_requests"),
     *("tenant_rate", "cache_gb", "adapter_gb", "adapter_host_gb", "max_rows", "max_running", "max_queued", "tenant_queued"),
-    *("jobs", "running_jobs", "tenant_running_jobs"),
+    *("http_workers", "jobs", "running_jobs", "tenant_running_jobs"),
 )
 err = Console(stderr=True)
 
@@ -175,7 +175,13 @@ def serve(
         float, _limit("--adapter-host-gb", "Host memory for adapters ready to be copied to a GPU.")
     ] = 4.0,
     max_rows: Annotated[int, _limit("--max-rows", "Most tokens in one step.")] = 2048,
-    max_running: Annotated[int, _limit("--max-running", "Most sequences running at once.")] = 256,
+    http_workers: Annotated[
+        int | None,
+        typer.Option(
+            show_default=False, min=1, max=64, help="Processes that serve completions; none: 1 on a CPU, up to 8 on a GPU."
+        ),
+    ] = None,
+    max_running: Annotated[int, _limit("--max-running", "Most sequences running at once.")] = 512,
     max_queued: Annotated[int, _limit("--max-queued", "Most queued sequences; requests beyond it get a 429.")] = 4096,
     tenant_queued: Annotated[int, _limit("--tenant-queued", "Most queued sequences of one tenant.")] = 1024,
 ) -> None:
@@ -241,6 +247,7 @@ def serve(
                     requests=RequestLimits(at_once=tenant_requests, per_minute=tenant_rate),
                     cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
                     residency=AdapterCacheConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
+                    workers=http_workers,
                     max_rows=max_rows,
                     max_running=max_running,
                     max_queued=max_queued,

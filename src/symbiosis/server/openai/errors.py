@@ -78,6 +78,10 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), status, headers.get(status))
 
 
+def unknown_model(model: str) -> errors.UnknownAdapter:
+    return errors.UnknownAdapter(f"there is no model {model!r} here: GET /v1/models lists yours")
+
+
 def to_bad_request(error: ValidationError) -> BadRequest:
     """pydantic's errors as one sentence about the first field."""
     if error.error_count() > _MAX_ERRORS:

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from json.encoder import encode_basestring
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -136,22 +137,39 @@ class ChatFormatter(ResponseFormatter):
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
+class ChunkTemplate:
+    """Encodes the chunks of one choice. Most differ in their text only, which is put into an encoded chunk."""
+
+    def __init__(self, formatter: ResponseFormatter, index: int) -> None:
+        self._formatter = formatter
+        mark = secrets.token_hex(16)
+        self._head, _, self._tail = _encode(formatter.chunk(TextDelta(index, mark))).partition(f'"{mark}"'.encode())
+
+    def encode(self, delta: TextDelta) -> bytes:
+        if delta.finish is None and not delta.logprobs:
+            return self._head + encode_basestring(delta.text).encode() + self._tail
+        return _encode(self._formatter.chunk(delta))
+
+
 def _encode(body: Body) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
 
 
 async def stream_events(
-    deltas: AsyncIterator[TextDelta], generation: Generation, formatter: ResponseFormatter, include_usage: bool
+    deltas: AsyncIterator[list[TextDelta]], generation: Generation, formatter: ResponseFormatter, include_usage: bool
 ) -> AsyncIterator[bytes]:
     """Chunks of all choices, then `[DONE]`. An error becomes an event: the status is already sent."""
+    templates: dict[int, ChunkTemplate] = {}  # by choice
     try:
-        opened: set[int] = set()
-        async for delta in deltas:
-            if delta.index not in opened:
-                opened.add(delta.index)
-                for body in formatter.opening_chunks(delta.index):
-                    yield _encode(body)
-            yield _encode(formatter.chunk(delta))
+        async for batch in deltas:
+            frames: list[bytes] = []
+            for delta in batch:
+                template = templates.get(delta.index)
+                if template is None:
+                    frames += map(_encode, formatter.opening_chunks(delta.index))
+                    template = templates[delta.index] = ChunkTemplate(formatter, delta.index)
+                frames.append(template.encode(delta))
+            yield b"".join(frames)
         if include_usage:
             yield _encode(formatter.usage_chunk(generation.usage))
     except Exception as error:  # noqa: BLE001 - mapped to an event

@@ -13,13 +13,12 @@ from symbiosis.errors import ContextTooLong, OutOfRange, UnknownAdapter
 from symbiosis.server.auth import Caller
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.generation import Generation
-from symbiosis.server.metrics import Metrics
-from symbiosis.server.openai.errors import BadRequest
+from symbiosis.server.metrics.counts import Metrics
+from symbiosis.server.openai.errors import BadRequest, unknown_model
 from symbiosis.server.openai.responses import ChatFormatter, CompletionFormatter, EventStream, ResponseFormatter, stream_events
 from symbiosis.server.openai.schemas import ChatRequest, CompletionRequest, SamplingFields, check_n, parse_model
-from symbiosis.server.rate_limits import RateLimiter
+from symbiosis.server.request_gate import RequestGate
 from symbiosis.server.requests.body import read_json
-from symbiosis.server.routes.models import unknown_model
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
 from symbiosis.serving.engine_messages import GenerateRequest, parse_sampling
@@ -29,10 +28,10 @@ _DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API; a chat has no d
 
 class CompletionRoutes:
     def __init__(
-        self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, limiter: RateLimiter, metrics: Metrics
+        self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, gate: RequestGate, metrics: Metrics
     ) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
-        self._limiter, self._metrics = limiter, metrics
+        self._gate, self._metrics = gate, metrics
 
     async def complete(self, request: Request) -> Response:
         body, tenant = await read_json(request, CompletionRequest), request.state.caller.tenant
@@ -75,7 +74,7 @@ class CompletionRoutes:
         if adapter == "":
             raise unknown_model(body.model)
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._limiter.limit(caller.tenant))
+            await stack.enter_async_context(self._gate.limit(caller.tenant))
             prompts = await encode()
             if not all(prompts):
                 raise OutOfRange("the prompt has no tokens: expected at least one", field="prompt")
@@ -100,7 +99,7 @@ class CompletionRoutes:
             except UnknownAdapter:
                 raise unknown_model(body.model) from None
             if not body.stream:
-                deltas = [delta async for delta in generation.deltas(active)]
+                deltas = [delta async for batch in generation.deltas(active) for delta in batch]
                 deltas.sort(key=lambda delta: delta.index)
                 return JSONResponse(formatter.full_body(deltas, generation.usage))
             # The request is accepted: the stream begins, and later errors are events of it.

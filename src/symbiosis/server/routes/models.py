@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from symbiosis.errors import UnknownAdapter
 from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.openai.errors import unknown_model
 from symbiosis.server.openai.schemas import parse_model
 from symbiosis.server.routes.adapters import visible_adapters
 from symbiosis.server.settings import Settings
@@ -38,7 +38,3 @@ class ModelRoutes:
         return {None: {"id": self._base, "root": self._base, "parent": None, **common}} | {
             name: {"id": name, "root": hash, "parent": self._base, **common} for name, (_, hash) in sorted(adapters.items())
         }
-
-
-def unknown_model(model: str) -> UnknownAdapter:
-    return UnknownAdapter(f"there is no model {model!r} here: GET /v1/models lists yours")

@@ -7,18 +7,18 @@ from starlette.responses import JSONResponse, Response
 
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.openai.schemas import DetokenizeRequest, TokenizeRequest
-from symbiosis.server.rate_limits import RateLimiter
+from symbiosis.server.request_gate import RequestGate
 from symbiosis.server.requests.body import read_json
 from symbiosis.server.tokenizer import ServerTokenizer
 
 
 class TokenizationRoutes:
-    def __init__(self, engine: EngineClient, tokenizer: ServerTokenizer, limiter: RateLimiter) -> None:
-        self._engine, self._tokenizer, self._limiter = engine, tokenizer, limiter
+    def __init__(self, engine: EngineClient, tokenizer: ServerTokenizer, gate: RequestGate) -> None:
+        self._engine, self._tokenizer, self._gate = engine, tokenizer, gate
 
     async def tokenize(self, request: Request) -> Response:
         body, tenant = await read_json(request, TokenizeRequest), request.state.caller.tenant
-        with self._limiter.limit(tenant):
+        async with self._gate.limit(tenant):
             if body.prompt is not None:
                 ids = await self._tokenizer.encode(tenant, body.prompt, special=body.add_special_tokens)
             else:
@@ -29,5 +29,5 @@ class TokenizationRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         body, tenant = await read_json(request, DetokenizeRequest), request.state.caller.tenant
-        with self._limiter.limit(tenant):
+        async with self._gate.limit(tenant):
             return JSONResponse({"prompt": await self._tokenizer.decode(tenant, body.tokens)})

@@ -24,7 +24,7 @@ from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_weights import AdapterSegment
 from symbiosis.serving.model.paged_attention import PagedKVCache
 
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _MAX_GRAPHS = 1024  # more than there are sizes, tile sizes and ranks
 _log = logging.getLogger("symbiosis")
 

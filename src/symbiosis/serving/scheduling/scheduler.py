@@ -41,11 +41,11 @@ class SchedulerConfig:
     """Most tokens in one batch, over all sequences."""
     max_chunk: int = 512
     """Most tokens of one sequence in one batch, so that short prompts need not wait for long ones."""
-    max_running: int = 256
+    max_running: int = 512
     """Most running sequences."""
     max_queued: int = 4096
     """Most waiting sequences."""
-    tenant_running: int = 128
+    tenant_running: int = 256
     """Most running sequences of one tenant."""
     tenant_queued: int = 1024
     """Most waiting sequences of one tenant."""

@@ -1,0 +1,203 @@
+"""HTTP/1.1 connections: uvicorn's httptools protocol with limits on their number, their heads and the time they may take.
+
+| limit | what happens |
+|---|---|
+| connections of the process | the one that has been idle longest is closed; without an idle one, the new one gets 503 |
+| time to send a head | 408 |
+| bytes of a head, or of anything but content in a body | 431 |
+| a response that ends before its request's body | the connection is closed |
+| time that a response stays unread | the connection is aborted |
+
+Bodies have their own timeout in `body`; idle connections have uvicorn's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from symbiosis.errors import TooManyRequests
+from symbiosis.server.openai.errors import BadRequest, error_body
+
+_MAX_HEAD = 64 << 10
+_LINGER_S = 2.0
+"""After a response that ended before its request, bytes are read and dropped for this long: a reset could overtake it."""
+_WRITE_TIMEOUTS = 3  # a response may stay unread for this many timeouts
+
+
+@dataclass(slots=True)
+class ConnectionLimits:
+    """Limits of a process's connections, and its idle ones."""
+
+    timeout_s: float
+    max_connections: int
+    idle: dict[HttpProtocol, None] = field(default_factory=dict)
+    """Connections without a request in progress, the one that is idle longest first."""
+
+
+def _encode_response(status: str, error: Exception) -> bytes:
+    """A response outside of any request."""
+    body = json.dumps(error_body(error)).encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._is_in_head, self._is_upgrade, self._is_closing = True, False, False
+        self._overhead = 0  # bytes since the last content: of a head, or of chunk headers and trailers
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        most, idle = self._limits.max_connections, self._limits.idle
+        if len(self.connections) > most:
+            if idle:
+                oldest = next(iter(idle))
+                del idle[oldest]
+                oldest.transport.abort()
+            else:
+                error = TooManyRequests(f"{most} connections are open, and no more are allowed")
+                self._reject("503 Service Unavailable", error)
+                return
+        idle[self] = None
+        self._start_head_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_closing:
+            return
+        self._unset_keepalive_if_required()
+        if self._is_in_head:
+            self._start_head_timer()
+        self._overhead += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            reason = error.__context__ or error
+            if not isinstance(reason, BadRequest):
+                reason = BadRequest(f"this is no valid HTTP/1.1 request: {error!s:.120}", code="invalid_http")
+            self._reject("400 Bad Request", reason)
+        else:
+            if self._overhead > _MAX_HEAD:
+                self._reject("431 Request Header Fields Too Large", _head_too_large())
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Parse the request again without its Upgrade header, which some clients send with every request."""
+        fields = [each for each in self.headers if each[0] not in (b"upgrade", b"connection", b"http2-settings")]
+        head = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
+        head += b"".join(b"%b: %b\r\n" % each for each in fields) + b"\r\n"
+        self.parser, self._is_upgrade, self._overhead = httptools.HttpRequestParser(self), False, 0
+        self.data_received(head + rest)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # trailers are dropped
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1") or self.parser.get_method() == b"CONNECT":
+            raise BadRequest("this is no request of HTTP/1.1 to a server of its own", code="invalid_http")
+        if self.parser.should_upgrade():
+            self._is_upgrade = True
+            return
+        self._stop_head_timer()
+        self._is_in_head = False
+        self._limits.idle.pop(self, None)
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            raise BadRequest(f"the request has {len(hosts)} Host headers: expected one", code="invalid_http")
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _MAX_HEAD:
+            raise _head_too_large()
+        self._overhead = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_upgrade:
+            return
+        self._is_in_head, self._overhead = True, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        is_complete = not self.cycle.more_body or bool(self.pipeline)
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if not is_complete:
+            self._linger()
+        elif not self.pipeline and self.cycle.response_complete:
+            self._limits.idle[self] = None
+
+    def _linger(self) -> None:
+        """Close after the response, although more of the request may come."""
+        self._unset_keepalive_if_required()
+        self._is_closing = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _start_head_timer(self) -> None:
+        """The timer starts with the wait for a head. Partial heads do not extend it."""
+        if self._head_timer is None:
+            error = BadRequest("timeout: the head of the request was sent too slowly", code="request_timeout", status=408)
+            self._head_timer = self.loop.call_later(self._limits.timeout_s, self._reject, "408 Request Timeout", error)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _reject(self, status: str, error: BaseException) -> None:
+        """A response outside of any request. If one is in progress, the connection ends without: both would mix."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._stop_head_timer()
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            assert isinstance(error, Exception)
+            self.transport.write(_encode_response(status, error))
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.transport.close()  # the handler sees a client that has gone
+            else:
+                self._is_closing = False
+                self._linger()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(_WRITE_TIMEOUTS * self._limits.timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._limits.idle.pop(self, None)
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+
+def _head_too_large() -> BadRequest:
+    message = f"the request has more than {_MAX_HEAD} bytes of headers: expected fewer"
+    return BadRequest(message, code="header_too_large", status=431)

@@ -1,0 +1,73 @@
+"""Accepts connections from a socket that several processes share."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import sys
+from collections.abc import Callable
+
+import uvicorn
+
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_RETRY_S = 0.1
+_STARTUP_FAILURE = 3
+
+
+class Listener(uvicorn.Server):
+    """One connection in each turn of the event loop: a burst spreads over the processes, and a busy one takes less of it."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(_STARTUP_FAILURE)
+
+        def create_protocol() -> asyncio.Protocol:
+            return self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        self.servers = [_Acceptor(each, create_protocol) for each in sockets or ()]  # type: ignore[misc]
+        self.started = True
+
+
+class _Acceptor:
+    """What uvicorn needs of an asyncio server."""
+
+    def __init__(self, listening: socket.socket, create_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._socket, self._create_protocol = listening, create_protocol
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._is_closed = False
+        listening.setblocking(False)
+        self._resume()
+
+    def _resume(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._socket.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # another process was first
+            return
+        except OSError as error:
+            if error.errno not in _NO_FILES:
+                raise
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.call_later(_RETRY_S, self._resume)
+            return
+        connection.setblocking(False)
+        task = self._loop.create_task(self._loop.connect_accepted_socket(self._create_protocol, connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.remove_reader(self._socket.fileno())
+
+    async def wait_closed(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)

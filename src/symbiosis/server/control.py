@@ -1,0 +1,70 @@
+"""Routes with a state: adapters, files, fine-tuning jobs, models, metrics. One process has them, the control process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from symbiosis.server.adapter_store import AdapterStore
+from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.job_service import JobService
+from symbiosis.server.metrics.counts import Metrics
+from symbiosis.server.metrics.reporter import MetricsReporter
+from symbiosis.server.requests.body import Handler
+from symbiosis.server.routes.adapters import AdapterRoutes
+from symbiosis.server.routes.files import FileRoutes
+from symbiosis.server.routes.fine_tuning import FineTuningRoutes
+from symbiosis.server.routes.metrics import MetricsRoute
+from symbiosis.server.routes.models import ModelRoutes
+from symbiosis.server.settings import Settings
+from symbiosis.server.tokenizer import ServerTokenizer
+
+
+class Control:
+    """The owner of stored adapters and jobs."""
+
+    def __init__(
+        self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, metrics: Metrics, reporter: MetricsReporter
+    ) -> None:
+        self._engine, self._settings, self._reporter = engine, settings, reporter
+        self._store = AdapterStore(Path(settings.uploads), settings.store_limits)
+        self._jobs = JobService(engine, tokenizer, settings, self._store, metrics.count_steps)
+
+    def table(self) -> list[tuple[str, str, Handler]]:
+        """Method, path and handler of each route."""
+        engine, settings = self._engine, self._settings
+        metrics = MetricsRoute(engine, self._reporter, self._jobs)
+        models = ModelRoutes(engine, settings)
+        adapters = AdapterRoutes(engine, settings, self._store, self._jobs)
+        files = FileRoutes(settings, self._jobs)
+        tuning = FineTuningRoutes(engine, settings, self._jobs)
+        return [
+            ("GET", "/metrics", metrics.get),
+            ("GET", "/v1/models", models.list),
+            ("GET", "/v1/models/{id:path}", models.get),
+            ("GET", "/v1/adapters", adapters.list),
+            ("PUT", "/v1/adapters/{name}", adapters.upload),
+            ("DELETE", "/v1/adapters/{name}", adapters.remove),
+            ("GET", "/v1/adapters/{name}/{file}", adapters.download),
+            ("POST", "/v1/files", files.upload),
+            ("GET", "/v1/files", files.list),
+            ("GET", "/v1/files/{id}", files.get),
+            ("DELETE", "/v1/files/{id}", files.remove),
+            ("GET", "/v1/files/{id}/content", files.download),
+            ("POST", "/v1/fine_tuning/jobs", tuning.create),
+            ("GET", "/v1/fine_tuning/jobs", tuning.list),
+            ("GET", "/v1/fine_tuning/jobs/{id}", tuning.get),
+            ("POST", "/v1/fine_tuning/jobs/{id}/cancel", tuning.cancel),
+            ("POST", "/v1/fine_tuning/jobs/{id}/pause", tuning.pause),
+            ("POST", "/v1/fine_tuning/jobs/{id}/resume", tuning.resume),
+            ("GET", "/v1/fine_tuning/jobs/{id}/events", tuning.list_events),
+            ("GET", "/v1/fine_tuning/jobs/{id}/checkpoints", tuning.list_checkpoints),
+            ("POST", "/v1/load_lora_adapter", adapters.load),
+            ("POST", "/v1/unload_lora_adapter", adapters.unload),
+            ("POST", "/v1/pin_lora_adapter", adapters.pin),
+        ]
+
+    async def open(self) -> None:
+        await self._jobs.open()
+
+    async def close(self) -> None:
+        await self._jobs.close()

@@ -1,0 +1,28 @@
+"""Admission of a request by the rate limits, which the engine process owns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.rate_limits import RequestLimits
+
+
+class RequestGate:
+    """One per HTTP process. Without limits, nothing is asked."""
+
+    def __init__(self, engine: EngineClient, limits: RequestLimits) -> None:
+        self._engine, self._is_open = engine, limits.is_unlimited
+
+    @asynccontextmanager
+    async def limit(self, tenant: str) -> AsyncIterator[None]:
+        """Holds one request's place. Raises `TooManyRequests` with the time to retry."""
+        if self._is_open:
+            yield
+            return
+        id = await self._engine.acquire(tenant)
+        try:
+            yield
+        finally:
+            await self._engine.release(id)
