@@ -92,6 +92,9 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 7b --jobs 4
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 7b --jobs 8 --no-plain
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_colocation 7b --load chat
+	for shape in 1b qwen4b; do for mode in "" --burst --open; do PYTHONPATH=src $(PYTHON) -m benchmarks.http_load $$shape $$mode || exit 1; done; done
+	PYTHONPATH=src $(PYTHON) -m benchmarks.http_load 1b --open --lengths azure_conv --adapters 32
+	PYTHONPATH=src $(PYTHON) -m benchmarks.http_load 1b --soak 540
 
 plots: $(READY)  ## plots of the results of gpubench, on any machine
 	$(BIN)/python -m benchmarks.plots
@@ -103,13 +106,15 @@ bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.colocation
 	$(BIN)/python -m benchmarks.queueing
+	$(BIN)/python -m benchmarks.http_load default --cpu
 
 SEED ?= 1
 delays: $(READY)  ## the tests with random delays in threads, others with each SEED, about 35 minutes on 2 cores (tests/delays.py)
 	SYMBIOSIS_DELAYS_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.delays -n 4 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
-soak: $(READY)  ## long proofs: the demo on the real model, faults by the thousand
+soak: $(READY)  ## long proofs: the demo on the real model, faults by the thousand, HTTP with stalled readers
 	$(BIN)/pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.http_load tiny --cpu --streams 512 --soak 600 --out build/soak
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache site

@@ -18,6 +18,7 @@ from benchmarks.results import FOLDER
 COLORS = {
     "plain": "#9aa0a6", "auto": "#1a73e8", "direct": "#34a853", "executor": "#e8710a",
     "none": "#9aa0a6", "lockstep": "#c58af9", "opportunistic": "#1a73e8",
+    "engine": "#9aa0a6", "streamed": "#1a73e8", "whole": "#34a853", "workers": "#e8710a",
 }  # fmt: skip
 GIB = 2**30
 
@@ -159,6 +160,40 @@ def gpu_colocation(record: dict[str, Any], axes: Sequence[Any]) -> None:
         bars(each, list(found), {"median": [scale * figures["median"] for figures in found.values()]}, unit)
 
 
+def http_load(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    if "phases" in record:
+        phases = record["phases"]
+        found = {
+            quantile: [1e3 * each["others"][f"gap_{quantile}_s"] for each in phases.values()] for quantile in ("p50", "p99")
+        }
+        bars(axes[0], list(phases), found, "between tokens of the others, ms")
+        start = 0.0
+        for name, phase in phases.items():
+            memory = phase["memory"]
+            for part in ("engine", "workers") if memory else ():
+                times = [(start + second) / 60 for second in memory["seconds"]]
+                axes[1].plot(times, memory[f"{part}_mib"], color=COLORS[part], label=part if name == "stalled" else None)
+            start += phase["seconds"]
+        axes[1].set_xlabel("minutes")
+        axes[1].set_ylabel("resident memory, MiB")
+        axes[1].set_ylim(bottom=0)
+        axes[1].legend()
+        return
+    groups = record["streams"] if "streams" in record else record["rates"]
+    shown = {"tokens_per_s": (1.0, "tokens/s"), "gap_p99_s": (1e3, "between tokens, ms, p99")}
+    if record["mode"] == "burst":
+        shown = {"first_p50_s": (1e3, "to the first token, ms, p50"), "first_p99_s": (1e3, "to the first token, ms, p99")}
+    for (name, (scale, unit)), each in zip(shown.items(), axes, strict=True):
+        cases = next(iter(groups.values()))[name]
+        bars(
+            each,
+            list(groups),
+            {case: [scale * found[name][case]["median"] for found in groups.values()] for case in cases},
+            unit,
+        )
+        each.set_xlabel({"closed": "streams at a time", "burst": "requests at once", "open": "arrivals"}[record["mode"]])
+
+
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
     "sharing": (sharing, 3),
     "deferral": (deferral, 1),
@@ -169,6 +204,7 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = 
     "gpu_colocation": (gpu_colocation, 2),
     "gpu_training": (gpu_training, 2),
     "small_and_large": (small_and_large, 1),
+    "http_load": (http_load, 2),
 }
 
 

@@ -37,6 +37,14 @@ SHAPES = {
             "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True, "max_position_embeddings": 8192,
         },
     ),
+    "qwen4b": Shape(
+        family="Qwen3",
+        config={
+            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+        },
+    ),
     "7b": Shape(
         config={
             "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -30,6 +30,7 @@ from benchmarks import (
     sharing,
     small_and_large,
 )
+from benchmarks.http_load import benchmark as http_load
 from benchmarks.results import compared
 
 
@@ -70,6 +71,10 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         pytest.param(gpu_training, ["--seconds", "0.1", "--fair"], marks=pytest.mark.slow),
         (gpu_colocation, ["--seconds", "1", "--rounds", "1"]),
         pytest.param(gpu_colocation, ["--seconds", "1", "--rounds", "1", "--load", "chat"], marks=pytest.mark.slow),
+        (http_load, []),
+        pytest.param(http_load, ["--burst", "--text"], marks=pytest.mark.slow),
+        pytest.param(http_load, ["--open", "--lengths", "azure_conv", "--adapters", "3"], marks=pytest.mark.slow),
+        pytest.param(http_load, ["--soak", "10"], marks=pytest.mark.slow),
     ],
     ids=[
         "sharing",
@@ -87,6 +92,10 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         "fair",
         "gpu_colocation",
         "chat",
+        "http_load",
+        "http_load_burst",
+        "http_load_open",
+        "http_load_soak",
     ],
 )
 def test_a_benchmark_of_the_gpu_runs_without_one_and_can_be_plotted(benchmark, options, tmp_path):
