@@ -28,7 +28,7 @@ def test_a_request_survives_encoding(sampling):
 
 EVENTS = [
     Accepted("a"),
-    Finished("a", 1, FinishReason.LENGTH, 16),
+    Finished("a", 1, FinishReason.LENGTH, 16, 5),
     Result("a", {"hash": "x"}),
 ]
 
@@ -39,9 +39,10 @@ def test_an_event_survives_encoding(event):
 
 
 def test_tokens_of_a_step_survive_encoding():
-    tokens = [(0, 0, 5), (7, 127, 2**31 - 1), (2**31 - 1, 1, 0)]
-    frame = messages.encode_tokens([number for token in tokens for number in token])
-    assert list(messages.decode_tokens(frame)) == tokens
+    tokens = [(1, 0, 0, 5), (65_000, messages.MAX_ID, 127, 2**31 - 1), (3, 9, 1, 0)]
+    values = [(messages.stream_number(peer, id) + number, token) for peer, id, number, token in tokens]
+    found = messages.decode_tokens(messages.encode_tokens([each for pair in values for each in pair]))
+    assert [(*messages.split_stream(stream), token) for stream, token in found] == tokens
     assert list(messages.decode_tokens(b"")) == []
 
 
@@ -52,7 +53,7 @@ def test_logprobs_survive_encoding():
 
 FAILURES = [
     Rejected("a", OutOfRange("top_p is 2", field="top_p")),
-    Finished("a", 0, FinishReason.FAILED, 0, ContextTooLong("too long")),
+    Finished("a", 0, FinishReason.FAILED, error=ContextTooLong("too long")),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from symbiosis.errors import EngineLost, SymbiosisError
@@ -14,6 +14,7 @@ from symbiosis.serving.engine_messages import Accepted, Event, Finished, Generat
 from symbiosis.transport.engine_ipc import IpcClient
 
 _START_TIMEOUT_S = 60.0
+_HELLO_S = 0.1
 
 
 class Inbox:
@@ -57,17 +58,21 @@ class EngineClient:
         self._ids = itertools.count()
         self._inboxes: dict[int, AnyInbox] = {}
         self._watcher: asyncio.Task[None] | None = None
+        self._peer: int | None = None
+        """This process's number in streams."""
         self._connected = asyncio.Event()
         self.lost = asyncio.Event()
 
     async def start(self) -> None:
         """Returns when the engine has replied."""
-        self._ipc.open(self._receive)
+        self._ipc.open(self._receive, self._receive_tokens)
         self._watcher = asyncio.create_task(self._watch())
-        await self._ipc.send({"op": "hello", "id": "0"})
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await self._connected.wait()
+                while self._peer is None or not self._connected.is_set():  # both sockets must be connected
+                    await self._ipc.send({"op": "hello", "id": "0"})
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._connected.wait(), _HELLO_S)
         except TimeoutError:
             raise EngineLost(f"the engine did not reply within {_START_TIMEOUT_S:g} s") from None
 
@@ -148,18 +153,21 @@ class EngineClient:
         """Stop a job after its current step, or after the current batch; its end goes to its inbox."""
         await self.send({"op": "stop_training", "id": id, "at_once": at_once})
 
-    def _receive(self, message: dict[str, Any], tokens: bytes) -> None:
-        inboxes = self._inboxes
-        for token in messages.decode_tokens(tokens):
-            if (inbox := inboxes.get(token[0])) is not None:
-                inbox.put_nowait(token)
-        if not message:
-            return
-        self._connected.set()
+    def _receive_tokens(self, frame: bytes) -> None:
+        if not frame:
+            self._connected.set()
+        inboxes, own = self._inboxes, self._peer
+        for stream, token in messages.decode_tokens(frame):
+            peer, id, number = messages.split_stream(stream)
+            if peer == own and (inbox := inboxes.get(id)) is not None:
+                inbox.put_nowait((id, number, token))
+
+    def _receive(self, message: dict[str, Any]) -> None:
         if message.get("beat") is False:
             self._ipc.lost.set()
+        self._peer = message.get("peer", self._peer)
         for event in message.get("events", ()):
-            if (inbox := inboxes.get(int(event[0] if isinstance(event, list) else event["id"]))) is not None:
+            if (inbox := self._inboxes.get(int(event[0] if isinstance(event, list) else event["id"]))) is not None:
                 inbox.put_nowait(event)
 
     async def _watch(self) -> None:
@@ -179,14 +187,17 @@ class ActiveRequests:
         self._inbox = Inbox()
         self._indices: dict[str, int] = {}  # by id
         self._early: list[Any] = []
-        self._unfinished: set[tuple[str, int]] = set()
+        self._unfinished: dict[tuple[str, int], int] = {}
+        """Tokens received so far of each."""
+        self._ends: dict[tuple[str, int], Finished] = {}
+        """That arrived before the last tokens."""
 
     async def start(self) -> None:
         """Send the requests; returns when all are accepted. Raises why one was rejected."""
         for index, request in enumerate(self._requests):
             id = await self._client.open(messages.encode_request(request), self._inbox)
             self._indices[id] = index
-            self._unfinished |= {(id, number) for number in range(request.n)}
+            self._unfinished |= {(id, number): 0 for number in range(request.n)}
         num_accepted = 0
         while num_accepted < len(self._requests):
             for raw in await self._inbox.take():
@@ -208,13 +219,22 @@ class ActiveRequests:
             try:
                 for event in arrived or map(self._decode, await self._inbox.take()):
                     assert isinstance(event, Token | Finished)
-                    if (event.id, event.number) not in self._unfinished:
+                    key = (event.id, event.number)
+                    received = self._unfinished.get(key)
+                    if received is None:
                         continue
-                    if isinstance(event, Finished):
-                        self._unfinished.discard((event.id, event.number))
-                        if event.error is not None:
-                            raise event.error
-                    events.append((self._indices[event.id], event))
+                    index, end = self._indices[event.id], None
+                    if isinstance(event, Token):
+                        received = self._unfinished[key] = received + 1
+                        events.append((index, event))
+                        end = self._ends.get(key) if self._ends else None
+                    else:
+                        end = self._ends[key] = event
+                    if end is not None and received >= end.tokens:
+                        del self._unfinished[key], self._ends[key]
+                        if end.error is not None:
+                            raise end.error
+                        events.append((index, end))
             except SymbiosisError as error:
                 failure = error
             yield events
@@ -223,7 +243,7 @@ class ActiveRequests:
 
     async def stop(self, event: Token) -> None:
         """The completion of this token is complete: cancel it and drop its further events."""
-        self._unfinished.discard((event.id, event.number))
+        self._unfinished.pop((event.id, event.number), None)
         await self._client.cancel(event.id, event.number)
 
     def _decode(self, raw: Any) -> Event | JobEvent:
@@ -232,7 +252,7 @@ class ActiveRequests:
             return Token(str(raw[0]), raw[1], raw[2])
         event = _decode(raw)
         if isinstance(event, messages.Rejected):
-            self._unfinished = {each for each in self._unfinished if each[0] != event.id}
+            self._unfinished = {key: count for key, count in self._unfinished.items() if key[0] != event.id}
             raise event.error
         return event
 

@@ -33,12 +33,17 @@ _OnClosed = Callable[[SymbiosisError], None]
 class EngineLoop:
     """Steps a core until closed. Every method is thread-safe and returns at once.
 
-    `publish` receives events in order, a batch at a time. The stepping thread calls it: it must be quick and must not
-    raise.
+    `publish` receives events in order, a batch at a time, and `publish_tokens` the tokens of a step (stream and token in
+    turns) of requests with a stream. The stepping thread calls them: they must be quick and must not raise.
     """
 
-    def __init__(self, core: EngineCore, publish: Callable[[list[Event]], None]) -> None:
-        self._core, self._publish = core, publish
+    def __init__(
+        self,
+        core: EngineCore,
+        publish: Callable[[list[Event]], None],
+        publish_tokens: Callable[[list[int]], None] = lambda values: None,
+    ) -> None:
+        self._core, self._publish, self._publish_tokens = core, publish, publish_tokens
         self._inbox: SimpleQueue[tuple[_OnClosed | None, Callable[[], None]] | None] = SimpleQueue()
         self._events: list[Event] = []
         self._requests: dict[str, list[Sequence]] = {}  # unfinished sequences by request id
@@ -85,6 +90,10 @@ class EngineLoop:
     def stats(self, id: str) -> None:
         """`Result` with statistics of scheduler, KV cache and adapters."""
         self._put_operation(id, lambda: self._events.append(Result(id, self._stats())))
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run it on the stepping thread, unless the loop is closed."""
+        self._put(None, action)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -150,14 +159,18 @@ class EngineLoop:
             if not self._core.is_sound():
                 raise
             return
+        values: list[int] = []
         for sequence, token, logprobs in sampled:
-            id = self._request_ids.get(sequence.id)
-            if id is None:
-                continue
             if token >= 0:
-                self._events.append(Token(id, sequence.number, token, logprobs))
+                if sequence.stream >= 0 and logprobs is None:
+                    values.append(sequence.stream)
+                    values.append(token)
+                elif (id := self._request_ids.get(sequence.id)) is not None:
+                    self._events.append(Token(id, sequence.number, token, logprobs))
             if sequence.reason is not None:
                 self._finish(sequence)
+        if values:
+            self._publish_tokens(values)
         if self._core.num_steps == num_steps and not self._core.is_idle():
             self._is_stalled = True  # do not spin: wait a moment for operations
 
@@ -180,6 +193,9 @@ class EngineLoop:
         except SymbiosisError as error:
             self._events.append(Rejected(request.id, error))
             return
+        if request.stream >= 0:
+            for sequence in sequences:
+                sequence.stream = request.stream + sequence.number
         self._requests[request.id] = sequences
         self._request_ids.update((sequence.id, request.id) for sequence in sequences)
         self._events.append(Accepted(request.id))
@@ -201,7 +217,8 @@ class EngineLoop:
         reason = sequence.reason or FinishReason.FAILED
         if reason is FinishReason.FAILED and error is None:
             error = AnswerFailed("no token could be sampled: the model's logits are NaN or infinite")
-        self._events.append(Finished(id, sequence.number, reason, sequence.num_cached_tokens or 0, error))
+        cached, tokens = sequence.num_cached_tokens or 0, sequence.output_length
+        self._events.append(Finished(id, sequence.number, reason, cached, tokens, error))
 
     def _begin_load(self, id: str, name: str, folder: Path, replace: bool) -> None:
         if len(self._loads) >= _MAX_LOADS:

@@ -2,8 +2,9 @@
 
 Both processes import this module; it imports no torch. A message is a JSON object (`transport.engine_ipc`). An HTTP process
 sends operations: an `op`, an `id` of its own and the operation's fields. The engine sends batches of events, each with that
-id; ids are decimal numbers. Tokens without logprobs are most of the traffic: those of one step are a second frame of 32-bit
-numbers, three for each token: id, index of the completion, token. They precede the events of their message.
+id; ids are decimal numbers. Tokens without logprobs are most of the traffic: those of one step are one frame, the same for
+all processes, over a socket of its own (`encode_tokens`). The end of a completion says how many tokens it has, since it may
+arrive before the last of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from symbiosis.transport.engine_ipc import Body
 
 _SAMPLING_FIELDS = {each.name for each in fields(Sampling)}
 _MAX_NAME = 256
+_ID_BITS, _COMPLETION_BITS = 40, 7
+MAX_ID = (1 << _ID_BITS) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,8 @@ class GenerateRequest:
     """The tenant's name for it; `adapters.names` maps it to the engine's name."""
     tenant: str = ""
     n: int = 1
+    stream: int = -1
+    """Number of the first completion in frames of tokens; -1: its tokens are events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,8 @@ class Finished:
     reason: FinishReason
     cached: int = 0
     """Prompt tokens found in the prefix cache."""
+    tokens: int = 0
+    """Tokens of the completion."""
     error: SymbiosisError | None = None
 
 
@@ -100,7 +107,7 @@ def encode_request(request: GenerateRequest) -> Body:
     return body | {"adapter": request.adapter, "tenant": request.tenant, "n": request.n}
 
 
-def decode_request(id: str, body: Mapping[str, Any]) -> GenerateRequest:
+def decode_request(id: str, body: Mapping[str, Any], stream: int = -1) -> GenerateRequest:
     """Raises `BadMessage` or `OutOfRange`: its content comes from outside."""
     sampling = parse_sampling(body.get("sampling"))
     prompt = body.get("prompt")
@@ -110,7 +117,7 @@ def decode_request(id: str, body: Mapping[str, Any]) -> GenerateRequest:
     check_range("n", n, 1, 128, integer=True)
     adapter = None if body.get("adapter") is None else text_field(body, "adapter")
     tenant = text_field(body, "tenant") if body.get("tenant") else ""
-    return GenerateRequest(id=id, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant, n=n)
+    return GenerateRequest(id=id, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant, n=n, stream=stream)
 
 
 def parse_sampling(given: object) -> Sampling:
@@ -125,14 +132,26 @@ def parse_sampling(given: object) -> Sampling:
         raise BadMessage(f"sampling: {error}") from None
 
 
+def stream_number(peer: int, id: int) -> int:
+    """The stream of the first completion of a peer's request; the others follow it."""
+    return (peer << _ID_BITS | id) << _COMPLETION_BITS
+
+
+def split_stream(stream: int) -> tuple[int, int, int]:
+    """Peer, id and index of the completion."""
+    rest = stream >> _COMPLETION_BITS
+    return rest >> _ID_BITS, rest & MAX_ID, stream & (1 << _COMPLETION_BITS) - 1
+
+
 def encode_tokens(values: list[int]) -> bytes:
-    return array("i", values).tobytes()
+    """`values` are stream and token in turns."""
+    return array("q", values).tobytes()
 
 
-def decode_tokens(frame: bytes) -> Iterator[tuple[int, int, int]]:
-    """(id, index of the completion, token) of each."""
-    values = iter(array("i", frame))
-    return zip(values, values, values, strict=True)
+def decode_tokens(frame: bytes) -> Iterator[tuple[int, int]]:
+    """Stream and token of each."""
+    values = iter(array("q", frame))
+    return zip(values, values, strict=True)
 
 
 def encode_event(event: Event | JobEvent, id: str) -> Any:
@@ -141,7 +160,8 @@ def encode_event(event: Event | JobEvent, id: str) -> Any:
         assert event.logprobs is not None, "see encode_tokens"
         return [id, event.number, event.token, event.logprobs.chosen, event.logprobs.top]
     if isinstance(event, Finished):
-        body: Body = {"id": id, "end": event.reason.value, "number": event.number, "cached": event.cached}
+        body: Body = {"id": id, "end": event.reason.value, "number": event.number}
+        body |= {"cached": event.cached, "tokens": event.tokens}
         return body if event.error is None else {**body, "error": _encode_error(event.error)}
     if isinstance(event, Rejected):
         return {"id": id, "refused": _encode_error(event.error)}
@@ -158,7 +178,7 @@ def decode_event(raw: Any) -> Event | JobEvent:
     id = raw["id"]
     if "end" in raw:
         error = _decode_error(raw["error"]) if "error" in raw else None
-        return Finished(id, raw["number"], FinishReason(raw["end"]), raw["cached"], error)
+        return Finished(id, raw["number"], FinishReason(raw["end"]), raw["cached"], raw["tokens"], error)
     if "refused" in raw:
         return Rejected(id, _decode_error(raw["refused"]))
     if "settled" in raw:

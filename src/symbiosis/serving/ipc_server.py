@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,11 +21,10 @@ from symbiosis.errors import BadMessage, SymbiosisError
 from symbiosis.serving import engine_messages as messages
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_loop import EngineLoop
-from symbiosis.serving.engine_messages import Event, JobEvent, Token, int_field, text_field
-from symbiosis.transport.engine_ipc import HEARTBEAT_S, Body, IpcPort
+from symbiosis.serving.engine_messages import Event, JobEvent, int_field, text_field
+from symbiosis.transport.engine_ipc import HEARTBEAT_S, Body, IpcPort, TokenPort
 
 _MAX_ID = 64
-_MAX_NUMBER = (1 << 31) - 1
 _MAX_PATH = 4096
 _log = logging.getLogger("symbiosis")
 
@@ -34,8 +34,6 @@ class _Peer:
     key: bytes
     requests: dict[str, int] = field(default_factory=dict)
     """Number of unfinished completions of each request."""
-    tokens: list[int] = field(default_factory=list)
-    """Of the next message: see `engine_messages`."""
 
 
 class RpcHandler(Protocol):
@@ -65,10 +63,10 @@ class IpcServer:
         self._handlers: list[RpcHandler] = []
         self._peers: dict[str, _Peer] = {}  # by number, the prefix of their ids
         self._numbers: dict[bytes, str] = {}  # of the peers
-        self._routes: dict[str, tuple[_Peer, int]] = {}  # peer and its own id, by id of a request
         self._counter = itertools.count(1)
         self._stopping = False
-        self.engine_loop = EngineLoop(core, self.publish)
+        self._token_port, self._unreachable = TokenPort(self.path), deque[bytes]()
+        self.engine_loop = EngineLoop(core, self.publish, self._publish_tokens)
         self.num_joined = 0
         """Peers that have connected so far."""
         self._thread = threading.Thread(target=self._run, name="symbiosis-ipc", daemon=True)
@@ -86,6 +84,12 @@ class IpcServer:
         self._outbox.append(events)
         self._port.wake()
 
+    def _publish_tokens(self, values: list[int]) -> None:
+        """On the stepping thread."""
+        if lost := self._token_port.send(messages.encode_tokens(values)):
+            self._unreachable += lost
+            self._port.wake()
+
     def close(self) -> None:
         """End all operations; peers receive their last events."""
         for handler in self._handlers:
@@ -94,6 +98,7 @@ class IpcServer:
         self._stopping = True
         self._port.wake()
         self._thread.join(timeout=30)
+        self._token_port.close()
 
     # On the IPC thread
 
@@ -117,13 +122,11 @@ class IpcServer:
 
     def _send_events(self) -> None:
         by_peer: dict[str, list[Any]] = {}
-        routes = self._routes
+        while self._unreachable:
+            if (number := self._numbers.get(self._unreachable.popleft())) is not None:
+                self._drop(number)
         while self._outbox:
             for event in self._outbox.popleft():
-                if type(event) is Token and event.logprobs is None:
-                    if (route := routes.get(event.id)) is not None:
-                        route[0].tokens += (route[1], event.number, event.token)
-                    continue
                 number, _, id = event.id.partition(":")
                 peer = self._peers.get(number)
                 if peer is None:
@@ -132,24 +135,25 @@ class IpcServer:
                 if isinstance(event, messages.Finished | messages.Rejected) and id in peer.requests:
                     peer.requests[id] -= 1
                     if isinstance(event, messages.Rejected) or not peer.requests[id]:
-                        del peer.requests[id], routes[event.id]
-        for number, peer in list(self._peers.items()):
-            if peer.tokens or number in by_peer:
-                tokens, peer.tokens = peer.tokens, []
-                events = {"events": by_peer[number]} if number in by_peer else {}
-                self._send(number, events, messages.encode_tokens(tokens))
+                        del peer.requests[id]
+        for number, events in by_peer.items():
+            self._send(number, {"events": events})
 
-    def _send(self, number: str, body: Body, tokens: bytes = b"") -> None:
-        peer = self._peers[number]
-        if not self._port.send(peer.key, body, tokens):
-            del self._peers[number], self._numbers[peer.key]
-            if peer.requests:
-                _log.warning("a peer is lost: its %d requests are cancelled", len(peer.requests))
-            for id in peer.requests:
-                del self._routes[f"{number}:{id}"]
-                self.engine_loop.cancel(f"{number}:{id}")
-            for handler in self._handlers:
-                handler.drop_peer(number)
+    def _send(self, number: str, body: Body) -> None:
+        if not self._port.send(self._peers[number].key, body):
+            self._drop(number)
+
+    def _drop(self, number: str) -> None:
+        """The peer is lost."""
+        peer = self._peers.pop(number)
+        del self._numbers[peer.key]
+        self._token_port.remove(peer.key)
+        if peer.requests:
+            _log.warning("a peer is lost: its %d requests are cancelled", len(peer.requests))
+        for id in peer.requests:
+            self.engine_loop.cancel(f"{number}:{id}")
+        for handler in self._handlers:
+            handler.drop_peer(number)
 
     def _receive(self, key: bytes, body: Body | BadMessage) -> None:
         if key not in self._numbers:
@@ -175,10 +179,12 @@ class IpcServer:
         if op == "submit":
             if id in peer.requests:
                 raise BadMessage(f"request {id!r} exists already: expected a new id")
-            if not id.isdecimal() or int(id) > _MAX_NUMBER:
-                raise BadMessage(f"request {id!r} cannot be routed: expected a decimal number up to {_MAX_NUMBER} as its id")
-            request = messages.decode_request(full_id, body)
-            peer.requests[id], self._routes[full_id] = request.n, (peer, int(id))
+            if not id.isdecimal() or int(id) > messages.MAX_ID:
+                raise BadMessage(f"the id of request {id!r}: expected a decimal number up to {messages.MAX_ID}")
+            stream = messages.stream_number(int(full_id.partition(":")[0]), int(id))
+            request = messages.decode_request(full_id, body, stream)
+            peer.requests[id] = request.n
+            self._token_port.add(peer.key)
             loop.submit(request)
         elif op == "cancel":
             completion = body.get("number")
@@ -193,7 +199,9 @@ class IpcServer:
         elif op == "stats":
             loop.stats(full_id)
         elif op == "hello":
-            self._send(full_id.partition(":")[0], {"beat": loop.is_alive()})
+            number = full_id.partition(":")[0]
+            loop.call(partial(self._token_port.greet, peer.key))
+            self._send(number, {"beat": loop.is_alive(), "peer": int(number)})
         else:
             handler = next((each for each in self._handlers if isinstance(op, str) and op in each.operations), None)
             if handler is None:

@@ -1,6 +1,7 @@
 """IPC between the engine process and HTTP processes: bounded messages over a socket in a private folder.
 
-A message is a JSON object. A message of the engine may have a second frame: the tokens of one step, in binary.
+A message is a JSON object. The tokens of each step are a binary frame, the same for all processes, over a second socket: the
+engine's stepping thread sends it, so that no other thread of that process wakes for each step.
 
 The engine's port never blocks and detects a lost peer: it sends a heartbeat every second, and ZeroMQ reports an unreachable
 peer. The client runs in asyncio and detects a lost engine: the connection breaks, or heartbeats stop.
@@ -14,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +92,10 @@ class IpcPort:
                 received.append((peer, error))
         return received
 
-    def send(self, peer: bytes, body: Body, tokens: bytes = b"") -> bool:
+    def send(self, peer: bytes, body: Body) -> bool:
         """False if the peer is lost, or has thousands of unread messages."""
-        frames = [peer, encode(body) if body else b"", *([tokens] if tokens else [])]
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart([peer, encode(body)], zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
@@ -105,6 +106,54 @@ class IpcPort:
         self.path.unlink(missing_ok=True)
 
 
+class TokenPort:
+    """The engine's endpoint for tokens. Used by one thread, except for `add` and `remove`."""
+
+    def __init__(self, path: Path) -> None:
+        """`path` is that of the `IpcPort`. A peer has the same identity at both."""
+        self._path = tokens_path(path)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+        self._socket.bind(f"ipc://{self._path}")
+        self._peers: frozenset[bytes] = frozenset()
+
+    def add(self, peer: bytes) -> None:
+        """Send it tokens from now on."""
+        self._peers |= {peer}
+
+    def remove(self, peer: bytes) -> None:
+        self._peers -= {peer}
+
+    def greet(self, peer: bytes) -> None:
+        """An empty frame, if the peer has connected."""
+        with suppress(zmq.ZMQError):
+            self._socket.send_multipart([peer, b""], zmq.NOBLOCK)
+
+    def send(self, frame: bytes) -> list[bytes]:
+        """The peers that are lost, or have thousands of unread frames: they get no more."""
+        lost = []
+        for peer in self._peers:
+            try:
+                self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                lost.append(peer)
+        for peer in lost:
+            self.remove(peer)
+        return lost
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        Path(self._path).unlink(missing_ok=True)
+
+
+def tokens_path(path: str | Path) -> str:
+    return f"{path}-tokens"
+
+
 class IpcClient:
     """The endpoint of an HTTP process, in an asyncio loop. It does not reconnect.
 
@@ -113,27 +162,34 @@ class IpcClient:
 
     def __init__(self, path: str | Path) -> None:
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # unlimited: the engine bounds what it sends
+        self._socket, self._tokens = (self._context.socket(zmq.DEALER) for _ in range(2))
+        identity = b"http" + secrets.token_bytes(8)
+        for each in (self._socket, self._tokens):
+            each.setsockopt(zmq.IDENTITY, identity)
+            each.setsockopt(zmq.LINGER, 200)
+            each.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+            each.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+            each.setsockopt(zmq.RCVHWM, 0)  # unlimited: the engine bounds what it sends
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._last_message_s = time.monotonic()
-        self._on_message: Callable[[Body, bytes], None] = lambda body, tokens: None
+        self._on_message: Callable[[Body], None] = lambda body: None
+        self._on_tokens: Callable[[bytes], None] = lambda frame: None
         self._watchdog: asyncio.Task[None] | None = None
         self.lost = asyncio.Event()
         """Set when the engine is lost."""
+        self._tokens.connect(f"ipc://{tokens_path(path)}")
         self._socket.connect(f"ipc://{path}")
 
-    def open(self, on_message: Callable[[Body, bytes], None]) -> None:
-        """Pass each message of the engine to `on_message`: its object, and the tokens of a step."""
-        self._on_message, loop = on_message, asyncio.get_running_loop()
+    def open(self, on_message: Callable[[Body], None], on_tokens: Callable[[bytes], None]) -> None:
+        """Pass each message of the engine, and the tokens of each step."""
+        self._on_message, self._on_tokens, loop = on_message, on_tokens, asyncio.get_running_loop()
         self._last_message_s = time.monotonic()
         loop.add_reader(self._socket.fileno(), self._receive)
+        loop.add_reader(self._tokens.fileno(), self._receive_tokens)
         loop.add_reader(self._monitor.fileno(), self._check_monitor)
         self._watchdog = asyncio.create_task(self._watch())
         self._receive()
+        self._receive_tokens()
 
     async def send(self, body: Body) -> None:
         frame = encode(body)
@@ -150,10 +206,16 @@ class IpcClient:
         for _ in range(_MAX_DRAINED):
             if self._socket.closed or not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
                 return
-            frame, *tokens = self._socket.recv_multipart(zmq.NOBLOCK)
             self._last_message_s = time.monotonic()
-            self._on_message(decode(frame) if frame else {}, tokens[0] if tokens else b"")
+            self._on_message(decode(self._socket.recv(zmq.NOBLOCK)))
         asyncio.get_running_loop().call_soon(self._receive)
+
+    def _receive_tokens(self) -> None:
+        for _ in range(_MAX_DRAINED):
+            if self._tokens.closed or not int(self._tokens.getsockopt(zmq.EVENTS)) & _POLLIN:
+                return
+            self._on_tokens(self._tokens.recv(zmq.NOBLOCK))
+        asyncio.get_running_loop().call_soon(self._receive_tokens)
 
     def _check_monitor(self) -> None:
         if int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
@@ -170,8 +232,9 @@ class IpcClient:
             self._watchdog.cancel()
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._socket.fileno())
+            loop.remove_reader(self._tokens.fileno())
             loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
+        for each in (self._monitor, self._socket, self._tokens):
+            each.close()
         self._context.destroy(linger=200)

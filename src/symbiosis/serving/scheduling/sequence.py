@@ -158,6 +158,8 @@ class Sequence:
     """Index among the `n` completions of one prompt."""
     parent: Sequence | None = None
     """The first completion of the same prompt: it prefills the prompt for all."""
+    stream: int = -1
+    """Set by the engine loop: see `engine_messages.GenerateRequest`."""
 
     tokens: array[int] = field(init=False, repr=False)
     """Prompt and completion so far."""
