@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from symbiosis.server.adapter_store import AdapterStore
 from symbiosis.server.auth import ApiKeys, AuthMiddleware
+from symbiosis.server.cors import allow_origins
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.job_service import JobService
 from symbiosis.server.metrics import Metrics
@@ -24,6 +25,7 @@ from symbiosis.server.rate_limits import RateLimiter
 from symbiosis.server.requests.body import Handler, cancel_on_disconnect
 from symbiosis.server.routes.adapters import AdapterRoutes
 from symbiosis.server.routes.completions import CompletionRoutes
+from symbiosis.server.routes.description import DescriptionRoutes
 from symbiosis.server.routes.files import FileRoutes
 from symbiosis.server.routes.fine_tuning import FineTuningRoutes
 from symbiosis.server.routes.models import ModelRoutes
@@ -56,11 +58,13 @@ class Server:
         tuning = FineTuningRoutes(engine, settings, self._jobs)
         table: list[tuple[str, str, Handler]] = [
             ("GET", "/health", monitoring.health),
+            ("GET", "/ping", monitoring.health),
             ("GET", "/metrics", monitoring.metrics),
             ("POST", "/tokenize", tokenization.tokenize),
             ("POST", "/detokenize", tokenization.detokenize),
             ("GET", "/v1/models", models.list),
             ("GET", "/v1/models/{id:path}", models.get),
+            ("DELETE", "/v1/models/{id:path}", adapters.remove_model),
             ("POST", "/v1/completions", completions.complete),
             ("POST", "/v1/chat/completions", completions.chat),
             ("POST", "/v1/embeddings", completions.embed),
@@ -85,10 +89,13 @@ class Server:
             ("POST", "/v1/unload_lora_adapter", adapters.unload),
             ("POST", "/v1/pin_lora_adapter", adapters.pin),
         ]
+        description = DescriptionRoutes(table)
+        table += [("GET", "/version", description.version), ("GET", "/openapi.json", description.openapi)]
         routes = [self._route(*entry) for entry in table]
         app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _routing_error})
         hosts = None if settings.allowed_hosts is None else frozenset(settings.allowed_hosts)
-        return AuthMiddleware(app, ApiKeys(settings.keys, settings.admin_key), hosts)
+        guard = AuthMiddleware(app, ApiKeys(settings.keys, settings.admin_key), hosts, settings.cors_origins)
+        return allow_origins(guard, settings.cors_origins)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:

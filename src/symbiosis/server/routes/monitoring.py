@@ -1,4 +1,4 @@
-"""GET /health and /metrics."""
+"""GET /health, /ping and /metrics."""
 
 from __future__ import annotations
 
