@@ -87,6 +87,9 @@ def test_what_goes_wrong_is_one_line_that_helps(keyed_server, world, tmp_path):
     unknown = fails("adapters", "list", "--connect", "http://unknown.invalid:8000")
     assert re.search(r"\((Name or service not known|Temporary failure in name resolution)\)", unknown), unknown  # by resolver
     assert "http://HOST:PORT" in fails("adapters", "list", "--connect", "tcp://127.0.0.1:7777")
+    assert "set keys" in fails("serve", world.folder, "--http", "--cors-origin", "*")
+    assert "https://app.example:8443" in fails("serve", world.folder, "--http", "--cors-origin", "app.example")
+    assert "add --http" in fails("serve", world.folder, "--cors-origin", "https://app.example")
     assert "--adapter is empty" in fails("chat", "--adapter", "", *at, "--key", ANN)
     asked = run("chat", "--adapter", "unknown", *at, "--key", ANN, stdin="hi\n")
     assert (asked.exit_code, "there is no model 'unknown'" in asked.stderr) == (1, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from symbiosis.jobs import admission as admission_module
 from symbiosis.jobs import data_preparation
 from symbiosis.jobs.admission import Admission, JobRequest
 from symbiosis.jobs.errors import BadTrainingFile, KeyReused
+from symbiosis.jobs.layout import result_file_id
 from symbiosis.jobs.plan import Hyperparameters
 from symbiosis.jobs.states import JobState
 from tests.jobs.environment import ASKED, PLAN, World, run_async, until
@@ -85,3 +87,16 @@ def test_slow_data_is_tokenized_after_the_job_is_accepted(world, monkeypatch, ti
         assert [file.suffix for file in world.layout.job_folder(job.id).iterdir() if file.is_file()] == [".safetensors"]
 
     asyncio.run(play())
+
+
+@run_async
+async def test_a_result_file_is_removed_with_the_record_of_its_job(world):
+    await world.start()
+    for id in ("ftjob-old", "ftjob-new"):
+        world.db.add_job(id, "ann", "ann", f"ft-{id}", JobState.SUCCEEDED, ASKED, PLAN)
+        world.db.add_file(result_file_id(id), "ann", "step_metrics.csv", 4)
+        world.layout.file_path(result_file_id(id)).write_text("step")
+    world.limits = replace(world.limits, tenant_ended=1)
+    await make_admission(world).admit(make_request(world))
+    assert world.db.file_ids() == {"file-ftjob-new"}
+    assert world.layout.file_ids() == {"file-ftjob-new", "file-1"}

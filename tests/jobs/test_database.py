@@ -14,6 +14,7 @@ from symbiosis.errors import SymbiosisError
 from symbiosis.jobs.database import Database
 from symbiosis.jobs.errors import KeyReused, StorageFull, UnknownFile, UnknownJob, WrongState
 from symbiosis.jobs.event_recorder import EventRecorder, JobRun
+from symbiosis.jobs.layout import result_file_id
 from symbiosis.jobs.states import JobState, StateChange
 
 NASTY = ["'; DROP TABLE jobs; --", '" OR 1=1 --', "%", "_", "\x00", "é" * 60, "../../etc/passwd"]
@@ -207,14 +208,17 @@ def test_the_oldest_ended_jobs_are_pruned(db):
         db.update_job(f"ftjob-{number}", step=10)
         if number != 1:
             db.change_state(f"ftjob-{number}", StateChange.CANCEL)
+            db.add_file(result_file_id(f"ftjob-{number}"), "ann", "step_metrics.csv", 100)
+    assert db.file_usage("ann") == (0, 0)  # result files count towards no quota
     add(db, "ftjob-bobs", "bob")
     db.change_state("ftjob-bobs", StateChange.CANCEL)
 
     def left() -> list[str]:
         return [job.id[-1] for job in db.list_jobs("ann", after=None, limit=99)]
 
-    db.prune_ended("ann", 8, 1000)
+    assert db.prune_ended("ann", 8, 1000) == ["file-ftjob-0"]
     assert left() == list("987654321")
+    assert "file-ftjob-0" not in db.file_ids()
     db.prune_ended("ann", 8, 50)  # steps
     assert left() == list("987651")
     db.prune_ended("ann", 2, 1000, exclude={"ftjob-5"})
@@ -222,6 +226,7 @@ def test_the_oldest_ended_jobs_are_pruned(db):
     assert len(db.list_jobs("bob", after=None, limit=9)) == 1
     assert db._query("SELECT COUNT(DISTINCT job) FROM events") == [(5,)]
     assert db._query("SELECT COUNT(*) FROM keys") == [(4,)]
+    assert db.file_ids() == {f"file-ftjob-{number}" for number in (5, 8, 9)}
     assert add(db, "ftjob-again", key="key 0").id == "ftjob-again"  # its key was pruned
 
 
@@ -229,7 +234,7 @@ def test_an_old_checkpoint_is_removed_after_the_new_one_is_recorded(db, tmp_path
     job = add(db)
     db.change_state(job.id, StateChange.BEGIN)
     run = JobRun(job.id, "ann", 1, tmp_path / "final")
-    recorder = EventRecorder(db, store=None, count_steps=None)  # type: ignore[arg-type] - not used here
+    recorder = EventRecorder(db, layout=None, store=None, count_steps=None)  # type: ignore[arg-type] - not used here
     folders = [tmp_path / f"step-{step}" for step in (1, 2)]
     events = []
     for step, folder in enumerate(folders, 1):

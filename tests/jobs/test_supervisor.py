@@ -38,6 +38,11 @@ async def test_a_job_runs_from_the_queue_to_the_store(world):
     assert (found.hash, found.tokens, found.steps) == ("h10", 70, 10)
     assert world.store.added["ann", "ft-ftjob-one"] == Path(body["final"])
     assert sum(steps for _, steps, _ in world.counted) == 10
+    rows = world.layout.file_path("file-ftjob-one").read_text().splitlines()
+    assert rows[0] == "step,train_loss,valid_loss,learning_rate,gradient_norm,tokens"
+    assert [row.split(",")[0] for row in rows[1:]] == [str(step) for step in range(1, 11)]
+    assert world.db.get_file("file-ftjob-one", "ann").bytes == world.layout.file_path("file-ftjob-one").stat().st_size
+    assert world.db.file_usage("ann") == (0, 0)
     await until(lambda: not world.layout.job_folder(job).exists())
 
 

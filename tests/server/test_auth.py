@@ -25,9 +25,10 @@ def routes() -> list[tuple[str, str]]:
 def test_every_route_rejects_a_missing_or_wrong_key(keyed_server):
     known = routes()
     assert len(known) >= 8
-    assert keyed_server.ask("GET", "/health").json() == {"status": "ok"}
+    for path in OPEN_PATHS:
+        assert keyed_server.ask("GET", path).json() == {"status": "ok"}
     known = [(method, path) for method, path in known if path not in OPEN_PATHS]
-    for method, path in [*known, ("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/v1/anything")]:
+    for method, path in [*known, ("GET", "/"), ("GET", "/docs"), ("POST", "/v1/anything")]:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {ANN}"}, {"Authorization": "Bearer"}):
             answer = keyed_server.ask(method, path, headers=headers)
             assert answer.status_code == 401, (method, path)
@@ -98,6 +99,56 @@ def test_a_server_without_keys_rejects_other_web_pages(server):
         assert server.ask("POST", "/v1/files", files=form, headers={"Origin": origin}).status_code == 403
     for origin in ("http://localhost:3000", "http://[::1]:3000", "https://127.0.0.1"):
         assert server.ask("GET", "/v1/models", headers={"Origin": origin}).status_code == 200
+
+
+def preflight(server, origin: str, path: str = "/v1/chat/completions", **headers: str):
+    asked = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-y"}
+    return server.ask("OPTIONS", path, headers={**asked, **headers})
+
+
+def test_web_pages_of_a_named_origin_are_allowed(world, start):
+    for keys in ({}, {"ann": ANN}):
+        here = start(world.folder, keys=keys, cors_origins=("https://app.example", "http://localhost:3000"))
+        key = ANN if keys else None
+        for origin in ("https://app.example", "http://localhost:3000"):
+            answer = preflight(here, origin)  # without a key
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == origin
+            assert "authorization" in answer.headers["access-control-allow-headers"]
+            assert "access-control-allow-credentials" not in answer.headers
+            answer = here.ask("GET", "/v1/models", key, headers={"Origin": origin})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+            body = {"model": "tiny", "prompt": "x", "max_tokens": 2, "stream": True}
+            answer = here.ask("POST", "/v1/completions", key, json=body, headers={"Origin": origin})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+        for origin in ("https://evil.example", "https://app.example.evil.example", "http://app.example", "null"):
+            assert "access-control-allow-origin" not in preflight(here, origin).headers
+            answer = here.ask("GET", "/v1/models", key, headers={"Origin": origin})
+            assert "access-control-allow-origin" not in answer.headers
+            assert answer.status_code == (200 if keys else 403)  # with keys, only the browser hides the response
+        if keys:
+            answer = here.ask("GET", "/v1/models", headers={"Origin": "https://app.example"})
+            assert answer.status_code == 401  # readable by the page
+            assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        else:  # DNS rebinding: the Host is still checked
+            answer = here.ask("GET", "/v1/models", headers={"Origin": "https://app.example", "Host": "app.example"})
+            assert answer.status_code == 403
+        here.hosting.close()
+
+
+def test_cors_is_off_by_default(server, keyed_server):
+    for here in (server, keyed_server):
+        assert "access-control-allow-origin" not in preflight(here, "https://app.example").headers
+    assert preflight(keyed_server, "https://app.example").status_code == 401
+
+
+def test_every_origin_needs_keys():
+    with pytest.raises(SymbiosisError, match="set keys"):
+        Settings(**FOLDERS, cors_origins=("*",))
+    Settings(**FOLDERS, cors_origins=("*",), keys={"ann": ANN})
+    for origin in ("app.example", "https://app.example/", "https://a b", "null", "https://App.example", "", "ftp://x"):
+        with pytest.raises(SymbiosisError, match="--cors-origin"):
+            Settings(**FOLDERS, cors_origins=(origin,), keys={"ann": ANN})
 
 
 def test_listening_on_a_public_address_needs_keys(server):

@@ -53,14 +53,30 @@ def test_an_error_names_the_invalid_field(server, change, field):
 @pytest.mark.parametrize(
     "change",
     [
-        {"tools": []},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tool_choice": "required"},
         {"chat_template": "{{ messages }}"},
         {"response_format": {"type": "json_object"}},
         {"messages": []},
         {"messages": [{"role": "tool", "content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
         {"top_logprobs": 2},
-        {"functions": []},
+        {"functions": [{"name": "f"}]},
+        {"function_call": {"name": "f"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+        {"modalities": ["text", "audio"]},
+        {"audio": {"voice": "alloy", "format": "wav"}},
+        {"web_search_options": {}},
+        {"moderation": {"model": "omni-moderation-latest"}},
+        {"verbosity": "low"},
+        {"service_tier": "priority"},
+        {"reasoning_effort": "low"},
+        {"messages": [{"role": "function", "name": "f", "content": "x"}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}]},
+        {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
+        {"messages": [{"role": "assistant", "content": None, "refusal": "no"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user"}]},
     ],
     ids=str,
 )
@@ -78,7 +94,7 @@ def test_an_image_part_is_rejected(server):
 
 
 def test_an_unknown_model_is_404(server):
-    for model in ("unknown", "tiny:unknown", "TINY", "../pirate", "tiny:", ":", "tiny:tiny", "a:pirate"):
+    for model in ("unknown", "tiny:unknown", "PIRATE", "../pirate", "tiny:", ":", "tiny:tiny", "a:pirate", "x/tiny"):
         with pytest.raises(openai.NotFoundError) as caught:
             server.client().completions.create(model=model, prompt="x")
         assert caught.value.code == "model_not_found"

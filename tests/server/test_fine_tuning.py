@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import socket
 import time
@@ -31,6 +33,8 @@ def test_a_job_from_upload_to_chat(job_server, ann, tmp_path, world):
     assert job.id.startswith("ftjob-")
     assert job.status in ("queued", "running")
     assert (job.fine_tuned_model, job.error, job.metadata) == (None, None, {"for": "test"})
+    assert job.result_files == []
+    assert (job.hyperparameters.n_epochs, type(job.hyperparameters.n_epochs)) == (40, int)
     done = until(ann, job.id, "succeeded")
     assert done.fine_tuned_model.startswith("ft-pirate-")
     assert done.trained_tokens > 0
@@ -49,6 +53,21 @@ def test_a_job_from_upload_to_chat(job_server, ann, tmp_path, world):
     checkpoints = list(ann.fine_tuning.jobs.checkpoints.list(job.id, limit=3))
     assert [each.step_number for each in checkpoints] == list(range(40, 0, -4))
     assert checkpoints[0].metrics.train_loss is not None
+    # the metrics are a file, as those of OpenAI
+    (result,) = done.result_files
+    rows = list(csv.DictReader(io.StringIO(ann.files.content(result).text)))
+    assert [(int(row["step"]), float(row["train_loss"])) for row in rows] == [(s["step"], s["train_loss"]) for s in steps]
+    assert [int(row["step"]) for row in rows if row["valid_loss"]] == list(range(4, 41, 4))
+    found = ann.files.retrieve(result)
+    assert (found.purpose, found.filename) == ("fine-tune-results", "step_metrics.csv")
+    assert [file.id for file in ann.files.list(purpose="fine-tune-results")] == [result]
+    assert result in [file.id for file in ann.files.list()]
+    assert result not in [file.id for file in ann.files.list(purpose="fine-tune")]
+    assert ann.fine_tuning.jobs.list(limit=1).data[0].result_files == [result]
+    with pytest.raises(openai.NotFoundError):
+        job_server.client(BOB).files.content(result)
+    ann.files.delete(result)
+    assert ann.fine_tuning.jobs.retrieve(job.id).result_files == []
     # the adapter is one like any other: it is listed, can be fetched and is plain PEFT, and has the same hash
     (listed,) = [
         each for each in job_server.ask("GET", "/v1/adapters", ANN).json()["data"] if each["id"] == done.fine_tuned_model

@@ -134,6 +134,14 @@ def test_top_level_hyperparameters_and_auto(ann):
     assert 0 <= job.seed < 1 << 31
 
 
+def test_epochs_are_whole_in_responses(ann):
+    for epochs, shown in ((1.5, 2), (0.25, 1), (2, 2)):
+        job = created(ann, {"n_epochs": epochs})
+        for found in (job.hyperparameters.n_epochs, job.method.supervised.hyperparameters.n_epochs):
+            assert (found, type(found)) == (shown, int)
+        assert ann.fine_tuning.jobs.cancel(job.id).hyperparameters.n_epochs == shown
+
+
 def test_unknown_targets_are_rejected_before_a_job_is_accepted(ann):
     before = [job.id for job in ann.fine_tuning.jobs.list()]
     assert "names no module" in request_error(ann, hyperparameters={"targets": ["nosuch_proj"]})

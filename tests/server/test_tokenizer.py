@@ -1,4 +1,4 @@
-"""The tokenizer's thread serves tenants round-robin."""
+"""The tokenizer's thread serves tenants round-robin; variables reach chat templates that use them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from symbiosis.errors import ContextTooLong
+from symbiosis.server.openai.errors import BadRequest
 from symbiosis.server.tokenizer import ServerTokenizer
 from tests.tiny_chat import tiny_tokenizer
 
@@ -45,3 +46,18 @@ def test_cancelled_and_failed_calls_block_no_other():
         return [each.cancelled() for each in left]
 
     assert asyncio.run(run()) == [True, False, True, False, True]
+
+
+def test_a_variable_reaches_a_template_that_uses_it_and_is_rejected_otherwise():
+    chat = [{"role": "user", "content": "hi"}]
+
+    def encode(template: str, **variables: str) -> int:
+        tokens = ServerTokenizer(tiny_tokenizer(template), 1 << 10)
+        return len(asyncio.run(tokens.encode_chat("ann", chat, variables=variables)))
+
+    using = "{{ messages[0].content }}{{ reasoning_effort or 'medium' }}"
+    assert encode(using) == len("himedium")
+    assert encode(using, reasoning_effort="low") == len("hilow")
+    with pytest.raises(BadRequest, match="reasoning_effort has no effect on this model") as caught:
+        encode("{{ messages[0].content }}", reasoning_effort="low")
+    assert caught.value.field == "reasoning_effort"

@@ -10,7 +10,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -38,8 +38,10 @@ from symbiosis.errors import (
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.finetuning.trainer import Trainer
 from symbiosis.jobs.queue import JobLimits
+from symbiosis.models import default_model
 from symbiosis.models.loading import shared_copy
 from symbiosis.server import adapter_store
+from symbiosis.server.model_names import ModelNames
 from symbiosis.server.rate_limits import RequestLimits
 from symbiosis.server.settings import Settings
 from symbiosis.serving.engine_core import EngineCore
@@ -61,7 +63,8 @@ class HttpHost:
     start; `adapter_root` is the folder that the admin may load more from. Uploaded adapters are stored in `uploads` and
     fine-tuning jobs in `jobs` (default: `uploads` with the suffix -jobs); a later server with these folders continues with
     them. Without `uploads` both are removed at `close`. `workers` is the number of processes that serve completions (default:
-    one with a CPU, up to eight with a GPU). `patience_s` is the time for a client to send a request's head.
+    one with a CPU, up to eight with a GPU). `patience_s` is the time for a client to send a request's head. Web pages of
+    `cors_origins` may send requests.
     `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
     `device_share` is shared by everything that computes on this device. `engine_core` are further options of `EngineCore`.
     """
@@ -85,6 +88,7 @@ class HttpHost:
         residency: AdapterCacheConfig | None = None,
         workers: int | None = None,
         patience_s: float = 20.0,
+        cors_origins: Collection[str] = (),
         training: TrainerConfig | None = TrainerConfig(),  # noqa: B008 - frozen
         device_share: CpuTimeShare | None = None,
         **engine_core: Any,
@@ -92,7 +96,9 @@ class HttpHost:
         keys, adapters = dict(keys or {}), dict(adapters or {})
         base = Path(name).name if Path(name).is_dir() else name
         model.name_or_path = model.config._name_or_path = base  # adapters and messages never show the local path
-        _check_names(base, adapters)
+        hub_id = default_model.HUB_ID if base == default_model.NAME else None
+        names = ModelNames(base, hub_id)
+        _check_names(names, adapters)
         if adapter_root is not None and not Path(adapter_root).is_dir():
             raise SymbiosisError(f"there is no folder {adapter_root}: --adapter-root must be a folder of adapters")
         with ExitStack() as undo:
@@ -107,6 +113,7 @@ class HttpHost:
             host, port = self._socket.getsockname()[:2]
             settings = Settings(
                 base=base,
+                hub_id=hub_id,
                 keys=keys,
                 admin_key=admin_key,
                 adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
@@ -117,6 +124,7 @@ class HttpHost:
                 request_limits=requests or RequestLimits(),
                 client_timeout_s=patience_s,
                 allowed_hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
+                cors_origins=tuple(cors_origins),
             )
             undo.pop_all()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -130,7 +138,7 @@ class HttpHost:
             trainer = _make_trainer(model, training, device_share)
             self._trainer = trainer if isinstance(trainer, Trainer) else None
             core = EngineCore(model, residency=residency or AdapterCacheConfig(), device_share=device_share, **engine_core)
-            _load_adapters(core, adapters, self._uploads.path)
+            _load_adapters(core, adapters, self._uploads.path, names)
             self._ipc = IpcServer(core, runtime_folder())
             RateLimitService(self._ipc, settings.request_limits)
             MetricsService(self._ipc)
@@ -216,7 +224,7 @@ def _make_trainer(model: PreTrainedModel, config: TrainerConfig | None, device_s
         return CannotTrain(f"{type(model).__name__} cannot be trained here: {type(error).__name__}")
 
 
-def _load_adapters(core: EngineCore, adapters: Mapping[str, str | Path], uploads: Path) -> None:
+def _load_adapters(core: EngineCore, adapters: Mapping[str, str | Path], uploads: Path, names: ModelNames) -> None:
     """Stored uploads that do not fit this model are skipped with a warning; any other failure raises."""
     for name, folder in adapters.items():
         try:
@@ -225,15 +233,17 @@ def _load_adapters(core: EngineCore, adapters: Mapping[str, str | Path], uploads
             raise type(error)(f"the adapter {name} in {folder}: {error}") from None
     for stored in adapter_store.list_stored(uploads):
         try:
+            if names.is_base(stored.name):
+                raise BadAdapter("it has a name of the base model")
             core.add_adapter(qualify_name(stored.owner, stored.name), stored.folder)
         except SymbiosisError as error:
             _log.warning("the adapter %s in %s is not served: %s", stored.name, stored.folder, error)
 
 
-def _check_names(base: str, adapters: Mapping[str, Any]) -> None:
+def _check_names(names: ModelNames, adapters: Mapping[str, Any]) -> None:
     for name in adapters:
-        if name == base:
-            raise SymbiosisError(f"an adapter is named {base!r}, like the base model: choose another name")
+        if names.is_base(name):
+            raise SymbiosisError(f"an adapter is named {name!r}, like the base model: choose another name")
         if not re.fullmatch(_ADAPTER_NAME, name):
             raise SymbiosisError(f"an adapter is named {name!r}: expected letters, digits, dots, dashes and underscores")
 

@@ -23,7 +23,7 @@ _log = logging.getLogger("symbiosis")
 
 
 class HttpProcesses:
-    """`workers` processes share the listening socket. More than one have a control process beside them, which owns all state.
+    """`workers` processes share the listening socket. More than one need a control process, which owns all state.
 
     Each starts at once and serves after `configure`. Their sockets are inherited: a new process can replace a dead one.
     """

@@ -98,12 +98,14 @@ class Admission:
         with self._count_admitting(request.tenant) as admitting:
             await asyncio.to_thread(self._check_quotas, request, admitting)
             job = await self._create(request)
-        limits, busy = self._limits, self._supervisor.busy_jobs()
-        await asyncio.to_thread(
-            lambda: self._db.prune_ended(request.tenant, limits.tenant_ended, limits.tenant_ended_steps, exclude=busy)
-        )
+        await asyncio.to_thread(self._prune_ended, request.tenant)
         self._supervisor.wake()
         return job
+
+    def _prune_ended(self, tenant: str) -> None:
+        limits, busy = self._limits, self._supervisor.busy_jobs()
+        results = self._db.prune_ended(tenant, limits.tenant_ended, limits.tenant_ended_steps, exclude=busy)
+        self._layout.remove_files(results)
 
     async def _create(self, request: JobRequest) -> JobRecord:
         id, name = await asyncio.to_thread(self._choose_name, request)

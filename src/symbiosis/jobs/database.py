@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from symbiosis.errors import SymbiosisError
 from symbiosis.jobs.errors import KeyReused, StorageFull, UnknownFile, UnknownJob
+from symbiosis.jobs.layout import RESULT_PREFIX, result_file_id
 from symbiosis.jobs.queue import QueuedJob
 from symbiosis.jobs.states import JobState, StateChange, next_state
 
@@ -190,16 +191,26 @@ class Database:
             raise UnknownFile(f"there is no file {id!r:.80} of yours")
         return found[0]
 
-    def list_files(self, tenant: str, *, after: str | None, limit: int, oldest_first: bool = False) -> list[FileRecord]:
-        """Raises `UnknownFile` if `after` does not exist."""
+    def list_files(
+        self, tenant: str, *, after: str | None, limit: int, oldest_first: bool = False, results: bool | None = None
+    ) -> list[FileRecord]:
+        """`results`: only result files of jobs, or only uploads. Raises `UnknownFile` if `after` does not exist."""
         sign, direction = (">", "ASC") if oldest_first else ("<", "DESC")
         bound = (0 if oldest_first else _MAX_NUMBER) if after is None else self.get_file(after, tenant).number
-        where = f"tenant=? AND number {sign} ? ORDER BY number {direction} LIMIT ?"
+        kind = "" if results is None else f"AND id {'' if results else 'NOT'} GLOB '{RESULT_PREFIX}*'"
+        where = f"tenant=? AND number {sign} ? {kind} ORDER BY number {direction} LIMIT ?"
         return self._select(FileRecord, where, tenant, bound, limit)
 
+    def find_result_files(self, jobs: Collection[JobRecord]) -> dict[str, str]:
+        """Ids of existing result files, by job."""
+        ids = {result_file_id(job.id): job.id for job in jobs}
+        found = self._query(f"SELECT id FROM files WHERE id IN ({_marks(ids)})", *ids)  # noqa: S608 - marks only
+        return {ids[row[0]]: row[0] for row in found}
+
     def file_usage(self, tenant: str) -> tuple[int, int]:
-        """Number of files and their total bytes."""
-        count, size = self._query("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM files WHERE tenant=?", tenant)[0]
+        """Number of uploaded files and their total bytes."""
+        where = f"tenant=? AND id NOT GLOB '{RESULT_PREFIX}*'"
+        count, size = self._query(f"SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM files WHERE {where}", tenant)[0]  # noqa: S608
         return int(count), int(size)
 
     def remove_file(self, id: str, tenant: str) -> None:
@@ -295,18 +306,24 @@ class Database:
         sql = f"SELECT COALESCE(SUM(json_extract(plan, '$.tokens')), 0) FROM jobs WHERE {where}"  # noqa: S608 - marks only
         return int(self._query(sql, tenant, *states)[0][0])
 
-    def prune_ended(self, tenant: str, max_jobs: int, max_steps: int, *, exclude: Collection[str] = ()) -> None:
-        """Remove a tenant's oldest ended jobs, beyond `max_jobs` jobs or `max_steps` steps in total."""
+    def prune_ended(self, tenant: str, max_jobs: int, max_steps: int, *, exclude: Collection[str] = ()) -> list[str]:
+        """Remove a tenant's oldest ended jobs, beyond `max_jobs` jobs or `max_steps` steps in total.
+
+        Returns the ids of their result files; the caller removes the contents.
+        """
         ended = [state.value for state in JobState if state.is_end]
         sql = f"""SELECT number, id FROM (
             SELECT number, id, COUNT(*) OVER newer AS jobs, SUM(step) OVER newer AS steps FROM jobs
             WHERE tenant=? AND state IN ({_marks(ended)}) WINDOW newer AS (ORDER BY number DESC)) WHERE jobs > ? OR steps > ?"""  # noqa: S608
         with self.transaction():
-            old = [(number,) for number, id in self._query(sql, tenant, *ended, max_jobs, max_steps) if id not in exclude]
+            found = [each for each in self._query(sql, tenant, *ended, max_jobs, max_steps) if each[1] not in exclude]
+            old, results = [(number,) for number, _ in found], [result_file_id(id) for _, id in found]
             self._db.executemany("DELETE FROM events WHERE job=?", old)
             self._db.executemany("DELETE FROM checkpoints WHERE job=?", old)
             self._db.executemany("DELETE FROM keys WHERE job=(SELECT id FROM jobs WHERE number=?)", old)
             self._db.executemany("DELETE FROM jobs WHERE number=?", old)
+            self.remove_files(results)
+            return results
 
     def change_state(self, id: str, change: StateChange, *, epoch: int | None = None, **columns: Any) -> JobRecord:
         """Compare-and-set. Raises `WrongState`, also if the job was started again since run `epoch`."""
@@ -362,6 +379,11 @@ class Database:
     def list_events(self, job: JobRecord, *, after: int | None, limit: int) -> list[EventRecord]:
         """Newest first."""
         return self._select(EventRecord, _NEWEST_FIRST, job.number, _MAX_NUMBER if after is None else after, limit)
+
+    def list_metrics(self, job: JobRecord) -> list[dict[str, Any]]:
+        """Data of the job's metrics events, oldest first."""
+        sql = "SELECT data FROM events WHERE job=? AND kind='metrics' ORDER BY number"
+        return [json.loads(row[0]) for row in self._query(sql, job.number)]
 
     def add_checkpoint(
         self, job: JobRecord, step: int, folder: str, hash: str | None, serves: str | None, metrics: dict[str, Any]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +15,16 @@ from typing import Any, Protocol
 from symbiosis.adapters.names import split_qualified_name
 from symbiosis.common.throughput import Throughput
 from symbiosis.errors import SymbiosisError
+from symbiosis.jobs.atomic_files import write_atomic
 from symbiosis.jobs.database import Database, JobRecord
+from symbiosis.jobs.layout import JobsLayout, result_file_id
 from symbiosis.jobs.states import JobState, StateChange
 
 _END_KINDS = ("trained", "stopped", "failed")
 _RETRYABLE_CODES = ("too_many_requests", "closed", "engine_lost")
 """The engine is at capacity or shutting down: the job is queued again."""
+_RESULT_NAME = "step_metrics.csv"
+_RESULT_COLUMNS = ("step", "train_loss", "valid_loss", "learning_rate", "gradient_norm", "tokens")
 Event = dict[str, Any]
 CountSteps = Callable[[str, int, int], None]
 
@@ -68,8 +74,8 @@ class JobRun:
 class EventRecorder:
     """Thread-safe. `count_steps` receives a tenant, its optimizer steps and their tokens."""
 
-    def __init__(self, db: Database, store: FinishedAdapters, count_steps: CountSteps) -> None:
-        self._db, self._store, self._count_steps = db, store, count_steps
+    def __init__(self, db: Database, layout: JobsLayout, store: FinishedAdapters, count_steps: CountSteps) -> None:
+        self._db, self._layout, self._store, self._count_steps = db, layout, store, count_steps
 
     def record(self, run: JobRun, events: list[Event]) -> JobRecord:
         """Raises `StorageFull`; then nothing is recorded."""
@@ -119,6 +125,7 @@ class EventRecorder:
             if run.tokens is not None and run.tokens.mean:
                 self._db.update_job(job.id, figures={**job.figures, "tokens_per_s": run.tokens.mean})
             self._db.clear_served(job, before=body["step"])
+            self._write_results(job)
             self._db.add_event(job.id, "message", f"New fine-tuned model created: {job.name}")
             self._db.add_event(job.id, "message", "The job has successfully completed")
 
@@ -163,12 +170,30 @@ class EventRecorder:
             self._db.change_state(job.id, StateChange.INTERRUPT, epoch=run.epoch)
             run.backs_off = True
 
+    def _write_results(self, job: JobRecord) -> None:
+        """Write and record the result file. A content without a record is removed at the next start."""
+        content, id = format_metrics(self._db.list_metrics(job)).encode(), result_file_id(job.id)
+        write_atomic(self._layout.file_path(id), content)
+        self._db.add_file(id, job.tenant, _RESULT_NAME, len(content))
+
     def fail_job(self, id: str, error: Event) -> None:
         """Raises `WrongState` if the job has ended."""
         with self._db.transaction():
             job = self._db.change_state(id, StateChange.FAIL, error=error)
             self._db.clear_served(job)
             self._db.add_event(id, "message", error["message"], level="error", data={"code": error["code"]})
+
+
+def format_metrics(metrics: Iterable[Event]) -> str:
+    """CSV with a row for each step. A value that a step does not have is empty."""
+    rows: dict[int, Event] = {}
+    for each in metrics:
+        rows.setdefault(each["step"], {}).update(each)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _RESULT_COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows[step] for step in sorted(rows))
+    return text.getvalue()
 
 
 def find_failed_checkpoint(event: Event) -> str | None:

@@ -1,7 +1,7 @@
 """Folder layout of fine-tuning jobs.
 
 jobs.sqlite                      the database
-files/file-…                     uploaded files
+files/file-…                     uploaded files, and result files of jobs
 work/ftjob-…/training.safetensors, validation.safetensors
 work/ftjob-…/try-E/step-N        checkpoints of run E
 """
@@ -9,10 +9,17 @@ work/ftjob-…/try-E/step-N        checkpoints of run E
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from symbiosis.jobs.atomic_files import sync_to_disk
+
+RESULT_PREFIX = "file-ftjob-"
+"""Of the ids of result files; uploaded files have hexadecimal digits after `file-`."""
+
+
+def result_file_id(job: str) -> str:
+    return f"file-{job}"
 
 
 class JobsLayout:
@@ -30,6 +37,11 @@ class JobsLayout:
 
     def file_ids(self) -> set[str]:
         return {path.name for path in self.files.iterdir()}
+
+    def remove_files(self, ids: Iterable[str]) -> None:
+        """Remove the contents of files without a record."""
+        for id in ids:
+            self.file_path(id).unlink(missing_ok=True)
 
     def job_folder(self, job: str) -> Path:
         return self._work / job

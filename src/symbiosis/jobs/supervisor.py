@@ -80,7 +80,7 @@ class Supervisor:
     ) -> None:
         self._db, self._layout, self._engine, self._store = db, layout, engine, store
         self._preparer, self._limits = preparer, limits
-        self._recorder = EventRecorder(db, store, count_steps)
+        self._recorder = EventRecorder(db, layout, store, count_steps)
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._runs: dict[str, JobRun] = {}
         self._last_start: dict[str, int] = {}  # by tenant

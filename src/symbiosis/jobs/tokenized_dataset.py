@@ -17,6 +17,7 @@ from safetensors.numpy import save
 from symbiosis.jobs.atomic_files import write_atomic
 from symbiosis.jobs.errors import BadTrainingFile
 from symbiosis.jobs.jsonl import ChatTurn, JsonlSample, LineErrors, LineKind
+from symbiosis.models.chat_encoding import ChatEncoder
 
 IGNORED = -100
 
@@ -50,11 +51,12 @@ def tokenize_samples(
     """
     if samples[0].kind is LineKind.CHAT and not getattr(tokenizer, "chat_template", None):
         raise BadTrainingFile('the model\'s tokenizer has no chat template: use lines of {"text": …}', field=field)
+    chats = ChatEncoder(tokenizer)
     errors, tokenized, tokens = LineErrors(field), list[tuple[JsonlSample, list[int], list[tuple[int, int]] | None]](), 0
     for sample in samples:
         check()
         try:
-            ids, spans = _tokenize(sample, tokenizer, max_length)
+            ids, spans = _tokenize(sample, tokenizer, chats, max_length)
         except Exception as error:  # noqa: BLE001 - templates may raise anything, e.g. for an invalid order of roles
             errors.add(sample.line, f"the model's chat template rejects it: {str(error)[:120]}")
             continue
@@ -86,11 +88,13 @@ def _label(ids: list[int], spans: list[tuple[int, int]] | None) -> list[int]:
     return labels
 
 
-def _tokenize(sample: JsonlSample, tokenizer: Any, max_length: int) -> tuple[list[int], list[tuple[int, int]] | None]:
+def _tokenize(
+    sample: JsonlSample, tokenizer: Any, chats: ChatEncoder, max_length: int
+) -> tuple[list[int], list[tuple[int, int]] | None]:
     """Token ids and the spans of labels; None if the template does not delimit them."""
     if sample.kind is LineKind.CHAT:
-        ids = _tokenize_chat(tokenizer, sample.messages)
-        return ids, _find_spans(tokenizer, sample.messages, ids, max_length)
+        ids = _tokenize_chat(chats, sample.messages)
+        return ids, _find_spans(chats, sample.messages, ids, max_length)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if sample.kind is LineKind.TEXT:
         ids = [*tokenizer(sample.text)["input_ids"], *end]
@@ -100,23 +104,23 @@ def _tokenize(sample: JsonlSample, tokenizer: Any, max_length: int) -> tuple[lis
     return ids, [(len(prompt), len(ids))]
 
 
-def _tokenize_chat(tokenizer: Any, messages: Sequence[ChatTurn], *, add_generation_prompt: bool = False) -> list[int]:
-    dicts = [message.to_dict() for message in messages]
-    text = tokenizer.apply_chat_template(dicts, tokenize=False, add_generation_prompt=add_generation_prompt)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _tokenize_chat(chats: ChatEncoder, messages: Sequence[ChatTurn], *, add_generation_prompt: bool = False) -> list[int]:
+    return chats.encode([message.to_dict() for message in messages], add_generation_prompt=add_generation_prompt)
 
 
-def _find_spans(tokenizer: Any, messages: Sequence[ChatTurn], ids: list[int], max_length: int) -> list[tuple[int, int]] | None:
+def _find_spans(
+    chats: ChatEncoder, messages: Sequence[ChatTurn], ids: list[int], max_length: int
+) -> list[tuple[int, int]] | None:
     spans = []
     for index, message in enumerate(messages):
         if message.role != "assistant":
             continue
-        prompt = _tokenize_chat(tokenizer, messages[:index], add_generation_prompt=True) if index else []
+        prompt = _tokenize_chat(chats, messages[:index], add_generation_prompt=True) if index else []
         if ids[: len(prompt)] != prompt:
             return None
         if len(prompt) >= max_length:
             break  # the rest is truncated
-        through = _tokenize_chat(tokenizer, messages[: index + 1])
+        through = _tokenize_chat(chats, messages[: index + 1])
         if ids[: len(through)] != through:
             return None
         if message.is_label:

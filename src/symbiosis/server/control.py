@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from symbiosis.server.adapter_store import AdapterStore
@@ -11,6 +12,7 @@ from symbiosis.server.metrics.counts import Metrics
 from symbiosis.server.metrics.reporter import MetricsReporter
 from symbiosis.server.requests.body import Handler
 from symbiosis.server.routes.adapters import AdapterRoutes
+from symbiosis.server.routes.description import DescriptionRoutes
 from symbiosis.server.routes.files import FileRoutes
 from symbiosis.server.routes.fine_tuning import FineTuningRoutes
 from symbiosis.server.routes.metrics import MetricsRoute
@@ -41,6 +43,7 @@ class Control:
             ("GET", "/metrics", metrics.get),
             ("GET", "/v1/models", models.list),
             ("GET", "/v1/models/{id:path}", models.get),
+            ("DELETE", "/v1/models/{id:path}", adapters.remove_model),
             ("GET", "/v1/adapters", adapters.list),
             ("PUT", "/v1/adapters/{name}", adapters.upload),
             ("DELETE", "/v1/adapters/{name}", adapters.remove),
@@ -62,6 +65,11 @@ class Control:
             ("POST", "/v1/unload_lora_adapter", adapters.unload),
             ("POST", "/v1/pin_lora_adapter", adapters.pin),
         ]
+
+    def describe(self, table: Sequence[tuple[str, str, Handler]]) -> list[tuple[str, str, Handler]]:
+        """Routes about all routes of a table."""
+        description = DescriptionRoutes(table)
+        return [("GET", "/version", description.version), ("GET", "/openapi.json", description.openapi)]
 
     async def open(self) -> None:
         await self._jobs.open()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,8 @@ from symbiosis.server.rate_limits import RequestLimits
 
 ADMIN = "admin"
 """Tenant name of the admin key."""
+_ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+"""As browsers send it: in lower case, without a path."""
 _LIMITS = {"store_limits": StoreLimits, "job_limits": JobLimits, "request_limits": RequestLimits}
 
 
@@ -21,6 +25,8 @@ class Settings:
 
     base: str
     """Name of the base model."""
+    hub_id: str | None = None
+    """Its hub id, if that is not its name."""
     max_model_len: int = 1 << 20
     """Most tokens of a prompt and its completion."""
     keys: dict[str, str] = field(default_factory=dict, repr=False)
@@ -43,13 +49,15 @@ class Settings:
     """Time for a client to send a request's head, or a body that makes no progress."""
     allowed_hosts: tuple[str, ...] | None = None
     """Accepted Host headers if there are no keys."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may send requests."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Settings:
         """The inverse of `asdict` after a JSON round trip."""
         hosts = None if values["allowed_hosts"] is None else tuple(values["allowed_hosts"])
         limits = {name: kind(**values[name]) for name, kind in _LIMITS.items()}
-        return cls(**{**values, **limits, "allowed_hosts": hosts})
+        return cls(**{**values, **limits, "allowed_hosts": hosts, "cors_origins": tuple(values["cors_origins"])})
 
     def __post_init__(self) -> None:
         """Raises `SymbiosisError` without repeating a secret."""
@@ -59,3 +67,13 @@ class Settings:
         secrets = [*self.keys.values(), *([] if self.admin_key is None else [self.admin_key])]
         if not all(secrets) or len(set(secrets)) != len(secrets):
             raise SymbiosisError("keys must be non-empty and distinct: a key identifies one tenant")
+        check_cors_origins(self.cors_origins, self.keys)
+
+
+def check_cors_origins(origins: Collection[str], keys: Collection[str]) -> None:
+    """Raises `SymbiosisError`. Without keys, every page of an allowed origin acts as the admin."""
+    for origin in origins:
+        if origin == "*" and not keys:
+            raise SymbiosisError("--cors-origin '*' lets every web page use this server: set keys (--key), or name the origins")
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise SymbiosisError(f"--cors-origin {origin!r:.80}: expected '*' or an origin such as https://app.example:8443")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from symbiosis.common.fair_executor import FairExecutor
 from symbiosis.errors import ContextTooLong, NoTokenizer, OutOfRange
+from symbiosis.models.chat_encoding import ChatEncoder
 from symbiosis.server.openai.errors import BadRequest
 from symbiosis.serving.byte_level import byte_table
 from symbiosis.serving.detokenizer import TextStream
@@ -21,6 +23,7 @@ class ServerTokenizer:
         self.tokenizer, self._max_tokens = tokenizer, max_tokens  # copy it for use on another thread
         self._max_token_chars = 1 if tokenizer is None else max(len(token) for token in tokenizer.get_vocab())
         self._byte_table = byte_table(tokenizer)
+        self._chats = None if tokenizer is None else ChatEncoder(tokenizer)
         self._worker = FairExecutor("symbiosis-tokenizer")
         self.token_text = lru_cache(maxsize=65536)(self._decode_token)
 
@@ -29,25 +32,44 @@ class ServerTokenizer:
         return await self._worker.run(tenant, lambda: self._encode(text, special))
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        if len(text) > self._max_tokens * self._max_token_chars:
-            raise ContextTooLong(f"{len(text)} characters exceed the {self._max_tokens} tokens allowed. Shorten the prompt")
+        self._check_length(text)
         return list(self._require()(text, add_special_tokens=special)["input_ids"])
 
-    async def encode_chat(
-        self, tenant: str, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Raises `NoTokenizer`, `ContextTooLong`, or `BadRequest` if the template rejects the messages."""
-        return await self._worker.run(tenant, lambda: self._encode_chat(messages, add_generation_prompt))
+    def _check_length(self, text: str) -> None:
+        if len(text) > self._max_tokens * self._max_token_chars:
+            raise ContextTooLong(f"{len(text)} characters exceed the {self._max_tokens} tokens allowed. Shorten the prompt")
 
-    def _encode_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-        tokenizer = self._require()
-        if not getattr(tokenizer, "chat_template", None):
+    async def encode_chat(
+        self,
+        tenant: str,
+        messages: Sequence[dict[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, str] | None = None,
+    ) -> list[int]:
+        """`variables` are for the template; one that it does not use is an error. Special tokens in messages are text.
+
+        Raises `NoTokenizer`, `ContextTooLong`, or `BadRequest` if the template rejects the messages.
+        """
+        return await self._worker.run(tenant, lambda: self._encode_chat(messages, add_generation_prompt, variables or {}))
+
+    def _encode_chat(
+        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool, variables: Mapping[str, str]
+    ) -> list[int]:
+        template = getattr(self._require(), "chat_template", None)
+        if not template or self._chats is None:
             raise NoTokenizer("this model's tokenizer has no chat template: use /v1/completions")
+        for name in variables:
+            if not re.search(rf"\b{name}\b", str(template)):
+                raise BadRequest(f"{name} has no effect on this model: leave it out", field=name, code="unsupported_parameter")
         try:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+            chat = self._chats.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        except OutOfRange as error:
+            raise BadRequest(str(error), field="messages") from None
         except Exception as error:  # noqa: BLE001 - templates may raise anything, e.g. for an invalid order of roles
             raise BadRequest(f"the model's chat template rejects these messages: {error}", field="messages") from None
-        return self._encode(text, False)
+        self._check_length(chat.text)
+        return self._chats.tokenize(chat)
 
     async def decode(self, tenant: str, ids: list[int]) -> str:
         """Raises `NoTokenizer`, or `OutOfRange` for an invalid token."""

@@ -26,7 +26,7 @@ _SHORT_SECRET = 8
 _FOR_HTTP = (
     *("key", "admin_key", "adapter", "adapter_root", "uploads", "tenant_adapters", "tenant_adapter_gb", "tenant_requests"),
     *("tenant_rate", "cache_gb", "adapter_gb", "adapter_host_gb", "max_rows", "max_running", "max_queued", "tenant_queued"),
-    *("http_workers", "jobs", "running_jobs", "tenant_running_jobs"),
+    *("http_workers", "jobs", "running_jobs", "tenant_running_jobs", "cors_origin"),
 )
 err = Console(stderr=True)
 
@@ -153,6 +153,14 @@ def serve(
             help="Persists fine-tuning jobs, which resume after a restart. (default: UPLOADS-jobs, next to --uploads)",
         ),
     ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Origin whose web pages may use HTTP, such as https://app.example, or '*' with keys; repeatable.",
+        ),
+    ] = None,
     running_jobs: Annotated[int, _limit("--running-jobs", "Most fine-tuning jobs running at once; others are queued.")] = 8,
     tenant_running_jobs: Annotated[int, _limit("--tenant-running-jobs", "Most running jobs of one tenant.")] = 4,
     tenant_adapters: Annotated[
@@ -200,10 +208,12 @@ def serve(
         from symbiosis.jobs.queue import JobLimits
         from symbiosis.server.adapter_store import StoreLimits
         from symbiosis.server.rate_limits import RequestLimits
+        from symbiosis.server.settings import check_cors_origins
         from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 
         if http is not None:
             check_http(http, keys)
+            check_cors_origins(cors_origin or [], keys)
         for address in listen or [DEFAULT_ADDRESS]:
             check_address(address, tokens)  # before the model is loaded
     file_limits.raise_open_file_limit()  # every channel uses two file descriptors
@@ -243,6 +253,7 @@ def serve(
                     job_limits=JobLimits(running=running_jobs, tenant_running=tenant_running_jobs),
                     store_limits=StoreLimits(adapters=tenant_adapters, bytes=int(tenant_adapter_gb * 1e9)),
                     requests=RequestLimits(at_once=tenant_requests, per_minute=tenant_rate),
+                    cors_origins=cors_origin or (),
                     cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
                     residency=AdapterCacheConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
                     workers=http_workers,

@@ -15,8 +15,10 @@ from starlette.types import Receive, Scope, Send
 from symbiosis.server.openai.errors import BadRequest, error_response
 
 _CHUNK = 1 << 18
-_OWN_HEADERS = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"date"})
-"""Of one connection, not of the request or response."""
+_OWN_HEADERS = frozenset(
+    {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"date", b"origin"}
+)
+"""Of one connection, not of the request or response; and Origin, for which the worker answers."""
 
 
 class ControlProxy:

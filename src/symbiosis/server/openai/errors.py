@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 
 from symbiosis import errors
 from symbiosis.jobs import errors as job_errors
+from symbiosis.server.openai.strict_model import UNSUPPORTED
 
 _SHOULD_BE = "Input should be "  # pydantic
 _MAX_ERRORS = 1000
@@ -89,8 +90,10 @@ def to_bad_request(error: ValidationError) -> BadRequest:
     found = error.errors(include_url=False, include_input=False)
     first = found[0]
     field = _join_location(first["loc"])
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "none_required"):  # an unknown field may be null
         return BadRequest(f"{field} is not supported here: leave it out", field=field, code="unsupported_parameter")
+    if first["type"] == UNSUPPORTED:
+        return BadRequest(f"{field}: {first['msg']}", field=field, code="unsupported_parameter")
     if first["type"] == "json_invalid":
         return BadRequest(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
     # A field of a union type has an error for each branch.

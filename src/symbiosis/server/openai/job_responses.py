@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from symbiosis.jobs.database import HYPERPARAMETERS, CheckpointRecord, EventRecord, FileRecord, JobRecord
+from symbiosis.jobs.layout import RESULT_PREFIX
 from symbiosis.jobs.states import JobState
 
 Body = dict[str, Any]
 PURPOSE = "fine-tune"
+RESULTS_PURPOSE = "fine-tune-results"
 
 
 def file_body(file: FileRecord) -> Body:
@@ -19,17 +22,19 @@ def file_body(file: FileRecord) -> Body:
         "bytes": file.bytes,
         "created_at": file.created_at,
         "filename": file.filename,
-        "purpose": PURPOSE,
+        "purpose": RESULTS_PURPOSE if file.id.startswith(RESULT_PREFIX) else PURPOSE,
         "status": "processed",
         "status_details": None,
         "expires_at": None,
     }
 
 
-def job_body(job: JobRecord, base: str, position: int | None) -> Body:
+def job_body(job: JobRecord, base: str, position: int | None, result_file: str | None = None) -> Body:
     """`position`: in the queue; None if the job is not queued."""
     given = {name: value for name, value in job.asked[HYPERPARAMETERS].items() if value is not None}
-    hyperparameters = given if job.plan is None else job.plan["shown"]
+    hyperparameters = dict(given if job.plan is None else job.plan["shown"])
+    if "n_epochs" in hyperparameters:
+        hyperparameters["n_epochs"] = math.ceil(hyperparameters["n_epochs"])  # clients expect an integer; n_steps is exact
     finish = job.figures.get("finish_at") if job.state is JobState.RUNNING else None
     openai_names = ("n_epochs", "batch_size", "learning_rate_multiplier")
     return {
@@ -40,7 +45,7 @@ def job_body(job: JobRecord, base: str, position: int | None) -> Body:
         "finished_at": job.finished_at,
         "fine_tuned_model": job.name if job.state is JobState.SUCCEEDED else None,
         "organization_id": job.tenant,
-        "result_files": [],
+        "result_files": [] if result_file is None else [result_file],
         "status": job.state.value,
         "validation_file": job.asked["validation_file"],
         "training_file": job.asked["training_file"],

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from symbiosis.jobs.plan import Hyperparameters
-from symbiosis.server.openai.schemas import Name, StrictModel
+from symbiosis.server.openai.ignored_fields import Metadata
+from symbiosis.server.openai.schemas import Name
+from symbiosis.server.openai.strict_model import NullableModel, StrictModel
 
 _MAX_ADAPTER_BYTES = 64 << 10
 _SUFFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -56,16 +58,16 @@ class HyperparameterFields(StrictModel):
         return value
 
 
-class SupervisedFields(StrictModel):
+class SupervisedFields(NullableModel):
     hyperparameters: HyperparameterFields | None = None
 
 
-class MethodFields(StrictModel):
+class MethodFields(NullableModel):
     type: Literal["supervised"]
     supervised: SupervisedFields | None = None
 
 
-class CreateJobRequest(StrictModel):
+class CreateJobRequest(NullableModel):
     """POST /v1/fine_tuning/jobs."""
 
     model: Name
@@ -75,13 +77,7 @@ class CreateJobRequest(StrictModel):
     hyperparameters: HyperparameterFields | None = None
     suffix: str | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     integrations: list[Any] | None = None
 
     @field_validator("integrations")

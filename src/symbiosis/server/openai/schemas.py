@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from symbiosis.errors import OutOfRange
+from symbiosis.server.openai.ignored_fields import (
+    IgnoredFields,
+    IgnoredMessageFields,
+    IgnoredPartFields,
+    IgnoredStreamOptions,
+    ReasoningEffort,
+)
+from symbiosis.server.openai.strict_model import UNSUPPORTED, Only, StrictModel
 
 _MAX_CHARACTERS = 8 << 20
 _MAX_TOKENS = 1 << 20
@@ -20,15 +29,11 @@ Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _MAX_CHOICES = 128
 
 
-class StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+class StreamOptions(IgnoredStreamOptions):
+    include_usage: bool | None = None
 
 
-class StreamOptions(StrictModel):
-    include_usage: bool = False
-
-
-class SamplingFields(StrictModel):
+class SamplingFields(IgnoredFields):
     """Fields of completions and chats. `null` equals an absent field."""
 
     model: Name
@@ -44,7 +49,7 @@ class SamplingFields(StrictModel):
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -55,12 +60,11 @@ class SamplingFields(StrictModel):
         ]
         | None
     ) = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    """Default: true."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
-    """Ignored."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:
@@ -74,7 +78,7 @@ class SamplingFields(StrictModel):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and self.stream_options.include_usage is True
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """Sampling parameters as the engine accepts them."""
@@ -105,8 +109,15 @@ class CompletionRequest(SamplingFields):
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    best_of: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    suffix: Annotated[Any, Only(("",), "the model cannot insert text before a suffix: leave it out")] = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _check_best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value not in (None, info.data.get("n") or 1):
+            raise PydanticCustomError(UNSUPPORTED, "choosing the best of several is not supported: leave best_of out")
+        return value
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -115,15 +126,27 @@ class CompletionRequest(SamplingFields):
         return [list(self.prompt)] if isinstance(self.prompt[0], int) else list(self.prompt)
 
 
-class TextPart(StrictModel):
+class TextPart(IgnoredPartFields):
     type: Literal["text"]
     text: Text
 
 
-class ChatMessage(StrictModel):
+class ChatMessage(IgnoredMessageFields):
+    """A message of a request, or one of a response as `model_dump` gives it."""
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast=True)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast=True)] | None = None
+    """Null only for the assistant."""
     name: Name | None = None
+    reasoning_content: Text | None = None
+    """Of the assistant, for templates that use it."""
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _check_role(cls, value: Any) -> Any:
+        if value in ("tool", "function"):
+            raise PydanticCustomError(UNSUPPORTED, "results of function calls are not supported: leave the message out")
+        return value
 
     @field_validator("content", mode="before")
     @classmethod
@@ -133,15 +156,17 @@ class ChatMessage(StrictModel):
                 raise ValueError(f"a part of type {kind!a:.60} is not supported: expected text")
         return value
 
+    @model_validator(mode="after")
+    def _check_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"the {self.role}'s message has no content: expected a text")
+        return self
+
     def to_dict(self) -> dict[str, str]:
         """The message as chat templates expect it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
-
-
-class ResponseFormat(StrictModel):
-    type: Literal["text"]
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return {"role": self.role, "content": content} | {key: value for key, value in optional.items() if value is not None}
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -154,11 +179,12 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    """For chat templates that use it."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ: give one")
@@ -188,7 +214,8 @@ class DetokenizeRequest(StrictModel):
     tokens: Annotated[list[TokenId], Field(max_length=_MAX_TOKENS, fail_fast=True)]
 
 
-AdapterName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")]
+ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
+AdapterName = Annotated[str, Field(pattern=f"^{ADAPTER_NAME}$")]
 
 
 class LoadAdapterRequest(StrictModel):
@@ -216,11 +243,6 @@ class AdapterPath(StrictModel):
     """The last part of /v1/adapters/{name}."""
 
     name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-
-
-def parse_model(model: str, base: str) -> str | None:
-    """The adapter that the `model` field names; None: the base model."""
-    return None if model == base else model.removeprefix(f"{base}:")
 
 
 def check_n(prompts: int, n: int) -> None:

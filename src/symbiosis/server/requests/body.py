@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from symbiosis.errors import SymbiosisError, TooLarge
 from symbiosis.server.openai.errors import BadRequest, to_bad_request
-from symbiosis.server.openai.schemas import StrictModel
+from symbiosis.server.openai.strict_model import StrictModel
 from symbiosis.server.requests.json_budget import check_values
 from symbiosis.server.requests.multipart import MultipartForm
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from symbiosis.server.openai.errors import BadRequest, to_bad_request
-from symbiosis.server.openai.schemas import StrictModel
+from symbiosis.server.openai.strict_model import StrictModel
 
 _Schema = TypeVar("_Schema", bound=StrictModel)
 

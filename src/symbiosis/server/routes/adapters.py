@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,20 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from symbiosis.adapters.files import CONFIG
 from symbiosis.adapters.names import qualify_name, split_qualified_name
 from symbiosis.common.fair_executor import KeyedLocks
-from symbiosis.errors import BadAdapter, UnknownAdapter
+from symbiosis.errors import BadAdapter, Forbidden, UnknownAdapter
 from symbiosis.server.adapter_store import FIELDS, AdapterStore, AdapterUpload
 from symbiosis.server.auth import Caller
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.job_service import JobService
+from symbiosis.server.model_names import ModelNames
 from symbiosis.server.openai.errors import BadRequest
-from symbiosis.server.openai.schemas import AdapterPath, LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
+from symbiosis.server.openai.schemas import (
+    ADAPTER_NAME,
+    AdapterPath,
+    LoadAdapterRequest,
+    PinAdapterRequest,
+    UnloadAdapterRequest,
+)
 from symbiosis.server.requests.body import read_form, read_json
 from symbiosis.server.settings import Settings
 
@@ -40,6 +48,7 @@ class AdapterRoutes:
 
     def __init__(self, engine: EngineClient, settings: Settings, store: AdapterStore, jobs: JobService) -> None:
         self._engine, self._settings, self._store, self._jobs = engine, settings, store, jobs
+        self._names = ModelNames(settings.base, settings.hub_id)
         self._name_locks = KeyedLocks()
         """By owner and name: the served and the stored adapter change together."""
 
@@ -122,6 +131,24 @@ class AdapterRoutes:
         await self._remove(owner, name)
         return JSONResponse({"id": name, "object": "adapter", "deleted": True})
 
+    async def remove_model(self, request: Request) -> Response:
+        """`remove`, in OpenAI's format: `id` is a name as in the `model` field."""
+        caller: Caller = request.state.caller
+        owner = request.query_params.get("owner") if caller.is_admin else caller.owner
+        id = request.path_params["id"]
+        name = self._names.parse(id)
+        if name is None:
+            raise Forbidden(f"{id} is the base model, which all tenants share: only adapters can be deleted")
+        if re.fullmatch(ADAPTER_NAME, name) is None:
+            raise UnknownAdapter(f"there is no adapter {id!r:.80} of yours")
+        try:
+            await self._remove(owner, name)
+        except UnknownAdapter:
+            if name in visible_adapters(caller, (await self._engine.ask("stats"))["adapters"]):
+                raise Forbidden(f"{id} is not an adapter of yours: only its owner and the admin can delete it") from None
+            raise
+        return JSONResponse({"id": id, "object": "model", "deleted": True})
+
     async def load(self, request: Request) -> Response:
         body = await read_json(request, LoadAdapterRequest)
         self._check_not_base(body.lora_name, "lora_name")
@@ -161,7 +188,7 @@ class AdapterRoutes:
         return name
 
     def _check_not_base(self, name: str, field: str) -> None:
-        if name == self._settings.base:
+        if self._names.is_base(name):
             raise BadRequest(f"{name} is the name of the base model: choose another", field=field)
 
 

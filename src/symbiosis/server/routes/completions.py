@@ -14,9 +14,10 @@ from symbiosis.server.auth import Caller
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.generation import Generation
 from symbiosis.server.metrics.counts import Metrics
+from symbiosis.server.model_names import ModelNames
 from symbiosis.server.openai.errors import BadRequest, unknown_model
 from symbiosis.server.openai.responses import ChatFormatter, CompletionFormatter, EventStream, ResponseFormatter, stream_events
-from symbiosis.server.openai.schemas import ChatRequest, CompletionRequest, SamplingFields, check_n, parse_model
+from symbiosis.server.openai.schemas import ChatRequest, CompletionRequest, SamplingFields, check_n
 from symbiosis.server.request_gate import RequestGate
 from symbiosis.server.requests.body import read_json
 from symbiosis.server.settings import Settings
@@ -32,6 +33,7 @@ class CompletionRoutes:
     ) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._gate, self._metrics = gate, metrics
+        self._names = ModelNames(settings.base, settings.hub_id)
 
     async def complete(self, request: Request) -> Response:
         body, tenant = await read_json(request, CompletionRequest), request.state.caller.tenant
@@ -53,7 +55,9 @@ class CompletionRoutes:
         formatter = ChatFormatter(body.model, self._tokenizer.token_text, include_usage=body.include_usage)
 
         async def encode() -> list[list[int]]:
-            return [await self._tokenizer.encode_chat(tenant, [message.to_dict() for message in body.messages])]
+            messages = [message.to_dict() for message in body.messages]
+            variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+            return [await self._tokenizer.encode_chat(tenant, messages, variables=variables)]
 
         return await self._generate(request, body, encode, sampling, formatter)
 
@@ -70,7 +74,7 @@ class CompletionRoutes:
         formatter: ResponseFormatter,
     ) -> Response:
         caller: Caller = request.state.caller
-        adapter = parse_model(body.model, self._settings.base)
+        adapter = self._names.parse(body.model)
         if adapter == "":
             raise unknown_model(body.model)
         async with AsyncExitStack() as stack:
@@ -89,7 +93,9 @@ class CompletionRoutes:
             generation = Generation(
                 requests,
                 lambda: self._tokenizer.make_stream(
-                    body.stops, include_stop=body.include_stop_str_in_output, skip_special=body.skip_special_tokens
+                    body.stops,
+                    include_stop=body.include_stop_str_in_output is True,
+                    skip_special=body.skip_special_tokens is not False,
                 ),
                 self._metrics,
                 stream=bool(body.stream),

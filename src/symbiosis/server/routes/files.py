@@ -1,4 +1,4 @@
-"""/v1/files: upload, listing, download and removal of training files. A tenant sees only its own."""
+"""/v1/files: upload, listing, download and removal of training files and results of jobs. A tenant sees only its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from symbiosis.server.job_service import JobService
 from symbiosis.server.openai.errors import BadRequest
-from symbiosis.server.openai.job_responses import PURPOSE, file_body, list_body
+from symbiosis.server.openai.job_responses import PURPOSE, RESULTS_PURPOSE, file_body, list_body
 from symbiosis.server.openai.job_schemas import FilesPage
 from symbiosis.server.requests.body import read_chunks
 from symbiosis.server.requests.multipart import MultipartForm
@@ -55,12 +55,14 @@ class FileRoutes:
 
     async def list(self, request: Request) -> Response:
         page, tenant = read_query(request, FilesPage), request.state.caller.tenant
-        if page.purpose not in (None, PURPOSE):
+        if page.purpose not in (None, PURPOSE, RESULTS_PURPOSE):
             return JSONResponse(list_body([], page.limit))
         self._jobs.check()
-        oldest_first = page.order == "asc"
+        oldest_first, results = page.order == "asc", None if page.purpose is None else page.purpose == RESULTS_PURPOSE
         files = await asyncio.to_thread(
-            lambda: self._jobs.db.list_files(tenant, after=page.after, limit=page.limit + 1, oldest_first=oldest_first)
+            lambda: self._jobs.db.list_files(
+                tenant, after=page.after, limit=page.limit + 1, oldest_first=oldest_first, results=results
+            )
         )
         return JSONResponse(list_body([file_body(file) for file in files], page.limit))
 

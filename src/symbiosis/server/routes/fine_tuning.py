@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,22 @@ from symbiosis.jobs.states import JobState
 from symbiosis.server.auth import Caller
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.job_service import JobService
+from symbiosis.server.model_names import ModelNames
 from symbiosis.server.openai.errors import BadRequest
-from symbiosis.server.openai.job_responses import checkpoint_body, event_body, job_body, list_body
+from symbiosis.server.openai.job_responses import Body, checkpoint_body, event_body, job_body, list_body
 from symbiosis.server.openai.job_schemas import CreateJobRequest, Page
 from symbiosis.server.requests.body import read_json
 from symbiosis.server.requests.query import read_query, reject_query
 from symbiosis.server.settings import Settings
 
+Bodies = list[Body]
 _IDEMPOTENCY_KEY = re.compile(r"[\x20-\x7e]{1,255}")
 
 
 class FineTuningRoutes:
     def __init__(self, engine: EngineClient, settings: Settings, jobs: JobService) -> None:
         self._engine, self._base, self._jobs = engine, settings.base, jobs
+        self._names = ModelNames(settings.base, settings.hub_id)
 
     async def create(self, request: Request) -> Response:
         self._jobs.check()
@@ -45,7 +48,7 @@ class FineTuningRoutes:
         digest = hashlib.sha256(json.dumps(body.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
         if key is not None and (job := await self._jobs.admission.find_existing(caller.tenant, key, digest)) is not None:
             return await self._respond(job)
-        if body.model != self._base:
+        if not self._names.is_base(body.model):
             message = f"{body.model!r:.80} cannot be fine-tuned here: expected the base model, {self._base}"
             raise BadRequest(message, field="model", code="model_not_available")
         params = body.to_hyperparameters()
@@ -74,11 +77,8 @@ class FineTuningRoutes:
     async def list(self, request: Request) -> Response:
         page, db, tenant = read_query(request, Page), self._jobs.db, _scope(request.state.caller)
         self._jobs.check()
-        jobs, positions = await asyncio.to_thread(
-            lambda: (db.list_jobs(tenant, after=page.after, limit=page.limit + 1), self._jobs.supervisor.queue_positions())
-        )
-        bodies = [job_body(job, self._base, positions.get(job.id)) for job in jobs]
-        return JSONResponse(list_body(bodies, page.limit))
+        jobs = await asyncio.to_thread(lambda: db.list_jobs(tenant, after=page.after, limit=page.limit + 1))
+        return JSONResponse(list_body(await asyncio.to_thread(self._bodies, jobs), page.limit))
 
     async def get(self, request: Request) -> Response:
         reject_query(request)
@@ -116,9 +116,13 @@ class FineTuningRoutes:
         return await asyncio.to_thread(self._jobs.db.get_job, request.path_params["id"], _scope(request.state.caller))
 
     async def _respond(self, job: JobRecord) -> Response:
-        is_queued = job.state is JobState.QUEUED
-        positions = await asyncio.to_thread(self._jobs.supervisor.queue_positions) if is_queued else {}
-        return JSONResponse(job_body(job, self._base, positions.get(job.id)))
+        return JSONResponse((await asyncio.to_thread(self._bodies, [job]))[0])
+
+    def _bodies(self, jobs: Sequence[JobRecord]) -> Bodies:
+        is_queued = any(job.state is JobState.QUEUED for job in jobs)
+        positions = self._jobs.supervisor.queue_positions() if is_queued else {}
+        results = self._jobs.db.find_result_files(jobs)
+        return [job_body(job, self._base, positions.get(job.id), results.get(job.id)) for job in jobs]
 
 
 def _scope(caller: Caller) -> str | None:

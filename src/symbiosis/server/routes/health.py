@@ -1,4 +1,4 @@
-"""GET /health."""
+"""GET /health and /ping."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.model_names import ModelNames
 from symbiosis.server.openai.errors import unknown_model
-from symbiosis.server.openai.schemas import parse_model
 from symbiosis.server.routes.adapters import visible_adapters
 from symbiosis.server.settings import Settings
 
@@ -18,6 +18,7 @@ from symbiosis.server.settings import Settings
 class ModelRoutes:
     def __init__(self, engine: EngineClient, settings: Settings) -> None:
         self._engine, self._base = engine, settings.base
+        self._names = ModelNames(settings.base, settings.hub_id)
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
@@ -25,7 +26,7 @@ class ModelRoutes:
 
     async def get(self, request: Request) -> Response:
         id = request.path_params["id"]
-        found = (await self._models(request)).get(parse_model(id, self._base))
+        found = (await self._models(request)).get(self._names.parse(id))
         if found is None:
             raise unknown_model(id)
         return JSONResponse({**found, "id": id})
