@@ -115,14 +115,14 @@ def test_rows_of_no_sequence_are_zeros_and_a_batch_is_filled_again_in_place(spli
         memory = memory_of(30 * BLOCK_SIZE, 2, 64, torch.float32)
         fill(memory, spans)
         q, k, v = (torch.randn(5, h, 64, device=DEVICE) for h in (4, 2, 2))
-        batch.fill(spans)
+        batch.fill([span.before for span in spans], [span.block_table for span in spans])
         store(k, v, batch.slots_R, *memory)
         found = attend(q, *memory, batch, scale=0.1, chosen=replace(plan_launch(5, 2, 64, batch.longest, 4), splits=splits))
         assert not found[used:].any()
         torch.testing.assert_close(found, reference(q, *memory, spans, BLOCK_SIZE, 0.1), rtol=2e-5, atol=2e-5)
     assert [part.data_ptr() for part in (batch.spans_3B, batch.slots_R, batch.block_table_BP)] == addresses
     with pytest.raises(ValueError, match="one row each"):
-        batch.fill([Span(0, 2, 0, [1])])
+        batch.fill([0] * 6, [[1]] * 6)
 
 
 def test_queries_and_keys_that_are_parts_of_a_fused_projection():
@@ -163,7 +163,7 @@ def test_a_graph_serves_other_sequences_when_replayed(splits):
         store(k, v, batch.slots_R, *memory)
         return attend(q, *memory, batch, scale=0.1, chosen=chosen)
 
-    batch.fill([])
+    batch.fill([], [])
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -172,7 +172,7 @@ def test_a_graph_serves_other_sequences_when_replayed(splits):
     for sizes in ([(200, 1), (3, 1)], [], [(16, 1), (17, 1), (255, 1), (0, 1)]):
         spans, _, _ = spans_of(sizes)
         fill(memory, spans)
-        batch.fill(spans)
+        batch.fill([span.before for span in spans], [span.block_table for span in spans])
         graph.replay()
         torch.testing.assert_close(found, reference(q, *memory, spans, BLOCK_SIZE, 0.1), rtol=2e-2, atol=2e-2)
 

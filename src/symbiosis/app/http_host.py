@@ -50,7 +50,7 @@ from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.transport.shm import runtime_folder
 
 _START_TIMEOUT_S = 120.0
-_MAX_WORKERS = 8
+_MAX_WORKERS = 4
 _TEMPORARY = "symbiosis-uploads-"
 _ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"
 _log = logging.getLogger("symbiosis")
@@ -63,7 +63,7 @@ class HttpHost:
     start; `adapter_root` is the folder that the admin may load more from. Uploaded adapters are stored in `uploads` and
     fine-tuning jobs in `jobs` (default: `uploads` with the suffix -jobs); a later server with these folders continues with
     them. Without `uploads` both are removed at `close`. `workers` is the number of processes that serve completions (default:
-    one with a CPU, up to eight with a GPU). `patience_s` is the time for a client to send a request's head. Web pages of
+    one with a CPU, up to four with a GPU). `patience_s` is the time for a client to send a request's head. Web pages of
     `cors_origins` may send requests.
     `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
     `device_share` is shared by everything that computes on this device. `engine_core` are further options of `EngineCore`.
@@ -207,7 +207,7 @@ class _LockedFolder:
 
 def _default_workers(device: str) -> int:
     """One process serves what a CPU generates; a GPU generates tens of thousands of tokens a second."""
-    return 1 if device == "cpu" else max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) // 2))
+    return 1 if device == "cpu" else max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) // 4))
 
 
 def _make_trainer(model: PreTrainedModel, config: TrainerConfig | None, device_share: CpuTimeShare) -> Trainer | SymbiosisError:

@@ -41,14 +41,18 @@ class AttentionBatch:
     ) -> None:
         sequences = rows if sequences is None else sequences
         self.block_size, self.longest = block_size, max_blocks * block_size
-        shapes = ((3, sequences), (rows,), (sequences, max_blocks))
+        shapes = ((3, sequences), (rows,))
         # each part starts at a multiple of 16 bytes: kernels are compiled for that
         sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes]
         self._host = torch.zeros(sum(sizes), dtype=torch.int32)
         self._device = self._host.to(device)
-        self.spans_3B, self.slots_R, self.block_table_BP = _cut(self._device, shapes, sizes)
-        self._spans, self._slots, self._block_table = (part.numpy() for part in _cut(self._host, shapes, sizes))
-        self._block_tables: list[list[int]] = [[] for _ in range(sequences)]
+        self.spans_3B, self.slots_R = _cut(self._device, shapes, sizes)
+        self._spans, self._slots = (part.numpy() for part in _cut(self._host, shapes, sizes))
+        self._block_table = np.zeros((sequences, max_blocks), dtype=np.int32)
+        self.block_table_BP = torch.zeros(sequences, max_blocks, dtype=torch.int32, device=device)
+        self._block_tables: list[Sequence[int]] = [()] * sequences
+        """The lists in the table, each with its length then: they only grow, or are replaced by other lists."""
+        self._lengths = [0] * sequences
         self.num_decodes = sequences
         """The first `num_decodes` sequences have one row each, or none."""
         self.tiles: Tiles | None = None
@@ -68,32 +72,69 @@ class AttentionBatch:
         batch._set(ordered)
         return batch
 
-    def fill(self, spans: Sequence[Span]) -> None:
-        """Write the next batch, in the order of the current stream, of one row each. The output of other rows is zero."""
-        if len(spans) > len(self._block_tables) or any(span.count != 1 for span in spans):
-            raise ValueError(f"{len(spans)} sequences do not fit: expected at most {len(self._block_tables)}, of one row each")
-        idle = set(range(len(self._slots))) - {span.start for span in spans}
-        self._set([*spans, *(Span(row, 0, 0, ()) for row in sorted(idle))])
+    def fill(self, before: Sequence[int], block_tables: Sequence[Sequence[int]]) -> None:
+        """Write the next batch, in the order of the current stream: sequence b is row b. The output of other rows is zero.
+
+        `before` are the tokens of each that are in the KV cache already. Only what has changed in block tables is copied.
+        """
+        count = len(before)
+        if count > len(self._lengths):
+            raise ValueError(f"{count} sequences do not fit: expected at most {len(self._lengths)}, of one row each")
+        lines: list[int] = []
+        columns: list[int] = []
+        blocks: list[int] = []
+        known, lengths = self._block_tables, self._lengths
+        for b, table in enumerate(block_tables):
+            start, end = lengths[b], len(table)
+            if table is not known[b]:
+                start, known[b] = 0, table
+            if start != end:
+                lines += [b] * (end - start)
+                columns += range(start, end)
+                blocks += table[start:]
+                lengths[b] = end
+        if blocks:
+            self._change_table(lines, columns, blocks)
+        self._spans[0] = np.arange(self._spans.shape[1])
+        self._spans[1, :count], self._spans[1, count:] = 1, 0
+        self._spans[2, :count], self._spans[2, count:] = before, 0
+        block, offset = np.divmod(self._spans[2, :count], self.block_size)
+        self._slots[:count] = self._block_table[np.arange(count), block] * self.block_size + offset
+        self._slots[count:] = -1
+        self._copy()
+
+    def _change_table(self, lines: list[int], columns: list[int], blocks: list[int]) -> None:
+        self._block_table[lines, columns] = blocks
+        flat = np.array(lines) * self._block_table.shape[1] + columns
+        changes_2N = torch.from_numpy(np.stack((flat, blocks)))
+        if self._device.is_cuda:
+            changes_2N = changes_2N.pin_memory().to(self._device.device, non_blocking=True)
+        self.block_table_BP.view(-1).index_copy_(0, changes_2N[0], changes_2N[1].int())
 
     def _set(self, spans: Sequence[Span]) -> None:
         if not spans:
             return
         self._spans[:] = np.array([(span.start, span.count, span.before) for span in spans], dtype=np.int32).T
         for b, span in enumerate(spans):
-            blocks = list(span.block_table)
-            if blocks != self._block_tables[b]:
-                self._block_table[b, : len(blocks)] = blocks
-                self._block_tables[b] = blocks
+            self._block_table[b, : len(span.block_table)] = span.block_table
+        self.block_table_BP.copy_(_pinned(torch.from_numpy(self._block_table), self._device), non_blocking=True)
         self._slots[:] = -1
-        start, count, before = self._spans
+        start, _, before = self._spans
         block, offset = np.divmod(before, self.block_size)
-        self._slots[start] = np.where(count > 0, self._block_table[np.arange(len(spans)), block] * self.block_size + offset, -1)
+        self._slots[start] = self._block_table[np.arange(len(spans)), block] * self.block_size + offset
         for b, span in enumerate(spans):
             if span.count > 1:
                 block, offset = np.divmod(np.arange(span.before, span.before + span.count), self.block_size)
                 self._slots[span.start : span.start + span.count] = self._block_table[b, block] * self.block_size + offset
-        host = self._host.pin_memory() if self._device.is_cuda else self._host
-        self._device.copy_(host, non_blocking=True)
+        self._copy()
+
+    def _copy(self) -> None:
+        self._device.copy_(_pinned(self._host, self._device), non_blocking=True)
+
+
+def _pinned(host: Tensor, target: Tensor) -> Tensor:
+    """A copy that is pinned, if the target is on a GPU: the next batch may be written before this one is copied."""
+    return host.pin_memory() if target.is_cuda else host
 
 
 def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[Tensor, ...]:

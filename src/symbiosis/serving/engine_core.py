@@ -242,8 +242,8 @@ class EngineCore:
         failed = {sequence.id for sequence, _ in self._failed}
         for sequence in self.scheduler.update(batch, sampled.tokens):
             self._release_adapter(sequence)
-        results = zip(batch.sampled, sampled.tokens, sampled.logprobs, strict=True)
-        return [each for each in results if each[0].id not in failed]
+        results = list(zip(batch.sampled, sampled.tokens, sampled.logprobs, strict=True))
+        return [each for each in results if each[0].id not in failed] if failed else results
 
     def _run(self, batch: Batch) -> SampledBatch:
         """Compute and sample; chunks that fail on their own have no token."""

@@ -185,7 +185,7 @@ def serve(
     max_rows: Annotated[int, _limit("--max-rows", "Most tokens in one step.")] = 2048,
     http_workers: Annotated[
         int | None,
-        typer.Option(show_default=False, min=1, max=64, help="Processes for completions; none: 1 on a CPU, up to 8 on a GPU."),
+        typer.Option(show_default=False, min=1, max=64, help="Processes for completions; none: 1 on a CPU, up to 4 on a GPU."),
     ] = None,
     max_running: Annotated[int, _limit("--max-running", "Most sequences running at once.")] = 512,
     max_queued: Annotated[int, _limit("--max-queued", "Most queued sequences; requests beyond it get a 429.")] = 4096,

@@ -11,6 +11,7 @@ B = rows that sample a token, V = vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,19 +21,38 @@ from symbiosis.serving.lora.lora_weights import EngineAdapter
 from symbiosis.serving.model.model_runner import ModelRunner
 from symbiosis.serving.scheduling.batch import Batch, Chunk
 from symbiosis.serving.scheduling.block_manager import BlockManager
-from symbiosis.serving.scheduling.sequence import Sequence, SequenceState
+from symbiosis.serving.scheduling.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    rows: Mapping[Sequence, tuple[int, Chunk, int]]
-    """Row, computed chunk, and the sequence's number of preemptions: a preemption replaces its blocks."""
+    chunks: Seq[Chunk]
+    """Of one token each, by row."""
+    preemptions: Seq[int]
+    """Of each sequence then: a preemption replaces its blocks."""
     logits_BV: Tensor
 
-    def find_row(self, chunk: Chunk) -> int | None:
-        row, computed, preemptions = self.rows.get(chunk.sequence, (0, None, 0))
-        is_same = computed is not None and (computed.start, computed.count) == (chunk.start, chunk.count)
-        return row if is_same and preemptions == chunk.sequence.preemptions else None
+    def equals(self, chunks: Seq[Chunk]) -> bool:
+        """Whether these chunks, in this order, were computed."""
+        if len(chunks) != len(self.chunks):
+            return False
+        for chunk, computed, preemptions in zip(chunks, self.chunks, self.preemptions, strict=True):
+            sequence = computed.sequence
+            if chunk.sequence is not sequence or chunk.start != computed.start or chunk.count != 1:
+                return False
+            if sequence.preemptions != preemptions:
+                return False
+        return True
+
+    def find_rows(self, chunks: Seq[Chunk]) -> list[int | None]:
+        """The row of each chunk; None if it was not computed."""
+        rows = {chunk.sequence: row for row, chunk in enumerate(self.chunks)}
+        return [self._check_row(rows.get(chunk.sequence), chunk) for chunk in chunks]
+
+    def _check_row(self, row: int | None, chunk: Chunk) -> int | None:
+        if row is None or (self.chunks[row].start, 1) != (chunk.start, chunk.count):
+            return None
+        return row if self.preemptions[row] == chunk.sequence.preemptions else None
 
 
 class AsyncDecoder:
@@ -49,11 +69,13 @@ class AsyncDecoder:
     def compute(self, batch: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
         """The logits of `batch.sampled`, [B, V]: those computed ahead, and the others computed now."""
         ahead, self._ahead = self._ahead, None
-        rows = [None if ahead is None else ahead.find_row(chunk) for chunk in batch.chunks]
-        if ahead is None or all(row is None for row in rows):
+        if ahead is None:
             return self._runner.compute(batch, adapters)
-        if rows == list(range(len(ahead.rows))):
+        if ahead.equals(batch.chunks):
             return ahead.logits_BV
+        rows = ahead.find_rows(batch.chunks)
+        if all(row is None for row in rows):
+            return self._runner.compute(batch, adapters)
         known = [row for row in rows if row is not None]
         logits_BV = ahead.logits_BV[torch.tensor(known, device=ahead.logits_BV.device)]
         if None not in rows:
@@ -69,10 +91,12 @@ class AsyncDecoder:
     def run_ahead(self, batch: Batch, tokens_B: Tensor, adapters: Mapping[str, EngineAdapter]) -> None:
         """Launch the step after `batch`, which has sampled these tokens. May overwrite the logits of `batch`."""
         rows, chunks = [], []
+        running, block_size, grow = SequenceState.RUNNING, self._block_manager.block_size, self._block_manager.grow
         for row, sequence in enumerate(batch.sampled):
             length = len(sequence.tokens)
-            continues = sequence.state is SequenceState.RUNNING and length + 1 < sequence.max_length
-            if continues and self._block_manager.grow(sequence, length + 1):
+            if sequence.state is not running or length + 1 >= sequence.max_length:
+                continue
+            if length < len(sequence.block_table) * block_size or grow(sequence, length + 1):
                 rows.append(row)
                 chunks.append(Chunk(sequence, length, 1, True))
         if not chunks:
@@ -82,5 +106,4 @@ class AsyncDecoder:
         # Tokens below 0 belong to sequences that have failed.
         logits_BV = self._runner.compute_next(chunks, tokens_B.clamp(min=0), adapters)
         if logits_BV is not None:
-            by_sequence = {chunk.sequence: (row, chunk, chunk.sequence.preemptions) for row, chunk in enumerate(chunks)}
-            self._ahead = _Ahead(by_sequence, logits_BV)
+            self._ahead = _Ahead(chunks, [chunk.sequence.preemptions for chunk in chunks], logits_BV)

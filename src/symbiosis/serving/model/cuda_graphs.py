@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.gpu.cuda_graph import GraphPool
 from symbiosis.gpu.graph_cache import GraphCache
-from symbiosis.kernels.tiles import Span, Tiles
+from symbiosis.kernels.tiles import Tiles
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_weights import AdapterSegment
 from symbiosis.serving.model.paged_attention import PagedKVCache
@@ -33,8 +33,7 @@ _log = logging.getLogger("symbiosis")
 class _Graph:
     """A decode step of a fixed number of rows, and the memory it reads."""
 
-    inputs_2B: Tensor
-    """Tokens and positions."""
+    ids_1B: Tensor
     attention: Any
     tiles: Tiles | None
     replay: Callable[[], Tensor]
@@ -52,26 +51,31 @@ class DecodeGraphs:
         self._pool = GraphPool(model.device)
         self._streams: tuple[Any, Any] | None = None  # one pair for all graphs: torch has few streams to hand out
 
-    def compute(self, ids: Sequence[int] | Tensor, spans: Sequence[Span], segments: Sequence[AdapterSegment]) -> Tensor | None:
-        """The logits of all rows, one a sequence, valid until the next call; None if no graph can compute this batch."""
+    def compute(
+        self,
+        ids: Sequence[int] | Tensor,
+        before: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        segments: Sequence[AdapterSegment],
+    ) -> Tensor | None:
+        """The logits of all rows, one a sequence, valid until the next call; None if no graph can compute this batch.
+
+        `before` are the tokens of each sequence that are in the KV cache already.
+        """
         from symbiosis.kernels.lora.shrink_expand import tile_rows
 
         size = next((size for size in _SIZES if size >= len(ids)), None)
-        if size is None or any(len(span.block_table) > self._max_blocks for span in spans):
+        if size is None or max(map(len, block_tables)) > self._max_blocks:
             return None
         max_rank = self._adapters.table.max_rank if segments and self._adapters.table is not None else 0
         key = (size, max_rank, tile_rows(size, len(segments), max_rank) if max_rank else 0)
         graph = self._graphs.get(key) or self._add(key)
         if graph is None:
             return None
-        spare = [0] * (size - len(ids))
-        known = [] if isinstance(ids, Tensor) else [[*ids, *spare]]
-        rows = torch.tensor([*known, [*(span.before for span in spans), *spare]])
-        rows = rows.pin_memory() if graph.inputs_2B.is_cuda else rows
-        graph.inputs_2B[-len(rows) :].copy_(rows, non_blocking=True)
-        if isinstance(ids, Tensor):
-            graph.inputs_2B[0, : len(ids)].copy_(ids)
-        graph.attention.fill(spans)
+        if not isinstance(ids, Tensor):
+            ids = torch.tensor(ids, pin_memory=graph.ids_1B.is_cuda)
+        graph.ids_1B[0, : len(ids)].copy_(ids, non_blocking=True)
+        graph.attention.fill(before, block_tables)
         if graph.tiles is not None:
             graph.tiles.fill(self._adapters.slot_segments(segments))
         return graph.replay()[: len(ids)]
@@ -96,19 +100,19 @@ class DecodeGraphs:
         from symbiosis.kernels.paged_attention import AttentionBatch
 
         device = self._model.device
-        inputs_2B = torch.zeros(2, size, dtype=torch.int64, device=device)
+        ids_1B = torch.zeros(1, size, dtype=torch.int64, device=device)
         attention = AttentionBatch(rows=size, max_blocks=self._max_blocks, block_size=self._kv_cache.block_size, device=device)
-        attention.fill([])
+        attention.fill([], [])
         tiles = Tiles(max_tiles(size, tile), tile, device, reach=size) if tile else None
 
         def compute() -> Tensor:
             self._kv_cache.use(attention)
             self._adapters.use_tiles(tiles, size, self._stream_pair()[1] if device.type == "cuda" else None)
-            ids_1B, positions_1B = inputs_2B[:1], inputs_2B[1:]
+            positions_1B = attention.spans_3B[2:].long()
             logits: Tensor = self._model(input_ids=ids_1B, position_ids=positions_1B, use_cache=False).logits[0]
             return logits
 
-        return _Graph(inputs_2B, attention, tiles, self._capture(compute) if device.type == "cuda" else compute)
+        return _Graph(ids_1B, attention, tiles, self._capture(compute) if device.type == "cuda" else compute)
 
     def _stream_pair(self) -> tuple[Any, Any]:
         """A stream to capture on, and one for LoRA products, which use the multiprocessors that base layers leave free.

@@ -104,18 +104,16 @@ class ModelRunner:
 
     def _decode(self, chunks: Seq[Chunk], ids: Seq[int] | Tensor, adapters: Mapping[str, EngineAdapter]) -> Tensor | None:
         """Replay a CUDA graph over rows of one token each; None if no graph fits."""
-        spans: list[Span] = []
         segments: list[AdapterSegment] = []
         for row, chunk in enumerate(chunks):
-            sequence = chunk.sequence
-            adapter = adapters[sequence.adapter] if sequence.adapter else None
-            if adapter is not None:
+            if chunk.sequence.adapter:
+                adapter = adapters[chunk.sequence.adapter]
                 if not adapter.decodes_by_table or (adapter.virtual is not None and chunk.start < adapter.virtual.count):
                     return None
                 _extend(segments, adapter, row, row + 1)
-            spans.append(Span(row, 1, chunk.start, sequence.block_table))
         assert self._decode_graphs is not None
-        return self._decode_graphs.compute(ids, spans, segments)
+        before = [chunk.start for chunk in chunks]
+        return self._decode_graphs.compute(ids, before, [chunk.sequence.block_table for chunk in chunks], segments)
 
     def _forward(self, batch: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
         spans: list[Span] = []

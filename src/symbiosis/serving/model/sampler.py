@@ -61,7 +61,7 @@ def sample_tokens(logits_BV: Tensor, sequences: Seq[Sequence]) -> SampledTokens:
     if logits_BV.dim() != 2 or logits_BV.shape[0] != len(sequences):
         raise ValueError(f"logits of shape {tuple(logits_BV.shape)} for {len(sequences)} sequences")
     tokens_B = _argmax(logits_BV)
-    special = [row for row, sequence in enumerate(sequences) if not sequence.sampling.is_plain]
+    special = [row for row, sequence in enumerate(sequences) if not sequence.is_plain]
     max_rows = max(1, _MAX_LOGITS // logits_BV.shape[1])
     for start in range(0, len(special), max_rows):
         rows = special[start : start + max_rows]
@@ -257,6 +257,8 @@ def _draw_truncated(
 
 def _logprobs(logits_BV: Tensor, sequences: Seq[Sequence], tokens: Seq[int]) -> list[Logprobs | None]:
     result: list[Logprobs | None] = [None] * len(sequences)
+    if not has_logprobs(sequences):
+        return result
     requested = [row for row, one in enumerate(sequences) if one.sampling.logprobs is not None and tokens[row] >= 0]
     max_rows = max(1, _MAX_LOGITS // logits_BV.shape[1])
     for start in range(0, len(requested), max_rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from symbiosis.serving.scheduling.block_manager import BlockCopy
 from symbiosis.serving.scheduling.sequence import Sequence
@@ -18,7 +19,7 @@ class Chunk:
     samples: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """Chunks grouped by adapter, the base model first; decode before prefill in each group."""
 
@@ -29,7 +30,7 @@ class Batch:
     """Adapters that sequences wait for, the most urgent first."""
     preempted: tuple[Sequence, ...] = ()
 
-    @property
+    @cached_property
     def sampled(self) -> list[Sequence]:
         """The sequences that sample a token, in row order."""
         return [chunk.sequence for chunk in self.chunks if chunk.samples]
@@ -65,15 +66,19 @@ class BatchBuilder:
 
     def build(self) -> Batch:
         """The batch: chunks of one adapter together, the base model first, adapters by number of tokens."""
+        chunks = self._group_chunks() if self.adapters else tuple(self.chunks)
+        return Batch(
+            chunks=chunks,
+            copies=tuple(copy for copies in self.copies.values() for copy in copies),
+            missing_adapters=tuple(self.missing_adapters),
+            preempted=tuple(self.preempted),
+        )
+
+    def _group_chunks(self) -> tuple[Chunk, ...]:
         groups: dict[str, list[Chunk]] = {}
         for chunk in self.chunks:
             groups.setdefault(chunk.sequence.adapter, []).append(chunk)
         base = groups.pop("", [])
         counts = {adapter: sum(chunk.count for chunk in group) for adapter, group in groups.items()}
         order = sorted(groups, key=lambda adapter: (counts[adapter], adapter))
-        return Batch(
-            chunks=(*base, *(chunk for adapter in order for chunk in groups[adapter])),
-            copies=tuple(copy for copies in self.copies.values() for copy in copies),
-            missing_adapters=tuple(self.missing_adapters),
-            preempted=tuple(self.preempted),
-        )
+        return (*base, *(chunk for adapter in order for chunk in groups[adapter]))

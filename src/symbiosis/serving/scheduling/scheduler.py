@@ -201,18 +201,20 @@ class Scheduler:
         sampled = iter(tokens)
         finished: list[Sequence] = []
         tenants, children = self._waiting.tenants, self._waiting.children
+        running, charge, block_size = SequenceState.RUNNING, self.config.decode_charge, self.block_manager.block_size
         for chunk in batch.chunks:
             token = next(sampled) if chunk.samples else None
             sequence = chunk.sequence
-            if sequence.state is not SequenceState.RUNNING:
+            if sequence.state is not running:
                 continue  # cancelled in mid-step
-            sequence.num_computed_tokens = chunk.start + chunk.count
-            self.block_manager.cache_full_blocks(sequence)
+            computed = sequence.num_computed_tokens = chunk.start + chunk.count
+            if computed >= (sequence.num_hashed_blocks + 1) * block_size:
+                self.block_manager.cache_full_blocks(sequence)
             if token is None:
                 continue
-            if sequence.id in children:
+            if children and sequence.id in children:
                 self._waiting.release_children(sequence.id)
-            tenants[sequence.tenant].counter += self.config.decode_charge / sequence.weight
+            tenants[sequence.tenant].counter += charge / sequence.weight
             reason = sequence.append_token(token)
             if reason is not None:
                 self._finish(sequence, reason)

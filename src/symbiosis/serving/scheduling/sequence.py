@@ -165,6 +165,8 @@ class Sequence:
     """Prompt and completion so far."""
     prompt_length: int = field(init=False)
     seed: int = field(init=False, repr=False)
+    is_plain: bool = field(init=False, repr=False)
+    """As its sampling says: looked up for each token."""
     end_ids: frozenset[int] = field(init=False, repr=False)
     """Tokens that end this completion."""
     max_length: int = field(init=False, default=1 << 40)
@@ -192,7 +194,7 @@ class Sequence:
             raise OutOfRange("the prompt has no tokens", field="prompt", expected="at least one")
         check_range("len(prompt)", len(self.tokens), 1, 1 << 24, integer=True)
         check_range("weight", self.weight, 0.001, 1000)
-        self.prompt_length = len(self.tokens)
+        self.prompt_length, self.is_plain = len(self.tokens), self.sampling.is_plain
         self.seed = secrets.randbits(62) if self.sampling.seed is None else self.sampling.seed
         self.end_ids = frozenset(self.sampling.stop_ids) | frozenset(() if self.sampling.ignore_eos else self.eos_ids)
 
