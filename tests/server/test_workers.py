@@ -70,7 +70,7 @@ def test_concurrent_requests_are_limited_over_all_workers(many):
     async def run() -> list[object]:
         clients = [many.async_client(ANN) for _ in range(20)]
         asks = [
-            client.completions.create(model="tiny", prompt="x", max_tokens=300, extra_body={"ignore_eos": True})
+            client.completions.create(model="tiny", prompt="x", max_tokens=240, extra_body={"ignore_eos": True})
             for client in clients
         ]
         found = await asyncio.gather(*asks, return_exceptions=True)

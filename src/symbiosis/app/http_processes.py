@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.errors import EngineLost, SymbiosisError
+from symbiosis.server.connections.shared_counts import create_counts
 
 _STOP_TIMEOUT_S = 40.0
 _MIN_UPTIME_S, _MAX_DEATHS = 30.0, 3
@@ -35,15 +36,18 @@ class HttpProcesses:
         self._config: dict[str, Any] = {}
         self._control_path: Path | None = None
         self._control_socket: socket.socket | None = None
+        self._counts_fd: int | None = None
         if workers == 1:
-            self._slots = [_Slot(listening, None)]
+            self._slots = [_Slot(listening.fileno())]
             return
         self._control_path = folder / f"control-{os.getpid()}-{secrets.token_hex(4)}"
         self._control_socket = socket.socket(socket.AF_UNIX)
         self._control_socket.bind(str(self._control_path))
         self._control_socket.listen(_BACKLOG)
-        control = str(self._control_path)
-        self._slots = [_Slot(self._control_socket, None), *(_Slot(listening, control) for _ in range(workers))]
+        self._counts_fd = create_counts()
+        control, fd = str(self._control_path), listening.fileno()
+        counts = [{"fd": self._counts_fd, "own": own, "workers": workers} for own in range(workers)]
+        self._slots = [_Slot(self._control_socket.fileno()), *(_Slot(fd, control, each) for each in counts)]
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -84,30 +88,33 @@ class HttpProcesses:
                 slot.process.wait(deadline)
         if self._control_socket is not None and self._control_path is not None:
             self._control_socket.close()
+            assert self._counts_fd is not None
+            os.close(self._counts_fd)
             self._control_path.unlink(missing_ok=True)
 
 
 class _Slot:
     """A place for one process after the other."""
 
-    def __init__(self, listening: socket.socket, control: str | None) -> None:
-        self._listening, self._control = listening, control
+    def __init__(self, fd: int, control: str | None = None, counts: dict[str, int] | None = None) -> None:
+        self._options = {"fd": fd, "control": control, "counts": counts}
+        self._fds = [fd, *([] if counts is None else [counts["fd"]])]
         self.deaths = 0
         self.restart()
 
     def restart(self) -> None:
-        self.process = _HttpProcess(self._listening.fileno(), self._control)
+        self.process = _HttpProcess(self._options, self._fds)
 
 
 class _HttpProcess:
-    def __init__(self, fd: int, control: str | None) -> None:
-        self._fd, self._control = fd, control
+    def __init__(self, options: dict[str, Any], fds: list[int]) -> None:
+        self._options = options
         self.started = time.monotonic()
         # In its own session: Ctrl-C reaches only this process, which then stops the child.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "symbiosis.server"],
             stdin=subprocess.PIPE,
-            pass_fds=[fd],
+            pass_fds=fds,
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
@@ -119,7 +126,7 @@ class _HttpProcess:
     def configure(self, config: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({**config, "fd": self._fd, "control": self._control}).encode() + b"\n")
+            self._process.stdin.write(json.dumps({**config, **self._options}).encode() + b"\n")
             self._process.stdin.close()
         except OSError:
             raise EngineLost("an HTTP process did not start: see the log above") from None

@@ -22,6 +22,7 @@ from symbiosis.common import file_limits
 from symbiosis.server.app import Server
 from symbiosis.server.connections.http_protocol import ConnectionLimits, HttpProtocol
 from symbiosis.server.connections.listener import Listener
+from symbiosis.server.connections.shared_counts import SharedCounts
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
@@ -41,18 +42,21 @@ async def _serve(config: dict[str, Any]) -> None:
     engine = EngineClient(IpcClient(config["ipc_path"]))
     settings = Settings.from_json(config["settings"])
     max_connections = file_limits.raise_open_file_limit() - _RESERVED_FILES
-    limits = ConnectionLimits(timeout_s=settings.client_timeout_s, max_connections=max_connections)
+    counts = None if config["counts"] is None else SharedCounts(**config["counts"])
+    limits = ConnectionLimits(timeout_s=settings.client_timeout_s, max_connections=max_connections, counts=counts)
     server = Listener(
         uvicorn.Config(
             Server(engine, ServerTokenizer(tokenizer, settings.max_model_len), settings, config["control"]).app(),
             http=partial(HttpProtocol, limits=limits),  # type: ignore[arg-type]  # uvicorn only calls it
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             ws="none",
             timeout_graceful_shutdown=_SHUTDOWN_S,
             timeout_keep_alive=75,
-        )
+        ),
+        counts,
     )
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=config["fd"])]))
     lost = asyncio.create_task(engine.lost.wait())

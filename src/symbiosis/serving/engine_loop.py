@@ -134,18 +134,22 @@ class EngineLoop:
 
     def _run_operations(self) -> bool:
         """Run the operations in the inbox; waits for one if the core is idle. False: the loop was closed."""
-        is_idle = self._core.is_idle()
         while True:
             try:
-                operation = self._inbox.get(block=is_idle or self._is_stalled, timeout=None if is_idle else _STALL_S)
+                operation = self._inbox.get(block=False)
             except Empty:
-                return True
+                self._send()  # the events of all of them at once: their receiver competes for the interpreter lock
+                is_idle = self._core.is_idle()
+                if not is_idle and not self._is_stalled:
+                    return True
+                try:
+                    operation = self._inbox.get(timeout=None if is_idle else _STALL_S)
+                except Empty:
+                    return True
             self._is_stalled = False  # the operation may have changed what can be computed
             if operation is None:
                 return False
             operation[1]()
-            self._send()
-            is_idle = self._core.is_idle()
 
     def _step(self) -> None:
         self._is_stalled = False

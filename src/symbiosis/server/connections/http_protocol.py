@@ -22,6 +22,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from symbiosis.errors import TooManyRequests
+from symbiosis.server.connections.shared_counts import SharedCounts
 from symbiosis.server.openai.errors import BadRequest, error_body
 
 _MAX_HEAD = 64 << 10
@@ -36,6 +37,8 @@ class ConnectionLimits:
 
     timeout_s: float
     max_connections: int
+    counts: SharedCounts | None = None
+    """None: no other process accepts connections."""
     idle: dict[HttpProtocol, None] = field(default_factory=dict)
     """Connections without a request in progress, the one that is idle longest first."""
 
@@ -60,6 +63,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        self._count()
         most, idle = self._limits.max_connections, self._limits.idle
         if len(self.connections) > most:
             if idle:
@@ -196,6 +200,11 @@ class HttpProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        self._count()
+
+    def _count(self) -> None:
+        if self._limits.counts is not None:
+            self._limits.counts.set(len(self.connections))
 
 
 def _head_too_large() -> BadRequest:

@@ -10,13 +10,23 @@ from collections.abc import Callable
 
 import uvicorn
 
+from symbiosis.server.connections.shared_counts import SharedCounts
+
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_S = 0.1
+_DEFER_S = 0.001
 _STARTUP_FAILURE = 3
 
 
 class Listener(uvicorn.Server):
-    """One connection in each turn of the event loop: a burst spreads over the processes, and a busy one takes less of it."""
+    """One connection in each turn of the event loop: a burst spreads over the processes, and a busy one takes less of it.
+
+    A process with more connections than another leaves it a moment to take the next one.
+    """
+
+    def __init__(self, config: uvicorn.Config, counts: SharedCounts | None) -> None:
+        super().__init__(config)
+        self._counts = counts
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
@@ -28,15 +38,18 @@ class Listener(uvicorn.Server):
                 config=self.config, server_state=self.server_state, app_state=self.lifespan.state
             )
 
-        self.servers = [_Acceptor(each, create_protocol) for each in sockets or ()]  # type: ignore[misc]
+        self.servers = [_Acceptor(each, create_protocol, self._counts) for each in sockets or ()]  # type: ignore[misc]
         self.started = True
 
 
 class _Acceptor:
     """What uvicorn needs of an asyncio server."""
 
-    def __init__(self, listening: socket.socket, create_protocol: Callable[[], asyncio.Protocol]) -> None:
-        self._socket, self._create_protocol = listening, create_protocol
+    def __init__(
+        self, listening: socket.socket, create_protocol: Callable[[], asyncio.Protocol], counts: SharedCounts | None
+    ) -> None:
+        self._socket, self._create_protocol, self._counts = listening, create_protocol, counts
+        self._has_waited = False
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[object]] = set()
         self._is_closed = False
@@ -47,7 +60,15 @@ class _Acceptor:
         if not self._is_closed:
             self._loop.add_reader(self._socket.fileno(), self._accept)
 
+    def _pause(self, seconds: float) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.call_later(seconds, self._resume)
+
     def _accept(self) -> None:
+        self._has_waited = not self._has_waited and self._counts is not None and not self._counts.is_low()
+        if self._has_waited:
+            self._pause(_DEFER_S)
+            return
         try:
             connection, _ = self._socket.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # another process was first
@@ -55,8 +76,7 @@ class _Acceptor:
         except OSError as error:
             if error.errno not in _NO_FILES:
                 raise
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop.call_later(_RETRY_S, self._resume)
+            self._pause(_RETRY_S)
             return
         connection.setblocking(False)
         task = self._loop.create_task(self._loop.connect_accepted_socket(self._create_protocol, connection))
