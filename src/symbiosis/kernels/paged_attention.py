@@ -52,7 +52,7 @@ class AttentionBatch:
         self.block_table_BP = torch.zeros(sequences, max_blocks, dtype=torch.int32, device=device)
         self._block_tables: list[Sequence[int]] = [()] * sequences
         """The lists in the table, each with its length then: they only grow, or are replaced by other lists."""
-        self._lengths = [0] * sequences
+        self._num_blocks = [0] * sequences
         self.num_decodes = sequences
         """The first `num_decodes` sequences have one row each, or none."""
         self.tiles: Tiles | None = None
@@ -78,12 +78,12 @@ class AttentionBatch:
         `before` are the tokens of each that are in the KV cache already. Only what has changed in block tables is copied.
         """
         count = len(before)
-        if count > len(self._lengths):
-            raise ValueError(f"{count} sequences do not fit: expected at most {len(self._lengths)}, of one row each")
+        if count > len(self._num_blocks):
+            raise ValueError(f"{count} sequences do not fit: expected at most {len(self._num_blocks)}, of one row each")
         lines: list[int] = []
         columns: list[int] = []
         blocks: list[int] = []
-        known, lengths = self._block_tables, self._lengths
+        known, lengths = self._block_tables, self._num_blocks
         for b, table in enumerate(block_tables):
             start, end = lengths[b], len(table)
             if table is not known[b]:
