@@ -3,18 +3,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: serve demo quick test lint unit docs gpu kills gpubench plots bench delays soak clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
+# what `serve` and `demo` need
 $(READY): pyproject.toml constraints.txt $(wildcard src/symbiosis/kernels/cpu/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	# torch first and by itself: a plain requirement would pull gigabytes of CUDA packages
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(shell sed -n 's/^torch==//p' constraints.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(READY)
+	$(INSTALL) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(INSTALL) -c constraints.txt -e .
+	touch $@
+
+# linters, test tools and the libraries that tests compare with
+$(DEV): $(READY)
+	$(INSTALL) -c constraints.txt -e '.[dev]'
+	touch $@
 
 serve: $(READY)  ## serve the embedded default model: to tenants at tcp://127.0.0.1:7777, over HTTP at 127.0.0.1:8000
 	$(BIN)/symbiosis serve --http $(ARGS)
@@ -29,16 +37,16 @@ QUICK := tests/common tests/adapters/test_safe_regex.py tests/jobs/test_states.p
 	tests/device_sharing tests/transport/test_messages.py tests/server/test_json_budget.py
 PARITY := tests/parity/test_architectures.py -k 'llama-'
 
-quick: $(READY)  ## lint, types, import contract, tests of pure parts, one parity case per link: under 2 minutes
+quick: $(DEV)  ## lint, types, import contract, tests of pure parts, one parity case per link: under 2 minutes
 	$(MAKE) --no-print-directory -j2 lint pure
 
-pure: $(READY)
+pure: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not slow and not gpu and not real' $(QUICK)
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARITY)
 
 test: lint unit  ## everything CI runs: under 15 minutes on 2 cores
 
-lint: $(READY)  ## ruff, strict types, import contract, retired words, forbidden calls
+lint: $(DEV)  ## ruff, strict types, import contract, retired words, forbidden calls
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -46,15 +54,15 @@ lint: $(READY)  ## ruff, strict types, import contract, retired words, forbidden
 	$(BIN)/python tools/check_vocabulary.py
 	@! grep -rnE '\b(pickle|cloudpickle|recv_pyobj|send_pyobj|torch\.load)\(' src/ || (echo 'forbidden near outside input' && false)
 
-unit: $(READY)  ## the tests
+unit: $(DEV)  ## the tests
 	@$(BIN)/python -c 'from symbiosis.models.default_model import default_model_folder as fetch; fetch()'  # outside of the timeouts of tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m 'not slow and not gpu'
 
 docs: $(VENV)/.docs  ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-$(VENV)/.docs: $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+$(VENV)/.docs: $(DEV)
+	$(INSTALL) -c constraints.txt -e '.[docs]'
 	touch $@
 
 gpu:  ## parity, links and kernels on a GPU, with the Python packages of the machine and pyzmq
@@ -96,10 +104,10 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 	PYTHONPATH=src $(PYTHON) -m benchmarks.http_load 1b --open --lengths azure_conv --adapters 32
 	PYTHONPATH=src $(PYTHON) -m benchmarks.http_load 1b --soak 540
 
-plots: $(READY)  ## plots of the results of gpubench, on any machine
+plots: $(DEV)  ## plots of the results of gpubench, on any machine
 	$(BIN)/python -m benchmarks.plots
 
-bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 cores
+bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 cores
 	$(BIN)/python -m benchmarks.policies
 	$(BIN)/python -m benchmarks.independence
 	$(BIN)/python -m benchmarks.memory
@@ -109,10 +117,10 @@ bench: $(READY)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 
 	$(BIN)/python -m benchmarks.http_load default --cpu
 
 SEED ?= 1
-delays: $(READY)  ## the tests with random delays in threads, others with each SEED, about 35 minutes on 2 cores (tests/delays.py)
+delays: $(DEV)  ## the tests with random delays in threads, others with each SEED, about 35 minutes on 2 cores (tests/delays.py)
 	SYMBIOSIS_DELAYS_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.delays -n 4 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
-soak: $(READY)  ## long proofs: the demo on the real model, faults by the thousand, HTTP with stalled readers
+soak: $(DEV)  ## long proofs: the demo on the real model, faults by the thousand, HTTP with stalled readers
 	$(BIN)/pytest -m slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.http_load tiny --cpu --streams 512 --soak 600 --out build/soak
 

@@ -142,7 +142,9 @@ def test_the_readmes_fine_tuning_client_and_command(served, chats):
     asked = [{"role": "user", "content": "Hello"}]
     assert client.chat.completions.create(model=job.fine_tuned_model, messages=asked, max_tokens=4).choices
     (command,) = [block.partition("#")[0].strip() for block in blocks("bash") if "--hosted" in block]
-    command = command.replace("symbiosis ", f"{sys.executable} -m symbiosis ") + f" --steps 2 --connect {served['http']}"
+    assert command.endswith("--epochs 2 --lr 2e-3")
+    command = command.replace("symbiosis ", f"{sys.executable} -m symbiosis ").replace("--epochs 2", "--steps 2")
+    command += f" --connect {served['http']}"
     done = subprocess.run(["bash", "-ec", command], cwd=chats, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert "is served: symbiosis chat --adapter ft-pirate-" in done.stdout

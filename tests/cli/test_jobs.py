@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 
+from symbiosis.cli import tables
 from symbiosis.cli.commands import jobs
 from symbiosis.cli.http_client import HttpClient
 from tests.cli.test_serve import fails, run
@@ -89,13 +90,24 @@ def test_a_narrow_table_of_jobs_leaves_out_columns_and_shortens_nothing(monkeypa
     job |= {"queue_position": None, "estimated_finish": None, "fine_tuned_model": f"ft-parrot-{'b' * 8}"}
     monkeypatch.setattr(jobs.HttpClient, "jobs", lambda self, limit: [job])
     monkeypatch.setattr(jobs.HttpClient, "adapters", lambda self: [{"id": job["fine_tuned_model"]}])
-    monkeypatch.setattr(jobs.Console, "is_terminal", terminal)
+    monkeypatch.setattr(tables.Console, "is_terminal", terminal)
     monkeypatch.setenv("COLUMNS", "80")
     jobs.list_jobs("http://127.0.0.1:1", None, 20)
     said = capsys.readouterr().out
     assert all(each in said for each in (job["id"], "succeeded", job["fine_tuned_model"]))
     assert ("1,23" in said) is not terminal
     assert (len(said.splitlines()[0]) <= 80) is terminal
+
+
+def test_a_loss_that_rose_is_reported(studio, data, monkeypatch):
+    at = ("--connect", studio.url, "--key", ANN)
+    rising = [{"data": {"train_loss": loss}} for loss in (3.0, 5.0, 9.0, 9.0)]
+    monkeypatch.setattr(jobs.HttpClient, "events", lambda self, id: rising)
+    done = run("finetune", data, "--hosted", "--steps", 4, *at)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"warning: the loss rose from [\d.]+ to [\d.]+: .*lower --lr", done.stderr), done.stderr
+    id = re.search(r"the job is (ftjob-\w+)", done.stderr)[1]
+    assert "the loss rose from" in run("jobs", "show", id, *at).stdout
 
 
 def test_a_fraction_of_an_epoch(studio, data):

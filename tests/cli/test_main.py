@@ -19,6 +19,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from symbiosis.cli.chat import ChatSampling
+from symbiosis.cli.commands import chat
 from symbiosis.cli.commands.serve import read_tokens
 from symbiosis.cli.local_chat import LocalChat
 from symbiosis.cli.local_finetune import METHODS
@@ -256,6 +257,51 @@ def test_what_is_no_address_is_reported(address):
 def test_a_wrong_or_missing_token_is_reported(guarded):
     assert "does not know this token" in fails("generate", "hi", "--connect", guarded, "--token", "wrong")
     assert "requires a token" in fails("generate", "hi", "--connect", guarded)
+
+
+@pytest.mark.parametrize("adapter", [(), ("--adapter", "pirate")], ids=["base", "adapter"])
+def test_chat_without_any_server_says_what_to_start(monkeypatch, adapter):
+    monkeypatch.setattr(chat, "DEFAULT_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr(chat, "DEFAULT_ADDRESS", "tcp://127.0.0.1:1")
+    assert "start one with `symbiosis serve --http`" in fails("chat", *adapter)
+
+
+def test_chat_goes_through_the_executor_if_nothing_serves_http(server, monkeypatch):
+    monkeypatch.setattr(chat, "DEFAULT_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr(chat, "DEFAULT_ADDRESS", server[0])
+    options = ("chat", "--max-new-tokens", 4, "--temperature", 0)
+    fallen_back, asked_for = run_here(*options, stdin="hi\n"), run_here(*options, "--split", stdin="hi\n")
+    assert fallen_back.exit_code == 0, fallen_back.output
+    assert f"chatting through the executor at {server[0]}" in fallen_back.stderr
+    assert fallen_back.stdout == asked_for.stdout != ""
+    assert "chatting through" not in asked_for.stderr
+
+
+def test_folders_and_the_cache_are_checked_before_the_model_is_loaded(tmp_path, monkeypatch):
+    """The model does not exist: that would be the error if it was loaded first."""
+    (tmp_path / "file").write_text("")
+    serve = ("serve", tmp_path / "no-model", *ANYWHERE, "--http", "127.0.0.1:0")
+    assert "file cannot store adapters: " in fails(*serve, "--uploads", tmp_path / "file")
+    assert "jobs cannot store fine-tuning jobs: " in fails(*serve, "--jobs", tmp_path / "file" / "jobs")
+    assert "give each a folder of its own" in fails(*serve, "--uploads", tmp_path / "x", "--jobs", tmp_path / "x")
+    assert "the adapter pirate in nowhere" in fails(*serve, "--adapter", "pirate=nowhere")
+    assert "--adapter-root must be a folder" in fails(*serve, "--adapter-root", tmp_path / "nowhere")
+    monkeypatch.setenv("SYMBIOSIS_CACHE", str(tmp_path / "file"))
+    said = fails("serve", tmp_path / "no-model", *ANYWHERE)
+    assert f"cannot write to the cache {tmp_path / 'file'}: " in said
+    assert "SYMBIOSIS_CACHE=FOLDER" in said
+
+
+def test_a_loss_that_rose_is_reported(server, tmp_path):
+    replies = [{"role": "assistant", "content": each} for each in ("arr", "yo ho", "matey", "ahoy", "grog", "parrot")]
+    data = [{"messages": [{"role": "user", "content": "hi"}, reply]} for reply in replies]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    options = ("--steps", 12, "--targets", "lm_head", "--connect", server[0], "--lr")
+    rose = run_here("finetune", tmp_path / "data.jsonl", "--out", tmp_path / "rose", *options, 50)
+    assert rose.exit_code == 0, rose.output
+    assert re.search(r"warning: the loss rose from \d\.\d\d to [\d.]+: .*lower --lr", rose.stderr), rose.stderr
+    fell = run_here("finetune", tmp_path / "data.jsonl", "--out", tmp_path / "fell", *options, 1e-2)
+    assert "warning" not in fell.stderr
 
 
 def test_serve_takes_no_arguments_too():

@@ -12,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import symbiosis
+from symbiosis.cli import tables
+from symbiosis.cli.commands import adapters, chat
 from symbiosis.cli.main import app
 from symbiosis.serving.scheduling.sequence import Sampling
 from tests.server.conftest import ANN, CHIEF
@@ -63,6 +65,36 @@ def test_chat_speaks_with_an_adapter_of_the_server(keyed_server, world):
     assert base.stdout == f"{world.answers(None, talk[:1], 6)}\n"
 
 
+def test_chat_is_over_http_where_it_is_served(keyed_server, world, monkeypatch):
+    monkeypatch.setattr(chat, "DEFAULT_URL", keyed_server.url)
+    done = run("chat", "--key", ANN, "--max-new-tokens", 6, "--temperature", 0, stdin="hi\n")
+    assert done.stdout == f"{world.answers(None, [{'role': 'user', 'content': 'hi'}], 6)}\n", done.output
+
+
+def test_an_adapter_that_chat_cannot_use_is_reported_before_the_first_line(keyed_server, world):
+    at = ("--connect", keyed_server.url, "--key", ANN)
+    assert "there is no model 'unknown'" in fails("chat", "--adapter", "unknown", *at)
+    assert "symbiosis adapters add NAME" in fails("chat", "--adapter", world.root / "pirate", *at)
+    assert "folder of an adapter" in fails("chat", "--adapter", "judge", "--connect", "tcp://127.0.0.1:1")
+    assert "--split expects" in fails("chat", "--split", *at)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_narrow_table_of_adapters_cuts_nothing(monkeypatch, capsys, terminal):
+    adapter = {"id": f"ft-parrot-{'b' * 24}", "owner": "a-tenant-of-some-length", "parent": "SmolLM2-135M-Instruct"}
+    adapter |= {"root": "c" * 64, "bytes": 1_234_567, "pinned": True}
+    monkeypatch.setattr(adapters.HttpClient, "adapters", lambda self: [adapter])
+    monkeypatch.setattr(tables.Console, "is_terminal", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    adapters.list_adapters("http://127.0.0.1:1", None)
+    said = capsys.readouterr().out
+    assert adapter["id"] in said
+    assert adapter["owner"] in said
+    assert "…" not in said
+    assert (len(said.splitlines()[0]) <= 80) is terminal
+    assert (adapter["parent"] in said) is not terminal
+
+
 def test_what_goes_wrong_is_one_line_that_helps(keyed_server, world, tmp_path):
     at = ("--connect", keyed_server.url)
     assert "--key or SYMBIOSIS_KEY" in fails("adapters", "list", *at)
@@ -91,8 +123,6 @@ def test_what_goes_wrong_is_one_line_that_helps(keyed_server, world, tmp_path):
     assert "https://app.example:8443" in fails("serve", world.folder, "--http", "--cors-origin", "app.example")
     assert "add --http" in fails("serve", world.folder, "--cors-origin", "https://app.example")
     assert "--adapter is empty" in fails("chat", "--adapter", "", *at, "--key", ANN)
-    asked = run("chat", "--adapter", "unknown", *at, "--key", ANN, stdin="hi\n")
-    assert (asked.exit_code, "there is no model 'unknown'" in asked.stderr) == (1, True)
 
 
 def test_an_engine_in_python_answers_each_prompt_with_its_adapter(world):

@@ -42,11 +42,11 @@ class ChatBackend(Protocol):
 
 
 class HttpChat:
-    """Chat over HTTP with the base model of a server, or with one of its adapters by name."""
+    """Chat over HTTP with the base model of a server, or with one of its adapters by name. Raises `HttpError` without it."""
 
     def __init__(self, client: HttpClient, adapter: str | None, seed: int | None) -> None:
         self._client = client
-        self._model = adapter or client.models()[0]["id"]
+        self._model = client.models()[0]["id"] if adapter is None else client.model(adapter)["id"]
         self._more: dict[str, Any] = {} if seed is None else {"seed": seed}
 
     def reply(self, messages: list[dict[str, str]], sampling: ChatSampling, write: Write | None = None) -> str:

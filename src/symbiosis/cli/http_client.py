@@ -46,6 +46,10 @@ class HttpClient:
         found: list[dict[str, Any]] = self._json("GET", "/v1/models")["data"]
         return found
 
+    def model(self, id: str) -> dict[str, Any]:
+        """A model or adapter."""
+        return self._json("GET", f"/v1/models/{quote(id)}")
+
     def chat(self, model: str, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
         """Stream the reply of the assistant."""
         body = {"model": model, "messages": messages, "stream": True, **options}

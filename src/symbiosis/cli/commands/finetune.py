@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from symbiosis.cli.commands import jobs
 from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_URL, Key, Name, Token, check_out, is_given
+from symbiosis.cli.demo_data import find_data
+from symbiosis.cli.loss_trend import loss_warning
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ app = typer.Typer()
 
 @app.command(
     epilog="Example: symbiosis finetune chats.jsonl --out my-adapter --method lora --rank 8 --epochs 3\n\n"
-    "By a server: symbiosis finetune chats.jsonl --hosted --suffix pirate --epochs 10"
+    "By a server: symbiosis finetune pirate --hosted --suffix pirate --epochs 2 --lr 2e-3"
 )
 def finetune(
     ctx: typer.Context,
@@ -33,7 +35,8 @@ def finetune(
         Path,
         typer.Argument(
             metavar="DATA.jsonl",
-            help='A line per example: {"messages": [{"role", "content"} …]}, {"text": …} or {"prompt": …, "completion": …}.',
+            help='A line per example: {"messages": [{"role", "content"} …]}, {"text": …} or {"prompt": …, "completion": …}; '
+            "or the name of a data set of the package: pirate, kettle or gardener.",
         ),
     ],
     out: Annotated[
@@ -102,6 +105,7 @@ def finetune(
 
     With --hosted a server trains and serves the adapter; options not given take the defaults of the server.
     """
+    data = find_data(data)
     if hosted:
         for option in ("token", "name"):
             if is_given(ctx, option):
@@ -169,6 +173,8 @@ def finetune(
         highlight=False,
     )
     typer.echo(f"adapter written to {out}")
+    if (warning := loss_warning(result.losses)) is not None:
+        err.print(f"warning: {warning}", soft_wrap=True, highlight=False)
 
 
 @contextmanager

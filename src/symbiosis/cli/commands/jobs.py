@@ -19,6 +19,9 @@ from rich.table import Table
 
 from symbiosis.cli.commands.options import DEFAULT_URL, ConnectServer, Key, check_out
 from symbiosis.cli.http_client import HttpClient
+from symbiosis.cli.loss_plot import check_plot_file, plot_losses
+from symbiosis.cli.loss_trend import loss_warning
+from symbiosis.cli.tables import print_fitting
 from symbiosis.errors import SymbiosisError, Unreachable
 
 _ENDS = ("succeeded", "failed", "cancelled")
@@ -29,7 +32,8 @@ _NUMBERS = ("step", "loss", "tokens/s", "time left")
 _COLUMNS = ("job", "owner", "status", *_NUMBERS, "adapter")
 _OPTIONAL_COLUMNS = ("owner", "tokens/s", "loss", "time left", "step")
 """Columns that a narrow terminal omits, in this order."""
-_ANY_WIDTH = 10_000
+_MAX_CHECKED_STEPS = 5000
+"""Longest job whose losses are fetched to warn of a rise: the server returns a hundred in a request."""
 _GONE = "no longer served: it was deleted, or the server was restarted without --uploads"
 err = Console(stderr=True)
 
@@ -53,13 +57,7 @@ def list_jobs(
     """List your jobs; the admin sees those of all tenants."""
     client = HttpClient(connect, key)
     found, served = client.jobs(limit), _served(client)
-    console = Console()
-    for less in range(len(_OPTIONAL_COLUMNS) + 1):
-        table = jobs_table(found, served, without=_OPTIONAL_COLUMNS[:less])
-        needed = Console(width=_ANY_WIDTH).measure(table).maximum
-        if needed <= console.width or not console.is_terminal:
-            break
-    Console(width=max(console.width, needed)).print(table)
+    print_fitting(lambda without: jobs_table(found, served, without), _OPTIONAL_COLUMNS)
 
 
 def jobs_table(found: list[dict[str, Any]], served: Collection[str], without: tuple[str, ...] = ()) -> Table:
@@ -90,7 +88,9 @@ def show(id: Id, connect: ConnectServer = DEFAULT_URL, key: Key = None) -> None:
     job = client.job(id)
     name = job["fine_tuned_model"]
     table = Table(show_header=False)
-    rows: dict[str, Any] = {"job": job["id"], "status": _status(job)}
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    rows: dict[str, Any] = {"job": job["id"], "status": _status(job), "warning": _warning(client, job)}
     rows |= {"adapter": name if name is None or name in _served(client) else f"{name} ({_GONE})"}
     rows |= {"model": job["model"], "training file": job["training_file"], "validation file": job["validation_file"]}
     rows |= {"seed": job["seed"], "time left": _left(job), "error": (job["error"] or {}).get("message")}
@@ -142,7 +142,7 @@ def plot(
     key: Key = None,
 ) -> None:
     """Plot the loss over the steps."""
-    _check_plot_file(file)
+    check_plot_file(file)
     _plot(HttpClient(connect, key), id, file)
 
 
@@ -233,17 +233,7 @@ def _check_outputs(plot: Path | None, out: Path | None) -> None:
         except OSError as error:
             raise SymbiosisError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from None
     if plot is not None:
-        _check_plot_file(plot)
-
-
-def _check_plot_file(file: Path) -> None:
-    from matplotlib.figure import Figure
-
-    kinds = Figure().canvas.get_supported_filetypes()
-    if file.suffix.lower().removeprefix(".") not in kinds or file.is_dir():
-        raise SymbiosisError(f"cannot write {file}: expected a file such as loss.png, or another format ({', '.join(kinds)})")
-    if not file.absolute().parent.is_dir():
-        raise SymbiosisError(f"cannot write {file}: there is no folder {file.parent}; choose another file")
+        check_plot_file(plot)
 
 
 def _follow(client: HttpClient, id: str, connect: str, plot: Path | None, out: Path | None) -> None:
@@ -257,6 +247,8 @@ def _follow(client: HttpClient, id: str, connect: str, plot: Path | None, out: P
     if job["status"] == "succeeded":
         served = f"is served: symbiosis chat --adapter {name} --connect {connect}" if name in _served(client) else f"is {_GONE}"
         typer.echo(f"{name} {served}")
+        if (warning := _warning(client, job)) is not None:
+            _print_hint(f"warning: {warning}")
     if out is not None and job["status"] == "succeeded":
         client.download_adapter(name, out)
         typer.echo(f"adapter written to {out}")
@@ -350,28 +342,15 @@ def _progress(job: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value}" for name, value in shown.items() if value)
 
 
-def _plot(client: HttpClient, id: str, file: Path) -> None:
-    from matplotlib.figure import Figure
+def _warning(client: HttpClient, job: dict[str, Any]) -> str | None:
+    """A warning if the loss of a finished job rose."""
+    if job["status"] != "succeeded" or job["progress"]["total_steps"] > _MAX_CHECKED_STEPS:
+        return None
+    return loss_warning([event["data"]["train_loss"] for event in client.events(job["id"]) if "train_loss" in event["data"]])
 
-    points: dict[str, list[tuple[int, float]]] = {"train_loss": [], "valid_loss": []}
-    for event in client.events(id):
-        for name, found in points.items():
-            if name in event["data"]:
-                found.append((event["data"]["step"], event["data"][name]))
-    if not points["train_loss"]:
-        raise SymbiosisError(f"the job {id} has no steps yet: there is nothing to plot")
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, label in (("train_loss", "training"), ("valid_loss", "validation")):
-        if points[name]:
-            axes.plot(*zip(*points[name], strict=True), label=label, marker="." if len(points[name]) < 50 else "")
-    axes.set(xlabel="step", ylabel="loss", title=id)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as error:
-        raise SymbiosisError(f"cannot write {file}: {error}") from None
+
+def _plot(client: HttpClient, id: str, file: Path) -> None:
+    plot_losses(client.events(id), id, file)
     typer.echo(f"loss plotted in {file}")
 
 

@@ -205,7 +205,9 @@ def serve(
     with err.status("Starting"):
         from symbiosis.app.executor import Executor, check_address
         from symbiosis.app.http_host import check_http
+        from symbiosis.cli.provider_folders import check_provider_folders
         from symbiosis.jobs.queue import JobLimits
+        from symbiosis.models import blob_store
         from symbiosis.server.adapter_store import StoreLimits
         from symbiosis.server.rate_limits import RequestLimits
         from symbiosis.server.settings import check_cors_origins
@@ -214,6 +216,8 @@ def serve(
         if http is not None:
             check_http(http, keys)
             check_cors_origins(cors_origin or [], keys)
+            check_provider_folders(uploads=uploads, jobs=jobs, adapters=adapters, adapter_root=adapter_root)
+        blob_store.check_writable()
         for address in listen or [DEFAULT_ADDRESS]:
             check_address(address, tokens)  # before the model is loaded
     file_limits.raise_open_file_limit()  # every channel uses two file descriptors

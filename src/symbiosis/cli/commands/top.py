@@ -53,9 +53,9 @@ def stats_table(stats: dict[str, Any], before: dict[str, Any] | None) -> Table:
         f"{stats['mean_rows']:,.0f} rows each · {stats['queued']} queued · "
         f"busy {100 * stats['busy_s'] / max(1e-9, stats['uptime_s']):.0f} %",
     )
-    table.add_column("tenant")
+    table.add_column("tenant", overflow="fold")
     for column in ("sessions", "calls", "tokens", "tokens/s", "training rows", "mean wait", "errors"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for tenant, row in sorted(stats["tenants"].items()):
         if tenant == "top" and not row["calls"]:
             continue  # the session of this command
