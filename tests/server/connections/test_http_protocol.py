@@ -1,4 +1,4 @@
-"""Connections: strict HTTP/1.1, and nobody without a request holds one."""
+"""Connections: strict HTTP/1.1, and a connection without a request is not held."""
 
 from __future__ import annotations
 
