@@ -53,6 +53,8 @@ def run_demo(out: Path, steps: int, console: Console) -> bool:
 
     began = time.monotonic()
     _check_out(out)
+    # Training and chat compute at the same time: with all cores for each, their threads wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))  # of all child processes
     folder = default_model_folder()  # fetched here, which shows the progress
     run = Run(TENANTS, steps, weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     if not console.is_terminal:

@@ -183,7 +183,9 @@ def report(run: Run) -> RenderableType:
 def _speed(run: Run) -> str:
     together = len(run.tenants) * run.steps / run.training_s
     text = f"speed: {together:.2f} optimizer steps/s of {len(run.tenants)} tenants together, during the chat; "
-    text += f"{run.plain_steps_per_s or 0:.2f} of one plain process afterwards, over {_PLAIN_STEPS} steps. "
+    text += (
+        f"{run.plain_steps_per_s or 0:.2f} of one plain process afterwards, with as many threads, over {_PLAIN_STEPS} steps. "
+    )
     if run.replies:
         first, total = (statistics.median(reply[key] for reply in run.replies) for key in ("first_s", "total_s"))
         text += (
