@@ -126,15 +126,15 @@ class HttpHost:
                 allowed_hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
                 cors_origins=tuple(cors_origins),
             )
+            count = _default_workers(model.device.type) if workers is None else workers
+            # Their imports take seconds: they run while the engine loads.
+            self._processes = HttpProcesses(self._socket, count, runtime_folder())
             undo.pop_all()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        count = _default_workers(model.device.type) if workers is None else workers
-        # Their imports take seconds: they run while the engine loads.
-        self._processes = HttpProcesses(self._socket, count, runtime_folder())
         self._ipc: IpcServer | None = None
         self._trainer: Trainer | None = None
-        device_share = device_share or create_device_share(model.device)
         try:
+            device_share = device_share or create_device_share(model.device)
             trainer = _make_trainer(model, training, device_share)
             self._trainer = trainer if isinstance(trainer, Trainer) else None
             core = EngineCore(model, residency=residency or AdapterCacheConfig(), device_share=device_share, **engine_core)

@@ -86,10 +86,10 @@ class HttpProcesses:
             deadline = time.monotonic() + _STOP_TIMEOUT_S
             for slot in group:
                 slot.process.wait(deadline)
-        if self._control_socket is not None and self._control_path is not None:
+        if self._control_socket is not None and self._control_path is not None and self._counts_fd is not None:
             self._control_socket.close()
-            assert self._counts_fd is not None
             os.close(self._counts_fd)
+            self._counts_fd = None
             self._control_path.unlink(missing_ok=True)
 
 

@@ -94,7 +94,11 @@ class AttentionBatch:
                 blocks += table[start:]
                 lengths[b] = end
         if blocks:
-            self._change_table(lines, columns, blocks)
+            try:
+                self._change_table(lines, columns, blocks)
+            except BaseException:  # what the device has is unknown
+                self._block_tables[:], self._num_blocks[:] = [()] * len(known), [0] * len(known)
+                raise
         self._spans[0] = np.arange(self._spans.shape[1])
         self._spans[1, :count], self._spans[1, count:] = 1, 0
         self._spans[2, :count], self._spans[2, count:] = before, 0

@@ -260,8 +260,8 @@ class ActiveRequests:
         """Cancel unfinished requests."""
         for id in self._indices:
             self._client.forget(id)
-            if any(each[0] == id for each in self._unfinished):
-                await asyncio.shield(self._client.cancel(id))
+        if unfinished := {key[0] for key in self._unfinished}:
+            await asyncio.shield(asyncio.gather(*map(self._client.cancel, unfinished)))
 
 
 def _decode(raw: Any) -> Event | JobEvent:

@@ -78,14 +78,14 @@ class Generation:
             for request_index, event in events:
                 index = request_index * self._n + event.number
                 completion = self._completions[index]
+                if completion.stream.stopped is not None:
+                    continue  # sent before the engine knew
                 if isinstance(event, Finished):
                     if event.number == 0:
                         self.usage.cached += event.cached
                     completion.text += completion.stream.finish()
                     deltas.append(self._take_delta(index, "length" if event.reason == "length" else "stop"))
                     continue
-                if completion.stream.stopped is not None:
-                    continue  # sent before the engine knew
                 self._count(completion, event, now)
                 text = completion.stream.push(event.token)
                 completion.text += text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -25,4 +26,4 @@ class RequestGate:
         try:
             yield
         finally:
-            await self._engine.release(id)
+            await asyncio.shield(self._engine.release(id))

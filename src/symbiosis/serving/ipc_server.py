@@ -63,6 +63,7 @@ class IpcServer:
         self._handlers: list[RpcHandler] = []
         self._peers: dict[str, _Peer] = {}  # by number, the prefix of their ids
         self._numbers: dict[bytes, str] = {}  # of the peers
+        self._dropped: set[bytes] = set()
         self._counter = itertools.count(1)
         self._stopping = False
         self._token_port, self._unreachable = TokenPort(self.path), deque[bytes]()
@@ -147,6 +148,7 @@ class IpcServer:
         """The peer is lost."""
         peer = self._peers.pop(number)
         del self._numbers[peer.key]
+        self._dropped.add(peer.key)
         self._token_port.remove(peer.key)
         if peer.requests:
             _log.warning("a peer is lost: its %d requests are cancelled", len(peer.requests))
@@ -156,6 +158,9 @@ class IpcServer:
             handler.drop_peer(number)
 
     def _receive(self, key: bytes, body: Body | BadMessage) -> None:
+        if key in self._dropped:  # it was too slow, not gone: it has lost events and must start again
+            self._port.send(key, {"beat": False})
+            return
         if key not in self._numbers:
             self._numbers[key] = str(next(self._counter))
             self._peers[self._numbers[key]] = _Peer(key)

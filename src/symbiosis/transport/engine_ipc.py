@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -119,13 +120,16 @@ class TokenPort:
         self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
         self._socket.bind(f"ipc://{self._path}")
         self._peers: frozenset[bytes] = frozenset()
+        self._lock = threading.Lock()
 
     def add(self, peer: bytes) -> None:
         """Send it tokens from now on."""
-        self._peers |= {peer}
+        with self._lock:
+            self._peers |= {peer}
 
     def remove(self, peer: bytes) -> None:
-        self._peers -= {peer}
+        with self._lock:
+            self._peers -= {peer}
 
     def greet(self, peer: bytes) -> None:
         """An empty frame, if the peer has connected."""

@@ -36,13 +36,21 @@ class ControlProxy:
             error = BadRequest("this part of the server is starting again: try again", code="starting", status=503)
             await error_response(error)(scope, receive, send)
             return
-        request = asyncio.ensure_future(_Exchange(scope, reader, writer).run(receive, send))
+        exchange = _Exchange(scope, reader, writer)
         try:
-            await request
+            await exchange.run(receive, send)
+        except (h11.ProtocolError, OSError) as failure:
+            if exchange.is_started:
+                raise
+            is_ours = isinstance(failure, h11.LocalProtocolError)
+            status = 400 if is_ours else 503
+            error = BadRequest(
+                f"the request cannot be forwarded: {failure}" if is_ours else "this part of the server has failed: try again",
+                code="invalid_http" if is_ours else "starting",
+                status=status,
+            )
+            await error_response(error)(scope, receive, send)
         finally:
-            request.cancel()
-            with suppress(asyncio.CancelledError):
-                await request
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
@@ -55,6 +63,8 @@ class _Exchange:
         self._scope, self._reader, self._writer = scope, reader, writer
         self._http = h11.Connection(h11.CLIENT)
         self._may_send = asyncio.Event()
+        self.is_started = False
+        """Whether the response has started."""
 
     async def run(self, receive: Receive, send: Send) -> None:
         headers = [(name, value) for name, value in self._scope["headers"] if name not in _OWN_HEADERS]
@@ -64,9 +74,10 @@ class _Exchange:
             has_body = True
         query = self._scope["query_string"]
         target = self._scope["raw_path"] + (b"?" + query if query else b"")
-        headers.append((b"connection", b"close"))
+        if not any(name == b"host" for name, _ in headers):
+            headers.append((b"host", b"localhost"))
         await self._write(h11.Request(method=self._scope["method"], target=target, headers=headers))
-        if not any(name == b"expect" for name, _ in headers):
+        if not any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers):
             self._may_send.set()
         if not has_body:
             await self._write(h11.EndOfMessage())
@@ -90,14 +101,13 @@ class _Exchange:
             if message["type"] == "http.disconnect":
                 return True
             if has_body:
-                with suppress(OSError, h11.LocalProtocolError):  # the response has come before the body's end
+                with suppress(OSError, RuntimeError, h11.LocalProtocolError):  # the response has come before the body's end
                     if message.get("body"):
                         await self._write(h11.Data(data=message["body"]))
                     if not message.get("more_body"):
                         await self._write(h11.EndOfMessage())
 
     async def _forward_response(self, send: Send) -> None:
-        is_started = False
         while True:
             event = self._http.next_event()
             if event is h11.NEED_DATA:
@@ -109,11 +119,11 @@ class _Exchange:
                 self._may_send.set()
             elif isinstance(event, h11.Response):
                 headers = [(name, value) for name, value in event.headers if name not in _OWN_HEADERS]
+                self.is_started = True
                 await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
-                is_started = True
             elif isinstance(event, h11.Data):
                 await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
-            elif is_started:
+            elif self.is_started:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
                 return
 

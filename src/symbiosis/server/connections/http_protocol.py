@@ -4,8 +4,9 @@
 |---|---|
 | connections of the process | the one that has been idle longest is closed; without an idle one, the new one gets 503 |
 | time to send a head | 408 |
-| bytes of a head, or of anything but content in a body | 431 |
+| headers of a head; bytes of a head, or of anything but content in a body | 431 |
 | a response that ends before its request's body | the connection is closed |
+| a request before the response to the last one (pipelining) | it is dropped, and the connection is closed after that response |
 | time that a response stays unread | the connection is aborted |
 
 Bodies have their own timeout in `body`; idle connections have uvicorn's.
@@ -26,6 +27,7 @@ from symbiosis.server.connections.shared_counts import SharedCounts
 from symbiosis.server.openai.errors import BadRequest, error_body
 
 _MAX_HEAD = 64 << 10
+_MAX_HEADERS = 128
 _LINGER_S = 2.0
 """After a response that ended before its request, bytes are read and dropped for this long: a reset could overtake it."""
 _WRITE_TIMEOUTS = 3  # a response may stay unread for this many timeouts
@@ -50,8 +52,12 @@ def _encode_response(status: str, error: Exception) -> bytes:
     return head.encode() + body
 
 
+class _Pipelined(Exception):
+    """Stops the parser."""
+
+
 class HttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. At most one request is in progress."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -67,7 +73,8 @@ class HttpProtocol(HttpToolsProtocol):
         most, idle = self._limits.max_connections, self._limits.idle
         if len(self.connections) > most:
             if idle:
-                oldest = next(iter(idle))
+                # a response may still be on its way to one that is idle
+                oldest = next((each for each in idle if not each.transport.get_write_buffer_size()), next(iter(idle)))
                 del idle[oldest]
                 oldest.transport.abort()
             else:
@@ -81,32 +88,49 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_closing:
             return
         self._unset_keepalive_if_required()
-        if self._is_in_head:
-            self._start_head_timer()
         self._overhead += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._ignore_upgrade(data[upgrade.args[0] :])
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    data = b""
+                except httptools.HttpParserUpgrade as upgrade:
+                    data = self._without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             reason = error.__context__ or error
+            if isinstance(reason, _Pipelined):
+                self._is_closing = True  # after the response in progress
+                return
             if not isinstance(reason, BadRequest):
                 reason = BadRequest(f"this is no valid HTTP/1.1 request: {error!s:.120}", code="invalid_http")
-            self._reject("400 Bad Request", reason)
-        else:
-            if self._overhead > _MAX_HEAD:
-                self._reject("431 Request Header Fields Too Large", _head_too_large())
+            self._reject("431 Request Header Fields Too Large" if reason.status == 431 else "400 Bad Request", reason)
+            return
+        if self._overhead > _MAX_HEAD:
+            self._reject("431 Request Header Fields Too Large", _head_too_large())
+        elif self._is_idle():
+            self._start_head_timer()
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
-        """Parse the request again without its Upgrade header, which some clients send with every request."""
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _without_upgrade(self, rest: bytes) -> bytes:
+        """The request without its Upgrade header, which some clients send with every request, for another parser."""
         fields = [each for each in self.headers if each[0] not in (b"upgrade", b"connection", b"http2-settings")]
         head = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
         head += b"".join(b"%b: %b\r\n" % each for each in fields) + b"\r\n"
         self.parser, self._is_upgrade, self._overhead = httptools.HttpRequestParser(self), False, 0
-        self.data_received(head + rest)
+        return head + rest
+
+    def on_message_begin(self) -> None:
+        if not self._is_idle():
+            raise _Pipelined
+        self._start_head_timer()
+        super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_in_head:  # trailers are dropped
+            if len(self.headers) >= _MAX_HEADERS:
+                raise _head_too_large()
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -126,6 +150,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise _head_too_large()
         self._overhead = 0
         super().on_headers_complete()
+        self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]  # as much as the cycle uses
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
@@ -138,22 +163,37 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        is_complete = not self.cycle.more_body or bool(self.pipeline)
         super().on_response_complete()
         if self.transport.is_closing():
             return
-        if not is_complete:
-            self._linger()
-        elif not self.pipeline and self.cycle.response_complete:
+        if self.cycle.more_body or self._is_closing:
+            self.end()
+        else:
             self._limits.idle[self] = None
 
-    def _linger(self) -> None:
-        """Close after the response, although more of the request may come."""
+    def end(self) -> None:
+        """Close after what was written, although more of a request may come."""
         self._unset_keepalive_if_required()
+        self._stop_head_timer()
         self._is_closing = True
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self.loop.call_later(_LINGER_S, self.transport.abort)
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.more_body:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.loop.call_later(_LINGER_S, self.close_unread)
+        else:
+            self.close_unread()
+
+    def close_unread(self) -> None:
+        """Close after what was written, which the client has a while to read."""
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(_WRITE_TIMEOUTS * self._limits.timeout_s, self.transport.abort)
+
+    def timeout_keep_alive_handler(self) -> None:
+        if not self.transport.is_closing():
+            self.close_unread()
 
     def _start_head_timer(self) -> None:
         """The timer starts with the wait for a head. Partial heads do not extend it."""
@@ -172,16 +212,15 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._is_closing = True
         self._stop_head_timer()
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+        if not self._is_idle() and self.cycle.response_started:
             self.transport.abort()
         elif not self.transport.is_closing():
             assert isinstance(error, Exception)
             self.transport.write(_encode_response(status, error))
-            if self.cycle is not None and not self.cycle.response_complete:
-                self.transport.close()  # the handler sees a client that has gone
+            if self._is_idle():
+                self.end()
             else:
-                self._is_closing = False
-                self._linger()
+                self.close_unread()  # the handler sees a client that has gone
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -207,6 +246,14 @@ class HttpProtocol(HttpToolsProtocol):
             self._limits.counts.set(len(self.connections))
 
 
+class _ResponseTransport:
+    """What a response uses of its connection's transport: closing it is the protocol's."""
+
+    def __init__(self, protocol: HttpProtocol) -> None:
+        self.write, self.is_closing = protocol.transport.write, protocol.transport.is_closing
+        self.close = protocol.end
+
+
 def _head_too_large() -> BadRequest:
-    message = f"the request has more than {_MAX_HEAD} bytes of headers: expected fewer"
+    message = f"the request has more than {_MAX_HEADERS} headers, or {_MAX_HEAD} bytes of them: expected fewer"
     return BadRequest(message, code="header_too_large", status=431)

@@ -156,9 +156,16 @@ def _encode(body: Body) -> bytes:
 
 
 async def stream_events(
-    deltas: AsyncIterator[list[TextDelta]], generation: Generation, formatter: ResponseFormatter, include_usage: bool
+    deltas: AsyncIterator[list[TextDelta]],
+    generation: Generation,
+    formatter: ResponseFormatter,
+    include_usage: bool,
+    resources: AsyncExitStack,
 ) -> AsyncIterator[bytes]:
-    """Chunks of all choices, then `[DONE]`. An error becomes an event: the status is already sent."""
+    """Chunks of all choices, then `[DONE]`. An error becomes an event: the status is already sent.
+
+    `resources` are closed before the end: the client's next request may reach another process at once.
+    """
     templates: dict[int, ChunkTemplate] = {}  # by choice
     try:
         async for batch in deltas:
@@ -174,6 +181,7 @@ async def stream_events(
             yield _encode(formatter.usage_chunk(generation.usage))
     except Exception as error:  # noqa: BLE001 - mapped to an event
         yield _encode(error_body(error))
+    await resources.aclose()
     yield _DONE
 
 

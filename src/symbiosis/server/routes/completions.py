@@ -110,4 +110,5 @@ class CompletionRoutes:
                 return JSONResponse(formatter.full_body(deltas, generation.usage))
             # The request is accepted: the stream begins, and later errors are events of it.
             resources = stack.pop_all()
-        return EventStream(stream_events(generation.deltas(active), generation, formatter, body.include_usage), resources)
+        events = stream_events(generation.deltas(active), generation, formatter, body.include_usage, resources)
+        return EventStream(events, resources)
