@@ -36,6 +36,8 @@ class IpcPeer:
 
     path: Path
     received: list[Any] = field(default_factory=list)
+    numbers: dict[str, str] = field(default_factory=dict)
+    """Ids of requests, which are numbers, by name."""
 
     def __post_init__(self) -> None:
         self._context = zmq.Context()
@@ -52,7 +54,7 @@ class IpcPeer:
             seconds = 0
 
     def of(self, id: str) -> list[dict[str, Any]]:
-        return [event for event in self.received if isinstance(event, dict) and event["id"] == id]
+        return [event for event in self.received if isinstance(event, dict) and event["id"] == self.numbers.get(id, id)]
 
     def events(self, id: str, kind: str) -> list[dict[str, Any]]:
         """A job's events of one kind."""
@@ -63,7 +65,7 @@ class IpcPeer:
         return [kind for event in self.of(id) for kind in event.get("training", {}) if kind in ENDS]
 
     def tokens(self, id: str) -> list[int]:
-        return [event[2] for event in self.received if isinstance(event, list) and event[0] == id]
+        return [event[2] for event in self.received if isinstance(event, list) and event[0] == self.numbers[id]]
 
     def wait(self, *ids: str, seconds: float = 60) -> None:
         """Until each has ended."""
@@ -82,8 +84,10 @@ class IpcPeer:
         return self.tokens(id)
 
     def submit(self, id: str, prompt: list[int], adapter: str | None = None, tenant: str = "", count: int = 8) -> None:
-        sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True}
-        self.send(op="submit", id=id, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant)
+        # with logprobs, tokens are events; without, they are frames of another socket
+        sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, "logprobs": 0}
+        self.numbers[id] = str(len(self.numbers))
+        self.send(op="submit", id=self.numbers[id], prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant)
 
     def stats(self) -> dict[str, Any]:
         id = f"stats-{len(self.received)}"

@@ -44,7 +44,7 @@ def test_a_job_from_the_command_line_to_a_chat_with_it(studio, data, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert (out / "adapter_config.json").is_file()
     name = re.search(r"(ft-parrot-\w+) is served", done.stdout)[1]
-    assert not studio.client(ANN).files.list().data, "what it uploaded is gone"
+    assert not studio.client(ANN).files.list(purpose="fine-tune").data, "what it uploaded is gone"
     assert says(studio.client(ANN), name) == "arr"
     listed = run("jobs", "list", *at).stdout
     id = re.search(r"ftjob-\w+", listed)[0]
@@ -174,7 +174,7 @@ def test_ctrl_c_while_the_data_is_checked_names_the_job(studio, data, monkeypatc
         assert f"symbiosis jobs cancel {id} --connect {studio.url}" in done.stderr
     else:
         assert f"symbiosis jobs list --connect {studio.url}" in done.stderr
-    assert not studio.client(ANN).files.list().data, "what it uploaded is gone"
+    assert not studio.client(ANN).files.list(purpose="fine-tune").data, "what it uploaded is gone"
     assert run("jobs", "cancel", id, "--connect", studio.url, "--key", ANN).exit_code == 0
 
 
@@ -187,7 +187,7 @@ def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
     assert "--key or SYMBIOSIS_KEY" in fails("jobs", "list", "--connect", studio.url)
     assert "add --hosted" in fails("finetune", data, "--plot", tmp_path / "x.png", "--out", tmp_path / "x")
     assert "--out FOLDER" in fails("finetune", data)
-    assert not studio.client(ANN).files.list().data
+    assert not studio.client(ANN).files.list(purpose="fine-tune").data
     before = len(HttpClient(studio.url, ANN).jobs())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "adapter_config.json").write_text("mine")

@@ -36,10 +36,10 @@ class Engine:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     inbox: asyncio.Queue[Any] | None = None
 
-    async def open(self, body, inbox=None):
+    async def open(self, body, inbox):
         id = str(len(self.requests))
         self.requests[id], self.inbox = body, inbox
-        return id, inbox
+        return id
 
     def forget(self, id: str) -> None:
         pass

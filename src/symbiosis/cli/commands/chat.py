@@ -143,7 +143,11 @@ def _default_address(split: bool, *, has_adapter: bool) -> str:
     if split or _is_listening(DEFAULT_URL):
         return DEFAULT_ADDRESS if split else DEFAULT_URL
     if not has_adapter and _is_listening(DEFAULT_ADDRESS):
-        err.print(f"nothing serves HTTP at {DEFAULT_URL}: chatting through the executor at {DEFAULT_ADDRESS}", highlight=False)
+        err.print(
+            f"nothing serves HTTP at {DEFAULT_URL}: chatting through the executor at {DEFAULT_ADDRESS}",
+            highlight=False,
+            soft_wrap=True,
+        )
         return DEFAULT_ADDRESS
     raise Unreachable(
         f"no server at {DEFAULT_URL}: start one with `symbiosis serve --http` (or `make serve`) in another terminal, "

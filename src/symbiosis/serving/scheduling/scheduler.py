@@ -41,7 +41,7 @@ class SchedulerConfig:
     """Most tokens in one batch, over all sequences."""
     max_chunk: int = 512
     """Most tokens of one sequence in one batch, so that short prompts need not wait for long ones."""
-    max_running: int = 512
+    max_running: int = 256
     """Most running sequences."""
     max_queued: int = 4096
     """Most waiting sequences."""
