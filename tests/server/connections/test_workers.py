@@ -20,10 +20,10 @@ STREAM = {"model": "tiny", "prompt": "x", "max_tokens": 240, "stream": True, "ex
 
 @pytest.fixture(scope="module")
 def many(start, world):
-    """With three workers."""
+    """With two workers."""
     return start(
         world.folder,
-        workers=3,
+        workers=2,
         keys={"ann": ANN, "bob": BOB},
         admin_key=CHIEF,
         requests=RequestLimits(at_once=12, per_minute=60),
@@ -33,7 +33,7 @@ def many(start, world):
 
 @pytest.fixture(scope="module")
 def open_to_all(start, world):
-    return start(world.folder, workers=3)
+    return start(world.folder, workers=2)
 
 
 def test_completions_are_those_of_one_process(open_to_all, world):
@@ -106,8 +106,8 @@ def test_routes_with_a_state_answer_through_any_worker(many, world, tmp_path):
     assert many.ask("GET", "/v1/files").status_code == 401
 
 
-def test_a_dead_worker_ends_its_own_connections_only(start, world):
-    server = start(world.folder, workers=2)
+def test_a_dead_worker_ends_its_own_connections_only(open_to_all):
+    server = open_to_all
 
     async def stream(client) -> int | None:
         """Chunks of a whole stream; None if it broke."""
@@ -138,8 +138,8 @@ def test_a_dead_worker_ends_its_own_connections_only(start, world):
         assert server.client().completions.create(model="tiny", prompt="x", max_tokens=2).choices
 
 
-def test_a_dead_control_process_is_replaced_and_streams_go_on(start, world):
-    server = start(world.folder, workers=2)
+def test_a_dead_control_process_is_replaced_and_streams_go_on(open_to_all):
+    server = open_to_all
     with server.client().completions.create(**STREAM) as stream:
         chunks = iter(stream)
         next(chunks)

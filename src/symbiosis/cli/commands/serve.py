@@ -262,7 +262,7 @@ def serve(
                     residency=AdapterCacheConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
                     workers=http_workers,
                     max_rows=max_rows,
-                    max_running=min(max_running, max(1, max_rows - 1)),
+                    max_running=max_running,
                     max_queued=max_queued,
                     tenant_queued=min(tenant_queued, max_queued),
                 )
