@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: serve demo quick test lint unit docs gpu kills gpubench plots bench delays soak clean help
+.PHONY: serve demo quick test lint unit docs workers gpu kills gpubench plots bench delays soak clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -64,6 +64,9 @@ docs: $(VENV)/.docs  ## the documentation site, into site/
 $(VENV)/.docs: $(DEV)
 	$(INSTALL) -c constraints.txt -e '.[docs]'
 	touch $@
+
+workers: $(DEV)  ## the tests of the server with several HTTP workers, about 5 minutes
+	SYMBIOSIS_TEST_WORKERS=2 OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile -m 'not slow and not gpu' tests/server
 
 gpu:  ## parity, links and kernels on a GPU, with the Python packages of the machine and pyzmq
 	PYTHONPATH=src $(PYTHON) -m pytest -m "gpu and not slow" tests/gpu tests/kernels tests/serving tests/finetuning

@@ -172,13 +172,14 @@ class HttpProtocol(HttpToolsProtocol):
             self._limits.idle[self] = None
 
     def end(self) -> None:
-        """Close after what was written, although more of a request may come."""
+        """Close after what was written, although more of this request, or of others, may come."""
+        is_sending = self.cycle is None or self.cycle.more_body or self._is_closing
         self._unset_keepalive_if_required()
         self._stop_head_timer()
         self._is_closing = True
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.more_body:
+        if is_sending:
             if self.transport.can_write_eof():
                 self.transport.write_eof()
             self.loop.call_later(_LINGER_S, self.close_unread)
@@ -206,7 +207,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _reject(self, status: str, error: BaseException) -> None:
+    def _reject(self, status: str, error: Exception) -> None:
         """A response outside of any request. If one is in progress, the connection ends without: both would mix."""
         if self._is_closing:
             return
@@ -215,7 +216,6 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_idle() and self.cycle.response_started:
             self.transport.abort()
         elif not self.transport.is_closing():
-            assert isinstance(error, Exception)
             self.transport.write(_encode_response(status, error))
             if self._is_idle():
                 self.end()
