@@ -70,7 +70,7 @@ def test_eight_jobs_of_all_methods_and_a_diverging_one_during_serving(tmp_path):
             assert peer.generate(f"after {name}", PROMPT, "mine", task.name) == greedy(end["folder"])
             assert [each["step"] for each in peer.events(name, "checkpoint")] == [20, 40]
         assert here.core.adapter_stats().reads == 0, "served from memory"
-        figures = peer.stats()["training"]
+        figures = here.service.stats()
         assert figures["jobs"]["trained"] == 8
         assert figures["jobs"]["failed"] == 1
         assert figures["jobs"]["running"] == 0

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from symbiosis.app.http_host import HttpHost
+from symbiosis.app.statistics.source import StatisticsSource
 from symbiosis.device_sharing.gpu_partition import create_device_share
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
 from symbiosis.models.client_part import load_weights, store_bytes, store_weights, unpack_tokenizer
@@ -93,6 +94,8 @@ class Executor:
             device_share=device_share,
         )
         self._service.calibrate()
+        self._statistics = StatisticsSource(self._about["name"], place, self._tensors(), self._service)
+        self._service.collect = self._statistics.collect
         self._inproc = InprocPort()
         self._loop = ExecutorLoop(self._service)
         self._loop.start()
@@ -120,12 +123,21 @@ class Executor:
             raise SymbiosisError("the executor has released the client part of the model: create it with hosting=True")
         folder = unpack_tokenizer(self._tokenizer) if self._tokenizer else None
         return HttpHost(
-            shared_copy(self._model), self._about["name"], folder, address, device_share=self._service.device_share, **options
+            shared_copy(self._model),
+            self._about["name"],
+            folder,
+            address,
+            device_share=self._service.device_share,
+            statistics=self._statistics,
+            **options,
         )
 
     def stats(self) -> dict[str, Any]:
-        """Calls, batches, mean batch, tokens, bytes held, and the same per tenant."""
-        return self._service.stats()
+        """Calls, batches, mean batch, tokens, bytes held, and the same per tenant; memory by owner and history.
+
+        With a host, also of HTTP serving and hosted fine-tuning.
+        """
+        return self._statistics.snapshot()
 
     def use_policy(self, policy: str | Policy) -> None:
         """Switch the batching policy from the next batch on."""
@@ -151,6 +163,7 @@ class Executor:
         if not self._closed:
             self._closed = True
             self._loop.stop()
+            self._statistics.close()
 
     def __enter__(self) -> Executor:
         return self
@@ -167,6 +180,13 @@ class Executor:
             client_tensors=self._own_tensors,
             base_tensors=self._base_tensors,
         )
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """All that this executor holds of the model."""
+        model = [] if self._model is None else [*self._model.parameters(), *self._model.buffers()]
+        modules = [layer.module for layer in self.split.layers if layer.module is not None]
+        layers = [*self._base_tensors().values(), *(parameter for module in modules for parameter in module.parameters())]
+        return [*model, *layers, *self.split.client_tensors.values()]
 
     def _base_tensors(self) -> dict[tuple[int, str], torch.Tensor]:
         return {(layer.spec.handle, name): weight for layer in self.split.layers for name, weight in layer.weights.items()}

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.names import qualify_name
 from symbiosis.app.http_processes import HttpProcesses
-from symbiosis.app.metrics_service import MetricsService
 from symbiosis.app.rate_limit_service import RateLimitService
+from symbiosis.app.statistics.http_counts import HttpCounts
+from symbiosis.app.statistics.source import HostedParts, StatisticsSource
 from symbiosis.app.training_service import NoTrainingService, TrainingService
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.device_sharing.gpu_partition import create_device_share
@@ -66,7 +67,8 @@ class HttpHost:
     one with a CPU, up to four with a GPU). `patience_s` is the time for a client to send a request's head. Web pages of
     `cors_origins` may send requests.
     `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
-    `device_share` is shared by everything that computes on this device. `engine_core` are further options of `EngineCore`.
+    `device_share` is shared by everything that computes on this device. `statistics` is the executor's source of statistics;
+    None: a new one. `engine_core` are further options of `EngineCore`.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class HttpHost:
         cors_origins: Collection[str] = (),
         training: TrainerConfig | None = TrainerConfig(),  # noqa: B008 - frozen
         device_share: CpuTimeShare | None = None,
+        statistics: StatisticsSource | None = None,
         **engine_core: Any,
     ) -> None:
         keys, adapters = dict(keys or {}), dict(adapters or {})
@@ -133,6 +136,12 @@ class HttpHost:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._ipc: IpcServer | None = None
         self._trainer: Trainer | None = None
+        self._own_statistics: StatisticsSource | None = None
+        self._hosted: HostedParts | None = None
+        if statistics is None:
+            weights = [*model.parameters(), *model.buffers()]
+            statistics = self._own_statistics = StatisticsSource(base, model.device, weights)
+        self._statistics = statistics
         try:
             device_share = device_share or create_device_share(model.device)
             trainer = _make_trainer(model, training, device_share)
@@ -141,14 +150,22 @@ class HttpHost:
             _load_adapters(core, adapters, self._uploads.path, names)
             self._ipc = IpcServer(core, runtime_folder())
             RateLimitService(self._ipc, settings.request_limits)
-            MetricsService(self._ipc)
             values = {**asdict(settings), "max_model_len": core.scheduler.max_model_len}
+            service = None
             if isinstance(trainer, Trainer):
-                TrainingService(self._ipc, core, trainer)
+                service = TrainingService(self._ipc, core, trainer)
                 values["max_training_len"] = trainer.longest
             else:
                 NoTrainingService(self._ipc, trainer)
                 values["training_error"] = str(trainer)
+            self._hosted = HostedParts(
+                core=core,
+                engine_loop=self._ipc.engine_loop,
+                counts=HttpCounts(self._ipc, statistics.collect),
+                training=service,
+                has_keys=bool(keys or admin_key),
+            )
+            statistics.attach(self._hosted)
             folder = None if tokenizer is None else str(tokenizer)
             self._processes.configure({"ipc_path": str(self._ipc.path), "tokenizer": folder, "settings": values})
             self._wait_until_connected(self._ipc)
@@ -175,7 +192,9 @@ class HttpHost:
     def close(self) -> None:
         """Stop accepting requests, let running ones finish for half a minute, then stop everything."""
         self._processes.stop()
-        for part in (self._ipc, self._trainer, self._uploads, self._jobs, self._socket):
+        if self._hosted is not None:
+            self._statistics.detach(self._hosted)
+        for part in (self._own_statistics, self._ipc, self._trainer, self._uploads, self._jobs, self._socket):
             if part is not None:
                 part.close()
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from symbiosis.adapters.parts import Adapter
 from symbiosis.errors import BadAdapter, BadMessage, Closed, SymbiosisError
 from symbiosis.finetuning.loop import events
@@ -34,7 +36,6 @@ class TrainingService:
         self._ipc_server, self._core, self._trainer = ipc_server, core, trainer
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-checks")
         self.jobs = JobRunner(trainer, self._send_event, self._serve)
-        ipc_server.engine_loop.extra_stats = self._stats
         ipc_server.add_handler(self)
 
     def handle(self, ticket: str, body: dict[str, Any]) -> None:
@@ -87,9 +88,14 @@ class TrainingService:
         else:
             self._ipc_server.publish([JobEvent(id, {"training": events.to_message(event)})])
 
-    def _stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
+        """Totals of passes and jobs since the start. Callable from any thread."""
         passes, jobs = asdict(self._trainer.stats), asdict(self.jobs.stats)
-        return {"training": {"passes": passes, "jobs": jobs, "sharing": self._trainer.sharing_stats()}}
+        return {"passes": passes, "jobs": jobs, "sharing": self._trainer.sharing_stats()}
+
+    def tensors(self) -> list[Tensor]:
+        """What training holds besides the base weights. Callable from any thread."""
+        return self._trainer.tensors()
 
 
 class NoTrainingService:

@@ -63,6 +63,10 @@ class HttpClient:
                     raise HttpError(event["error"]["message"])
                 yield from (choice["delta"].get("content") or "" for choice in event["choices"])
 
+    def statistics(self) -> dict[str, Any]:
+        """For the admin."""
+        return self._json("GET", "/v1/statistics")
+
     def adapters(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self._json("GET", "/v1/adapters")["data"]
         return found

@@ -70,6 +70,11 @@ class Optimizer:
         """Accumulated since the last step."""
         return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
+    def tensors(self) -> list[Tensor]:
+        """Gradients and state. Callable from any thread."""
+        states = [tensor for state in list(self._adamw.state.values()) for tensor in list(state.values())]
+        return [*self.gradients.values(), *states]
+
     def step(self, settings: StepSettings) -> Tensor:
         """Update the parameters, clear the gradients, return their norm. A norm that is not finite changes nothing."""
         if not self.gradients:
@@ -135,6 +140,11 @@ class FlatOptimizer:
     def gradients(self) -> Mapping[str, Tensor]:
         """Accumulated since the last step."""
         return {} if self._gradients_N is None else FlatGradients(self._flat, self._gradients_N)
+
+    def tensors(self) -> list[Tensor]:
+        """Gradients and state. Callable from any thread."""
+        gradients_N = self._gradients_N
+        return [*([] if gradients_N is None else [gradients_N]), *self._state.values()]
 
     @torch.no_grad()
     def step(self, settings: StepSettings) -> Tensor:

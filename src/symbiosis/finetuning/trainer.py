@@ -144,6 +144,12 @@ class Trainer:
         """How training and serving share the device, as far as it was measured."""
         return {**self._device_share.stats(), "pass_rows": self._planner.rows}
 
+    def tensors(self) -> list[Tensor]:
+        """Parameters, gradients and optimizer states of the open sessions."""
+        with self._changed:
+            sessions = self._registry.sessions()
+        return [tensor for each in sessions for tensor in (*each.adapter.parameters.values(), *each.optimizer.tensors())]
+
     def is_alive(self) -> bool:
         """False after `close`, or after the device failed."""
         return not self._closing

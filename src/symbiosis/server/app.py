@@ -53,7 +53,7 @@ class Server:
         if control is None:
             from symbiosis.server.control import Control  # imports torch: a second that workers do not need
 
-            self._control = Control(engine, tokenizer, settings, self._metrics, self._reporter)
+            self._control = Control(engine, tokenizer, settings, self._metrics)
 
     def app(self) -> ASGIApp:
         engine, tokenizer, settings = self._engine, self._tokenizer, self._settings
@@ -83,13 +83,14 @@ class Server:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         await self._engine.start()
-        self._reporter.start()
         if self._control is not None:
             await self._control.open()
+        self._reporter.start(None if self._control is None else self._control.count_jobs)
         yield
+        await self._reporter.stop()
         if self._control is not None:
             await self._control.close()
-        await self._reporter.close()
+        await self._reporter.send()
         await self._engine.close()
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
@@ -107,7 +108,9 @@ class Server:
                 response = error_response(error)
                 status = response.status_code
             finally:
-                self._metrics.count_request(path, status, time.monotonic() - started)
+                caller = getattr(request.state, "caller", None)
+                tenant = None if caller is None else caller.tenant
+                self._metrics.count_request(path, status, time.monotonic() - started, tenant)
             return response
 
         return Route(path, endpoint, methods=[method])

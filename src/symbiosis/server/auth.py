@@ -22,7 +22,9 @@ TENANT_PATHS = frozenset(
     | {"/tokenize", "/detokenize", "/version", "/openapi.json"}
 )
 TENANT_PREFIXES = ("/v1/models/", "/v1/adapters/", "/v1/files/", "/v1/fine_tuning/jobs/")
-ADMIN_PATHS = frozenset({"/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_lora_adapter"})
+ADMIN_PATHS = frozenset(
+    {"/metrics", "/v1/statistics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_lora_adapter"}
+)
 """Existing admin paths, which give a tenant 403; any other path gives 404."""
 
 

@@ -1,7 +1,8 @@
-"""Routes with a state: adapters, files, fine-tuning jobs, models, metrics. One process has them, the control process."""
+"""Routes with a state: adapters, files, fine-tuning jobs, models, statistics. One process has them, the control process."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,14 +10,13 @@ from symbiosis.server.adapter_store import AdapterStore
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.job_service import JobService
 from symbiosis.server.metrics.counts import Metrics
-from symbiosis.server.metrics.reporter import MetricsReporter
 from symbiosis.server.requests.body import Handler
 from symbiosis.server.routes.adapters import AdapterRoutes
 from symbiosis.server.routes.description import DescriptionRoutes
 from symbiosis.server.routes.files import FileRoutes
 from symbiosis.server.routes.fine_tuning import FineTuningRoutes
-from symbiosis.server.routes.metrics import MetricsRoute
 from symbiosis.server.routes.models import ModelRoutes
+from symbiosis.server.routes.statistics import StatisticsRoutes
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
 
@@ -24,23 +24,22 @@ from symbiosis.server.tokenizer import ServerTokenizer
 class Control:
     """The owner of stored adapters and jobs."""
 
-    def __init__(
-        self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, metrics: Metrics, reporter: MetricsReporter
-    ) -> None:
-        self._engine, self._settings, self._reporter = engine, settings, reporter
+    def __init__(self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, metrics: Metrics) -> None:
+        self._engine, self._settings = engine, settings
         self._store = AdapterStore(Path(settings.uploads), settings.store_limits)
         self._jobs = JobService(engine, tokenizer, settings, self._store, metrics.count_steps)
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of each route."""
         engine, settings = self._engine, self._settings
-        metrics = MetricsRoute(engine, self._reporter, self._jobs)
+        statistics = StatisticsRoutes(engine)
         models = ModelRoutes(engine, settings)
         adapters = AdapterRoutes(engine, settings, self._store, self._jobs)
         files = FileRoutes(settings, self._jobs)
         tuning = FineTuningRoutes(engine, settings, self._jobs)
         return [
-            ("GET", "/metrics", metrics.get),
+            ("GET", "/metrics", statistics.metrics),
+            ("GET", "/v1/statistics", statistics.get),
             ("GET", "/v1/models", models.list),
             ("GET", "/v1/models/{id:path}", models.get),
             ("DELETE", "/v1/models/{id:path}", adapters.remove_model),
@@ -70,6 +69,10 @@ class Control:
         """Routes about all routes of a table."""
         description = DescriptionRoutes(table)
         return [("GET", "/version", description.version), ("GET", "/openapi.json", description.openapi)]
+
+    async def count_jobs(self) -> list[tuple[str, str, int]]:
+        """Tenant, state and number of jobs."""
+        return await asyncio.to_thread(self._jobs.db.count_jobs)
 
     async def open(self) -> None:
         await self._jobs.open()

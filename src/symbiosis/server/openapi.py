@@ -46,6 +46,7 @@ _OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/version"): Operation(summary="Version of the server."),
     ("GET", "/openapi.json"): Operation(summary="This document."),
     ("GET", "/metrics"): Operation(summary="Prometheus metrics.", returns=(_TEXT,)),
+    ("GET", "/v1/statistics"): Operation(summary="Tenants, serving, jobs, adapters, memory by owner, and their history."),
     ("POST", "/tokenize"): Operation(summary="Tokens of a text or a chat.", body=TokenizeRequest),
     ("POST", "/detokenize"): Operation(summary="Text of tokens.", body=DetokenizeRequest),
     ("GET", "/v1/models"): Operation(summary="The base model and the caller's adapters."),

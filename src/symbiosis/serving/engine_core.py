@@ -97,6 +97,10 @@ class EngineCore:
         self._failed: list[tuple[Sequence, SymbiosisError]] = []
         self.num_steps = 0
         """Steps that computed a batch."""
+        self.num_rows = 0
+        """Rows of these batches."""
+        self.num_sampled = 0
+        """Tokens sampled from them."""
         self._clock, self._device_share = clock, device_share
         self._ids = itertools.count()
         eos = model.generation_config.eos_token_id
@@ -144,6 +148,10 @@ class EngineCore:
 
     def adapter_stats(self) -> AdapterCacheStats:
         return self._adapter_cache.stats()
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._runner.kv_cache.nbytes
 
     def poll_adapters(self) -> None:
         """Take over adapters that other threads have loaded; sequences of failed ones finish. `step` does this too."""
@@ -237,6 +245,8 @@ class EngineCore:
             self.scheduler.update(batch, [])
             return []
         self.num_steps += 1
+        self.num_rows += batch.num_rows
+        self.num_sampled += len(batch.sampled)
         with self._device_share:
             sampled = self._run(batch)
         failed = {sequence.id for sequence, _ in self._failed}

@@ -50,8 +50,6 @@ class EngineLoop:
         self._request_ids: dict[str, str] = {}  # by sequence id
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-adapters")
         self._loads: set[str] = set()  # operation ids
-        self.extra_stats: Callable[[], dict[str, Any]] = dict
-        """Statistics of other services of this process. Called by the stepping thread: quick."""
         self._num_loads = 0
         self._load_s = 0.0
         self._closed = False
@@ -90,6 +88,12 @@ class EngineLoop:
     def stats(self, id: str) -> None:
         """`Result` with statistics of scheduler, KV cache and adapters."""
         self._put_operation(id, lambda: self._events.append(Result(id, self._stats())))
+
+    def fetch_stats(self) -> Future[dict[str, Any]]:
+        """The same within this process. Fails with `Closed` if the loop is closed."""
+        fetched: Future[dict[str, Any]] = Future()
+        self._put(fetched.set_exception, lambda: fetched.set_result(self._stats()))
+        return fetched
 
     def call(self, action: Callable[[], None]) -> None:
         """Run it on the stepping thread, unless the loop is closed."""
@@ -295,7 +299,8 @@ class EngineLoop:
             "block_size": block_manager.block_size,
             "max_model_len": scheduler.max_model_len,
             "steps": self._core.num_steps,
-            **self.extra_stats(),
+            "rows": self._core.num_rows,
+            "tokens": self._core.num_sampled,
         }
 
     def _close_all(self) -> None:

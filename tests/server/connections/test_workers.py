@@ -87,7 +87,6 @@ def test_metrics_are_sums_over_all_workers(open_to_all):
     before = open_to_all.metric("symbiosis_tokens_total")
     for _ in range(12):
         open_to_all.client().completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=2, extra_body={"ignore_eos": True})
-    until(lambda: open_to_all.metric("symbiosis_tokens_total") >= before + 60)
     assert open_to_all.metric("symbiosis_tokens_total") == before + 60
 
 

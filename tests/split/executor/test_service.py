@@ -393,3 +393,35 @@ def test_policies_see_the_hosted_engine_on_the_same_gpu_as_a_session_while_it_se
         assert engine.last_seen < 0, "no call waits for it"
     bench.clock.now += 5.0
     assert 0 not in bench.service.batcher._visible_sessions()
+
+
+def test_calls_are_served_while_statistics_are_collected():
+    bench, delivers = ServiceBench(), []
+    bench.service.collect = delivers.append
+    ann = bench.connect("ann")
+    asked = bench.send(ann, Kind.STATS)
+    called = bench.call(ann, torch.ones(2, WIDTH))
+    bench.run()
+    bench.service.send_collected()
+    assert bench.reply_to(ann).request == called
+    delivers.pop()({**bench.service.stats(), "serving": {}})
+    bench.service.send_collected()
+    reply = bench.reply_to(ann)
+    assert (reply.request, reply.body["calls"]) == (asked, 1)
+
+
+def test_pending_statistics_are_bounded_and_failures_are_sent():
+    bench, delivers = ServiceBench(), []
+    bench.service.collect = delivers.append
+    ann = bench.connect("ann")
+    requests = [bench.send(ann, Kind.STATS) for _ in range(1025)]
+    reply = bench.reply_to(ann)
+    assert (reply.body["code"], reply.request) == ("too_many_calls", requests[-1])
+    for deliver in delivers:
+        deliver(SymbiosisError("not now"))
+    bench.service.send_collected()
+    replies = bench.replies_to(ann)
+    assert [reply.request for reply in replies] == requests[:-1]
+    assert {reply.body["message"] for reply in replies} == {"not now"}
+    bench.send(ann, Kind.STATS)
+    assert len(delivers) == 1025

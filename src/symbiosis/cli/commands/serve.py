@@ -119,7 +119,7 @@ def serve(
             metavar="SECRET",
             envvar="SYMBIOSIS_ADMIN_KEY",
             show_default=False,
-            help="For /metrics and to load and unload adapters.",
+            help="For statistics (/metrics, /v1/statistics) and to load and unload adapters.",
         ),
     ] = None,
     adapter: Annotated[

@@ -1,18 +1,39 @@
-"""Prometheus text of the metrics: counts of the HTTP processes, statistics of the engine, jobs by state."""
+"""Prometheus text of the statistics."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from symbiosis.jobs.states import JobState
-from symbiosis.server.metrics.counts import METRICS, Metric
+Statistics = Mapping[str, Any]
 
+_TENANT_COUNTERS = {
+    "requests": ("symbiosis_tenant_requests", "HTTP requests."),
+    "training_steps": ("symbiosis_training_steps", "Optimizer steps of fine-tuning jobs."),
+    "trained_tokens": ("symbiosis_trained_tokens", "Tokens that jobs were trained on."),
+    "calls": ("symbiosis_split_calls", "Layer calls of split tenants."),
+    "rows": ("symbiosis_split_rows", "Rows of these calls."),
+    "training_rows": ("symbiosis_split_training_rows", "Rows of those that train."),
+    "tokens": ("symbiosis_split_tokens", "Tokens that split tenants computed."),
+    "errors": ("symbiosis_split_errors", "Errors that split tenants got."),
+}
+_SPLIT = {
+    "batches": ("symbiosis_split_batches", "Batches of layer calls.", True),
+    "busy_s": ("symbiosis_split_busy_seconds", "Time that the executor ran them.", True),
+    "queued": ("symbiosis_split_queued", "Layer calls in the queue.", False),
+    "sessions": ("symbiosis_split_sessions", "Open sessions of split tenants.", False),
+}
+_TRAINING = {
+    "passes": ("symbiosis_training_passes", "Packed passes of hosted training."),
+    "rows": ("symbiosis_training_rows", "Rows of these passes."),
+    "sessions": ("symbiosis_training_pass_sessions", "Sessions in these passes: one pass of 8 sessions counts 8."),
+    "seconds": ("symbiosis_training_pass_seconds", "Time of these passes."),
+}
 _ENGINE = {
     "running": ("symbiosis_requests_running", "Sequences that hold KV cache blocks."),
     "waiting": ("symbiosis_requests_waiting", "Sequences in the queue, preempted ones included."),
@@ -31,49 +52,95 @@ _ENGINE = {
     "adapter_cache.load_s": ("symbiosis_adapter_device_load_seconds", "Seconds from request to completion of these copies."),
     "adapter_cache.device_evictions": ("symbiosis_adapter_evictions", "Evictions from the device so far."),
     "steps": ("symbiosis_engine_steps", "Engine steps so far."),
+    "rows": ("symbiosis_engine_rows", "Rows of these steps."),
 }
 
 
-class _Snapshot(Collector):
-    def __init__(self, sums: Iterable[Any], stats: Mapping[str, Any] | None, jobs: Mapping[JobState, int]) -> None:
-        self._sums, self._stats, self._jobs = sums, stats, jobs
+class _Families(Collector):
+    def __init__(self, statistics: Statistics | None) -> None:
+        self._is_up, self._statistics = statistics is not None, statistics or {}
+        self._serving = self._statistics.get("serving") or {}
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        by_name: dict[str, list[tuple[list[str], list[float]]]] = {name: [] for name in METRICS}
-        for name, labels, values in self._sums:
-            by_name[name].append((labels, values))
-        for name, entries in by_name.items():
-            yield _family(name, METRICS[name], entries)
-        jobs = GaugeMetricFamily("symbiosis_jobs", "Fine-tuning jobs by state.", labels=["state"])
-        for state, count in self._jobs.items():
-            jobs.add_metric([state.value], count)
-        yield jobs
-        yield GaugeMetricFamily("symbiosis_engine_up", "Whether the engine is reachable.", value=int(self._stats is not None))
+    def collect(self) -> Iterator[Metric]:
+        yield from self._http()
+        yield from self._tenants()
+        yield from self._split()
+        yield from self._training()
+        yield self._memory()
+        yield GaugeMetricFamily(
+            "symbiosis_engine_up", "Whether the engine is reachable.", value=int(self._is_up and bool(self._serving))
+        )
         for key, (name, text) in _ENGINE.items():
             group, _, field = key.rpartition(".")
-            stats = self._stats
-            value = 0 if stats is None else (stats[group] if group else stats)[field]
-            yield GaugeMetricFamily(name, text, value=value)
+            values = self._serving.get(group, {}) if group else self._serving
+            yield GaugeMetricFamily(name, text, value=values.get(field, 0))
+
+    def _http(self) -> Iterator[Metric]:
+        http = self._statistics.get("http") or {}
+        text = "Requests by route and status; 499: the client disconnected."
+        requests = CounterMetricFamily("symbiosis_requests", text, labels=["route", "status"])
+        for each in http.get("requests", ()):
+            requests.add_metric([each["route"], each["status"]], each["count"])
+        yield requests
+        text = "Latency of a request; of a stream, until it begins."
+        latency = HistogramMetricFamily("symbiosis_request_seconds", text, labels=["route"])
+        for route, histogram in http.get("request_seconds", {}).items():
+            latency.add_metric([route], *_buckets(histogram))
+        yield latency
+        texts = {
+            "time_to_first_token_seconds": "Time to first token.",
+            "inter_token_seconds": "Time between two tokens of a sequence.",
+        }
+        for name, text in texts.items():
+            family = HistogramMetricFamily(f"symbiosis_{name}", text)
+            if name in http:
+                family.add_metric([], *_buckets(http[name]))
+            yield family
+
+    def _tenants(self) -> Iterator[Metric]:
+        tenants: Mapping[str, Mapping[str, Any]] = self._statistics.get("tenants", {})
+        tokens = CounterMetricFamily("symbiosis_tokens", "Tokens of HTTP requests.", labels=["kind", "tenant"])
+        for tenant, row in tenants.items():
+            tokens.add_metric(["prompt", tenant], row["prompt_tokens"])
+            tokens.add_metric(["generation", tenant], row["generated_tokens"])
+        yield tokens
+        for field, (name, text) in _TENANT_COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=["tenant"])
+            for tenant, row in tenants.items():
+                counter.add_metric([tenant], row[field])
+            yield counter
+
+    def _split(self) -> Iterator[Metric]:
+        for field, (name, text, is_total) in _SPLIT.items():
+            family = CounterMetricFamily if is_total else GaugeMetricFamily
+            yield family(name, text, value=self._statistics.get(field, 0))
+
+    def _training(self) -> Iterator[Metric]:
+        jobs = GaugeMetricFamily("symbiosis_jobs", "Fine-tuning jobs by state.", labels=["state"])
+        for state, count in self._statistics.get("jobs", {}).items():
+            jobs.add_metric([state], count)
+        yield jobs
+        passes = (self._statistics.get("training") or {}).get("passes", {})
+        for field, (name, text) in _TRAINING.items():
+            yield CounterMetricFamily(name, text, value=passes.get(field, 0))
+
+    def _memory(self) -> Metric:
+        memory = GaugeMetricFamily("symbiosis_memory_bytes", "Memory by device and owner.", labels=["device", "owner"])
+        for device, owners in self._statistics.get("memory", {}).items():
+            for owner, size in owners.items():
+                if owner != "total":  # the sum of the others
+                    memory.add_metric([device, owner], size)
+        return memory
 
 
-def _family(
-    name: str, metric: Metric, entries: Iterable[tuple[list[str], list[float]]]
-) -> CounterMetricFamily | HistogramMetricFamily:
-    if not metric.buckets:
-        counter = CounterMetricFamily(name, metric.text, labels=metric.labels)
-        for labels, (value,) in entries:
-            counter.add_metric(labels, value)
-        return counter
-    histogram = HistogramMetricFamily(name, metric.text, labels=metric.labels)
-    bounds = [*(str(float(bound)) for bound in metric.buckets), "+Inf"]
-    for labels, (*counts, total) in entries or ([([], [0.0] * (len(bounds) + 1))] if not metric.labels else []):
-        buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
-        histogram.add_metric(labels, buckets, total)
-    return histogram
+def _buckets(histogram: Mapping[str, Any]) -> tuple[list[tuple[str, float]], float]:
+    """Cumulative counts by bound, and the sum."""
+    bounds = [*(str(float(bound)) for bound in histogram["bounds"]), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(histogram["counts"]), strict=True)), histogram["sum"]
 
 
-def render(sums: Iterable[Any], stats: Mapping[str, Any] | None, jobs: Mapping[JobState, int]) -> bytes:
-    """`sums` are those of `MetricSums`; `stats` are the engine's, None if it is lost; `jobs` are counts by state."""
+def render(statistics: Statistics | None) -> bytes:
+    """None: the engine is lost."""
     registry = CollectorRegistry()
-    registry.register(_Snapshot(sums, stats, jobs))
+    registry.register(_Families(statistics))
     return generate_latest(registry)

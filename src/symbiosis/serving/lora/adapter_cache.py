@@ -71,9 +71,12 @@ class AdapterCacheStats:
     device: int
     device_bytes: int
     device_limit: int
+    device_held: int
+    """Bytes that the device pool has allocated: all of them on a GPU, those of its adapters on a CPU."""
     host: int
     host_bytes: int
     host_limit: int
+    """All of it is allocated."""
     loading: int
     loads: int
     """Completed loads to the device."""
@@ -238,6 +241,7 @@ class AdapterCache:
             device=len(self.resident),
             device_bytes=self._allocator.used,
             device_limit=self._device.size,
+            device_held=self._device.size if self._device.is_allocated else self._allocator.used,
             host=len(in_host),
             host_bytes=self._host.used,
             host_limit=self._host.size,

@@ -15,6 +15,8 @@ class CpuPool:
     def __init__(self, size: int) -> None:
         self.size = size
         """Capacity in bytes."""
+        self.is_allocated = False
+        """Whether the pool holds its whole capacity, and not only what adapters use."""
 
     def adopt(self, packed: PackedAdapter) -> PackedAdapter | None:
         """The adapter where it lies, if the device can compute from there; None if it must be copied."""
@@ -39,6 +41,7 @@ class CudaPool(CpuPool):
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__(size)
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self.is_allocated = True
         self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

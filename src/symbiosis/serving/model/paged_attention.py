@@ -51,6 +51,10 @@ class PagedKVCache:
         self._has_kernels = kernels.run_on(device)
         self._batch: _TorchBatch | _KernelBatch | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
     def begin(self, spans: Sequence[Span], prefixes: Sequence[PrefixKV] = ()) -> None:
         """Set the rows of the next forward pass."""
         device = self._memory.device

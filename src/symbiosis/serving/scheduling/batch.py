@@ -29,6 +29,8 @@ class Batch:
     missing_adapters: tuple[str, ...] = ()
     """Adapters that sequences wait for, the most urgent first."""
     preempted: tuple[Sequence, ...] = ()
+    num_rows: int = 0
+    """Tokens of all chunks."""
 
     @cached_property
     def sampled(self) -> list[Sequence]:
@@ -40,7 +42,7 @@ class Batch:
 class BatchBuilder:
     """A batch under construction: the remaining token budget, the adapters in it, the decisions so far."""
 
-    token_budget: int
+    max_rows: int
     adapters: set[str]
     """Those with a slot, or with a reservation for one."""
     now: float
@@ -48,6 +50,8 @@ class BatchBuilder:
     """Adapters that admit no sequence, each with the adapter that waits for its slot."""
     resident: dict[str, bool] = field(default_factory=lambda: {"": True})
     """Whether an adapter is on the device. Each is looked up once a step."""
+    token_budget: int = field(init=False)
+    """Rows that can still be added."""
     chunks: list[Chunk] = field(default_factory=list)
     copies: dict[Sequence, list[BlockCopy]] = field(default_factory=dict)
     missing_adapters: dict[str, None] = field(default_factory=dict)
@@ -56,6 +60,9 @@ class BatchBuilder:
     """Sequences that were not admitted for lack of blocks."""
     is_closed: bool = False
     """Whether this step admits no further sequence."""
+
+    def __post_init__(self) -> None:
+        self.token_budget = self.max_rows
 
     def add_chunk(self, sequence: Sequence, max_tokens: int) -> None:
         """Add the sequence's next tokens, as many as the budget and `max_tokens` allow."""
@@ -72,6 +79,7 @@ class BatchBuilder:
             copies=tuple(copy for copies in self.copies.values() for copy in copies),
             missing_adapters=tuple(self.missing_adapters),
             preempted=tuple(self.preempted),
+            num_rows=self.max_rows - self.token_budget,
         )
 
     def _group_chunks(self) -> tuple[Chunk, ...]:

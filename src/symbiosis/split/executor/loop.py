@@ -35,7 +35,7 @@ class ExecutorLoop:
         self._ports: list[Port] = []
         self._poller, self._wakeup = Poller(), Wakeup()
         self._poller.add(self._wakeup.fileno())
-        service.device_share.on_slice_available = self._wakeup.notify
+        service.device_share.on_slice_available = service.on_collected = self._wakeup.notify
         self._added: list[tuple[Port, Future[None]]] = []
         self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)
@@ -100,6 +100,7 @@ class ExecutorLoop:
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
             self._accept_added()
+            self._service.send_collected()
         for port in [port for port in self._ports if port.waitable() in ready]:
             self._handle_all(port, port.drain(_MAX_DRAINED))
 

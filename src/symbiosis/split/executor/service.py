@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ _PROVIDER = "provider"  # the tenant that sees the statistics of all
 _FORGET_AFTER_S = 120.0
 _LOOK_AFTER_S = 10.0
 _CHUNK_BYTES = 4 << 20  # of one reply: bounds the memory of a tenant that sends requests and reads no replies
+_MAX_COLLECTING = 1024
 _NAME = re.compile(r"[\w.@:-]{1,64}")
 _log = logging.getLogger("symbiosis")
 
@@ -53,6 +55,12 @@ class Service:
         self.device_share = device_share or CpuTimeShare()
         self._sessions = SessionTable(limits.max_sessions)
         self.batcher = Batcher(layers, policy, limits, self._sessions, self.device_share, clock)
+        self.collect: Callable[[Callable[[dict[str, Any] | SymbiosisError], None]], None] | None = None
+        """Passes the statistics of the whole process, which include those of `stats`, to its argument, on any thread."""
+        self.on_collected: Callable[[], None] = lambda: None
+        """Called on any thread when `send_collected` has something to do."""
+        self._collecting = 0
+        self._collected: deque[tuple[Peer, int, dict[str, Any] | SymbiosisError]] = deque()
         self._gpu = layers[0].device if self.batcher.streams is not None else None
         self._handlers: dict[Kind, Callable[[Session, Message], Message]] = {
             Kind.PING: self._ping,
@@ -61,7 +69,7 @@ class Service:
             Kind.FETCH: self._fetch_weight,
             Kind.MAP: self._map_memory,
             Kind.CHANNEL: self._open_channel,
-            Kind.STATS: self._stats_of_tenant,
+            Kind.STATS: lambda session, message: Message(Kind.REPLY, body=self._visible(self.stats(), session.peer.tenant)),
             Kind.BYE: lambda session, message: Message(Kind.BYE),
         }
 
@@ -77,6 +85,9 @@ class Service:
         try:
             if message.kind is Kind.CALL:
                 self.batcher.enqueue(self._session_of(peer), message)
+            elif message.kind is Kind.STATS and self.collect is not None:
+                self._session_of(peer)
+                self._start_collecting(peer, message.request)
             else:
                 self._reply(peer, message)
         except SymbiosisError as error:
@@ -103,8 +114,11 @@ class Service:
                 raise BadCall(f"a tenant does not send {message.kind.name}")
             reply = self._handlers[message.kind](session, message)
         reply.request = message.request
+        self._send(peer, reply, is_last=message.kind is Kind.BYE)
+
+    def _send(self, peer: Peer, reply: Message, *, is_last: bool = False) -> None:
         was_sent = peer.port.reply(peer, reply)
-        if (not was_sent or message.kind is Kind.BYE) and peer.session is not None:
+        if (not was_sent or is_last) and peer.session is not None:
             self.batcher.close_session(peer.session)
 
     def _welcome(self, peer: Peer, message: Message) -> Message:
@@ -192,14 +206,45 @@ class Service:
             raise BadCall(f"start={start}: the weight has rows 0 to {flat.shape[0] - 1}")
         return Message(Kind.REPLY, tensors=(flat[start : start + count].clone(),))
 
-    def _stats_of_tenant(self, session: Session, message: Message) -> Message:
-        """With auth tokens, a tenant sees the totals and itself. The tenant `provider` sees all."""
-        stats, tenant = self.stats(), session.peer.tenant
-        if tenant not in (None, _PROVIDER):
-            stats["tenants"] = {name: totals for name, totals in stats["tenants"].items() if name == tenant}
-        return Message(Kind.REPLY, body=stats)
+    def _start_collecting(self, peer: Peer, request: int) -> None:
+        """The reply follows in `send_collected`: layer calls do not wait for other parts of the process."""
+        assert self.collect is not None
+        if self._collecting >= _MAX_COLLECTING:
+            raise TooManyCalls(f"{self._collecting} requests for statistics are pending: try again later")
+        self._collecting += 1
+
+        def deliver(result: dict[str, Any] | SymbiosisError) -> None:
+            self._collected.append((peer, request, result))
+            self.on_collected()
+
+        self.collect(deliver)
+
+    def send_collected(self) -> None:
+        """Reply with statistics that have been collected."""
+        while self._collected:
+            peer, request, result = self._collected.popleft()
+            self._collecting -= 1
+            if isinstance(result, SymbiosisError):
+                send_error(peer, request, result)
+                continue
+            try:
+                self._send(peer, Message(Kind.REPLY, request, body=self._visible(result, peer.tenant)))
+            except Exception:  # noqa: BLE001 - only this peer gets no reply
+                _log.exception("statistics could not be sent to %s", peer.tenant)
+
+    def _visible(self, stats: dict[str, Any], tenant: str | None) -> dict[str, Any]:
+        """With auth tokens, a tenant sees the executor's totals and its own row. The tenant `provider` sees all.
+
+        Without them, what needs a key over HTTP stays hidden here.
+        """
+        if tenant is None:
+            return self.stats() if (stats.get("http") or {}).get("has_keys") else stats
+        if tenant == _PROVIDER:
+            return stats
+        return {**self.stats(), "tenants": {name: row for name, row in stats["tenants"].items() if name == tenant}}
 
     def stats(self) -> dict[str, Any]:
+        """Of the executor alone."""
         return {
             "model": self._name,
             "policy": self.batcher.policy.name,

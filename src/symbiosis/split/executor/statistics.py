@@ -53,6 +53,10 @@ class Statistics:
         if is_entry:
             self._tokens += rows
 
+    @property
+    def tokens(self) -> int:
+        return self._tokens
+
     def to_json(self) -> dict[str, Any]:
         batches = max(1, self._batches)
         return {
