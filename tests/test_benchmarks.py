@@ -32,6 +32,7 @@ from benchmarks import (
 )
 from benchmarks.http_load import benchmark as http_load
 from benchmarks.results import compared
+from benchmarks.vllm_cpu import benchmark as vllm_cpu
 
 
 @pytest.mark.parametrize(
@@ -156,3 +157,12 @@ def test_ratios_are_taken_within_one_repetition():
     assert figures["shared"]["ratio"] == pytest.approx(1.1)
     assert figures["shared"]["median"] == 2.2
     assert figures["shared"]["runs"] == [1.1, 2.2, 4.4]
+
+
+def test_the_comparison_with_vllm_runs_without_it(tmp_path):
+    shape = ["--requests", "2", "--prompt", "4", "--new", "2"]
+    vllm_cpu.main(["--tiny", *shape, "--adapters", "0", "1", "--repetitions", "1", "--out", str(tmp_path)])
+    (written,) = tmp_path.glob("*.json")
+    figures = json.loads(written.read_text())["tokens_per_s"]
+    assert figures["0"]["symbiosis"]["median"] > 0
+    assert figures.keys() == {"0", "1"}

@@ -20,6 +20,7 @@ _OBSERVERS = ("top", "provider")
 """Tenants with the session of this command."""
 _OWNERS = {
     "base_weights": "base weights",
+    "packed_weights": "packed weights",
     "kv_cache": "KV cache",
     "adapters": "adapters",
     "training": "training",

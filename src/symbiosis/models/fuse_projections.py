@@ -1,19 +1,13 @@
-"""Fused projections: layers with the same input, adjacent in memory, form one matrix.
-
-On ARM processors the layout is column-major. The BLAS library packs a weight for every product, and this layout saves a
-fifth of the time for a few dozen rows.
-"""
+"""Fused projections: layers with the same input, adjacent in memory, form one matrix."""
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_ARM = platform.machine() in ("aarch64", "arm64")
 _PARAMETERS = ("weight", "bias")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -21,21 +15,12 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 @torch.no_grad()
 def fuse_projections(model: PreTrainedModel) -> None:
     """Make the weights of such layers views of one matrix. Extra memory is needed for one group at a time."""
-    head = model.get_output_embeddings()
     for parent in model.modules():
         groups = [[parent._modules.get(name) for name in names] for names in _FUSED]
-        fusable = [group for group in groups if _can_fuse(group)]
-        for group in fusable:
-            for name in _PARAMETERS:
-                _make_adjacent(group, name)
-        fused = [id(layer) for group in fusable for layer in group]
-        for layer in parent.children():
-            if _is_column_major(layer) and layer is not head and id(layer) not in fused and _can_fuse([layer]):
-                _make_adjacent([layer], "weight")
-
-
-def _is_column_major(layer: Any) -> bool:
-    return _ARM and type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype is torch.float32
+        for group in groups:
+            if _can_fuse(group):
+                for name in _PARAMETERS:
+                    _make_adjacent(group, name)
 
 
 def find_fused_projections(parent: nn.Module) -> list[tuple[str, ...]]:
@@ -77,7 +62,5 @@ def _make_adjacent(layers: list[Any], name: str) -> None:
     if any(tensor is None for tensor in tensors):
         return
     fused = torch.cat([tensor.detach() for tensor in tensors])
-    if name == "weight" and _is_column_major(layers[0]):
-        fused = fused.t().contiguous().t()
     for layer, view in zip(layers, torch.split(fused, [tensor.shape[0] for tensor in tensors]), strict=True):
         setattr(layer, name, nn.Parameter(view, requires_grad=False))

@@ -153,6 +153,11 @@ class EngineCore:
     def kv_cache_bytes(self) -> int:
         return self._runner.kv_cache.nbytes
 
+    @property
+    def packed_bytes(self) -> int:
+        """Of packed copies of weights on a CPU."""
+        return self._runner.packed_bytes
+
     def poll_adapters(self) -> None:
         """Take over adapters that other threads have loaded; sequences of failed ones finish. `step` does this too."""
         for hash, error in self._adapter_cache.poll_loads():

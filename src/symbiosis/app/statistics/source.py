@@ -162,6 +162,7 @@ class StatisticsSource:
             cache = serving.get("adapter_cache", {})
             adapters = {CPU: cache.get("host_limit", 0)}
             adapters[self._device] = adapters.get(self._device, 0) + cache.get("device_held", 0)
+            owners["packed_weights"] = {CPU: hosted.core.packed_bytes}
             owners["kv_cache"] = {self._device: hosted.core.kv_cache_bytes}
             owners["adapters"] = adapters
             owners["training"] = count_storages([] if hosted.training is None else hosted.training.tensors())

@@ -20,8 +20,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As `F.linear`, without a gradient. x is [..., I], the weight [O, I]."""
     if x.dim() != 2 or x.shape[0] not in _TRANSPOSED_ROWS or x.dtype is not torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
-    if weight.stride(0) == 1:  # column-major (`models.fuse_projections`): there is less to pack
-        return F.linear(x, weight, bias)
     x_IR = x.contiguous().t()
     y_OR = weight @ x_IR if bias is None else torch.addmm(bias[:, None], weight, x_IR)
     # Row-major again: in a transposed result one vector instruction covers several tenants' numbers, and its result for

@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.common.available_memory import available_memory
+from symbiosis.kernels.cpu.packed_linear import can_pack
 from symbiosis.models.fuse_projections import find_fused_projections
 from symbiosis.models.patches.mixin import PatchedLayer, mix_in, plain_linears
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_ops import FusedProjection
+
+_MAX_PACKED_SHARE = 0.25
+"""Of the memory that is available, for packed copies of weights."""
 
 
 class LoraLinear(PatchedLayer):
@@ -104,6 +109,18 @@ def install_lora_layers(model: PreTrainedModel, adapters: ActiveAdapters) -> Non
             fused = FusedProjection(paths, [member.weight.shape[0] for member in members], weight, bias)
             for member in members:
                 object.__setattr__(member, "symbiosis_fused", fused)
+
+
+def pack_projections(model: PreTrainedModel) -> int:
+    """Keep packed copies of the weights on a CPU, if they fit easily. Returns their bytes."""
+    projections = {id(each.symbiosis_fused): each.symbiosis_fused for each in model.modules() if isinstance(each, LoraLinear)}
+    packable = [each for each in projections.values() if can_pack(each.weight_OI)]
+    num_bytes = sum(each.weight_OI.nbytes for each in packable)
+    if num_bytes > _MAX_PACKED_SHARE * available_memory():
+        return 0
+    for each in packable:
+        each.pack()
+    return num_bytes
 
 
 def _as_one(parts: Iterable[Tensor | None]) -> Tensor | None:

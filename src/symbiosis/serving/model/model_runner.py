@@ -15,7 +15,7 @@ from symbiosis.kernels.tiles import Span
 from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.models.patches.gated_mlp import patch_gated_mlps
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
-from symbiosis.serving.lora.lora_layers import install_lora_layers
+from symbiosis.serving.lora.lora_layers import install_lora_layers, pack_projections
 from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, VirtualTokens
 from symbiosis.serving.lora.slot_table import SlotTable
 from symbiosis.serving.model.cuda_graphs import DecodeGraphs
@@ -39,6 +39,8 @@ class ModelRunner:
             raise CannotServe("this model is served by an engine already: give each engine a model of its own")
         self.model, self.kv_cache, self._adapters = model, kv_cache, ActiveAdapters()
         self._decode_graphs: DecodeGraphs | None = None
+        self.packed_bytes = 0
+        """Of packed copies of weights."""
         with torch.inference_mode():
             ids = torch.arange(_PROBE_TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)
             expected = model(input_ids=ids[None], use_cache=False).logits[0, -1]
@@ -51,6 +53,7 @@ class ModelRunner:
             if kernels.run_on(model.device):
                 fuse_layers_gpu(model, self._adapters)
             elif model.device.type == "cpu":
+                self.packed_bytes = pack_projections(model)
                 fuse_layers_cpu(model, self._adapters)
             if not is_close(self._probe(ids), found):
                 unfuse_layers(model)
