@@ -23,12 +23,31 @@ def test_norm(rows, width):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("heads", "width"), [(1, 2), (3, 10), (12, 64)])
-def test_rotary(rows, heads, width):
+@pytest.mark.parametrize("width", [1, 7, 48, 577])
+def test_residual_norm(rows, width):
     torch.manual_seed(0)
-    x = torch.randn(rows, heads + 2, width)[:, :heads]
-    cos, sin = torch.randn(2, rows, width)  # halves that differ too
-    torch.testing.assert_close(fused_ops.rotary(x, cos, sin), fused_ops.rotary_reference(x, cos, sin), rtol=1e-5, atol=1e-5)
+    x, delta, weight = torch.randn(rows, width + 3)[:, :width], torch.randn(rows, width), torch.randn(width)
+    total = x + delta
+    expected = fused_ops.rms_norm_reference(total.double(), weight.double(), 1e-5)
+    found = fused_ops.residual_norm(x, delta, weight, 1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(x, total)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(1, 1, 2), (6, 2, 10), (9, 3, 64)])
+def test_rope_and_store(rows, heads, key_heads, width):
+    torch.manual_seed(0)
+    qkv = torch.randn(rows, heads + 2 * key_heads, width)
+    embeddings = tuple(torch.randn(2, rows, width))
+    slots = torch.randperm(100)[:rows]
+    caches = [torch.randn(2, 100, key_heads, width)] * 2
+    caches[1] = caches[0].clone()
+    found = fused_ops.rope_and_store(qkv, embeddings, slots, *caches[0])
+    expected = fused_ops.rope_and_store_reference(qkv, embeddings, slots, *caches[1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(caches[0], caches[1], rtol=1e-5, atol=1e-5)
+    assert torch.equal(caches[0][1], caches[1][1])  # values are copied
 
 
 @pytest.mark.parametrize("rows", ROWS)

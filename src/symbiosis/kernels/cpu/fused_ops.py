@@ -1,6 +1,7 @@
 """Ops of a decoder layer between its products, for a few rows in float32, each with its plain reference.
 
-R = rows, D = width of the model, A = heads, W = width of a head, I = width of an MLP.
+R = rows, D = width of the model, A = heads, H = query heads, K = key heads, W = width of a head,
+I = width of an MLP, S = slots of the KV cache.
 """
 
 from __future__ import annotations
@@ -30,19 +31,53 @@ def rms_norm_reference(x_RD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor
     return F.rms_norm(x_RD, weight_D.shape, weight_D, epsilon)
 
 
-def rotary(x_RAW: Tensor, cos_RW: Tensor, sin_RW: Tensor) -> Tensor:
-    """Rotary positions of all heads."""
-    kernel = _kernel("rotary", x_RAW, cos_RW, sin_RW)
-    rows, heads, width = x_RAW.shape
-    if kernel is None or x_RAW.stride(1) != width or not (cos_RW.is_contiguous() and sin_RW.is_contiguous()):
-        return rotary_reference(x_RAW, cos_RW, sin_RW)
-    out_RAW = x_RAW.new_empty(rows, heads, width)
-    angles = _pointer(cos_RW), _pointer(sin_RW)
-    kernel(*_rows(x_RAW), _int64(heads), _int64(width), *angles, _pointer(out_RAW), torch.get_num_threads())
-    return out_RAW
+def residual_norm(x_RD: Tensor, delta_RD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """x += delta, in place; the RMS norm of the sum, with its weight."""
+    kernel = _kernel("residual_norm", x_RD, delta_RD, weight_D)
+    if kernel is None or not delta_RD.is_contiguous():
+        return residual_norm_reference(x_RD, delta_RD, weight_D, epsilon)
+    out_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
+    arguments = _int64(x_RD.shape[1]), _pointer(delta_RD), _pointer(weight_D), ctypes.c_float(epsilon), _pointer(out_RD)
+    kernel(*_rows(x_RD), *arguments, torch.get_num_threads())
+    return out_RD
+
+
+def residual_norm_reference(x_RD: Tensor, delta_RD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    return rms_norm_reference(x_RD.add_(delta_RD), weight_D, epsilon)
+
+
+def rope_and_store(
+    qkv_RAW: Tensor, embeddings: tuple[Tensor, Tensor], slots_R: Tensor, keys_SKW: Tensor, values_SKW: Tensor
+) -> Tensor:
+    """Rotary positions of queries and keys. Keys and values are stored in these slots; the queries are returned.
+
+    `embeddings` are cosines and sines, [R, W].
+    """
+    rows, heads, width = qkv_RAW.shape
+    num_keys = keys_SKW.shape[1]
+    kernel = _kernel("rope_and_store", qkv_RAW, *embeddings, keys_SKW, values_SKW)
+    is_contiguous = all(each.is_contiguous() for each in (*embeddings, keys_SKW, values_SKW, slots_R))
+    if kernel is None or qkv_RAW.stride(1) != width or not is_contiguous or slots_R.dtype is not torch.int64:
+        return rope_and_store_reference(qkv_RAW, embeddings, slots_R, keys_SKW, values_SKW)
+    q_RHW = qkv_RAW.new_empty(rows, heads - 2 * num_keys, width)
+    sizes = _int64(q_RHW.shape[1]), _int64(num_keys), _int64(width)
+    pointers = (_pointer(each) for each in (*embeddings, slots_R, keys_SKW, values_SKW, q_RHW))
+    kernel(*_rows(qkv_RAW), *sizes, *pointers, torch.get_num_threads())
+    return q_RHW
+
+
+def rope_and_store_reference(
+    qkv_RAW: Tensor, embeddings: tuple[Tensor, Tensor], slots_R: Tensor, keys_SKW: Tensor, values_SKW: Tensor
+) -> Tensor:
+    num_keys = keys_SKW.shape[1]
+    q_RHW, k_RKW, v_RKW = torch.split(qkv_RAW, [qkv_RAW.shape[1] - 2 * num_keys, num_keys, num_keys], 1)
+    keys_SKW.index_copy_(0, slots_R, rotary_reference(k_RKW, *embeddings).to(keys_SKW.dtype))
+    values_SKW.index_copy_(0, slots_R, v_RKW.to(values_SKW.dtype))
+    return rotary_reference(q_RHW, *embeddings)
 
 
 def rotary_reference(x_RAW: Tensor, cos_RW: Tensor, sin_RW: Tensor) -> Tensor:
+    """Rotary positions of all heads."""
     first, second = x_RAW.chunk(2, dim=-1)
     return x_RAW * cos_RW[:, None] + torch.cat((-second, first), dim=-1) * sin_RW[:, None]
 

@@ -8,11 +8,14 @@ R = rows of a batch, I = inputs, O = outputs.
 
 from __future__ import annotations
 
+import platform
+
 import torch
 from torch import Tensor
 
-MIN_ROWS = 2
+_MIN_ROWS = 2
 """For one row `F.linear` reads the weight as it is."""
+_IS_ARM = platform.machine() in ("aarch64", "arm64")
 
 
 class PackedLinear:
@@ -20,8 +23,14 @@ class PackedLinear:
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         """Keeps a packed copy of the weight."""
+        # On ARM, oneDNN keeps the number of threads of its first product.
+        self._threads = torch.get_num_threads() if _IS_ARM else None
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous())
         self._bias_O = None if bias_O is None else bias_O.detach()
+
+    def is_faster(self, rows: int) -> bool:
+        """Whether it is faster than `F.linear`."""
+        return rows >= _MIN_ROWS and self._threads in (None, torch.get_num_threads())
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         y_RO: Tensor = torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self._bias_O, "none", [], "")

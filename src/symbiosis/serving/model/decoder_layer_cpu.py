@@ -8,11 +8,13 @@ R = rows of a batch, D = width of the model, H = query heads, K = key heads, W =
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from symbiosis.kernels.cpu.fused_ops import rms_norm, rotary, silu_mul
+from symbiosis.kernels.cpu.fused_ops import residual_norm, rms_norm, rotary_reference, silu_mul
 from symbiosis.models.rms_norms import epsilon_of
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_ops import AdapterOps, FusedProjection
@@ -35,15 +37,19 @@ class FusedDecoderLayerCpu:
         adapters.check_rows(x_RD.shape[0], is_head=False)
         rows = rms_norm(x_RD, *self._norm)
         qkv_RAW = _project(rows, parts.qkv, of_qkv).view(x_RD.shape[0], -1, width)
-        num_rotated = (qkv_RAW.shape[1] + parts.heads) // 2
-        qk_RAW, v_RKW = qkv_RAW[:, :num_rotated], qkv_RAW[:, num_rotated:]
-        qk_ARW = rotary(qk_RAW, embeddings[0][0], embeddings[1][0]).transpose(0, 1)
-        q_HRW, k_KRW = qk_ARW[: parts.heads], qk_ARW[parts.heads :]
-        found = parts.kv_cache.attend(parts.number, q_HRW, k_KRW, v_RKW.transpose(0, 1), **parts.attention_options)
-        x_RD = _project(found.reshape(x_RD.shape[0], -1), parts.out, of_out).add_(x_RD)
-        rows = rms_norm(x_RD, *self._next_norm)
+        found = parts.kv_cache.rotate_store_attend_cpu(parts.number, qkv_RAW, embeddings, **parts.attention_options)
+        delta_RD, x_RD = x_RD, _project(found.reshape(x_RD.shape[0], -1), parts.out, of_out)
+        rows = residual_norm(x_RD, delta_RD, *self._next_norm)
         gate_up = _project(rows, parts.gate_up, of_gate_up)
         return _project(silu_mul(gate_up), parts.down, of_down).add_(x_RD)
+
+
+class _CpuAttentionStub(AttentionStub):
+    def rotate_store_attend_cpu(self, layer: int, qkv_RAW: Tensor, embeddings: tuple[Tensor, Tensor], **options: Any) -> Tensor:
+        num_keys = self.heads[1]
+        q_RHW, k_RKW, v_RKW = torch.split(qkv_RAW, [qkv_RAW.shape[1] - 2 * num_keys, num_keys, num_keys], 1)
+        q_RHW, k_RKW = (rotary_reference(x, embeddings[0][0], embeddings[1][0]) for x in (q_RHW, k_RKW))
+        return self.attend(layer, *(x.transpose(0, 1) for x in (q_RHW, k_RKW, v_RKW)), **options)
 
 
 def _project(x_RI: Tensor, projection: FusedProjection, ops: AdapterOps | None) -> Tensor:
@@ -61,4 +67,4 @@ def fuse_layers_cpu(model: PreTrainedModel, adapters: ActiveAdapters) -> None:
     adapters.begin_batch((), ())
     for layer in find_decoder_layers(model):
         if layer.mlp.down_proj.weight.dtype is torch.float32:
-            fuse_layer(layer, lambda parts: FusedDecoderLayerCpu(parts, adapters), AttentionStub())
+            fuse_layer(layer, lambda parts: FusedDecoderLayerCpu(parts, adapters), _CpuAttentionStub())

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from symbiosis import kernels
 from symbiosis.errors import CannotServe
+from symbiosis.kernels.cpu import fused_ops
 from symbiosis.kernels.cpu.attention import DecodeAttention, fits
 from symbiosis.kernels.tiles import Span
 from symbiosis.models.attention_registry import register_attention
@@ -95,29 +96,24 @@ class PagedKVCache:
         keys.index_copy_(0, batch.slots_R, k_KRD.transpose(0, 1).to(keys.dtype))
         values.index_copy_(0, batch.slots_R, v_KRD.transpose(0, 1).to(values.dtype))
         _store_prefixes(batch.prefixes, layer, keys, values)
-        heads, _, width = q_HRD.shape
-        groups = heads // keys.shape[1]
-        q_RHD = q_HRD.transpose(0, 1)
-        if batch.decode_rows is not None:
-            found = batch.attend(q_RHD, keys, values, scale=scale, window=window, cap=cap)
-            if not batch.prefills:
-                return found
-        out_RHD = torch.empty(q_HRD.shape[1], heads, v_KRD.shape[-1], dtype=q_HRD.dtype, device=q_HRD.device)
-        if batch.decode_rows is not None:
-            out_RHD[batch.decode_rows] = found
-        for prefill in batch.prefills:
-            rows, count = slice(prefill.start, prefill.end), prefill.count
-            q = q_RHD[rows].view(-1, count, keys.shape[1], groups, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
-            k, v = prefill.gather(keys).transpose(1, 2), prefill.gather(values).transpose(1, 2)
-            found = _attend(q, k, v, prefill.bias(window, q_HRD.dtype, groups), scale, cap)
-            out_BcKGD = out_RHD[rows].view(-1, count, keys.shape[1], groups, v.shape[-1])
-            out_BcKGD.copy_(found.view(*found.shape[:2], groups, count, -1).permute(0, 3, 1, 2, 4))
-        return out_RHD
+        return batch.attend(q_HRD.transpose(0, 1), keys, values, scale=scale, window=window, cap=cap)
+
+    def rotate_store_attend_cpu(self, layer: int, qkv_RAD: Tensor, embeddings: tuple[Tensor, Tensor], **options: Any) -> Tensor:
+        """`attend` from concatenated queries, keys and values before rotary embedding, without a GPU.
+
+        `embeddings` are its cosines and sines, [1, R, D]. `options` are those of `attend`.
+        """
+        batch = self._batch
+        assert isinstance(batch, _TorchBatch), "begin() must precede"
+        keys, values = self._memory[layer, 0], self._memory[layer, 1]
+        q_RHD = fused_ops.rope_and_store(qkv_RAD, (embeddings[0][0], embeddings[1][0]), batch.slots_R, keys, values)
+        _store_prefixes(batch.prefixes, layer, keys, values)
+        return batch.attend(q_RHD, keys, values, **options)
 
     def rotate_store_attend(
         self, layer: int, qkv_RO: Tensor, embeddings: tuple[Tensor, Tensor], delta: Any = None, **options: Any
     ) -> Tensor:
-        """The same by kernels, from concatenated queries, keys and values before rotary embedding.
+        """The same by GPU kernels.
 
         `embeddings` are its cosines and sines, [1, R, D]. `delta` is a deferred LoRA delta of the three, if any. `options`
         are those of `attend`.
@@ -235,6 +231,28 @@ class _TorchBatch:
                 self._padding_BT11 = padding[:, :, None, None]
 
     def attend(
+        self, q_RHD: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, cap: float | None
+    ) -> Tensor:
+        """Attention of all rows, [R, H, D]."""
+        if self.decode_rows is not None:
+            found = self._attend_decodes(q_RHD, keys, values, scale=scale, window=window, cap=cap)
+            if not self.prefills:
+                return found
+        heads, width = q_RHD.shape[1:]
+        groups = heads // keys.shape[1]
+        out_RHD = torch.empty(len(q_RHD), heads, values.shape[-1], dtype=q_RHD.dtype, device=q_RHD.device)
+        if self.decode_rows is not None:
+            out_RHD[self.decode_rows] = found
+        for prefill in self.prefills:
+            rows, count = slice(prefill.start, prefill.end), prefill.count
+            q = q_RHD[rows].view(-1, count, keys.shape[1], groups, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
+            k, v = prefill.gather(keys).transpose(1, 2), prefill.gather(values).transpose(1, 2)
+            found = _attend(q, k, v, prefill.bias(window, q_RHD.dtype, groups), scale, cap)
+            out_BcKGD = out_RHD[rows].view(-1, count, keys.shape[1], groups, v.shape[-1])
+            out_BcKGD.copy_(found.view(*found.shape[:2], groups, count, -1).permute(0, 3, 1, 2, 4))
+        return out_RHD
+
+    def _attend_decodes(
         self, q_RHD: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, cap: float | None
     ) -> Tensor:
         """Attention of the decode rows, [B, H, D]."""
