@@ -37,17 +37,26 @@ class HttpProcesses:
         self._control_path: Path | None = None
         self._control_socket: socket.socket | None = None
         self._counts_fd: int | None = None
-        if workers == 1:
-            self._slots = [_Slot(listening.fileno())]
-            return
+        self._slots: list[_Slot] = []
+        try:
+            if workers == 1:
+                self._slots.append(_Slot(listening.fileno()))
+            else:
+                self._start_several(listening.fileno(), workers, folder)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start_several(self, fd: int, workers: int, folder: Path) -> None:
         self._control_path = folder / f"control-{os.getpid()}-{secrets.token_hex(4)}"
         self._control_socket = socket.socket(socket.AF_UNIX)
         self._control_socket.bind(str(self._control_path))
         self._control_socket.listen(_BACKLOG)
         self._counts_fd = create_counts()
-        control, fd = str(self._control_path), listening.fileno()
-        counts = [{"fd": self._counts_fd, "own": own, "workers": workers} for own in range(workers)]
-        self._slots = [_Slot(self._control_socket.fileno()), *(_Slot(fd, control, each) for each in counts)]
+        self._slots.append(_Slot(self._control_socket.fileno()))
+        for own in range(workers):
+            counts = {"fd": self._counts_fd, "own": own, "workers": workers}
+            self._slots.append(_Slot(fd, str(self._control_path), counts))
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -86,10 +95,12 @@ class HttpProcesses:
             deadline = time.monotonic() + _STOP_TIMEOUT_S
             for slot in group:
                 slot.process.wait(deadline)
-        if self._control_socket is not None and self._control_path is not None and self._counts_fd is not None:
+        if self._control_socket is not None:
             self._control_socket.close()
+        if self._counts_fd is not None:
             os.close(self._counts_fd)
             self._counts_fd = None
+        if self._control_path is not None:
             self._control_path.unlink(missing_ok=True)
 
 

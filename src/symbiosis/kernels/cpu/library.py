@@ -20,6 +20,12 @@ def function(name: str, dtype: torch.dtype) -> Any:
     return getattr(library, f"symbiosis_{name}_{_TYPES[dtype]}") if library is not None and dtype in _TYPES else None
 
 
+def panel_width() -> int:
+    """Outputs of a panel of the packed product; 0 if it is not compiled for this processor."""
+    found = getattr(_library(), "symbiosis_panel_width", None)
+    return int(found()) if found is not None else 0
+
+
 def is_compiled() -> bool:
     """Whether the kernels can be used."""
     return _library() is not None

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.common.available_memory import available_memory
-from symbiosis.kernels.cpu.packed_linear import can_pack
 from symbiosis.models.fuse_projections import find_fused_projections
 from symbiosis.models.patches.mixin import PatchedLayer, mix_in, plain_linears
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
@@ -114,13 +113,10 @@ def install_lora_layers(model: PreTrainedModel, adapters: ActiveAdapters) -> Non
 def pack_projections(model: PreTrainedModel) -> int:
     """Keep packed copies of the weights on a CPU, if they fit easily. Returns their bytes."""
     projections = {id(each.symbiosis_fused): each.symbiosis_fused for each in model.modules() if isinstance(each, LoraLinear)}
-    packable = [each for each in projections.values() if can_pack(each.weight_OI)]
-    num_bytes = sum(each.weight_OI.nbytes for each in packable)
+    num_bytes = sum(each.weight_OI.nbytes for each in projections.values())
     if num_bytes > _MAX_PACKED_SHARE * available_memory():
         return 0
-    for each in packable:
-        each.pack()
-    return num_bytes
+    return sum(each.pack() for each in projections.values())
 
 
 def _as_one(parts: Iterable[Tensor | None]) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from symbiosis.adapters.parts import Ia3Part
 from symbiosis.kernels.cpu.lora import LoraBatchCpu, LoraRow
-from symbiosis.kernels.cpu.packed_linear import PackedLinear
+from symbiosis.kernels.cpu.packed_linear import PackedWeight, pack
 from symbiosis.models.patches.linear import linear
 from symbiosis.serving.lora.lora_weights import AdapterSegment, LoraWeights, Part, ReplacedWeights, TokenRows
 
@@ -28,7 +28,7 @@ class FusedProjection:
 
     def __init__(self, paths: Sequence[str], widths: Sequence[int], weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.paths, self.widths, self.weight_OI, self.bias_O = tuple(paths), list(widths), weight_OI, bias_O
-        self._packed: PackedLinear | None = None
+        self._packed: PackedWeight | None = None
         self._cached_x: Tensor | None = None
         self._cached: dict[str, Tensor] = {}
 
@@ -41,13 +41,14 @@ class FusedProjection:
 
     def project(self, x_RI: Tensor) -> Tensor:
         """The layers' results, concatenated."""
-        if self._packed is not None and self._packed.is_faster(x_RI.shape[0]):
-            return self._packed(x_RI)
+        if self._packed is not None and x_RI.shape[0] >= self._packed.min_rows:
+            return self._packed.linear(x_RI)
         return linear(x_RI, self.weight_OI, self.bias_O)
 
-    def pack(self) -> None:
-        """Keep a packed copy of the weight for products on a CPU."""
-        self._packed = PackedLinear(self.weight_OI, self.bias_O)
+    def pack(self) -> int:
+        """Keep a packed copy of the weight for products on a CPU, if it can be packed. Returns its bytes."""
+        self._packed = pack(self.weight_OI, self.bias_O)
+        return 0 if self._packed is None else self.weight_OI.nbytes
 
     def pop_cached(self, path: str, x: Tensor) -> Tensor | None:
         """This layer's result for the same input, if another layer has computed it."""
