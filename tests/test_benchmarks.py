@@ -57,15 +57,15 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
 @pytest.mark.parametrize(
     ("benchmark", "options"),
     [
-        (sharing, ["--seconds", "0.1", "--tenants", "1", "2"]),
+        pytest.param(sharing, ["--seconds", "0.1", "--tenants", "1", "2"], marks=pytest.mark.slow),
         (deferral, ["--seconds", "0.05", "--round-trip-ms", "1"]),
         pytest.param(lora, ["--seconds", "0.1"], marks=pytest.mark.slow),
         (gpu_memory, []),
-        (gpu_policies, ["--seconds", "0.2"]),
+        pytest.param(gpu_policies, ["--seconds", "0.2"], marks=pytest.mark.slow),
         pytest.param(small_and_large, ["--seconds", "0.1"], marks=pytest.mark.slow),
         pytest.param(gpu_policies, ["--seconds", "0.2", "--remote", "3"], marks=pytest.mark.slow),
         pytest.param(gpu_policies, ["--seconds", "0.2", "--remote", "2"], marks=pytest.mark.slow),
-        (mixed, ["--seconds", "0.2"]),
+        pytest.param(mixed, ["--seconds", "0.2"], marks=pytest.mark.slow),
         (gpu_serving, ["--repetitions", "1"]),
         (gpu_training, ["--seconds", "0.1"]),
         pytest.param(gpu_training, ["--seconds", "0.1", "--scale"], marks=pytest.mark.slow),
