@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import pytest
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from symbiosis.app.statistics.memory import account_memory, count_storages, read_total
