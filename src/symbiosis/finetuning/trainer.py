@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.common import denormals
-from symbiosis.common.thread_count import ThreadCount
+from symbiosis.common.free_cores import FreeCores
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, PassBudget
 from symbiosis.errors import BadCall, Closed, Diverged, PassFailed, SymbiosisError
 from symbiosis.finetuning.adapters.adapter_factory import AdapterFactory
@@ -68,7 +69,7 @@ class Trainer:
         """`device_share` shares the device with serving. `sampler` completes prompts. Raises `CannotTrain`."""
         self.config, self._sampler, self._device_share = config, sampler, device_share or CpuTimeShare(share=1.0)
         self._device, on_cpu = model.device, model.device.type == "cpu"
-        self._thread_count = ThreadCount() if on_cpu else None
+        self._free_cores = FreeCores() if on_cpu else nullcontext()
         pass_rows, pass_s = (FEW_ROWS, _CPU_SERVING_PASS_S) if on_cpu else (config.max_rows, _GPU_SERVING_PASS_S)
         self._planner = BatchPlanner(min(config.pass_rows or pass_rows, config.max_rows), min_rows=1 if on_cpu else FEW_ROWS)
         self._serving_pass_s = pass_s if config.serving_pass_s is None else config.serving_pass_s
@@ -255,10 +256,9 @@ class Trainer:
         if permit is None:
             return False
         is_new = False
-        if self._thread_count is not None:
-            self._thread_count.adjust()
         try:
-            is_new = self._run_calls(permit)
+            with self._free_cores:
+                is_new = self._run_calls(permit)
         finally:
             self._device_share.end_pass(is_new=is_new)
         return True

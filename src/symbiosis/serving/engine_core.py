@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from symbiosis import kernels
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
-from symbiosis.common.thread_count import ThreadCount
+from symbiosis.common.free_cores import FreeCores
 from symbiosis.errors import CannotServe, OutOfRange, PassFailed, SymbiosisError
 from symbiosis.models.device_dtype import is_device_alive
 from symbiosis.models.max_length import max_sequence_length
@@ -103,7 +103,7 @@ class EngineCore:
         self.num_sampled = 0
         """Tokens sampled from them."""
         self._clock, self._device_share = clock, device_share
-        self._thread_count = ThreadCount() if model.device.type == "cpu" else None
+        self._free_cores = FreeCores() if model.device.type == "cpu" else nullcontext()
         self._ids = itertools.count()
         eos = model.generation_config.eos_token_id
         self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
@@ -254,9 +254,7 @@ class EngineCore:
         self.num_steps += 1
         self.num_rows += batch.num_rows
         self.num_sampled += len(batch.sampled)
-        if self._thread_count is not None:
-            self._thread_count.adjust()
-        with self._device_share:
+        with self._device_share, self._free_cores:
             sampled = self._run(batch)
         failed = {sequence.id for sequence, _ in self._failed}
         for sequence in self.scheduler.update(batch, sampled.tokens):

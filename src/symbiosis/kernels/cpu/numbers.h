@@ -2,6 +2,9 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__x86_64__)
@@ -36,9 +39,13 @@ INLINE Vec load_float(const float *from) {
 INLINE void store_float(float *to, Vec numbers) { memcpy(to, &numbers, sizeof numbers); }
 
 INLINE Vec load_bfloat16(const bfloat16 *from) {
+#if defined(__aarch64__) /* the compiler would convert one number after the other */
+    return (Vec)vshll_n_u16(vld1_u16(from), 16);
+#else
     Bits16 bits16;
     memcpy(&bits16, from, sizeof bits16);
     return (Vec)(__builtin_convertvector(bits16, UVec) << 16);
+#endif
 }
 
 INLINE void store_bfloat16(bfloat16 *to, Vec numbers) { /* to the nearest, ties to even; a NaN stays one */

@@ -4,8 +4,6 @@ Plain reference: `F.linear`, which packs the weight again for each product. Here
 [inputs, PANEL], and blocks of rows as [inputs, rows]: the inner loop reads both in order and keeps its sums in registers.
 Sums are in float32, each one chain over the inputs in order, whatever else is in the batch. */
 #if defined(__aarch64__) /* elsewhere oneDNN does this: see packed_linear.py */
-#include <arm_neon.h>
-
 #include "numbers.h"
 
 #define PARTS 3 /* vectors of a panel */
@@ -38,10 +36,6 @@ static void pack_block(const PackedLinear *args, int64_t first) {
         for (int64_t k = 0; k < inputs; k++) to[k * rows + row] = row < left ? from[k] : 0.0f;
     }
 }
-
-INLINE Vec weights_float(const float *from) { return load_float(from); }
-
-INLINE Vec weights_bfloat16(const bfloat16 *from) { return (Vec)vshll_n_u16(vld1_u16(from), 16); }
 
 #define NUMBER float
 #include "packed_linear.h"

@@ -12,7 +12,7 @@ INLINE void OF(tile)(const PackedLinear *args, int64_t first, int64_t panel, con
         Vec weights[FEW_PANELS][PARTS];
         __builtin_prefetch(from + (k + AHEAD) * PANEL);
         for (int p = 0; p < panels; p++)
-            for (int v = 0; v < PARTS; v++) weights[p][v] = OF(weights)(from + (p * inputs + k) * PANEL + v * LANES);
+            for (int v = 0; v < PARTS; v++) weights[p][v] = OF(load)(from + (p * inputs + k) * PANEL + v * LANES);
         Factors factors[ROWS / 4];
         for (int i = 0; i < rows / 4; i++) factors[i] = *(const Factors *)(x + k * rows + 4 * i);
         for (int row = 0; row < rows; row++) {

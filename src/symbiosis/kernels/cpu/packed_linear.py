@@ -1,6 +1,6 @@
 """Linear layers with a packed weight. Plain reference: `F.linear`.
 
-`F.linear` packs the weight for every product. For 2 to 64 rows that takes a tenth to two thirds of its time, so a copy is
+`F.linear` packs the weight for every product. For 2 to 64 rows that takes a sixth to two thirds of its time, so a copy is
 packed once: for a kernel of our own on ARM, elsewhere by oneDNN. oneDNN's products on ARM are slower below 64 rows, keep the
 number of threads of the first one, and need instructions for bfloat16.
 
@@ -32,14 +32,14 @@ class PackedWeight(Protocol):
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeight | None:
     """None if neither kernel supports this weight here."""
-    has_instructions = weight_OI.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if weight_OI.device.type != "cpu" or weight_OI.dtype not in (torch.float32, torch.bfloat16):
         return None
-    if panel_width() and not has_instructions:
+    has_one_dnn = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if weight_OI.dtype is torch.bfloat16:
+        has_one_dnn = has_one_dnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if panel_width() and not (has_one_dnn and weight_OI.dtype is torch.bfloat16):
         return PanelWeight(weight_OI, bias_O)
-    if weight_OI.dtype is torch.float32 or has_instructions:
-        return OneDnnWeight(weight_OI, bias_O)
-    return None
+    return OneDnnWeight(weight_OI, bias_O) if has_one_dnn else None
 
 
 class _Args(ctypes.Structure):
@@ -65,6 +65,7 @@ class PanelWeight:
 
     def linear(self, x_RI: Tensor) -> Tensor:
         rows, inputs = x_RI.shape
+        assert (x_RI.dtype, inputs) == (self._panels.dtype, self._panels.shape[1]), "the kernel does not check memory"
         y_RO = x_RI.new_empty(rows, self._outputs)
         x_RI = x_RI.float()
         x_RI = x_RI if x_RI.stride(1) == 1 else x_RI.contiguous()

@@ -6,6 +6,7 @@ for a core: decoding on two cores fell to a fifth next to one busy process, with
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection
@@ -17,26 +18,38 @@ _INTERVAL_S = 0.5
 _BUSY_FIELDS = (1, 2, 3, 6, 7)  # of a line of /proc/stat: user, nice, system, irq, softirq
 
 
-class ThreadCount:
-    """Sets torch's number of threads for the calling thread."""
+class FreeCores:
+    """Within it, the calling thread computes with at most as many threads as there are free cores.
+
+    Used by one thread. Without /proc it has no effect.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """No more threads than now; always those without /proc."""
-        self._max_threads, self._clock = torch.get_num_threads(), clock
+        self._clock = clock
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-        self._is_active = self._max_threads > 1 and Path("/proc/stat").exists()
-        self._last = self._read() if self._is_active else (0.0, 0.0, 0.0)
+        self._busy_cores = 0.0  # by other processes
+        self._last = self._read() if Path("/proc/stat").exists() else (math.inf, 0.0, 0.0)
+        self._max_threads = 0
 
-    def adjust(self) -> None:
-        """Quick: call it before each computation."""
-        if not self._is_active or self._clock() - self._last[0] < _INTERVAL_S:
+    def __enter__(self) -> None:
+        self._max_threads = torch.get_num_threads()
+        if self._max_threads == 1:
+            return
+        self._measure()
+        count = choose_threads(len(self._cores), self._max_threads, self._busy_cores)
+        if count < self._max_threads:
+            torch.set_num_threads(count)
+
+    def __exit__(self, *_: object) -> None:
+        if torch.get_num_threads() != self._max_threads:
+            torch.set_num_threads(self._max_threads)
+
+    def _measure(self) -> None:
+        if self._clock() - self._last[0] < _INTERVAL_S:
             return
         now = self._read()
         seconds, busy_s, own_s = (late - early for early, late in zip(self._last, now, strict=True))
-        self._last = now
-        count = choose_threads(len(self._cores), self._max_threads, max(0.0, busy_s - own_s) / seconds)
-        if count != torch.get_num_threads():
-            torch.set_num_threads(count)
+        self._last, self._busy_cores = now, max(0.0, busy_s - own_s) / seconds
 
     def _read(self) -> tuple[float, float, float]:
         """The time, and seconds of processor time of everything on our cores and of this process."""

@@ -3,12 +3,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
-from symbiosis.common.thread_count import ThreadCount, choose_threads, parse_busy_s
+from symbiosis.common.free_cores import FreeCores, choose_threads, parse_busy_s
 
 STAT = """cpu  300 0 100 5000 10 0 0 50 0 0
 cpu0 200 10 50 2500 5 3 2 25 0 0
@@ -34,38 +33,36 @@ def test_busy_time_of_some_cores():
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
-def test_a_busy_process_takes_a_thread():
+def test_busy_processes_take_threads_while_it_computes():
     """In a process of its own, whose threads no other test changes."""
     script = """
 import os, subprocess, sys, time
-os.environ.pop("OMP_NUM_THREADS", None)
 import torch
-from symbiosis.common.thread_count import ThreadCount
+from symbiosis.common.free_cores import FreeCores
 cores = len(os.sched_getaffinity(0))
 torch.set_num_threads(cores)
-count = ThreadCount()
+free_cores, within = FreeCores(), cores
 busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
 try:
     deadline = time.monotonic() + 60
-    while torch.get_num_threads() != 1 and time.monotonic() < deadline:
+    while within != 1 and time.monotonic() < deadline:
         time.sleep(0.1)
-        count.adjust()
-    print(torch.get_num_threads())
+        with free_cores:
+            within = torch.get_num_threads()
+    print(within, torch.get_num_threads() == cores)
 finally:
     for process in busy:
         process.kill()
 """
-    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env).stdout.strip() == "1"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.split() == ["1", "True"]
 
 
 def test_one_thread_stays_one():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        count = ThreadCount()
-        time.sleep(0.6)
-        count.adjust()
+        with FreeCores():
+            assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
