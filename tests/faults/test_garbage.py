@@ -174,25 +174,25 @@ def test_a_peer_without_a_routing_id_gets_no_channel(served: Served, bystander):
 def test_a_tenant_that_never_reads_is_cut_off_without_effect_on_others(served: Served, bystander):
     """Two thousand calls with replies of 1 MB, none read: the queue limits bound memory."""
     context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    # Eve shares a process with the executor: her own queue must not count as the executor's
-    dealer.setsockopt(zmq.SNDHWM, 4)
-    dealer.setsockopt(zmq.RCVHWM, 4)
-    dealer.setsockopt(zmq.ROUTING_ID, b"e" * 16)
-    dealer.connect(served.address)
-    assert exchange(dealer, Message(Kind.HELLO, 1, body={"name": "eve"})).kind is Kind.WELCOME
-    before = psutil.Process().memory_info().rss
-    frame = bytes(encode(Message(Kind.CALL, 1, (0,), tensors=(torch.ones(4000, 64),))))
-    sent = 0
-    for _ in range(2000):
-        if not dealer.poll(200 if sent > 50 else 30_000, zmq.POLLOUT):
-            break
-        dealer.send(frame)
-        sent += 1
-    assert sent > 50
-    grown = psutil.Process().memory_info().rss - before
-    assert grown < 300 << 20, f"{grown >> 20} MB"
-    context.destroy(linger=0)
+    try:
+        dealer = context.socket(zmq.DEALER)
+        # Eve shares a process with the executor: her own queue must not count as the executor's
+        dealer.setsockopt(zmq.SNDHWM, 4)
+        dealer.setsockopt(zmq.RCVHWM, 4)
+        dealer.setsockopt(zmq.ROUTING_ID, b"e" * 16)
+        dealer.connect(served.address)
+        assert exchange(dealer, Message(Kind.HELLO, 1, body={"name": "eve"})).kind is Kind.WELCOME
+        before = psutil.Process().memory_info().rss
+        frame = bytes(encode(Message(Kind.CALL, 1, (0,), tensors=(torch.ones(4000, 64),))))
+        sent = 0
+        while sent < 2000 and dealer.poll(200 if sent > 20 else 30_000, zmq.POLLOUT):
+            dealer.send(frame)
+            sent += 1
+        assert 20 < sent < 2000  # how many depends on the kernel's buffers
+        grown = psutil.Process().memory_info().rss - before
+        assert grown < 300 << 20, f"{grown >> 20} MB"
+    finally:
+        context.destroy(linger=0)  # collected as garbage, it would wait for its messages
 
 
 def test_a_second_call_before_the_reply_is_rejected(served: Served, dealer):
