@@ -150,6 +150,10 @@ class LayerFailed(SymbiosisError, code="layer_failed"):
     """The layer failed in the executor; only this call is affected."""
 
 
+class ShardLost(SymbiosisError, code="shard_lost"):
+    """A process that holds a part of the model has ended or does not answer: the executor ends."""
+
+
 class UnknownAdapter(SymbiosisError, code="unknown_adapter"):
     """A name that no served adapter has."""
 

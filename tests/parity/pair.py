@@ -4,22 +4,49 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
+from torch.distributed import HashStore
 from transformers import PreTrainedModel
 
 import symbiosis
+from symbiosis.split.executor.sharding.mesh import ShardMesh
 
 LINKS = ["inproc", "shm", "tcp"]
 LISTEN = {"shm": "shm://", "tcp": "tcp://127.0.0.1:0"}
 
 
 @contextmanager
-def connected(plain: PreTrainedModel, link: str, **options: object) -> Iterator[PreTrainedModel]:
-    """`plain` behind an executor, over a link."""
+def sharded(plain: PreTrainedModel, shards: int, **options: object) -> Iterator[list[symbiosis.Executor]]:
+    """Executors of `plain`, one for each shard. Their processes are threads here."""
+    store, cpu = HashStore(), torch.device("cpu")
+    copies = [copy.deepcopy(plain) for _ in range(shards)]
+
+    def start(rank: int) -> symbiosis.Executor:
+        return symbiosis.Executor(copies[rank], shards=ShardMesh(rank, shards, store, cpu), **options)
+
+    with ThreadPoolExecutor(shards) as threads:
+        executors = list(threads.map(start, range(shards)))
+    try:
+        yield executors
+    finally:
+        with ThreadPoolExecutor(shards) as threads:
+            list(threads.map(symbiosis.Executor.close, executors))
+
+
+@contextmanager
+def connected(plain: PreTrainedModel, link: str, shards: int = 1, **options: object) -> Iterator[PreTrainedModel]:
+    """`plain` behind an executor, over a link; with shards, behind the last one."""
+    if shards > 1:
+        with sharded(plain, shards, **options) as executors:
+            model = symbiosis.connect(executors[-1] if link == "inproc" else executors[-1].listen(LISTEN[link]))
+            yield model
+            model.symbiosis.close()
+        return
     with symbiosis.Executor(plain, **options) as executor:
         model = symbiosis.connect(executor if link == "inproc" else executor.listen(LISTEN[link]))
         yield model

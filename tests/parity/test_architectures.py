@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig
@@ -10,9 +12,9 @@ from tests.parity.architectures import ARCHITECTURES, MORE, Architecture
 from tests.parity.pair import LINKS, adapted, assert_same_training, connected, twin
 
 
-def check(architecture: Architecture, link: str) -> None:
+def check(architecture: Architecture, link: str, **options: Any) -> None:
     plain, batch = architecture.model(), architecture.batch()
-    with connected(plain, link) as model:
+    with connected(plain, link, **options) as model:
         with torch.no_grad():
             expected = plain(**batch).logits
             for _ in range(2):  # the second pass groups the layers that read the same rows in the first
@@ -37,3 +39,20 @@ def test_logits_tokens_gradients_and_training_are_those_of_the_plain_model(archi
 @pytest.mark.parametrize("architecture", MORE, ids=lambda a: a.name)
 def test_further_architectures_work_too(architecture):
     check(architecture, "inproc")
+
+
+SHARDED = [("inproc", 2, "tensor"), ("tcp", 2, "parameters"), ("inproc", 4, "auto")]
+ALL_SHARDED = [(link, shards, way) for link in ("inproc", "tcp") for shards in (2, 4) for way in ("tensor", "parameters")]
+
+
+@pytest.mark.parametrize(("link", "shards", "sharding"), SHARDED, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_a_sharded_model_computes_the_same(name, link, shards, sharding):
+    check(next(a for a in ARCHITECTURES if a.name == name), link, shards=shards, sharding=sharding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("link", "shards", "sharding"), ALL_SHARDED, ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_every_architecture_computes_the_same_with_shards(architecture, link, shards, sharding):
+    check(architecture, link, shards=shards, sharding=sharding)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +21,13 @@ from symbiosis.models.device_dtype import resolve_device, resolve_dtype
 from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.models.loading import ModelSource, load, shared_copy
 from symbiosis.models.split import Progress, Split, split
-from symbiosis.split.executor.layers import make_layer
+from symbiosis.split.executor.layers import BaseLayer, make_layer
 from symbiosis.split.executor.loop import ExecutorLoop
 from symbiosis.split.executor.policies import POLICIES, Policy
 from symbiosis.split.executor.service import Service
+from symbiosis.split.executor.sharding.layers import Shards
+from symbiosis.split.executor.sharding.mesh import ShardMesh
+from symbiosis.split.executor.sharding.ways import Way
 from symbiosis.transport.base import Link, Port
 from symbiosis.transport.inproc import InprocLink, InprocPort
 from symbiosis.transport.shm import ShmPort
@@ -38,7 +43,9 @@ class Executor:
     `model_or_path` is a `PreTrainedModel` (its weights are used in place: do not train it afterwards), a folder, a hub id,
     or None for the default model. `tokens` maps tenant names to secrets; without tokens only this machine can connect.
     `direct` lets tenants of this user on the executor's GPU map its memory, read and write. `hosting` keeps the whole model
-    in memory for `host`.
+    in memory for `host`. `shards` are the processes among which the base layers are divided: each creates an executor of the
+    same model, and any of them serves tenants. `sharding` is how they compute together: by `tensor` parts, by gathering
+    `parameters`, or `auto`, whichever is faster for a call.
     """
 
     def __init__(
@@ -58,49 +65,71 @@ class Executor:
         training_share: float | None = None,
         training_slowdown: float | None = None,
         hosting: bool = False,
+        shards: ShardMesh | None = None,
+        sharding: str = "auto",
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.tokens = _check_tokens(tokens or {})
-        place = resolve_device(device)
+        place = resolve_device(device) if shards is None else shards.device
+        way = check_sharding(sharding, hosting=hosting) if shards is not None else None
         self._policy_settings = (max_wait_ms, training_share)
         chosen = _policy(policy, max_wait_ms, training_share)
         if training_slowdown is not None and not hosting:
             raise SymbiosisError("training_slowdown applies to serving next to hosted training: it needs hosting=True (--http)")
         device_share = create_device_share(place, training_share, training_slowdown)
-        source = load(model_or_path, device=place, dtype=resolve_dtype(dtype), tokenizer=tokenizer)
-        if hosting:
-            fuse_projections(source.model)
-        self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
-        self.model_class = type(source.model)
-        self.limits = Limits(weights=weights, direct=direct and weights)
-        self._client_weights: BlobRef | None = None
-        self._tokenizer = store_bytes(source.tokenizer) if source.tokenizer else None
-        self._about = _about(source.model, source.name)
-        if not source.borrowed:
-            # The client part is in a file now. It stays in memory only where tenants map it on the GPU.
-            self._store_client_part()
-            if not hosting and (place.type != "cuda" or not self.limits.direct):
-                self.split.client_tensors.clear()
-        self._model = source.model if hosting else None
-        del source
+        with nullcontext() if shards is None else shards.turn("load"):  # one whole model at a time in a host's memory
+            # Each shard copies its parts from there: no device holds the whole model.
+            loaded_on = place if shards is None else torch.device("cpu")
+            source = load(model_or_path, device=loaded_on, dtype=resolve_dtype(dtype), tokenizer=tokenizer)
+            if hosting:
+                fuse_projections(source.model)
+            self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
+            self.model_class = type(source.model)
+            self.limits = Limits(weights=weights, direct=direct and weights and shards is None)
+            self._client_weights: BlobRef | None = None
+            self._tokenizer = store_bytes(source.tokenizer) if source.tokenizer else None
+            self._about = _about(source.model, source.name)
+            model_hash = self._model_hash()
+            if not source.borrowed:
+                # The client part is in a file now. It stays in memory only where tenants map it on the GPU.
+                self._store_client_part()
+                if not hosting and (place.type != "cuda" or not self.limits.direct):
+                    self.split.client_tensors.clear()
+            self._model = source.model if hosting else None
+            self._shards = None if shards is None else Shards(self.split.layers, shards, way)
+            layers = self._make_layers()
+            del source
         self._service = Service(
-            model=self._model_hash(),
+            model=model_hash,
             name=self._about["name"],
-            layers=[make_layer(layer.spec, layer.weights, layer.bias, layer.module) for layer in self.split.layers],
+            layers=layers,
             manifest=self.manifest,
             policy=chosen,
             limits=self.limits,
             client_tensors=self.split.client_tensors,
             device_share=device_share,
         )
-        self._service.calibrate()
+        if self._shards is None:
+            self._service.calibrate()
+        else:
+            self._shards.start(model_hash, self._service.calibrate)
         self._statistics = StatisticsSource(self._about["name"], place, self._tensors(), self._service)
         self._service.collect = self._statistics.collect
         self._inproc = InprocPort()
         self._loop = ExecutorLoop(self._service)
+        if self._shards is not None:
+            self._shards.coordinator.on_lost = lambda error: self._loop.end()
         self._loop.start()
         self._loop.add(self._inproc)
         self._closed = False
+
+    def _make_layers(self) -> list[BaseLayer]:
+        if self._shards is None:
+            return [make_layer(layer.spec, layer.weights, layer.bias, layer.module) for layer in self.split.layers]
+        pairs = zip(self.split.layers, self._shards.layers, strict=True)
+        # only this shard's part stays in memory
+        self.split.layers = [replace(hosted, weights=layer.weights, module=layer.module) for hosted, layer in pairs]
+        return self._shards.layers
 
     def listen(self, address: str = "tcp://127.0.0.1:0") -> str:
         """Accept tenants at `tcp://HOST:PORT` (port 0: any free port) or `shm://NAME` (no name: a new one).
@@ -163,6 +192,8 @@ class Executor:
         if not self._closed:
             self._closed = True
             self._loop.stop()
+            if self._shards is not None:
+                self._shards.coordinator.stop()
             self._statistics.close()
 
     def __enter__(self) -> Executor:
@@ -209,6 +240,16 @@ class Executor:
             if layer.bias is not None:  # clients hold a copy of the bias, which must be equal
                 digest.update(layer.bias.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
         return digest.hexdigest()
+
+
+def check_sharding(sharding: str, *, hosting: bool) -> Way | None:
+    """The way of an `Executor` with shards; None: the faster one. Raises what the executor would raise."""
+    if hosting:
+        raise SymbiosisError("HTTP serving needs the whole model on one device: serve without --shards, or without --http")
+    ways = ["auto", *Way]
+    if sharding not in ways:
+        raise SymbiosisError(f"unknown sharding {sharding!r}: expected one of {', '.join(ways)}")
+    return None if sharding == "auto" else Way(sharding)
 
 
 def check_address(address: str, tokens: Mapping[str, str]) -> None:

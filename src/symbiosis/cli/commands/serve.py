@@ -95,6 +95,21 @@ def serve(
     no_direct: Annotated[
         bool, typer.Option("--no-direct", help="Do not let tenants map GPU memory: layer calls only, for untrusted tenants.")
     ] = False,
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            show_default=False,
+            help="Divide the base layers among so many processes, on the GPUs of this machine or its CPU; each listens, at "
+            "ports that follow each other. Under torchrun: the number of its processes, on any hosts.",
+        ),
+    ] = None,
+    sharding: Annotated[
+        str,
+        typer.Option(
+            help="How shards compute a call: tensor (each its part), parameters (one gathers the weight), "
+            "auto: the faster for its size."
+        ),
+    ] = "auto",
     http: Annotated[
         str | None,
         typer.Option(
@@ -203,8 +218,9 @@ def serve(
     for what, name in ((what, name) for what, name, secret in secrets if len(secret) < _SHORT_SECRET):
         err.print(f"the {what} of {name} is short and can be guessed: use `openssl rand -hex 16`")
     with err.status("Starting"):
-        from symbiosis.app.executor import Executor, check_address
+        from symbiosis.app.executor import Executor, check_address, check_sharding
         from symbiosis.app.http_host import check_http
+        from symbiosis.app.shard_processes import ShardProcesses, device_of_shard, listen_address, rank_of_shard
         from symbiosis.cli.provider_folders import check_provider_folders
         from symbiosis.jobs.queue import JobLimits
         from symbiosis.models import blob_store
@@ -218,28 +234,46 @@ def serve(
             check_cors_origins(cors_origin or [], keys)
             check_provider_folders(uploads=uploads, jobs=jobs, adapters=adapters, adapter_root=adapter_root)
         blob_store.check_writable()
-        for address in listen or [DEFAULT_ADDRESS]:
+        if is_given(ctx, "sharding") and shards is None:
+            raise SymbiosisError("--sharding applies to shards: add --shards N")
+        listen = listen or [DEFAULT_ADDRESS]
+        rank = rank_of_shard() if shards is not None else 0
+        listen = [listen_address(address, rank) for address in listen]
+        place = None
+        if shards is not None:
+            place = device_of_shard(device, shards, rank)
+            check_sharding(sharding, hosting=http is not None)
+        for address in listen:
             check_address(address, tokens)  # before the model is loaded
     file_limits.raise_open_file_limit()  # every channel uses two file descriptors
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err) as progress:
-        task = progress.add_task("Splitting", total=None, visible=False)
-        executor = Executor(
-            model,
-            device,
-            dtype,
-            policy,
-            tokens=tokens,
-            host_head=host_head,
-            host_embeddings=host_embeddings,
-            weights=not no_weights,
-            direct=not no_direct,
-            max_wait_ms=max_wait_ms,
-            training_share=training_share,
-            training_slowdown=training_slowdown,
-            hosting=http is not None,
-            progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
-        )
-    with executor, ExitStack() as stack:
+    with ExitStack() as stack:
+        mesh, processes = None, None
+        if shards is not None and place is not None:
+            processes = stack.enter_context(ShardProcesses(shards, sys.argv[1:]))
+            mesh = processes.join(place)
+        with Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err, disable=rank > 0
+        ) as progress:
+            task = progress.add_task("Splitting", total=None, visible=False)
+            executor = Executor(
+                model,
+                device,
+                dtype,
+                policy,
+                tokens=tokens,
+                host_head=host_head,
+                host_embeddings=host_embeddings,
+                weights=not no_weights,
+                direct=not no_direct,
+                max_wait_ms=max_wait_ms,
+                training_share=training_share,
+                training_slowdown=training_slowdown,
+                hosting=http is not None,
+                shards=mesh,
+                sharding=sharding,
+                progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
+            )
+        stack.enter_context(executor)
         stopped = _Stop()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stopped)
@@ -267,16 +301,10 @@ def serve(
                     tenant_queued=min(tenant_queued, max_queued),
                 )
             )
-        addresses = [executor.listen(address) for address in listen or [DEFAULT_ADDRESS]]
-        typer.echo(f"{executor.stats()['model']}: {executor.split.summary()}")
-        secret = ', token="…"' if tokens else ""
-        typer.echo(
-            "\nA tenant types:\n"
-            "  import symbiosis\n"
-            f'  model = symbiosis.connect("{addresses[0]}"{secret})\n'
-            "  tokenizer = model.symbiosis.tokenizer()\n"
-            '  print(tokenizer.decode(model.generate(**tokenizer("Hello", return_tensors="pt"))[0]))\n'
-        )
+        addresses = [executor.listen(address) for address in listen]
+        if rank == 0:
+            typer.echo(f"{executor.stats()['model']}: {executor.split.summary()}")
+            _explain(addresses[0], is_secret=bool(tokens))
         for address in addresses:
             typer.echo(f"listening at {address}")
         if hosting is not None:
@@ -289,7 +317,21 @@ def serve(
                 raise SymbiosisError("the executor's loop has failed: see the log above")
             if hosting is not None:
                 hosting.check()
-        err.print("stopping")
+            if processes is not None:
+                processes.check()
+        if rank == 0:
+            err.print("stopping")
+
+
+def _explain(address: str, *, is_secret: bool) -> None:
+    secret = ', token="…"' if is_secret else ""
+    typer.echo(
+        "\nA tenant types:\n"
+        "  import symbiosis\n"
+        f'  model = symbiosis.connect("{address}"{secret})\n'
+        "  tokenizer = model.symbiosis.tokenizer()\n"
+        '  print(tokenizer.decode(model.generate(**tokenizer("Hello", return_tensors="pt"))[0]))\n'
+    )
 
 
 def read_adapters(given: list[str]) -> dict[str, Path]:

@@ -41,6 +41,7 @@ class Batcher:
         self.costs, self.statistics = CostModel(), Statistics(layers, clock)
         self.validator = CallValidator(layers, limits, self.costs)
         is_on_one_gpu = len({layer.device for layer in layers}) == 1 and layers[0].device.type == "cuda"
+        is_on_one_gpu = is_on_one_gpu and all(layer.is_local for layer in layers)
         self.streams = StreamSelector(layers[0].device) if is_on_one_gpu else None
         self._switch_s = 0.0 if self.streams is None else self.streams.context_switch_s
         self.queue: dict[int, Call] = {}

@@ -28,6 +28,9 @@ class BaseLayer:
     They may write their results into `out`. The caller checks whether they did.
     """
 
+    is_local = True
+    """Whether this process computes it alone."""
+
     def __init__(self, spec: LayerSpec, weights: dict[str, Tensor], module: nn.Module | None = None) -> None:
         self.spec, self.weights = spec, weights
         self.module: Any = module
@@ -74,6 +77,10 @@ class BaseLayer:
         """The same layer with its bias added in forward."""
         raise BadCall(f"{self.spec.paths[0]} has no bias to add")
 
+    def weight(self, name: str) -> Tensor | None:
+        """A weight as tenants may download it; None if there is none of this name."""
+        return self.weights.get(name)
+
     def row_squares(self) -> Tensor:
         """Squared norm of each output's weights, [1, O]. DoRA needs these of a matrix."""
         raise BadCall(f"{self.spec.paths[0]} is not a matrix: it has no row norms")
@@ -106,6 +113,17 @@ class Matrix(BaseLayer):
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
         return (torch.mm(rows[0], self.weight_OI, out=out[0] if out else None),)
 
+    def forward_group(self, group: Sequence[Matrix], rows: Rows, out: Rows | None) -> Rows:
+        """The results of several matrices that read the same rows; this is the first of them."""
+        return tuple(layer.forward(rows, out and (out[i],))[0] for i, layer in enumerate(group))
+
+    def backward_group(self, group: Sequence[Matrix], rows: Rows, out: Rows | None) -> Rows:
+        """The gradient of the rows that several matrices read; this is the first of them."""
+        (total,) = self.backward(rows[:1], out)
+        for layer, grad in zip(group[1:], rows[1:], strict=True):
+            total.addmm_(grad, layer.weight_OI)
+        return (total,)
+
     def row_squares(self) -> Tensor:
         if self._row_squares is None:  # cached: repeated fetches must not delay other tenants
             # In parts: the whole matrix in float64 may exceed the free memory.
@@ -128,7 +146,7 @@ class Embedding(BaseLayer):
         return (F.embedding(rows[0][:, 0], self.weights["weight"]),)
 
 
-def _differentiate(function: Callable[..., Tensor], inputs: Rows, grad: Tensor) -> Rows:
+def differentiate(function: Callable[..., Tensor], inputs: Rows, grad: Tensor) -> Rows:
     """Gradients of the inputs of a function, computed on this thread.
 
     Autograd's own thread for a GPU may be held by a tenant in this process that waits for the executor: a deadlock.
@@ -152,7 +170,7 @@ class Block(BaseLayer):
         return (self.module(rows[0]),)
 
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
-        return _differentiate(self.module, rows[:1], rows[1])
+        return differentiate(self.module, rows[:1], rows[1])
 
 
 class GatedBlock(Block):
@@ -170,7 +188,7 @@ class GatedBlock(Block):
             grad_up = F.silu(gate).mul_(inner)
             grad_gate = torch.ops.aten.silu_backward(inner.mul_(up), gate)
         else:
-            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):  # as `_differentiate`
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):  # as `differentiate`
                 gate.requires_grad_()
                 (grad_gate,) = torch.autograd.grad(act := module.act_fn(gate), gate, inner * up)
             grad_up = inner.mul_(act.detach())
@@ -195,14 +213,14 @@ class GatedBlock(Block):
         x, grad = x.to(weight), grad.to(weight)
         plain, ours = Block(spec, module), cls(spec, module)
         try:
-            return _is_close(ours.forward((x,))[0], plain.forward((x,))[0]) and _is_close(
+            return is_close(ours.forward((x,))[0], plain.forward((x,))[0]) and is_close(
                 ours.backward((x, grad))[0], plain.backward((x, grad))[0]
             )
         except Exception:  # noqa: BLE001 - a module that fails is no gated MLP
             return False
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
+def is_close(found: Tensor, expected: Tensor) -> bool:
     """Whether two results are equal up to rounding, row by row."""
     found, expected = found.float(), expected.float()
     same = (found - expected).abs() <= 0.02 * expected.abs().amax(dim=1, keepdim=True)
@@ -229,7 +247,7 @@ class Norm(BaseLayer):
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of the rows."""
-        return _differentiate(lambda x: self.forward((x,))[0], (x,), grad)[0]
+        return differentiate(lambda x: self.forward((x,))[0], (x,), grad)[0]
 
 
 class Experts(BaseLayer):
@@ -250,7 +268,7 @@ class Experts(BaseLayer):
 
     def backward(self, rows: Rows, out: Rows | None = None) -> Rows:
         x, index, weight, grad = rows
-        return _differentiate(lambda x, weight: self.module(x, index, weight), (x, weight), grad)
+        return differentiate(lambda x, weight: self.module(x, index, weight), (x, weight), grad)
 
 
 def check_index(index: Tensor, spec: LayerSpec) -> None:
@@ -293,9 +311,7 @@ def run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows
 def _run(layers: Sequence[BaseLayer], direction: Direction, rows: Rows, out: Rows | None) -> Rows:
     if len(layers) == 1:
         return layers[0].backward(rows, out) if direction.is_backward else layers[0].forward(rows, out)
+    group = cast(Sequence[Matrix], layers)
     if direction is Direction.FORWARD:
-        return tuple(layer.forward(rows, out and (out[i],))[0] for i, layer in enumerate(layers))
-    (total,) = layers[0].backward(rows[:1], out)
-    for layer, grad in zip(layers[1:], rows[1:], strict=True):
-        total.addmm_(grad, cast(Matrix, layer).weight_OI)
-    return (total,)
+        return group[0].forward_group(group, rows, out)
+    return group[0].backward_group(group, rows, out)

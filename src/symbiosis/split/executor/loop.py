@@ -55,9 +55,13 @@ class ExecutorLoop:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        """Stop, from any thread, without waiting for it."""
         self._stopping = True
         self._wakeup.notify()
+
+    def stop(self) -> None:
+        self.end()
         self._thread.join(timeout=60)
 
     def _run(self) -> None:

@@ -196,7 +196,7 @@ class Service:
                 f"this needs the weight of {layer.spec.paths[0]}, and the provider withholds weights (--no-weights): "
                 "use a method that only calls layers, such as LoRA, DoRA, IA3 or prefix tuning"
             )
-        weight = layer.weights.get(str(message.body.get("name")))
+        weight = layer.weight(str(message.body.get("name")))
         if weight is None:
             raise BadCall(f"{layer.spec.paths[0]} has no weight {message.body.get('name')!r}")
         flat = weight.reshape(-1, weight.shape[-1])
