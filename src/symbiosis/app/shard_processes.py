@@ -1,4 +1,4 @@
-"""The processes of a sharded executor, and what each of them is told."""
+"""The processes of a sharded executor, their devices and addresses."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def seconds(way: Way, rows: int, noise: random.Random) -> float:
 def test_it_learns_the_faster_way_for_every_size():
     chooser, noise = WayChooser(), random.Random(1)
     for _ in range(8):
-        for rows in ROWS:
+        for rows in noise.sample(ROWS, len(ROWS)):
             way = chooser.choose("a layer", rows)
             chooser.observe("a layer", way, rows, seconds(way, rows, noise))
     for rows in ROWS:
@@ -35,7 +35,7 @@ def test_a_way_that_is_clearly_slower_is_hardly_tried():
         way = chooser.choose("a layer", 1)
         tried.append(way)
         chooser.observe("a layer", way, 1, seconds(way, 1, noise))
-    assert tried.count(Way.PARAMETERS) <= 2
+    assert tried.count(Way.PARAMETERS) <= 1
 
 
 @pytest.mark.parametrize("way", Way)

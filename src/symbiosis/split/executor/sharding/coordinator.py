@@ -10,8 +10,10 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,16 +79,15 @@ class ShardCoordinator:
         self._turn = threading.Lock()  # the leader's: one operation at a time
         self._submit = threading.Lock()  # another rank's: one request at a time
         self._pending: tuple[Callable[[], Any], Future[Any]] | None = None
+        self._request: Any = None  # on its way to the leader
+        self._ending = threading.Lock()
+        self._has_requested_stop = False
         self._lost: ShardLost | None = None
         self._stopped = threading.Event()
+        targets: list[Callable[[], None]] = [self._follow]
         if mesh.is_leader:
-            targets: list[tuple[Callable[..., None], tuple[int, ...]]] = [(self._serve_requests, (rank,)) for rank in mesh.others]
-            targets.append((self._keep_alive, ()))
-        else:
-            targets = [(self._follow, ())]
-        self._threads = [
-            threading.Thread(target=target, args=args, name="symbiosis-shard", daemon=True) for target, args in targets
-        ]
+            targets = [*(partial(self._serve_requests, rank) for rank in mesh.others), self._keep_alive]
+        self._threads = [threading.Thread(target=target, name="symbiosis-shard", daemon=True) for target in targets]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -110,27 +111,29 @@ class ShardCoordinator:
             if self._lost is not None:  # it may have seen no pending operation
                 raise self._lost
             try:
-                self.mesh.request(operation.to_tensor())
+                self._request = self.mesh.request(operation.to_tensor())
             except RuntimeError as error:
                 raise self._lose(error) from error
             return result.result()
 
     def stop(self) -> None:
-        """End the operations of all ranks: none can go on without this one. Returns once its threads have ended."""
-        if not self._stopped.is_set():
-            self._stopped.set()
-            try:
-                self._announce_stop() if self.mesh.is_leader else self.mesh.request(_STOP.to_tensor())
-            except RuntimeError:
-                _log.info("shard %d: another one had ended before", self.mesh.rank)
+        """End the operations of all ranks: none can go on without this one."""
+        self._stopped.set()
+        if self.mesh.is_leader:
+            with self._turn:
+                self._lose(SymbiosisError("the leader was closed"))
+        else:
+            self._request_stop()
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=_JOIN_S)
+            thread.join(timeout=_JOIN_S)
 
-    def _announce_stop(self) -> None:
-        with self._turn:
-            if self._lost is None:
-                self.mesh.announce(_STOP.to_tensor())
+    def _request_stop(self) -> None:
+        """Ask the leader to stop all; once."""
+        with self._ending:
+            if not self._has_requested_stop:
+                self._has_requested_stop = True
+                with suppress(RuntimeError):  # it has ended
+                    self._request = self.mesh.request(_STOP.to_tensor())
 
     def _check(self) -> None:
         if self._lost is not None:
@@ -139,14 +142,19 @@ class ShardCoordinator:
             raise ShardLost("the shards were stopped")
 
     def _lose(self, error: BaseException) -> ShardLost:
-        if self._lost is None:
-            self._lost = ShardLost(f"shard {self.mesh.rank} of {self.mesh.size} lost another one: {error}")
-            pending = self._pending
-            if pending is not None and not pending[1].done():
-                pending[1].set_exception(self._lost)
-            if not self._stopped.is_set():
-                _log.error("%s", self._lost, exc_info=error)
-                self.on_lost(self._lost)
+        """From now on every operation fails."""
+        with self._ending:
+            if self._lost is not None:
+                return self._lost
+            self._lost = ShardLost(f"shard {self.mesh.rank} of {self.mesh.size} cannot go on: {error}")
+        if self.mesh.is_leader:
+            self.mesh.announce_end(_STOP.to_tensor())
+        pending = self._pending
+        if pending is not None and not pending[1].done():
+            pending[1].set_exception(self._lost)
+        if not self._stopped.is_set():
+            _log.error("%s", self._lost)
+            self.on_lost(self._lost)
         return self._lost
 
     def _serve_requests(self, rank: int) -> None:
@@ -158,8 +166,7 @@ class ShardCoordinator:
                 self.mesh.receive_request(header, rank)
                 operation = Operation.from_tensor(header)
                 if operation.kind is OperationKind.STOP:
-                    if not self._stopped.is_set():
-                        self._announce_stop()
+                    with self._turn:
                         self._lose(SymbiosisError(f"shard {rank} was closed"))
                     return
                 with self._turn, torch.no_grad():
@@ -189,9 +196,8 @@ class ShardCoordinator:
                 self.mesh.receive_announced(header)
                 operation = Operation.from_tensor(header)
                 if operation.kind is OperationKind.STOP:
-                    self._lose(SymbiosisError("the leader was closed"))
-                    if not self._stopped.is_set():  # otherwise `stop` has sent it
-                        self.mesh.request(_STOP.to_tensor())  # ends the leader's thread for this rank
+                    self._lose(SymbiosisError("the leader has ended"))
+                    self._request_stop()  # ends the leader's thread for this rank
                     return
                 if operation.kind is OperationKind.KEEP_ALIVE:
                     continue

@@ -29,6 +29,8 @@ from symbiosis.split.executor.sharding.ways import Way, WayChooser
 from symbiosis.split.executor.sharding.weights import Shape, ShardedWeight, contribute, divide, gather
 from symbiosis.types import LayerKind, LayerSpec
 
+Weights = dict[str, Tensor]
+
 
 class Shards:
     """This rank's part of all layers, and the calls to the others'."""
@@ -85,7 +87,7 @@ class Shards:
             self.chooser.observe(key, way, count, time.perf_counter() - started)
         return results
 
-    def gather(self, layers: Sequence[ShardedLayer]) -> list[dict[str, Tensor]]:
+    def gather(self, layers: Sequence[ShardedLayer]) -> list[Weights]:
         """The whole weights of layers."""
         operation = Operation(OperationKind.GATHER, self.mesh.rank, tuple(layer.spec.handle for layer in layers))
         weights = _weights_of(layers)
@@ -143,7 +145,9 @@ class ShardedLayer(BaseLayer):
         """How the ranks compute this together; None if they cannot."""
         raise NotImplementedError
 
-    def run_whole(self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool) -> Rows:
+    def run_whole(
+        self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool
+    ) -> Rows:
         """The results with whole weights."""
         raise NotImplementedError
 
@@ -182,7 +186,9 @@ class ShardedMatrix(ShardedLayer, Matrix):
         make = backward_of_matrices if is_backward else forward_of_matrices
         return make(parts, self.spec.in_width, [layer.spec.out_width for layer in layers])
 
-    def run_whole(self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool) -> Rows:
+    def run_whole(
+        self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool
+    ) -> Rows:
         whole = [Matrix(layer.spec, each) for layer, each in zip(layers, weights, strict=True)]
         return whole[0].backward_group(whole, rows, None) if is_backward else whole[0].forward_group(whole, rows, None)
 
@@ -235,7 +241,9 @@ class ShardedEmbedding(ShardedLayer, Embedding):
 
         return PartialCall(inputs, (Piece(self.spec.out_width),), compute)
 
-    def run_whole(self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool) -> Rows:
+    def run_whole(
+        self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool
+    ) -> Rows:
         return Embedding(self.spec, weights[0]).forward(rows)
 
 
@@ -279,7 +287,9 @@ class ShardedBlock(ShardedLayer, Block):
         x, y = Piece(self.spec.in_width), Piece(self.spec.out_width)
         return PartialCall((x, y), (x,), self._part.backward) if is_backward else PartialCall((x,), (y,), self._part.forward)
 
-    def run_whole(self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool) -> Rows:
+    def run_whole(
+        self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool
+    ) -> Rows:
         try:
             for name, weight in weights[0].items():
                 self._parameters[name].data = weight
@@ -339,7 +349,9 @@ class ShardedExperts(ShardedLayer, Experts):
             return PartialCall((x, index, weight, x), (x, weight), self._part.backward)
         return PartialCall((x, index, weight), (x,), self._part.forward)
 
-    def run_whole(self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool) -> Rows:
+    def run_whole(
+        self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool
+    ) -> Rows:
         try:
             self._set(weights[0])
             return Experts.backward(self, rows) if is_backward else Experts.forward(self, rows)

@@ -9,21 +9,23 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed
 
 from symbiosis.errors import SymbiosisError
 
 _START_TIMEOUT = timedelta(seconds=600)  # the others may still load the model
 _DATA_TIMEOUT = timedelta(seconds=60)  # of one message within an operation
 _CONTROL_TIMEOUT = timedelta(seconds=120)  # the leader sends something every few seconds
+_END_TIMEOUT = timedelta(seconds=2)
 _NEVER = timedelta(days=365)
+_dist: Any = distributed  # it has no types for its groups
 _POLL_S = 0.02
 
 
@@ -55,30 +57,30 @@ class ShardMesh:
     """
 
     def __init__(
-        self, rank: int, size: int, store: dist.Store, device: torch.device, check: Callable[[], None] = lambda: None
+        self, rank: int, size: int, store: Any, device: torch.device, check: Callable[[], None] = lambda: None
     ) -> None:
         """`check` is called now and then while this waits for others at the start: it raises if there is no hope."""
         self.rank, self.size, self.device, self._check = rank, size, device, check
         self.sent_bytes = self.received_bytes = 0
         """Of data, without control messages."""
         self._store = store
-        self._control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, size, _CONTROL_TIMEOUT)
-        self._requests = dist.ProcessGroupGloo(dist.PrefixStore("requests", store), rank, size, _NEVER)
-        prefix = dist.PrefixStore("data", store)
+        self._control = _dist.ProcessGroupGloo(_dist.PrefixStore("control", store), rank, size, _CONTROL_TIMEOUT)
+        self._requests = _dist.ProcessGroupGloo(_dist.PrefixStore("requests", store), rank, size, _NEVER)
+        prefix = _dist.PrefixStore("data", store)
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
+            options = _dist.ProcessGroupNCCL.Options()
             options._timeout = _DATA_TIMEOUT
             torch.cuda.set_device(device)
-            self._data: dist.ProcessGroup = dist.ProcessGroupNCCL(prefix, rank, size, options)
+            self._data: Any = _dist.ProcessGroupNCCL(prefix, rank, size, options)
         else:
-            self._data = dist.ProcessGroupGloo(prefix, rank, size, _DATA_TIMEOUT)
+            self._data = _dist.ProcessGroupGloo(prefix, rank, size, _DATA_TIMEOUT)
 
     @staticmethod
     def join(address: ShardAddress, device: torch.device, check: Callable[[], None] = lambda: None) -> ShardMesh:
         """Wait until all shards have joined. Raises `SymbiosisError` if they do not."""
         host, _, port = address.master.rpartition(":")
         try:
-            store = dist.TCPStore(
+            store = _dist.TCPStore(
                 host, int(port), address.size, address.rank == 0, timeout=_START_TIMEOUT, wait_for_workers=False
             )
             store.set(f"joined/{address.rank}", socket.gethostname())
@@ -132,15 +134,25 @@ class ShardMesh:
         """Wait for the leader's next header."""
         self._control.recv([header], 0, 0).wait()
 
-    def request(self, header: Tensor) -> None:
-        """Send a header to the leader."""
-        self._requests.send([header], 0, self.rank).wait()
+    def announce_end(self, header: Tensor) -> None:
+        """As `announce`, to those that still listen."""
+        works: list[Any] = []
+        for rank in self.others:
+            with suppress(RuntimeError):
+                works.append(self._control.send([header], rank, 0))
+        for work in works:
+            with suppress(RuntimeError):
+                work.wait(_END_TIMEOUT)
+
+    def request(self, header: Tensor) -> Any:
+        """Send a header to the leader. The header must stay as it is, and the returned be kept, until it has arrived."""
+        return self._requests.send([header], 0, self.rank)
 
     def receive_request(self, header: Tensor, rank: int) -> None:
         """Wait for the next request of a rank."""
         self._requests.recv([header], rank, rank).wait()
 
-    def send(self, tensors: Sequence[Tensor], rank: int) -> list[dist.Work]:
+    def send(self, tensors: Sequence[Tensor], rank: int) -> list[Any]:
         """Send tensors to a rank. They must stay as they are until all of the returned has been waited for."""
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         return [self._data.send([packed], rank, 0) for packed in _pack(tensors)]
@@ -158,7 +170,7 @@ class ReceivedTensors:
 
     def __init__(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
         self._shapes, self._device = shapes, device
-        self.works: list[dist.Work] = []
+        self.works: list[Any] = []
         self.packed = [torch.empty(size, dtype=dtype, device=device) for size, dtype in _packed_sizes(shapes)]
 
     def wait(self) -> list[Tensor]:
@@ -179,7 +191,7 @@ class ReceivedTensors:
         return tensors
 
 
-def _wait_for(store: dist.Store, keys: list[str], check: Callable[[], None]) -> None:
+def _wait_for(store: Any, keys: list[str], check: Callable[[], None]) -> None:
     deadline = time.monotonic() + _START_TIMEOUT.total_seconds()
     while keys and not store.check(keys):
         check()
@@ -215,4 +227,3 @@ def _pack(tensors: Sequence[Tensor]) -> list[Tensor]:
         group[0].contiguous().view(-1) if len(group) == 1 else torch.cat([each.reshape(-1) for each in group])
         for group in groups
     ]
-
