@@ -67,6 +67,19 @@ class LayerKind(StrEnum):
     """A norm between hosted layers. The tenant holds and computes it too; the executor runs it in layer programs only."""
 
 
+class ExpertCall(StrEnum):
+    """What a module of stacked experts takes."""
+
+    CHOICES = "choices"
+    """Rows, the experts of each row, their weights."""
+    SEQUENCES = "sequences"
+    """As CHOICES, with rows by sequence, [B, T, width]."""
+    EQUAL_GROUPS = "equal_groups"
+    """Rows sorted by expert, equally many of each; those of experts that are not chosen are zero."""
+    SIZED_GROUPS = "sized_groups"
+    """Rows sorted by expert, and how many there are of each."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
     """What a tenant needs to replace a base layer by a virtual layer."""
@@ -86,6 +99,8 @@ class LayerSpec:
     """Names and shapes of the weights that the executor holds."""
     experts: int = 0
     """For experts: their number. For embeddings: the number of rows."""
+    expert_call: ExpertCall = ExpertCall.CHOICES
+    """For experts: what the tenant's module takes. The executor takes choices."""
 
     def __hash__(self) -> int:  # hashed in every call: one number instead of all fields
         return self.handle
@@ -105,6 +120,7 @@ class LayerSpec:
             train_safe=bool(data["train_safe"]),
             weights=tuple((str(n), tuple(int(d) for d in shape)) for n, shape in data["weights"]),
             experts=int(data["experts"]),
+            expert_call=ExpertCall(data["expert_call"]),
         )
 
 

@@ -157,6 +157,39 @@ MORE = [
         ("q_proj", "c_fc"),
     ),
     Architecture(
+        "llama4",
+        _made(
+            "Llama4ForCausalLM", "Llama4TextConfig", **_LLAMA, head_dim=8, intermediate_size_mlp=64, num_local_experts=4,
+            num_experts_per_tok=1, interleave_moe_layer_step=1,
+        ),
+        _QKVO,
+    ),
+    Architecture(
+        "jetmoe",
+        _made(
+            "JetMoeForCausalLM", "JetMoeConfig", hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_key_value_heads=2, kv_channels=8, num_local_experts=4, num_experts_per_tok=2,
+        ),
+        ("kv_proj",),
+    ),
+    Architecture(
+        "dbrx",
+        _made(
+            "DbrxForCausalLM", "DbrxConfig", d_model=32, n_heads=4, n_layers=2, max_seq_len=128,
+            attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+            ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        ),
+        ("Wqkv", "out_proj"),
+    ),
+    Architecture(
+        "mamba2",
+        _made(
+            "Mamba2ForCausalLM", "Mamba2Config", hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8,
+            n_groups=1,
+        ),
+        ("in_proj",),
+    ),
+    Architecture(
         "mamba", _made("MambaForCausalLM", "MambaConfig", hidden_size=32, num_hidden_layers=2, state_size=8), ("in_proj", "x_proj")
     ),
     Architecture(

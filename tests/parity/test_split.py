@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
 from symbiosis.errors import CannotSplit
+from symbiosis.models.split import split
 from tests.lora import random_lora
-from tests.parity.architectures import ARCHITECTURES
+from tests.parity.architectures import ARCHITECTURES, MORE
 from tests.parity.pair import adapted, assert_same_gradients, connected, gradients, twin
 
 LLAMA = ARCHITECTURES[0]
@@ -94,3 +95,40 @@ def test_a_model_without_layers_to_host_is_refused():
 
     with pytest.raises(CannotSplit, match="no linear"):
         symbiosis.Executor(Empty(LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8)))
+
+
+@pytest.mark.parametrize("name", ["llama4", "dbrx", "jetmoe", "granitemoe", "bloom", "mamba", "mamba2"])
+def test_nearly_all_weights_of_linear_layers_and_experts_are_hosted(name):
+    plain = next(a for a in MORE if a.name == name).model()
+    split_model = split(plain)
+    head, embeddings = plain.get_output_embeddings().weight, plain.get_input_embeddings().weight
+    weights = {p.data_ptr(): p.numel() for p in plain.parameters() if p.dim() >= 2 and p is not head and p is not embeddings}
+    for module in plain.modules():
+        if isinstance(module, nn.Conv1d):
+            weights.pop(module.weight.data_ptr())
+    for path, parameter in plain.named_parameters():
+        if path.endswith("A_log"):
+            weights.pop(parameter.data_ptr(), None)
+    hosted = {w.data_ptr() for layer in split_model.layers for w in layer.weights.values()}
+    assert sum(size for place, size in weights.items() if place in hosted) >= 0.9 * sum(weights.values())
+
+
+def test_a_weight_that_is_read_in_a_branch_that_runs_stays_with_the_tenant():
+    class Reading(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.mixer, self.other = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+        def forward(self, input_ids=None, **kwargs):
+            x = torch.ones(1, 32)
+            if self.training:
+                x = x @ self.mixer.weight[:, :32].T
+            if input_ids is None:
+                x = x @ self.other.weight[:, :32].T
+            out = super().forward(input_ids=input_ids, **kwargs)
+            out.logits = out.logits + self.mixer(x).sum() + self.other(x).sum()
+            return out
+
+    found = split(Reading(LLAMA.build().config).eval())
+    assert found.not_hosted["mixer"] == "its weight is read directly by Reading"
+    assert "other" in [path for layer in found.layers for path in layer.spec.paths]

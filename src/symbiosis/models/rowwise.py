@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from symbiosis.types import ExpertCall
+
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 _COARSE = 5e-2  # half precision rounds differently for different shapes; mixed rows differ far more
 
@@ -90,19 +92,23 @@ def probe_linear(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def probe_experts(module: nn.Module, width: int, experts: int, dtype: torch.dtype, device: torch.device) -> bool:
+def probe_experts(
+    module: nn.Module, width: int, experts: int, dtype: torch.dtype, device: torch.device, call: ExpertCall
+) -> bool:
     """Whether `module(rows, indices, weights)` is row-wise and returns rows of the same width."""
+    lead = (1,) if call is ExpertCall.SEQUENCES else ()
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(6, width, generator=generator).to(device, dtype)
     chosen = min(2, experts)
     index = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(6)]).to(device)
     weight = torch.rand(6, chosen, generator=generator).to(device, dtype)
     try:
-        together = module(x, index, weight)
-        alone = torch.cat([module(x[i : i + 1], index[i : i + 1], weight[i : i + 1]) for i in range(6)])
+        together = module(x.view(*lead, *x.shape), index, weight)
+        rows = [(x[i : i + 1].view(*lead, 1, width), index[i : i + 1], weight[i : i + 1]) for i in range(6)]
+        alone = torch.cat([module(*row) for row in rows], dim=len(lead))
     except Exception:  # noqa: BLE001 - another calling convention: the module is not hosted
         return False
-    return isinstance(together, Tensor) and together.shape == x.shape and _is_close(together, alone)
+    return isinstance(together, Tensor) and together.shape == (*lead, *x.shape) and _is_close(together, alone)
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from symbiosis.errors import CannotSplit
+from symbiosis.models.expert_groups import take_choices
 from symbiosis.models.layer_selection import (
     CONTAINERS,
-    experts_width,
+    experts_shape,
     is_modified,
     kind_of,
     select_layers,
@@ -27,7 +28,7 @@ from symbiosis.models.layer_selection import (
 )
 from symbiosis.models.loading import frozen_copy
 from symbiosis.models.rowwise import BlockShape, probe_block
-from symbiosis.types import LayerKind, LayerSpec
+from symbiosis.types import ExpertCall, LayerKind, LayerSpec
 
 Progress = Callable[[int, int], None]
 
@@ -122,8 +123,8 @@ def _paths_by_module(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
 
 
 def _host(module: nn.Module, kind: LayerKind, paths: tuple[str, ...]) -> HostedLayer:
-    weights = {name: getattr(module, name).detach() for name in weight_names(module)}
-    experts = 0
+    weights = {name: module.get_parameter(name).detach() for name in weight_names(module)}
+    experts, expert_call = 0, ExpertCall.CHOICES
     if kind is LayerKind.LINEAR:
         out_width, in_width = weights["weight"].shape
     elif kind is LayerKind.CONV1D:
@@ -132,15 +133,18 @@ def _host(module: nn.Module, kind: LayerKind, paths: tuple[str, ...]) -> HostedL
         experts, out_width = weights["weight"].shape
         in_width = 1
     else:
-        in_width = out_width = experts_width(module)
-        experts = next(w for w in weights.values() if w.dim() == 3).shape[0]
+        shape = experts_shape(module)
+        assert shape is not None, "it was selected"
+        experts, in_width, out_width, expert_call = shape.experts, shape.in_width, shape.out_width, shape.call
     shapes = tuple((name, tuple(w.shape)) for name, w in weights.items())
     spec = LayerSpec(
         handle=0, identity=_identity(kind.value, weights), kind=kind, paths=paths,
-        in_width=in_width, out_width=out_width, weights=shapes, experts=experts,
+        in_width=in_width, out_width=out_width, weights=shapes, experts=experts, expert_call=expert_call,
     )  # fmt: skip
     if kind is LayerKind.EXPERTS:
-        return HostedLayer(spec, weights, module=frozen_copy(module).eval())
+        hosted = frozen_copy(module).eval()
+        take_choices(hosted, expert_call)
+        return HostedLayer(spec, weights, module=hosted)
     bias = getattr(module, "bias", None)
     return HostedLayer(spec, weights, bias=None if bias is None else bias.detach())
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from symbiosis.errors import BadMessage, SymbiosisError, TooLarge, VersionMismatch, from_code
 from symbiosis.types import Direction
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAGIC = b"SYMB"
 MAX_LAYERS = 16
 MAX_TENSORS = 32

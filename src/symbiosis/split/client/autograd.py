@@ -181,7 +181,7 @@ class _ExpertsCall(torch.autograd.Function):
 
 def call_experts(session: ClientSession, layer: LayerSpec, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     if x.shape[0] == 0:
-        return torch.zeros_like(x)
+        return x.new_zeros(0, layer.out_width)
     return _ExpertsCall.apply(x, index.long(), weight, session, layer)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -310,7 +310,7 @@ class ShardedExperts(ShardedLayer, Experts):
         self._part = None
         if is_divisible:
             module = frozen_copy(self.module)  # of its own: other ranks' calls run on another thread
-            self._part = ExpertsPart(module, self._experts[shards.mesh.rank])
+            self._part = ExpertsPart(module, self._experts[shards.mesh.rank], self.spec.out_width)
             for name, parameter in module.named_parameters():
                 parameter.data = weights[name].part
         self._release()
@@ -331,10 +331,11 @@ class ShardedExperts(ShardedLayer, Experts):
         index = torch.stack([torch.randperm(self.spec.experts, generator=generator)[:count] for _ in range(8)]).to(first.device)
         weight = torch.rand(8, count, generator=generator).to(first)
         try:
-            expected, total = self.module(x, index, weight), torch.zeros_like(x)
+            expected = self.module(x, index, weight)
+            total = torch.zeros_like(expected)
             for own in divide(self.spec.experts, size):
                 self._set({name: each[own] for name, each in whole.items()})
-                total += ExpertsPart(self.module, own).forward((x, index, weight))[0]
+                total += ExpertsPart(self.module, own, self.spec.out_width).forward((x, index, weight))[0]
             return is_close(total, expected)
         except Exception:  # noqa: BLE001 - then its weights are gathered
             return False
@@ -344,10 +345,11 @@ class ShardedExperts(ShardedLayer, Experts):
     def partial_call(self, layers: Sequence[ShardedLayer], *, is_backward: bool) -> PartialCall | None:
         if self._part is None:
             return None
-        x, index, weight = Piece(self.spec.in_width), Piece(CHOICES, is_index=True), Piece(CHOICES)
+        x, y = Piece(self.spec.in_width), Piece(self.spec.out_width)
+        index, weight = Piece(CHOICES, is_index=True), Piece(CHOICES)
         if is_backward:
-            return PartialCall((x, index, weight, x), (x, weight), self._part.backward)
-        return PartialCall((x, index, weight), (x,), self._part.forward)
+            return PartialCall((x, index, weight, y), (x, weight), self._part.backward)
+        return PartialCall((x, index, weight), (y,), self._part.forward)
 
     def run_whole(
         self, layers: Sequence[ShardedLayer], weights: list[dict[str, Tensor]], rows: Rows, *, is_backward: bool

@@ -120,9 +120,9 @@ class GatedPart:
 class ExpertsPart:
     """Some experts. Rows of other experts get the weight 0 here."""
 
-    def __init__(self, module: Any, experts: slice) -> None:
+    def __init__(self, module: Any, experts: slice, out_width: int) -> None:
         """`module` has the weights of these experts only."""
-        self._module, self._experts = module, experts
+        self._module, self._experts, self._out_width = module, experts, out_width
 
     def _local(self, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         is_local = (index >= self._experts.start) & (index < self._experts.stop)
@@ -131,7 +131,7 @@ class ExpertsPart:
     def forward(self, rows: Rows) -> Rows:
         x, index, weight = rows
         if self._experts.start == self._experts.stop:
-            return (torch.zeros_like(x),)
+            return (x.new_zeros(x.shape[0], self._out_width),)
         return (self._module(x, *self._local(index, weight)),)
 
     def backward(self, rows: Rows) -> Rows:
