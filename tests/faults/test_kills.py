@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.errors import ExecutorLost, ModelChanged, SymbiosisError
+from symbiosis.errors import BadAddress, ExecutorLost, ModelChanged, SymbiosisError
 from symbiosis.split.executor import loop, service
 from tests.conftest import Serve
 from tests.faults.processes import free_address, process, seeded_model, train
@@ -50,6 +50,41 @@ def test_a_training_run_survives_a_killed_executor_and_ends_in_the_same_adapter(
     assert len(successors) == 2
     for name, tensor in undisturbed.items():
         torch.testing.assert_close(adapter[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_a_replica_goes_on_in_mid_training_and_the_adapter_is_the_same():
+    undisturbed = train(seeded_model(), steps=8)
+    addresses = [free_address(), free_address()]
+    with process("executor", addresses[0], "0") as first, process("executor", addresses[1], "0") as second:
+        model = symbiosis.connect(addresses, grace_s=60)
+        killer = threading.Timer(0.02, first.kill)
+
+        def kill_in_mid_step(step: int) -> None:
+            if step == 2:
+                killer.start()
+
+        adapter = train(model, steps=8, between=kill_in_mid_step)
+        assert model.symbiosis.stats()["tokens"] > 0  # of the second
+        second.kill()
+        model.symbiosis.close()
+    for name, tensor in undisturbed.items():
+        torch.testing.assert_close(adapter[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("addresses", [[], ["tcp://127.0.0.1:1", "shm://a"], ["nowhere"]])
+def test_wrong_replicas_are_rejected(addresses):
+    with pytest.raises(BadAddress, match="expected"):
+        symbiosis.connect(addresses)
+
+
+def test_replicas_of_other_models_are_not_used():
+    addresses = [free_address(), free_address()]
+    with process("executor", addresses[0], "0") as first, process("executor", addresses[1], "1"):
+        model = symbiosis.connect(addresses, grace_s=10)
+        first.kill()
+        with pytest.raises(ModelChanged):
+            model(torch.ones(1, 4, dtype=torch.long))
+        model.symbiosis.close()
 
 
 def test_an_executor_restarted_with_another_model_is_not_used():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ _LINKS: dict[str, type[TcpLink] | type[ShmLink]] = {"tcp": TcpLink, "shm": ShmLi
 
 
 def connect(
-    address: str | Executor,
+    address: str | Sequence[str] | Executor,
     *,
     token: str | None = None,
     device: str | torch.device | None = None,
@@ -31,8 +32,10 @@ def connect(
 ) -> PreTrainedModel:
     """A transformers model whose base layers run in the executor.
 
-    `address` is what `Executor.listen` returned, or an `Executor` of this process. `name` labels the session in statistics
-    where no token names the tenant. Calls are retried for up to `grace_s` seconds while the executor is away.
+    `address` is what `Executor.listen` returned, or an `Executor` of this process. Several addresses (tcp://) are those of
+    executors of the same model: when one is lost, in the middle of a step too, the next one goes on. `name` labels the
+    session in statistics where no token names the tenant. Calls are retried for up to `grace_s` seconds while no executor
+    replies.
     `mode` selects where base layers run: "executor" (batched with rows of other tenants), "direct" (in this process, on the
     executor's weights, which needs the same GPU or the same process) or "auto" (direct on the executor's GPU where the
     provider allows it, else executor).
@@ -47,16 +50,25 @@ def connect(
         link = address.link(hello)
         welcome: dict[str, Any] = {"limits": address.limits.to_json()}
     else:
-        kind = _LINKS.get(address_scheme(address))
-        if kind is None:
-            raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT, shm://NAME or an Executor")
-        wire = kind(address, token=token, hello=hello, grace_s=grace_s)
+        wire = _open_link(address, token=token, hello=hello, grace_s=grace_s)
         link, welcome = wire, wire.welcome
     try:
         return assemble(link, welcome, place, mode)
     except BaseException:
         link.close()
         raise
+
+
+def _open_link(address: str | Sequence[str], **options: Any) -> TcpLink | ShmLink:
+    if not isinstance(address, str):
+        schemes = [address_scheme(each) for each in address]
+        if not schemes or set(schemes) != {"tcp"}:
+            raise BadAddress(f"{list(address)!r}: expected one or more addresses tcp://HOST:PORT, of executors of one model")
+        return TcpLink(address, **options)
+    kind = _LINKS.get(address_scheme(address))
+    if kind is None:
+        raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT, shm://NAME or an Executor")
+    return kind(address, **options)
 
 
 def fetch_stats(address: str, *, token: str | None = None) -> dict[str, Any]:

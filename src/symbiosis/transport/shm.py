@@ -172,7 +172,7 @@ class ShmLink(ZmqLink):
         self._is_closing = False
         if not name:
             raise BadAddress("shm:// needs the name that the executor's listen() returned")
-        super().__init__(address, f"ipc://{runtime_folder() / name}", token=token, hello=hello, grace_s=grace_s)
+        super().__init__([(address, f"ipc://{runtime_folder() / name}")], token=token, hello=hello, grace_s=grace_s)
 
     def open_arenas(self, welcome: Message) -> tuple[Tensor, Tensor]:
         memory, self._executor_pid = open_shared(welcome.body.get("arena"))

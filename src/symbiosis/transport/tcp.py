@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from symbiosis.errors import BadAddress, InsecureListen, Unreachable
@@ -44,12 +44,19 @@ class TcpPort(ZmqPort):
 
 
 class TcpLink(ZmqLink):
-    def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
-        host, port = parse_address(address)
-        if port == 0:
-            raise BadAddress(f"{address!r} has port 0: use the address that the executor's listen() returned")
-        try:
-            socket.getaddrinfo(host.strip("[]"), port)
-        except socket.gaierror as error:
-            raise Unreachable(f"there is no host {host!r} ({error.strerror}): is {address} right?") from None
-        super().__init__(address, f"tcp://{host}:{port}", token=token, hello=hello, grace_s=grace_s)
+    def __init__(self, address: str | Sequence[str], *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
+        """Several addresses are those of executors of the same model: one replaces the other."""
+        addresses = [address] if isinstance(address, str) else address
+        places = [(each, _endpoint(each)) for each in addresses]
+        super().__init__(places, token=token, hello=hello, grace_s=grace_s)
+
+
+def _endpoint(address: str) -> str:
+    host, port = parse_address(address)
+    if port == 0:
+        raise BadAddress(f"{address!r} has port 0: use the address that the executor's listen() returned")
+    try:
+        socket.getaddrinfo(host.strip("[]"), port)
+    except socket.gaierror as error:
+        raise Unreachable(f"there is no host {host!r} ({error.strerror}): is {address} right?") from None
+    return f"tcp://{host}:{port}"

@@ -2,8 +2,8 @@
 
 A link waits for a reply as long as the executor is alive. If the connection ends (the executor was restarted, or forgot a
 silent channel), the link connects again, sends HELLO again and repeats the call, which is safe since layer calls are pure.
-libzmq never reconnects by itself: another process at the address must first prove that it has the auth token, before it
-receives a row.
+With several addresses, of executors of the same model, it goes on at the next one. libzmq never reconnects by itself:
+another process at the address must first prove that it has the auth token, before it receives a row.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -39,6 +40,7 @@ from symbiosis.transport.messages import Kind, Message, decode, encode
 _CONNECT_TIMEOUT_S = 5.0
 _PING_AFTER_S = 0.5
 _RETRY_AFTER_S = 0.1
+_SILENT_S = 5.0  # with several addresses: silence after which the next one is tried
 _TICK_MS = 50
 _MAX_REPLY_BYTES = 1 << 30
 _ID_PREFIX = b"\1"  # libzmq's own ids begin with 0
@@ -162,6 +164,8 @@ class Connection:
             silent_s = time.monotonic() - last_heard
             if silent_s > self._link.grace_s:
                 raise self._link.lost_error()
+            if silent_s > _SILENT_S and self._link.has_replicas:
+                raise ConnectionCut
             if silent_s >= _PING_AFTER_S and not pinged:
                 self._send(Message(Kind.PING, message.request))
                 pinged = True
@@ -223,9 +227,9 @@ def _close_sockets(context: zmq.Context[Any], sockets: set[zmq.Socket[bytes]]) -
 class ZmqLink(Link):
     """A tenant's session. It opens as many connections as threads wait at once."""
 
-    def __init__(self, address: str, endpoint: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
-        self.address = address
-        self.endpoint = endpoint
+    def __init__(self, places: Sequence[tuple[str, str]], *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
+        """`places`: address and endpoint of each executor; more than one are replicas."""
+        self._places = list(places)
         self.keys = curve_keys.tenant_keys(token) if token is not None else None
         self.proof_key = curve_keys.proof_key(token) if token is not None else None
         self.hello = {**hello, "pid": os.getpid()}
@@ -249,6 +253,19 @@ class ZmqLink(Link):
             self.context.term()
             raise
 
+    @property
+    def address(self) -> str:
+        """Of the executor that is used now."""
+        return self._places[0][0]
+
+    @property
+    def endpoint(self) -> str:
+        return self._places[0][1]
+
+    @property
+    def has_replicas(self) -> bool:
+        return len(self._places) > 1
+
     # -- called by connections ---------------------------------------------------------------
 
     def next_request(self) -> int:
@@ -267,8 +284,9 @@ class ZmqLink(Link):
 
     def lost_error(self) -> SymbiosisError:
         if not self._model:
+            where = ", ".join(address for address, _ in self._places)
             return Unreachable(
-                f"no reply from {self.address} within {_CONNECT_TIMEOUT_S:.0f} s: is the executor running there, "
+                f"no reply from {where} within {_CONNECT_TIMEOUT_S:.0f} s: is the executor running there, "
                 "and is that the address `symbiosis serve` printed?"
             )
         return ExecutorLost(
@@ -297,13 +315,15 @@ class ZmqLink(Link):
         hang_ups = 0
         while True:
             try:
-                return Connection(self, deadline)
+                return Connection(self, min(deadline, time.monotonic() + _SILENT_S) if self.has_replicas else deadline)
             except ConnectionCut as cut:
                 hang_ups = hang_ups + 1 if isinstance(cut, HungUp) else 0
-                if hang_ups >= _MAX_HANG_UPS:
+                if hang_ups >= _MAX_HANG_UPS * len(self._places):
                     raise self.refused_error() from None
                 if time.monotonic() >= deadline:
                     raise self.lost_error() from None
+                with self._lock:
+                    self._places = [*self._places[1:], self._places[0]]
                 time.sleep(_RETRY_AFTER_S)
 
     def request(self, message: Message) -> Message:
@@ -332,7 +352,8 @@ class ZmqLink(Link):
                     return connection, connection.send_and_wait(message)
                 except ConnectionCut as cut:
                     if not isinstance(cut, Forgotten):
-                        _log.warning("the executor at %s is away: waiting up to %.0f s for it", self.address, self.grace_s)
+                        what = "trying the others" if self.has_replicas else "waiting for it"
+                        _log.warning("the executor at %s is away: %s, up to %.0f s", self.address, what, self.grace_s)
                     connection.close()
                     connection = None
         except BaseException:
