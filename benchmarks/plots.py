@@ -194,6 +194,20 @@ def http_load(record: dict[str, Any], axes: Sequence[Any]) -> None:
         each.set_xlabel({"closed": "streams at a time", "burst": "requests at once", "open": "arrivals"}[record["mode"]])
 
 
+def sharding(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    """Of the MLP's forward on two shards, at the last shape."""
+    result = [each for each in record["results"] if each["shards"] == 2][-1]
+    cells = [each for each in result["cells"] if (each["layer"], each["direction"]) == ("mlp", "forward")]
+    for (name, scale, unit), each in zip((("seconds", 1e3, "ms"), ("bytes", 1e-6, "MB moved")), axes, strict=True):
+        for way in ("tensor", "parameters"):
+            each.plot([cell["rows"] for cell in cells], [scale * cell[way][name] for cell in cells], marker="o", label=way)
+        each.set_xscale("log", base=2)
+        each.set_yscale("log")
+        each.set_xlabel(f"rows of a call, MLP of {result['shape']}, 2 shards")
+        each.set_ylabel(unit)
+        each.legend()
+
+
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
     "sharing": (sharing, 3),
     "deferral": (deferral, 1),
@@ -205,6 +219,7 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = 
     "gpu_training": (gpu_training, 2),
     "small_and_large": (small_and_large, 1),
     "http_load": (http_load, 2),
+    "sharding": (sharding, 2),
 }
 
 
@@ -219,7 +234,7 @@ def draw(path: Path) -> Path | None:
     plot, panels = PLOTS[record["script"]]
     figure, axes = pyplot().subplots(1, panels, figsize=(6 * panels, 4), squeeze=False)
     plot(record, axes[0])
-    figure.suptitle(f"{record['question']} ({record['shape']}{', MPS' if record.get('mps') else ''})")
+    figure.suptitle(f"{record['question']} ({record.get('shape', 'all shapes')}{', MPS' if record.get('mps') else ''})")
     figure.tight_layout()
     figure.savefig(target, dpi=120)
     pyplot().close(figure)

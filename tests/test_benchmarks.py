@@ -27,6 +27,7 @@ from benchmarks import (
     policies,
     queueing,
     serving,
+    sharding,
     sharing,
     small_and_large,
 )
@@ -58,9 +59,9 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
     ("benchmark", "options"),
     [
         pytest.param(sharing, ["--seconds", "0.1", "--tenants", "1", "2"], marks=pytest.mark.slow),
-        (deferral, ["--seconds", "0.05", "--round-trip-ms", "1"]),
+        pytest.param(deferral, ["--seconds", "0.05", "--round-trip-ms", "1"], marks=pytest.mark.slow),
         pytest.param(lora, ["--seconds", "0.1"], marks=pytest.mark.slow),
-        (gpu_memory, []),
+        pytest.param(gpu_memory, [], marks=pytest.mark.slow),
         pytest.param(gpu_policies, ["--seconds", "0.2"], marks=pytest.mark.slow),
         pytest.param(small_and_large, ["--seconds", "0.1"], marks=pytest.mark.slow),
         pytest.param(gpu_policies, ["--seconds", "0.2", "--remote", "3"], marks=pytest.mark.slow),
@@ -72,7 +73,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         pytest.param(gpu_training, ["--seconds", "0.1", "--fair"], marks=pytest.mark.slow),
         (gpu_colocation, ["--seconds", "1", "--rounds", "1"]),
         pytest.param(gpu_colocation, ["--seconds", "1", "--rounds", "1", "--load", "chat"], marks=pytest.mark.slow),
-        (http_load, []),
+        pytest.param(http_load, [], marks=pytest.mark.slow),
         pytest.param(http_load, ["--burst", "--text"], marks=pytest.mark.slow),
         pytest.param(http_load, ["--open", "--lengths", "azure_conv", "--adapters", "3"], marks=pytest.mark.slow),
         pytest.param(http_load, ["--soak", "10"], marks=pytest.mark.slow),
@@ -166,3 +167,11 @@ def test_the_comparison_with_vllm_runs_without_it(tmp_path):
     figures = json.loads(written.read_text())["tokens_per_s"]
     assert figures["0"]["symbiosis"]["median"] > 0
     assert figures.keys() == {"0", "1"}
+
+
+def test_the_ways_of_sharding_are_measured_and_can_be_plotted(tmp_path):
+    sharding.main(["--tiny", "--out", str(tmp_path)])
+    (written,) = tmp_path.glob("*.json")
+    (result,) = json.loads(written.read_text())["results"]
+    assert len(result["cells"]) == 12
+    assert plots.draw(written).is_file()

@@ -65,7 +65,7 @@ def call_often(model: torch.nn.Module, ids: torch.Tensor) -> None:
         model(ids)
 
 
-@pytest.mark.parametrize("victim", ["leader", "child"])
+@pytest.mark.parametrize("victim", [pytest.param("leader", marks=pytest.mark.slow), "child"])
 def test_a_dead_shard_ends_in_an_error_for_every_tenant(sharded, ids, victim):
     process, addresses = sharded
     (child,) = psutil.Process(process.pid).children()
