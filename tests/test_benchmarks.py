@@ -43,7 +43,7 @@ from benchmarks.vllm_cpu import benchmark as vllm_cpu
             policies, policies.Plan(batches=(1, 4), seconds=0.3, warm_up=0.2, repetitions=1, tiny=True), marks=pytest.mark.slow
         ),
         pytest.param(independence, independence.Plan(steps=2, repetitions=1, tiny=True), marks=pytest.mark.slow),
-        (memory, memory.Plan(cases=((1, 8), (2, 16)), tiny=True)),
+        pytest.param(memory, memory.Plan(cases=((1, 8), (2, 16)), tiny=True), marks=pytest.mark.slow),
     ],
     ids=["policies", "independence", "memory"],
 )
@@ -68,10 +68,10 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         pytest.param(gpu_policies, ["--seconds", "0.2", "--remote", "2"], marks=pytest.mark.slow),
         pytest.param(mixed, ["--seconds", "0.2"], marks=pytest.mark.slow),
         (gpu_serving, ["--repetitions", "1"]),
-        (gpu_training, ["--seconds", "0.1"]),
+        pytest.param(gpu_training, ["--seconds", "0.1"], marks=pytest.mark.slow),
         pytest.param(gpu_training, ["--seconds", "0.1", "--scale"], marks=pytest.mark.slow),
         pytest.param(gpu_training, ["--seconds", "0.1", "--fair"], marks=pytest.mark.slow),
-        (gpu_colocation, ["--seconds", "1", "--rounds", "1"]),
+        pytest.param(gpu_colocation, ["--seconds", "1", "--rounds", "1"], marks=pytest.mark.slow),
         pytest.param(gpu_colocation, ["--seconds", "1", "--rounds", "1", "--load", "chat"], marks=pytest.mark.slow),
         pytest.param(http_load, [], marks=pytest.mark.slow),
         pytest.param(http_load, ["--burst", "--text"], marks=pytest.mark.slow),

@@ -16,6 +16,7 @@ from symbiosis.cli.demo_data import DATA_SETS, find_data
 from symbiosis.cli.demo_report import DemoFailed, Run, plot, report, view, write
 from symbiosis.cli.local_finetune import read_samples
 from symbiosis.cli.process_memory import ProcessMemory
+from symbiosis.errors import SymbiosisError
 
 MB = 1_000_000
 
@@ -117,7 +118,8 @@ def test_a_data_set_is_found_by_its_name_and_a_file_comes_first(tmp_path, monkey
     assert all(find_data(Path(name)).is_file() for name in DATA_SETS)
     (tmp_path / "pirate").write_text("{}")
     assert find_data(Path("pirate")) == Path("pirate")
-    assert find_data(Path("chats.jsonl")) == Path("chats.jsonl")
+    with pytest.raises(SymbiosisError, match=r"there is no file chats.jsonl.*pirate, kettle, gardener"):
+        find_data(Path("chats.jsonl"))
 
 
 @pytest.mark.slow

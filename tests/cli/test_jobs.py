@@ -182,7 +182,7 @@ def test_what_goes_wrong_is_one_line_that_helps(studio, data, tmp_path):
     at = ("--connect", studio.url, "--key", ANN)
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\nnonsense\n')
     assert "line 2: is not JSON" in run("finetune", tmp_path / "bad.jsonl", "--hosted", *at).stderr
-    assert "cannot read" in run("finetune", tmp_path / "none.jsonl", "--hosted", *at).stderr
+    assert "there is no file" in run("finetune", tmp_path / "none.jsonl", "--hosted", *at).stderr
     assert "magic" in run("finetune", data, "--hosted", "--method", "magic", *at).stderr
     assert "--key or SYMBIOSIS_KEY" in fails("jobs", "list", "--connect", studio.url)
     assert "add --hosted" in fails("finetune", data, "--plot", tmp_path / "x.png", "--out", tmp_path / "x")

@@ -233,7 +233,7 @@ def test_top_shows_the_provider_all_tenants_and_a_tenant_only_itself(guarded):
 def test_an_error_is_one_line_on_stderr_and_no_traceback(tmp_path):
     result = run("finetune", tmp_path / "none.jsonl", "--out", tmp_path / "out")
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: cannot read")
+    assert result.stderr.startswith("error: there is no file")
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 

@@ -67,7 +67,9 @@ def _open_link(address: str | Sequence[str], **options: Any) -> TcpLink | ShmLin
         return TcpLink(address, **options)
     kind = _LINKS.get(address_scheme(address))
     if kind is None:
-        raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT, shm://NAME or an Executor")
+        is_http = address.startswith("http")
+        hint = "; http:// is for OpenAI's API, `symbiosis serve` prints the address of its executor too" if is_http else ""
+        raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT or shm://NAME{hint}")
     return kind(address, **options)
 
 

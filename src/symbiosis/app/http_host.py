@@ -65,7 +65,8 @@ class HttpHost:
     fine-tuning jobs in `jobs` (default: `uploads` with the suffix -jobs); a later server with these folders continues with
     them. Without `uploads` both are removed at `close`. `workers` is the number of processes that serve completions (default:
     one with a CPU, up to four with a GPU). `patience_s` is the time for a client to send a request's head. Web pages of
-    `cors_origins` may send requests.
+    `cors_origins` may send requests. `temperature` is for requests that name none (default: that of the model's generation
+    config, else 1; the small default model is greedy).
     `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
     `device_share` is shared by everything that computes on this device. `statistics` is the executor's source of statistics;
     None: a new one. `engine_core` are further options of `EngineCore`.
@@ -91,6 +92,7 @@ class HttpHost:
         workers: int | None = None,
         patience_s: float = 20.0,
         cors_origins: Collection[str] = (),
+        temperature: float | None = None,
         training: TrainerConfig | None = TrainerConfig(),  # noqa: B008 - frozen
         device_share: CpuTimeShare | None = None,
         statistics: StatisticsSource | None = None,
@@ -98,14 +100,14 @@ class HttpHost:
     ) -> None:
         keys, adapters = dict(keys or {}), dict(adapters or {})
         base = Path(name).name if Path(name).is_dir() else name
-        model.name_or_path = model.config._name_or_path = base  # adapters and messages never show the local path
         hub_id = default_model.HUB_ID if base == default_model.NAME else None
+        model.name_or_path = model.config._name_or_path = hub_id or base  # adapters and messages never show the local path
         names = ModelNames(base, hub_id)
         _check_names(names, adapters)
         if adapter_root is not None and not Path(adapter_root).is_dir():
             raise SymbiosisError(f"there is no folder {adapter_root}: --adapter-root must be a folder of adapters")
         with ExitStack() as undo:
-            self._socket = undo.enter_context(closing(_listen(address, keys)))
+            self._socket = undo.enter_context(closing(_bind(address, keys)))
             self._uploads = undo.enter_context(closing(_LockedFolder(uploads, "adapters", "--uploads")))
             adapter_store.remove_incomplete(self._uploads.path)
             if jobs is not None and Path(jobs).resolve() == self._uploads.path:
@@ -128,6 +130,7 @@ class HttpHost:
                 client_timeout_s=patience_s,
                 allowed_hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
                 cors_origins=tuple(cors_origins),
+                default_sampling=_default_sampling(model, base, temperature),
             )
             count = _default_workers(model.device.type) if workers is None else workers
             # Their imports take seconds: they run while the engine loads.
@@ -167,6 +170,7 @@ class HttpHost:
             )
             statistics.attach(self._hosted)
             folder = None if tokenizer is None else str(tokenizer)
+            _listen(self._socket, address)  # not before: a connection would wait for the engine
             self._processes.configure({"ipc_path": str(self._ipc.path), "tokenizer": folder, "settings": values})
             self._wait_until_connected(self._ipc)
         except BaseException:
@@ -269,10 +273,35 @@ def _check_names(names: ModelNames, adapters: Mapping[str, Any]) -> None:
 
 def check_http(address: str, keys: Mapping[str, str]) -> None:
     """Raise what listening at this address would raise now."""
-    _listen(address, keys).close()
+    with closing(_bind(address, keys)) as bound:
+        _listen(bound, address)
 
 
-def _listen(address: str, keys: Mapping[str, str]) -> socket.socket:
+def _default_sampling(model: PreTrainedModel, base: str, temperature: float | None) -> dict[str, float]:
+    """Of requests that name no sampling parameters."""
+    if temperature is None and base == default_model.NAME:
+        temperature = 0.0  # sampled at 1, a model of this size writes nonsense that does not end
+    if temperature is not None:
+        if not 0 <= temperature <= 2:
+            raise SymbiosisError(f"--temperature {temperature:g}: expected 0 to 2")
+        return {"temperature": temperature}
+    config = getattr(model, "generation_config", None)
+    given = config.to_diff_dict() if config is not None and config.do_sample else {}
+    return {name: float(given[name]) for name in ("temperature", "top_p", "min_p") if name in given}
+
+
+def _listen(bound: socket.socket, address: str) -> None:
+    try:
+        bound.listen(2048)
+    except OSError:
+        raise _in_use(address) from None
+
+
+def _in_use(address: str) -> AddressInUse:
+    return AddressInUse(f"{address} is in use, or not of this machine: choose another with --http HOST:PORT (port 0: any)")
+
+
+def _bind(address: str, keys: Mapping[str, str]) -> socket.socket:
     """A socket at `HOST:PORT` (port 0: any). Raises `BadAddress`, `AddressInUse` or `InsecureListen`."""
     host, _, port = address.removeprefix("http://").rpartition(":")
     host = host.strip("[]")
@@ -291,10 +320,9 @@ def _listen(address: str, keys: Mapping[str, str]) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(resolved)
-        listening.listen(2048)
     except OSError as error:
         listening.close()
         if isinstance(error, PermissionError):
             raise BadAddress(f"cannot listen at {address}: {error.strerror}") from None
-        raise AddressInUse(f"{address} is in use, or not of this machine: choose another (port 0: any)") from None
+        raise _in_use(address) from None
     return listening

@@ -74,7 +74,7 @@ def run_demo(out: Path, steps: int, console: Console) -> bool:
         plot(run, out / "demo.png")
         console.print(f"adapters, results and plot are in {out}", highlight=False)
     else:
-        console.print(f"adapters and results are in {out}; for a plot too: {HOW_TO_INSTALL}", highlight=False)
+        console.print(f"adapters and results are in {out}; for a plot too: {HOW_TO_INSTALL}", highlight=False, markup=False)
     return all(passed for passed, _ in run.checks())
 
 

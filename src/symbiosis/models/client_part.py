@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedModel
 
 from symbiosis.errors import CannotSplit
-from symbiosis.models import blob_store
+from symbiosis.models import blob_store, default_model
 from symbiosis.types import BlobRef, Manifest
 
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".jinja", ".bpe", ".vocab", ".spm")
@@ -97,7 +97,8 @@ def build_skeleton(manifest: Manifest, model_class: type[PreTrainedModel]) -> Pr
     """The model without weights: parameters on the meta device, all other tensors real."""
     settings = {key: value for key, value in manifest.config.items() if key != "auto_map"}
     config = model_class.config_class.from_dict(settings)
-    config._name_or_path = manifest.name
+    # of the default model the hub id, with which adapters load elsewhere too
+    config._name_or_path = default_model.HUB_ID if manifest.name == default_model.NAME else manifest.name
     if manifest.attention:
         config._attn_implementation = manifest.attention
     config.dtype = getattr(torch, manifest.dtype)

@@ -51,6 +51,8 @@ class Settings:
     """Accepted Host headers if there are no keys."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may send requests."""
+    default_sampling: dict[str, float] = field(default_factory=dict)
+    """Sampling parameters where a request names none."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Settings:

@@ -61,7 +61,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(show_default=False, help="System message.")] = None,
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.2,
+    temperature: Temperature = 0.0,
     seed: Seed = None,
 ) -> None:
     """Chat with the model. Lines come from the terminal, or from a pipe.

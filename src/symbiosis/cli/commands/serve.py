@@ -26,7 +26,7 @@ _SHORT_SECRET = 8
 _FOR_HTTP = (
     *("key", "admin_key", "adapter", "adapter_root", "uploads", "tenant_adapters", "tenant_adapter_gb", "tenant_requests"),
     *("tenant_rate", "cache_gb", "adapter_gb", "adapter_host_gb", "max_rows", "max_running", "max_queued", "tenant_queued"),
-    *("http_workers", "jobs", "running_jobs", "tenant_running_jobs", "cors_origin"),
+    *("http_workers", "jobs", "running_jobs", "tenant_running_jobs", "cors_origin", "temperature"),
 )
 err = Console(stderr=True)
 
@@ -203,6 +203,14 @@ def serve(
         typer.Option(show_default=False, min=1, max=64, help="Processes for completions; none: 1 on a CPU, up to 4 on a GPU."),
     ] = None,
     max_running: Annotated[int, _limit("--max-running", "Most sequences running at once.")] = 512,
+    temperature: Annotated[
+        float | None,
+        _limit(
+            "--temperature",
+            "Of requests that name none. (default: that of the model's generation config, else 1; the default model: 0)",
+            hidden=True,
+        ),
+    ] = None,
     max_queued: Annotated[int, _limit("--max-queued", "Most queued sequences; requests beyond it get a 429.")] = 4096,
     tenant_queued: Annotated[int, _limit("--tenant-queued", "Most queued sequences of one tenant.")] = 1024,
 ) -> None:
@@ -292,6 +300,7 @@ def serve(
                     store_limits=StoreLimits(adapters=tenant_adapters, bytes=int(tenant_adapter_gb * 1e9)),
                     requests=RequestLimits(at_once=tenant_requests, per_minute=tenant_rate),
                     cors_origins=cors_origin or (),
+                    temperature=temperature,
                     cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
                     residency=AdapterCacheConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
                     workers=http_workers,

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from symbiosis.errors import SymbiosisError
+
 DATA_SETS = ("pirate", "kettle", "gardener")
 """48 answers of a pirate, 16 of a kettle's manual, 16 of a gardener in verse."""
 
 
 def find_data(data: Path) -> Path:
-    """The file of a data set by its name. Any other path, and a file of that name, is returned as it is."""
-    return Path(__file__).parent / f"{data}.jsonl" if str(data) in DATA_SETS and not data.is_file() else data
+    """The file, or that of the data set of this name. Raises `SymbiosisError` if there is none."""
+    if data.exists():
+        return data
+    if str(data) in DATA_SETS:
+        return Path(__file__).parent / f"{data}.jsonl"
+    raise SymbiosisError(
+        f"there is no file {data}: expected a JSONL file, or a data set of the package ({', '.join(DATA_SETS)})"
+    )

@@ -80,7 +80,7 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 def unknown_model(model: str) -> errors.UnknownAdapter:
-    return errors.UnknownAdapter(f"there is no model {model!r} here: GET /v1/models lists yours")
+    return errors.UnknownAdapter(f"there is no model {model!r} here: GET /v1/models (`symbiosis adapters list`) lists yours")
 
 
 def to_bad_request(error: ValidationError) -> BadRequest:

@@ -80,7 +80,7 @@ class SamplingFields(IgnoredFields):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage is True
 
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+    def sampling(self, defaults: dict[str, float], *, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """Sampling parameters as the engine accepts them."""
         params = {name: getattr(self, name) for name in _ENGINE_FIELDS} | {
             "top_k": None if self.top_k is None else max(0, self.top_k),
@@ -88,7 +88,7 @@ class SamplingFields(IgnoredFields):
             "stop_ids": self.stop_token_ids,
             "logprobs": logprobs,
         }
-        return {name: value for name, value in params.items() if value is not None}
+        return defaults | {name: value for name, value in params.items() if value is not None}
 
 
 _ENGINE_FIELDS = (

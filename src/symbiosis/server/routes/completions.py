@@ -32,13 +32,13 @@ class CompletionRoutes:
         self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, gate: RequestGate, metrics: Metrics
     ) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
-        self._gate, self._metrics = gate, metrics
+        self._gate, self._metrics, self._defaults = gate, metrics, settings.default_sampling
         self._names = ModelNames(settings.base, settings.hub_id)
 
     async def complete(self, request: Request) -> Response:
         body, tenant = await read_json(request, CompletionRequest), request.state.caller.tenant
         check_n(len(body.prompts), body.n or 1)
-        sampling = body.sampling(max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
+        sampling = body.sampling(self._defaults, max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
         formatter = CompletionFormatter(body.model, self._tokenizer.token_text, include_usage=body.include_usage)
 
         async def encode() -> list[list[int]]:
@@ -51,7 +51,7 @@ class CompletionRoutes:
     async def chat(self, request: Request) -> Response:
         body, tenant = await read_json(request, ChatRequest), request.state.caller.tenant
         logprobs = body.top_logprobs or 0 if body.logprobs else None
-        sampling = body.sampling(max_tokens=body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
+        sampling = body.sampling(self._defaults, max_tokens=body.max_completion_tokens or body.max_tokens, logprobs=logprobs)
         formatter = ChatFormatter(body.model, self._tokenizer.token_text, include_usage=body.include_usage)
 
         async def encode() -> list[list[int]]:
