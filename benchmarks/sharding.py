@@ -37,9 +37,9 @@ def shards_of(rank: int, size: int, master: str, hidden: int, inner: int) -> Any
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from symbiosis.distributed.mesh import ShardAddress, ShardMesh
     from symbiosis.models.split import split
     from symbiosis.split.executor.sharding.layers import Shards
-    from symbiosis.split.executor.sharding.mesh import ShardAddress, ShardMesh
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     torch.manual_seed(0)

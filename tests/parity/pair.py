@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from transformers import PreTrainedModel
 
 import symbiosis
-from symbiosis.split.executor.sharding.mesh import ShardMesh
+from symbiosis.distributed.mesh import ShardMesh
 
 LINKS = ["inproc", "shm", "tcp"]
 LISTEN = {"shm": "shm://", "tcp": "tcp://127.0.0.1:0"}

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from symbiosis.app.http_host import HttpHost
 from symbiosis.app.statistics.source import StatisticsSource
 from symbiosis.device_sharing.gpu_partition import create_device_share
+from symbiosis.distributed.mesh import ShardMesh
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
 from symbiosis.models.client_part import load_weights, store_bytes, store_weights, unpack_tokenizer
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
@@ -26,7 +27,6 @@ from symbiosis.split.executor.loop import ExecutorLoop
 from symbiosis.split.executor.policies import POLICIES, Policy
 from symbiosis.split.executor.service import Service
 from symbiosis.split.executor.sharding.layers import Shards
-from symbiosis.split.executor.sharding.mesh import ShardMesh
 from symbiosis.split.executor.sharding.ways import Way
 from symbiosis.transport.base import Link, Port
 from symbiosis.transport.inproc import InprocLink, InprocPort

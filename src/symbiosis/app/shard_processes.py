@@ -11,8 +11,8 @@ from types import TracebackType
 
 import torch
 
+from symbiosis.distributed.mesh import ShardAddress, ShardMesh
 from symbiosis.errors import BadAddress, SymbiosisError
-from symbiosis.split.executor.sharding.mesh import ShardAddress, ShardMesh
 
 _STOP_S = 20.0
 

@@ -26,6 +26,7 @@ from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.common import denormals
 from symbiosis.common.free_cores import FreeCores
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare, PassBudget
+from symbiosis.distributed.operations import FirstShard
 from symbiosis.errors import BadCall, Closed, Diverged, PassFailed, SymbiosisError
 from symbiosis.finetuning.adapters.adapter_factory import AdapterFactory
 from symbiosis.finetuning.background_worker import BackgroundWorker, synchronize
@@ -44,6 +45,7 @@ from symbiosis.finetuning.scheduling.fairness import Candidate
 from symbiosis.finetuning.scheduling.session_registry import SessionRegistry, check_open
 from symbiosis.finetuning.scheduling.step_time_fairness import FEW_ROWS
 from symbiosis.finetuning.session import SessionLimits, TrainingSession
+from symbiosis.finetuning.sharding.sharded_model import ShardedPackedModel
 from symbiosis.finetuning.stats import TrainerStats
 from symbiosis.models.max_length import max_sequence_length
 
@@ -61,20 +63,24 @@ class Trainer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | FirstShard,
         config: TrainerConfig = TrainerConfig(),  # noqa: B008 - frozen
         device_share: CpuTimeShare | None = None,
         sampler: SamplerProtocol | None = None,
     ) -> None:
-        """`device_share` shares the device with serving. `sampler` completes prompts. Raises `CannotTrain`."""
+        """`model` may be the first shard of one. `device_share` shares the device with serving. `sampler` completes prompts.
+
+        Raises `CannotTrain`.
+        """
+        packed, model, factory = _prepare(model, config)
         self.config, self._sampler, self._device_share = config, sampler, device_share or CpuTimeShare(share=1.0)
         self._device, on_cpu = model.device, model.device.type == "cpu"
         self._free_cores = FreeCores() if on_cpu else nullcontext()
         pass_rows, pass_s = (FEW_ROWS, _CPU_SERVING_PASS_S) if on_cpu else (config.max_rows, _GPU_SERVING_PASS_S)
         self._planner = BatchPlanner(min(config.pass_rows or pass_rows, config.max_rows), min_rows=1 if on_cpu else FEW_ROWS)
         self._serving_pass_s = pass_s if config.serving_pass_s is None else config.serving_pass_s
-        self._passes = PassRunner(PackedModel(model, graphs=config.graphs), self._deliver)
-        self._factory = AdapterFactory(model, max_parameters=min(config.tenant_parameters, config.max_parameters))
+        self._passes = PassRunner(packed, self._deliver)
+        self._factory = factory
         self._step_rows_per_parameter = _MODEL_STEP_ROWS / sum(parameter.numel() for parameter in model.parameters())
         self._takes_items = accepts_loss_kwargs(model)
         text_config = model.config.get_text_config()
@@ -369,3 +375,13 @@ class Trainer:
                 session.progress = Progress(session.progress.steps, session.progress.batches + call.learns)
                 result = LossResult(sum(call.losses), call.labels)
                 self._finish_call(session, call, result, deferred=self._device.type == "cuda")
+
+
+def _prepare(model: PreTrainedModel | FirstShard, config: TrainerConfig) -> tuple[PackedModel, PreTrainedModel, AdapterFactory]:
+    """The packed model, a model with the shapes of the whole, and the factory of its adapters."""
+    largest = min(config.tenant_parameters, config.max_parameters)
+    if isinstance(model, FirstShard):
+        sharded, skeleton = ShardedPackedModel(model), model.parallel.skeleton()
+        factory = AdapterFactory(skeleton, max_parameters=largest, flat=False, complete=sharded.compute_magnitudes)
+        return sharded, skeleton, factory
+    return PackedModel(model, graphs=config.graphs), model, AdapterFactory(model, max_parameters=largest)

@@ -17,19 +17,20 @@ from symbiosis import kernels
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.parts import Adapter
 from symbiosis.common.free_cores import FreeCores
+from symbiosis.distributed.operations import FirstShard
 from symbiosis.errors import CannotServe, OutOfRange, PassFailed, SymbiosisError
-from symbiosis.models.device_dtype import is_device_alive
 from symbiosis.models.max_length import max_sequence_length
 from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats
 from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
 from symbiosis.serving.model.async_decode import AsyncDecoder
 from symbiosis.serving.model.model_runner import ModelRunner
-from symbiosis.serving.model.paged_attention import PagedKVCache
+from symbiosis.serving.model.paged_attention import create_kv_cache
 from symbiosis.serving.model.sampler import SampledBatch, has_logprobs, report, sample, sample_tokens
 from symbiosis.serving.scheduling.batch import Batch
 from symbiosis.serving.scheduling.block_manager import BlockManager
 from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
 from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, Sequence, check_range
+from symbiosis.serving.sharding.sharded_runner import ShardedRunner
 
 _log = logging.getLogger("symbiosis")
 _MAX_ADAPTERS = 64  # in one batch
@@ -44,7 +45,7 @@ class EngineCore:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | FirstShard,
         *,
         pages: int = 1024,
         page_size: int = 16,
@@ -54,7 +55,9 @@ class EngineCore:
         device_share: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - stateless
         **limits: int,
     ) -> None:
-        """`pages` is the number of KV-cache blocks, `page_size` the tokens of one; `cache_bytes` replaces `pages`.
+        """`model` may be the first shard of one.
+
+        `pages` is the number of KV-cache blocks, `page_size` the tokens of one; `cache_bytes` replaces `pages`.
 
         `residency` configures the adapter cache, `limits` the scheduler. Each batch is computed within `device_share`, which
         co-located work may share.
@@ -62,33 +65,40 @@ class EngineCore:
         Raises `CannotServe` if this model cannot be served, `OutOfRange` if a setting is wrong.
         """
         _check_settings(pages, page_size, cache_bytes, residency, limits)
-        self.facts = ModelFacts.from_model(model)
+        shard = model if isinstance(model, FirstShard) else None
+        if isinstance(model, FirstShard):
+            model = model.parallel.model
+        self.facts = ModelFacts.from_model(model) if shard is None else shard.parallel.facts
         if not self.facts.decoder_only or not self.facts.kv_heads or not model.can_generate():
             raise CannotServe(
                 f"{type(model).__name__} cannot be served: expected a decoder whose layers all have key-value heads"
             )
+        kv_heads = self.facts.kv_heads if shard is None else shard.parallel.local_kv_heads
         num_blocks, block_size = pages, page_size
         if cache_bytes is not None:
-            block_values = self.facts.layers * 2 * self.facts.kv_heads * self.facts.head_dim * block_size
+            block_values = self.facts.layers * 2 * kv_heads * self.facts.head_dim * block_size
             num_blocks = cache_bytes // (block_values * model.dtype.itemsize)
             if num_blocks < 8:
                 raise CannotServe(f"KV cache too small: {cache_bytes} bytes are {num_blocks} blocks, expected at least 8")
-        kv_cache = PagedKVCache(
-            layers=self.facts.layers,
-            heads=self.facts.kv_heads,
-            width=self.facts.head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        self._runner = ModelRunner(model.eval(), kv_cache)
+        kv_cache = create_kv_cache(model.eval(), self.facts, kv_heads, num_blocks, block_size)
+        divide = None
+        if shard is None:
+            self._runner = ModelRunner(model, kv_cache)
+        else:
+            self._runner = sharded = ShardedRunner(shard, kv_cache, num_blocks)
+            divide = sharded.divide
         max_length = max_sequence_length(model.config.get_text_config())
         config = SchedulerConfig(
             vocab_size=self.facts.vocab, max_length=max_length, max_adapters=min(_MAX_ADAPTERS, residency.slots), **limits
         )
         self._adapter_cache = AdapterCache(
-            model, self.facts, residency, running=lambda: self.scheduler.adapters, on_evict=self._runner.forget
+            model,
+            self.facts,
+            residency,
+            running=lambda: self.scheduler.adapters,
+            on_load=self._runner.add,
+            on_evict=self._runner.forget,
+            divide=divide,
         )
         if kernels.run_on(model.device):
             max_blocks = min(num_blocks, -(-max_length // block_size), _MAX_GRAPH_BLOCKS)
@@ -266,7 +276,7 @@ class EngineCore:
         """Compute and sample; chunks that fail on their own have no token."""
         copied = False
         try:
-            self._runner.kv_cache.copy(batch.copies)  # once: a retry might read sources that were overwritten
+            self._runner.copy_blocks(batch.copies)  # once: a retry might read sources that were overwritten
             copied = True
             return self._compute(replace(batch, copies=()))
         except Exception as error:
@@ -323,7 +333,7 @@ class EngineCore:
 
     def is_sound(self) -> bool:
         """Whether the device still computes: some CUDA errors are permanent."""
-        return is_device_alive(self._runner.model.device)
+        return self._runner.is_sound()
 
     def is_idle(self) -> bool:
         return self.scheduler.num_running == 0 and self.scheduler.num_waiting == 0

@@ -66,7 +66,13 @@ class AdapterFactory:
         limits: FileLimits = FileLimits(),  # noqa: B008 - frozen
         *,
         max_parameters: int = 1 << 28,
+        flat: bool = True,
+        complete: Callable[[TrainedAdapter], None] = lambda adapter: None,
     ) -> None:
+        """`flat`: let the grouped kernels compute plain LoRA, where they run. `complete` finishes a new adapter, if the model
+        is a skeleton without weights.
+        """
+        self._flat, self._complete = flat, complete
         self._model, self._limits, self._max_parameters = model, limits, max_parameters
         self.facts = ModelFacts.from_model(model)
 
@@ -97,8 +103,8 @@ class AdapterFactory:
             stored = get_peft_model_state_dict(model, save_embedding_layers=False)
             files = {file: by_memory[tensor.data_ptr()] for file, tensor in stored.items()}
             method = "ia3" if isinstance(settings, Ia3Settings) else "dora" if settings.dora else "lora"
-        is_flat = bool(parts) and kernels.run_on(self._model.device) and can_flatten(parameters, parts)
-        return TrainedAdapter(
+        is_flat = self._flat and bool(parts) and kernels.run_on(self._model.device) and can_flatten(parameters, parts)
+        adapter = TrainedAdapter(
             parts=parts,
             virtual=virtual,
             parameters=parameters,
@@ -107,6 +113,8 @@ class AdapterFactory:
             method=method,
             flat=FlatParameters(parameters, parts) if is_flat else None,
         )
+        self._complete(adapter)
+        return adapter
 
     def check(self, config: PeftConfig | Mapping[str, Any]) -> None:
         """Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge` if the adapter cannot be created."""

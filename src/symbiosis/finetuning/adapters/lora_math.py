@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.adapters.dora_norm import dora_norm
 from symbiosis.adapters.parts import Ia3Part
+from symbiosis.distributed.parallel_model import ParallelLayer
 
 Dropout: TypeAlias = Callable[[Tensor, float], Tensor]
 """Dropout of a session's rows at a layer, at a rate."""
@@ -27,21 +28,47 @@ class TrainableLora:
 
     def __init__(
         self,
-        a_rI: nn.Parameter,
-        b_Or: nn.Parameter,
+        a_rI: Tensor,
+        b_Or: Tensor,
         scale: float,
         *,
         dropout: float = 0.0,
-        magnitude_O: nn.Parameter | None = None,
-        bias_O: nn.Parameter | None = None,
+        magnitude_O: Tensor | None = None,
+        bias_O: Tensor | None = None,
     ) -> None:
         self.a_rI, self.b_Or, self.scale, self.dropout = a_rI, b_Or, scale, dropout
         self.magnitude_O, self.bias_O = magnitude_O, bias_O
-        self._norm_O: Tensor | None = None
+        self._norms_O: list[Tensor] = []
+        self._divided_inputs: ParallelLayer | None = None
 
     def clear_cache(self) -> None:
         """Drop what was computed from the parameters."""
-        self._norm_O = None
+        self._norms_O.clear()
+
+    def divide(self, layer: ParallelLayer) -> TrainableLora:
+        """The part of this shard, as views of the parameters."""
+        if layer.style.divides_outputs:
+            magnitude_O, bias_O = (None if each is None else each[layer.own] for each in (self.magnitude_O, self.bias_O))
+            part = TrainableLora(
+                self.a_rI, self.b_Or[layer.own], self.scale, dropout=self.dropout, magnitude_O=magnitude_O, bias_O=bias_O
+            )
+        else:
+            bias_O = self.bias_O if layer.is_leader else None
+            a_rI, magnitude_O = self.a_rI[:, layer.own], self.magnitude_O
+            part = TrainableLora(a_rI, self.b_Or, self.scale, dropout=self.dropout, magnitude_O=magnitude_O, bias_O=bias_O)
+            part._divided_inputs = layer
+        part._norms_O = self._norms_O
+        return part
+
+    @torch.no_grad()
+    def _norm(self, weight_OI: Tensor) -> Tensor:
+        """DoRA's norm: constant between steps, no gradient flows through it (DoRA, section 4.3)."""
+        if not self._norms_O:
+            norm_O = dora_norm(weight_OI, self.a_rI, self.b_Or, self.scale)
+            if self._divided_inputs is not None:
+                norm_O = self._divided_inputs.sum(norm_O.square()).sqrt()
+            self._norms_O.append(norm_O)
+        return self._norms_O[0]
 
     def apply(self, x_RI: Tensor, y_RO: Tensor, layer: nn.Linear | Conv1D, dropout: Dropout) -> Tensor:
         """The layer's result with the delta, in its dtype."""
@@ -52,10 +79,7 @@ class TrainableLora:
         if self.magnitude_O is None:
             return (y_RO + lora_RO * self.scale).to(y_RO.dtype)
         weight_OI = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
-        if self._norm_O is None:  # constant between steps: no gradient flows through it (DoRA, section 4.3)
-            with torch.no_grad():
-                self._norm_O = dora_norm(weight_OI, self.a_rI, self.b_Or, self.scale)
-        mag_norm_scale_O = self.magnitude_O / self._norm_O
+        mag_norm_scale_O = self.magnitude_O / self._norm(weight_OI)
         if self.dropout:  # as PEFT: dropout applies to the base layer's input, too
             base_RO = F.linear(x_RI, weight_OI.to(x_RI.dtype))
         else:
@@ -70,3 +94,11 @@ def scale_rows(part: Ia3Part, x: Tensor) -> Tensor:
 
 
 Part: TypeAlias = TrainableLora | Ia3Part
+
+
+def divide_part(part: Part, layer: ParallelLayer) -> Part:
+    """The part of this shard, as views of the parameters."""
+    if isinstance(part, TrainableLora):
+        return part.divide(layer)
+    is_divided = part.of_input != layer.style.divides_outputs
+    return Ia3Part(part.vector.flatten()[layer.own], part.of_input) if is_divided else part

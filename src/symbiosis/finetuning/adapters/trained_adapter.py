@@ -54,7 +54,7 @@ class AdapterSnapshot:
         return all(bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class TrainedAdapter:
     """What a session trains. Only the values of the parameters change."""
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.adapters.parts import Ia3Part
-from symbiosis.finetuning.adapters.lora_math import Dropout, Part, TrainableLora, scale_rows
+from symbiosis.distributed.parallel_model import ParallelLayer
+from symbiosis.finetuning.adapters.lora_math import Dropout, Part, TrainableLora, divide_part, scale_rows
 from symbiosis.finetuning.adapters.trained_adapter import TrainedAdapter
 from symbiosis.finetuning.examples import IGNORED, Example
 from symbiosis.finetuning.packed.async_copy import copy_to_device
@@ -105,11 +106,12 @@ class PackedBatch:
         dense: bool = False,
         bucketed: bool = False,
         window: int | None = None,
+        kv_heads: slice | None = None,
     ) -> None:
         """`dense`: if nearly all rows have a label, the head reads all rows, and those without one are ignored.
 
         `bucketed`: pad the batch to a bucket size, so that batches of similar size have the same shapes. `window`: the
-        attention window; sequences that fit into it are not padded beyond it.
+        attention window; sequences that fit into it are not padded beyond it. `kv_heads`: those of this shard.
         """
         self.slices = slices
         self.device = device
@@ -128,6 +130,8 @@ class PackedBatch:
             front = virtual.rows if virtual else 0
             embeds_TD = virtual.encode() if virtual and front else None
             prefix_L2HTD = virtual.keys_values_L2HTD() if virtual and not front else None
+            if prefix_L2HTD is not None and kv_heads is not None:
+                prefix_L2HTD = prefix_L2HTD[:, :, kv_heads]
             before = virtual.count if virtual else 0
             self._rows.append([])
             self._head_rows.append([])
@@ -240,13 +244,17 @@ class PackedBatch:
             start += sum(rows)
         return found
 
-    def adapters_at(self, path: str, *, is_head: bool) -> BatchAdapters | None:
-        """The adapters at a layer that are not in `lora_tables`; None if there are none."""
+    def adapters_at(self, path: str, *, is_head: bool, parallel: ParallelLayer | None = None) -> BatchAdapters | None:
+        """The adapters at a layer that are not in `lora_tables`; None if there are none.
+
+        `parallel`, if this shard has a part of the layer: the adapters are divided like it.
+        """
         if (path, is_head) not in self._adapters:
-            self._adapters[path, is_head] = self._find_adapters(path, self._head_rows if is_head else self._rows)
+            rows = self._head_rows if is_head else self._rows
+            self._adapters[path, is_head] = self._find_adapters(path, rows, parallel)
         return self._adapters[path, is_head]
 
-    def _find_adapters(self, path: str, rows_by_slice: list[list[int]]) -> BatchAdapters | None:
+    def _find_adapters(self, path: str, rows_by_slice: list[list[int]], parallel: ParallelLayer | None) -> BatchAdapters | None:
         parts = [None if each.adapter.flat is not None else each.adapter.parts.get(path) for each in self.slices]
         if not any(parts):
             return None
@@ -256,9 +264,10 @@ class PackedBatch:
                 adapters.sizes[-1] += sum(sizes)
                 continue
             adapters.sizes.append(sum(sizes))
-            adapters.parts.append(part)
+            adapters.parts.append(part if part is None or parallel is None else divide_part(part, parallel))
             keys = [packed.dropout_key for packed in each.examples]
-            adapters.dropouts.append(partial(drop, layer=path, keys=keys, sizes=sizes))
+            columns = None if parallel is None or parallel.style.divides_outputs else (parallel.width, parallel.own)
+            adapters.dropouts.append(partial(drop, layer=path, keys=keys, sizes=sizes, columns=columns))
         return adapters
 
 

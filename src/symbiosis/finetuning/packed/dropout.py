@@ -13,14 +13,24 @@ import torch
 from torch import Tensor
 
 
-def drop(x_RI: Tensor, rate: float, *, layer: str, keys: Sequence[str], sizes: Sequence[int]) -> Tensor:
+def drop(
+    x_RI: Tensor,
+    rate: float,
+    *,
+    layer: str,
+    keys: Sequence[str],
+    sizes: Sequence[int],
+    columns: tuple[int, slice] | None = None,
+) -> Tensor:
     """Dropout over the rows of several examples. `keys` seed their masks, `sizes` are their numbers of rows.
 
-    All keys are empty if nothing is to be dropped.
+    All keys are empty if nothing is to be dropped. `columns`, if the rows are some columns of a layer's input: its width and
+    these.
     """
     if not any(keys):
         return x_RI
-    masks = [_mask(f"{key}/{layer}", (size, x_RI.shape[1]), rate, x_RI) for key, size in zip(keys, sizes, strict=True)]
+    width, own = columns or (x_RI.shape[1], slice(None))
+    masks = [_mask(f"{key}/{layer}", (size, width), rate, x_RI)[:, own] for key, size in zip(keys, sizes, strict=True)]
     return x_RI * torch.cat(masks)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from symbiosis import kernels
+from symbiosis.distributed.parallel_model import ParallelModel, probe_ids
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.adapters.flat_parameters import FlatGradients
 from symbiosis.finetuning.adapters.trained_adapter import NO_ADAPTER
@@ -73,13 +74,13 @@ class LaunchedPass:
 class PackedModel:
     """A copy of a model's modules over the same weights. Not thread-safe."""
 
-    def __init__(self, model: PreTrainedModel, *, graphs: int = 0) -> None:
-        """`graphs`: CUDA graphs stored for each of two streams.
+    def __init__(self, model: PreTrainedModel, *, graphs: int = 0, parallel: ParallelModel | None = None) -> None:
+        """`graphs`: CUDA graphs stored for each of two streams. `parallel`, if the model is this shard's part of one.
 
         Raises `CannotTrain` if the model computes other results on packed sequences.
         """
         self._model = frozen_copy(model).eval()
-        self._context = PassContext()
+        self._context, self._parallel = PassContext(), parallel
         self._window: int | None = getattr(model.config.get_text_config(), "sliding_window", None)
         self.is_new = False
         """The last pass had to be prepared: later passes of its key are faster."""
@@ -94,13 +95,16 @@ class PackedModel:
     @torch.no_grad()
     def _prepare(self) -> None:
         model, name = self._model, type(self._model).__name__
-        ids = torch.arange(12, device=model.device).remainder(model.config.get_text_config().vocab_size)
-        expected = model(input_ids=ids[None], use_cache=False).logits[0]
+        ids = probe_ids(model)
+        if self._parallel is None:
+            expected = model(input_ids=ids[None], use_cache=False).logits[0]
+        else:
+            expected = self._parallel.probe_logits
         if kernels.run_on(model.device):
             patch_fused_ops(model)
             patch_gated_mlps(model)
         use_packed_attention(model, self._context)
-        install_lora_layers(model, self._context)
+        install_lora_layers(model, self._context, None if self._parallel is None else self._parallel.layers)
         atol = _TOLERANCE.get(model.dtype, _LOW_PRECISION_TOLERANCE) * float(expected.abs().max())
 
         def is_close(logits: Tensor) -> bool:
@@ -115,7 +119,7 @@ class PackedModel:
         """The logits of a sequence between two others. `fill`, if given, replaces the others' embeddings."""
         other = PackedExample(Example((*ids[3:8],), (*ids[3:8],)), 1.0, "")
         probe = PackedExample(Example((*ids, 0), (-100, *ids)), 1.0, "")  # one more token, so that every row has a label
-        batch = PackedBatch([SessionSlice(NO_ADAPTER, (other, probe, other))], self._model.device)
+        batch = PackedBatch([SessionSlice(NO_ADAPTER, (other, probe, other))], self._model.device, kv_heads=self._kv_heads)
         if fill is not None:
             width = self._model.get_input_embeddings().embedding_dim
             rows = torch.full((5, width), fill, device=self._model.device)
@@ -131,7 +135,8 @@ class PackedModel:
         """As `compute`, without waiting for a GPU."""
         device = self._model.device
         bucketed = self._graphs is not None and all(each.adapter.flat is not None and each.requires_grad for each in slices)
-        batch = PackedBatch(slices, device, dense=kernels.run_on(device), bucketed=bucketed, window=self._window)
+        dense = kernels.run_on(device)
+        batch = PackedBatch(slices, device, dense=dense, bucketed=bucketed, window=self._window, kv_heads=self._kv_heads)
         named = [
             (at, name, parameter)
             for at, each in enumerate(slices)
@@ -145,6 +150,7 @@ class PackedModel:
         else:
             self.is_new = False
             losses_N, found = self._backward(batch, [parameter for *_, parameter in named])
+            found = self._sum(slices, named, found)
         by_name: list[dict[str, Tensor]] = [{} for _ in slices]
         for (at, name, _), gradient in zip(named, found, strict=True):
             if gradient is not None:
@@ -156,6 +162,19 @@ class PackedModel:
             gradients.append(flat if each.requires_grad else {})
         norms = torch.stack([_norm(each, losses_N) for each in gradients])
         return LaunchedPass(batch, gradients, AsyncCopy(torch.cat([losses_N, norms])))
+
+    @property
+    def _kv_heads(self) -> slice | None:
+        return None if self._parallel is None else self._parallel.kv_heads[self._parallel.mesh.rank]
+
+    def _sum(
+        self,
+        slices: Sequence[SessionSlice],
+        named: Sequence[tuple[int, str, nn.Parameter]],
+        found: Sequence[Tensor | None],
+    ) -> Sequence[Tensor | None]:
+        """The gradients of these parameters, `named` with the number of their slice, with those of other shards."""
+        return found
 
     def _backward(self, batch: PackedBatch, parameters: list[nn.Parameter]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The loss of each row that the head reads, and the parameters' gradients. `lora_tables` hold those of its sessions."""

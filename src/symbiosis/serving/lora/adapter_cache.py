@@ -27,7 +27,7 @@ from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter
 from symbiosis.serving.lora.adapter_loader import AdapterLoader, LoadTask
 from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterRegistry, AdapterVersion, PreparedAdapter, Source
 from symbiosis.serving.lora.byte_allocator import ByteAllocator, Cost
-from symbiosis.serving.lora.converter import Converter
+from symbiosis.serving.lora.converter import Converter, DivideAdapter
 from symbiosis.serving.lora.device_pool import CpuPool, CudaPool
 from symbiosis.serving.lora.host_pool import HostPool
 from symbiosis.serving.lora.lora_weights import EngineAdapter
@@ -100,8 +100,8 @@ def make_pools(device: torch.device, config: AdapterCacheConfig) -> tuple[HostPo
 class AdapterCache:
     """The adapters of one model. For the stepping thread, except `prepare`, `prepare_loaded` and `wait`.
 
-    `running` returns the number of running sequences by adapter; these adapters are not evicted. `on_evict` is called
-    before an adapter's device memory is reused.
+    `running` returns the number of running sequences by adapter; these adapters are not evicted. `on_load` is called when
+    an adapter becomes resident, `on_evict` before its device memory is reused. `divide`: of the first of several shards.
     """
 
     def __init__(
@@ -111,14 +111,16 @@ class AdapterCache:
         config: AdapterCacheConfig,
         *,
         running: Callable[[], Mapping[str, int]],
+        on_load: Callable[[PackedAdapter], None] = lambda packed: None,
         on_evict: Callable[[EngineAdapter], None],
+        divide: DivideAdapter | None = None,
     ) -> None:
-        self._config, self._running, self._on_evict = config, running, on_evict
+        self._config, self._running, self._on_load, self._on_evict = config, running, on_load, on_evict
         self._host, self._device = make_pools(model.device, config)
         linear = (LayerKind.LINEAR, LayerKind.CONV1D)
         layers = [path for path, module in facts.modules.items() if module.kind in linear]
         self.slots = SlotTable(config.slots, layers, model.device)
-        self._loader = AdapterLoader(self._host, self._device, Converter(model), facts, self.slots)
+        self._loader = AdapterLoader(self._host, self._device, Converter(model, divide), facts, self.slots)
         self.registry = AdapterRegistry()
         self.resident: OrderedDict[str, EngineAdapter] = OrderedDict()
         """Adapters on the device by hash, least recently used first."""
@@ -278,6 +280,7 @@ class AdapterCache:
             self._add_resident(adopted, self.slots.build_entries(adopted.adapter))
 
     def _add_resident(self, packed: PackedAdapter, entries_M4: Tensor) -> None:
+        self._on_load(packed)
         self.slots.assign(packed.adapter.hash, entries_M4)
         self.resident[packed.adapter.hash] = packed.adapter
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +20,44 @@ from symbiosis.serving.lora.lora_weights import Part as EnginePart
 from symbiosis.serving.lora.packed_adapter import PackedAdapter, pack
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DividedAdapter:
+    """An adapter, divided among shards."""
+
+    own: Adapter
+    """The part of this shard."""
+    norms: Mapping[str, Tensor]
+    """DoRA's norms of this shard's outputs, by path of the layer."""
+    others: tuple[bytes, ...]
+    """The parts of the other shards, as they are sent."""
+
+
+DivideAdapter: TypeAlias = Callable[[Adapter], DividedAdapter]
+
+
 class Converter:
     """Converts adapters of one model. Thread-safe."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, divide: DivideAdapter | None = None) -> None:
+        """`divide`: of a model that is the first of several shards."""
+        self._model, self._divide = model, divide
         self._shared = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def convert(self, adapter: Adapter) -> PackedAdapter:
         """The adapter in pageable memory. Raises `UnsupportedAdapter` if the engine cannot patch a target module."""
-        parts = {path: tuple(self._convert_part(path, part) for part in found) for path, found in adapter.parts.items()}
+        if self._divide is None:
+            return self.convert_part(adapter)
+        divided = self._divide(adapter)
+        own = self.convert_part(divided.own, divided.norms)
+        return replace(own, others=divided.others)
+
+    def convert_part(self, adapter: Adapter, norms: Mapping[str, Tensor] | None = None) -> PackedAdapter:
+        """The same for an adapter of this model's own widths. `norms` are DoRA's, of layers whose weights are divided."""
+        norms = norms or {}
+        parts = {
+            path: tuple(self._convert_part(path, part, norms.get(path)) for part in found)
+            for path, found in adapter.parts.items()
+        }
         return pack(EngineAdapter(adapter.hash, parts, self._convert_virtual(adapter)), self._shared)
 
     def _convert_virtual(self, adapter: Adapter) -> VirtualTokens | None:
@@ -40,7 +70,7 @@ class Converter:
             return VirtualTokens(len(embeddings_TD), embeddings_TD=embeddings_TD)
         return None
 
-    def _convert_part(self, path: str, part: Part) -> EnginePart:
+    def _convert_part(self, path: str, part: Part, norm_O: Tensor | None) -> EnginePart:
         module = self._model.get_submodule(path)
         of_embedding, is_conv1d = isinstance(module, nn.Embedding), isinstance(module, Conv1D)
         is_patched = hasattr(module, "symbiosis_single") or type(module) in (nn.Linear, Conv1D, nn.Embedding)
@@ -54,7 +84,8 @@ class Converter:
             )
         weight: Any = module.weight
         if isinstance(part, LoraPart):
-            return _convert_lora(part, weight.T if of_embedding or is_conv1d else weight, of_embedding=of_embedding)
+            weight_OI = weight.T if of_embedding or is_conv1d else weight
+            return _convert_lora(part, weight_OI, norm_O, of_embedding=of_embedding)
         if isinstance(part, Ia3Part):
             return Ia3Part(part.vector.to(weight.dtype), part.of_input)
         if isinstance(part, TrainableTokensPart):
@@ -65,11 +96,12 @@ class Converter:
         return ReplacedWeights(own.T if is_conv1d else own, bias)
 
 
-def _convert_lora(part: LoraPart, weight_OI: Tensor, *, of_embedding: bool) -> LoraWeights:
+def _convert_lora(part: LoraPart, weight_OI: Tensor, norm_O: Tensor | None, *, of_embedding: bool) -> LoraWeights:
     a_rI, b_Or, device = part.a_RI.float(), part.b_OR.float(), weight_OI.device
     mag_norm_scale_O = None
-    if part.magnitude_O is not None:  # on the device of the base weight, which is the largest tensor
-        norm_O = dora_norm(weight_OI, a_rI.to(device), b_Or.to(device), part.scale).to("cpu")
+    if part.magnitude_O is not None:
+        if norm_O is None:  # on the device of the base weight, which is the largest tensor
+            norm_O = dora_norm(weight_OI, a_rI.to(device), b_Or.to(device), part.scale).to("cpu")
         mag_norm_scale_O = (part.magnitude_O.float() / norm_O).to(weight_OI.dtype)
     bias_O = None if part.bias_O is None else (part.scale * part.bias_O.float()).to(weight_OI.dtype)
     a_rI, b_Or = a_rI.to(weight_OI.dtype), (part.scale * b_Or).to(weight_OI.dtype)

@@ -6,7 +6,7 @@ computes what the base layer computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.common.available_memory import available_memory
+from symbiosis.distributed.parallel_model import ParallelLayer
+from symbiosis.distributed.partition import Style
 from symbiosis.models.fuse_projections import find_fused_projections
 from symbiosis.models.patches.mixin import PatchedLayer, mix_in, plain_linears
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
@@ -42,7 +44,7 @@ class LoraLinear(PatchedLayer):
         if ops is not None and ops.scaled_inputs and len(fused.paths) > 1:
             fused = self.symbiosis_single  # IA3 scales this layer's input and not its fused find_fused_projections'
             ops = adapters.ops_at(fused, is_head=is_head)
-        x_RI = x.reshape(-1, x.shape[-1])
+        x_RI = fused.enter(x.reshape(-1, x.shape[-1]))
         x_RI = x_RI if x_RI.stride(-1) == 1 else x_RI.contiguous()
         adapters.check_rows(x_RI.shape[0], is_head=is_head)
         if ops is not None:
@@ -53,6 +55,7 @@ class LoraLinear(PatchedLayer):
             delta.add(y_RO)
         if ops is not None:
             ops.apply(x_RI, y_RO, fused.bias_O)
+        y_RO = fused.leave(y_RO)
         results = torch.split(y_RO, fused.widths, 1) if len(fused.paths) > 1 else [y_RO]
         return fused.cache(x, self.symbiosis_path, [each.view(*x.shape[:-1], each.shape[-1]) for each in results])
 
@@ -66,19 +69,31 @@ class LoraEmbedding(PatchedLayer):
     """The layer multiplies its rows by this. None: it does something else; the converter rejects adapters for it."""
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        parallel = self.symbiosis_single.parallel
+        is_local = None
+        if parallel is not None:
+            ids, is_local = parallel.localize(ids)
         result: Tensor = super().forward(ids, *args, **kwargs)
         ops = self.symbiosis_adapters.ops_at(self.symbiosis_single, is_head=self.symbiosis_is_head)
         if ops is not None:
             assert self.symbiosis_scale is not None, "the converter rejects adapters for this layer"
             ops.apply_to_embedding(ids.reshape(-1), result.view(-1, result.shape[-1]), self.symbiosis_scale)
-        return result
+        if parallel is None or is_local is None:
+            return result
+        return parallel.leave(result.masked_fill(~is_local[..., None], 0))
 
 
-def install_lora_layers(model: PreTrainedModel, adapters: ActiveAdapters) -> None:
-    """Patch the linear layers and embeddings of a model. Neighbours (`models.fuse_projections`) are computed as one."""
+def install_lora_layers(
+    model: PreTrainedModel, adapters: ActiveAdapters, parallel: Mapping[str, ParallelLayer] | None = None
+) -> None:
+    """Patch the linear layers and embeddings of a model. Neighbours (`models.fuse_projections`) are computed as one.
+
+    `parallel`: the layers of which this shard has a part.
+    """
+    parallel = parallel or {}
     for path, layer, is_head in plain_linears(model):
         weight_OI = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-        single = FusedProjection([path], [weight_OI.shape[0]], weight_OI, layer.bias)
+        single = FusedProjection([path], [weight_OI.shape[0]], weight_OI, layer.bias, parallel.get(path))
         mix_in(
             layer,
             LoraLinear,
@@ -97,7 +112,7 @@ def install_lora_layers(model: PreTrainedModel, adapters: ActiveAdapters) -> Non
                 symbiosis_path=path,
                 symbiosis_is_head=False,
                 symbiosis_adapters=adapters,
-                symbiosis_single=FusedProjection([path], [module.embedding_dim], module.weight, None),
+                symbiosis_single=FusedProjection([path], [module.embedding_dim], module.weight, None, parallel.get(path)),
                 symbiosis_scale=scale.to(module.weight) if isinstance(scale, Tensor) else scale,
             )
         for names in find_fused_projections(module):
@@ -105,7 +120,10 @@ def install_lora_layers(model: PreTrainedModel, adapters: ActiveAdapters) -> Non
             weight, bias = (_as_one(member._parameters[name] for member in members) for name in ("weight", "bias"))
             assert weight is not None
             paths = [f"{path}.{name}" if path else name for name in names]
-            fused = FusedProjection(paths, [member.weight.shape[0] for member in members], weight, bias)
+            divided = [parallel.get(each) for each in paths]
+            if {None if each is None else each.style for each in divided} not in ({None}, {Style.COLUMN}):
+                continue  # their results take different ways
+            fused = FusedProjection(paths, [member.weight.shape[0] for member in members], weight, bias, divided[0])
             for member in members:
                 object.__setattr__(member, "symbiosis_fused", fused)
 

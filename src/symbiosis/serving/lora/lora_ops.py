@@ -9,6 +9,7 @@ R = rows, I / O = input and output width, r = rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from symbiosis.adapters.parts import Ia3Part
+from symbiosis.distributed.parallel_model import ParallelLayer
 from symbiosis.kernels.cpu.lora import LoraBatchCpu, LoraRow
 from symbiosis.kernels.cpu.packed_linear import PackedWeight, pack
 from symbiosis.models.patches.linear import linear
@@ -26,8 +28,17 @@ from symbiosis.serving.lora.lora_weights import AdapterSegment, LoraWeights, Par
 class FusedProjection:
     """Layers that read the same rows and are adjacent in memory, as one matrix. Often a single layer."""
 
-    def __init__(self, paths: Sequence[str], widths: Sequence[int], weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str],
+        widths: Sequence[int],
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        parallel: ParallelLayer | None = None,
+    ) -> None:
+        """`parallel`, if these are a shard's part of the layers."""
         self.paths, self.widths, self.weight_OI, self.bias_O = tuple(paths), list(widths), weight_OI, bias_O
+        self.parallel = parallel
         self._packed: PackedWeight | None = None
         self._cached_x: Tensor | None = None
         self._cached: dict[str, Tensor] = {}
@@ -38,6 +49,18 @@ class FusedProjection:
         from symbiosis.kernels.lora.fused_widths import FusedWidths
 
         return FusedWidths(self.widths, self.weight_OI.device)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Compute without other shards inside."""
+        return nullcontext() if self.parallel is None else self.parallel.alone()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The layers' input, of their divided part if they are one."""
+        return x if self.parallel is None else self.parallel.enter(x)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """The layers' result with those of the other shards, if there are any. May overwrite `y`."""
+        return y if self.parallel is None else self.parallel.leave(y)
 
     def project(self, x_RI: Tensor) -> Tensor:
         """The layers' results, concatenated."""

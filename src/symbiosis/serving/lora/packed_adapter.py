@@ -32,6 +32,8 @@ class PackedAdapter:
     memory: Tensor
     """[nbytes], uint8."""
     adapter: EngineAdapter
+    others: tuple[bytes, ...] = ()
+    """What the other shards have to load, by rank from 1 on; empty without shards."""
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +48,7 @@ class PackedAdapter:
             is_packed = tensor.untyped_storage().data_ptr() == storage
             return view(tensor, tensor.data_ptr() - base) if is_packed else tensor
 
-        return PackedAdapter(memory, _map_tensors(self.adapter, move))
+        return PackedAdapter(memory, _map_tensors(self.adapter, move), self.others)
 
 
 def pack(adapter: EngineAdapter, shared: Collection[int]) -> PackedAdapter:

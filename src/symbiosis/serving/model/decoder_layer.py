@@ -9,6 +9,7 @@ R = rows of a batch, D = width of the model, H = query heads, K = key heads, W =
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -94,10 +95,16 @@ def _verify(layer: Any, make: Callable[[LayerParts], FusedForward], stub: Attent
     angles = torch.randn(1, _PROBE_ROWS, width, generator=generator)
     embeddings = (angles.cos().to(weight), angles.sin().to(weight))
     object.__setattr__(attention, "symbiosis_kv_cache", stub)
+    projections = {
+        id(each.symbiosis_fused): each.symbiosis_fused for each in layer.modules() if hasattr(each, "symbiosis_fused")
+    }
     try:
-        expected = layer(x_1RD, position_embeddings=embeddings)
-        fused = make(LayerParts(layer, stub))
-        found = fused.compute(x_1RD[0], embeddings)
+        with ExitStack() as stack:  # shards may decide differently
+            for each in projections.values():
+                stack.enter_context(each.alone())
+            expected = layer(x_1RD, position_embeddings=embeddings)
+            fused = make(LayerParts(layer, stub))
+            found = fused.compute(x_1RD[0], embeddings)
         if found is None or not isinstance(expected, Tensor) or not is_close(found - x_1RD[0], expected[0] - x_1RD[0]):
             return None
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # a layer of another structure

@@ -54,11 +54,11 @@ class _CpuAttentionStub(AttentionStub):
 
 def _project(x_RI: Tensor, projection: FusedProjection, ops: AdapterOps | None) -> Tensor:
     if ops is None:
-        return projection.project(x_RI)
+        return projection.leave(projection.project(x_RI))
     x_RI = ops.scale_inputs(x_RI)
     y_RO = projection.project(x_RI)
     ops.apply(x_RI, y_RO, projection.bias_O)
-    return y_RO
+    return projection.leave(y_RO)
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from symbiosis.distributed.partition import Style
 from symbiosis.models.patches.fused_ops import FusedNorm
 from symbiosis.models.rms_norms import epsilon_of
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters, DeferredDelta
@@ -69,7 +70,12 @@ class FusedDecoderLayerGpu:
     def _project(self, x_RI: Tensor, projection: FusedProjection) -> tuple[Tensor, DeferredDelta | None]:
         """The product without the LoRA delta, and the delta."""
         deferred = self._adapters.begin_delta(x_RI, projection, is_head=False)
-        return projection.project(x_RI), deferred
+        y_RO = projection.project(x_RI)
+        if projection.parallel is None or projection.parallel.style is Style.COLUMN:
+            return y_RO, deferred
+        if deferred is not None:
+            deferred.add(y_RO)  # before the sum over shards
+        return projection.leave(y_RO), None
 
 
 def _resolve(deferred: DeferredDelta | None, y_RO: Tensor) -> Any:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from symbiosis import kernels
+from symbiosis.distributed.parallel_model import PROBE_TOKENS, ParallelModel, probe_ids
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.tiles import Span
+from symbiosis.models.device_dtype import is_device_alive
 from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.models.patches.gated_mlp import patch_gated_mlps
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_layers import install_lora_layers, pack_projections
 from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, VirtualTokens
+from symbiosis.serving.lora.packed_adapter import PackedAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
 from symbiosis.serving.model.cuda_graphs import DecodeGraphs
 from symbiosis.serving.model.decoder_layer import is_close, unfuse_layers
@@ -24,17 +28,37 @@ from symbiosis.serving.model.decoder_layer_cpu import fuse_layers_cpu
 from symbiosis.serving.model.decoder_layer_gpu import fuse_layers_gpu
 from symbiosis.serving.model.paged_attention import PagedKVCache, PrefixKV, use_paged_attention
 from symbiosis.serving.scheduling.batch import Batch, Chunk
+from symbiosis.serving.scheduling.block_manager import BlockCopy
 
-_PROBE_TOKENS = 12
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _LOW_PRECISION_TOLERANCE = 0.1
+
+
+class InputChunk(NamedTuple):
+    """Some tokens of a sequence, and where its keys and values are."""
+
+    start: int
+    ids: Seq[int]
+    block_table: Seq[int]
+    adapter: str
+    """Its hash; empty without one."""
+    samples: bool
+
+    @staticmethod
+    def of(chunk: Chunk) -> InputChunk:
+        sequence = chunk.sequence
+        ids = sequence.tokens[chunk.start : chunk.start + chunk.count]
+        return InputChunk(chunk.start, ids, sequence.block_table, sequence.adapter, chunk.samples)
 
 
 class ModelRunner:
     """Owns the model, which serves nothing else from now on."""
 
-    def __init__(self, model: PreTrainedModel, kv_cache: PagedKVCache) -> None:
-        """Raises `CannotServe` if the model's results over a paged KV cache differ from its own."""
+    def __init__(self, model: PreTrainedModel, kv_cache: PagedKVCache, parallel: ParallelModel | None = None) -> None:
+        """`parallel`, if the model is this shard's part of one.
+
+        Raises `CannotServe` if the model's results over a paged KV cache differ from its own.
+        """
         if any(hasattr(module, "symbiosis_kv_cache") for module in model.modules()):
             raise CannotServe("this model is served by an engine already: give each engine a model of its own")
         self.model, self.kv_cache, self._adapters = model, kv_cache, ActiveAdapters()
@@ -42,10 +66,13 @@ class ModelRunner:
         self.packed_bytes = 0
         """Of packed copies of weights."""
         with torch.inference_mode():
-            ids = torch.arange(_PROBE_TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)
-            expected = model(input_ids=ids[None], use_cache=False).logits[0, -1]
+            ids = probe_ids(model)
+            if parallel is None:
+                expected = model(input_ids=ids[None], use_cache=False).logits[0, -1]
+            else:
+                expected = parallel.probe_logits[-1]
             use_paged_attention(model, kv_cache)
-            install_lora_layers(model, self._adapters)
+            install_lora_layers(model, self._adapters, {} if parallel is None else parallel.layers)
             if kernels.run_on(model.device):
                 patch_fused_ops(model)
                 patch_gated_mlps(model)
@@ -59,14 +86,13 @@ class ModelRunner:
                 unfuse_layers(model)
         tolerance = _TOLERANCE.get(model.dtype, _LOW_PRECISION_TOLERANCE) * float(expected.abs().max())
         if not torch.allclose(found.float(), expected.float(), rtol=0, atol=tolerance):
-            raise CannotServe(
-                f"{type(model).__name__} cannot be served: its results differ when several sequences share a batch"
-            )
+            when = "several sequences share a batch" if parallel is None else "shards share its layers"
+            raise CannotServe(f"{type(model).__name__} cannot be served: its results differ when {when}")
 
     def _probe(self, ids: Tensor) -> Tensor:
         """The last logits of a sequence in three chunks, batched with another sequence."""
-        num_blocks = -(-_PROBE_TOKENS // self.kv_cache.block_size) + 1
-        for start, end in ((0, 5), (5, _PROBE_TOKENS - 1), (_PROBE_TOKENS - 1, _PROBE_TOKENS)):
+        num_blocks = -(-PROBE_TOKENS // self.kv_cache.block_size) + 1
+        for start, end in ((0, 5), (5, PROBE_TOKENS - 1), (PROBE_TOKENS - 1, PROBE_TOKENS)):
             self.kv_cache.begin([Span(0, 1, 0, [num_blocks]), Span(1, end - start, start, range(num_blocks))])
             self._adapters.begin_batch((), ())
             rows, positions = torch.cat([ids[:1], ids[start:end]]), torch.arange(start, end, device=ids.device)
@@ -76,24 +102,39 @@ class ModelRunner:
         last: Tensor = output.logits[0, -1]
         return last
 
+    def add(self, packed: PackedAdapter) -> None:
+        """An adapter has become resident. Between steps only."""
+
     def forget(self, adapter: EngineAdapter) -> None:
         """Drop references to an adapter whose memory is about to be reused. Between steps only."""
         self._adapters.forget(adapter)
 
+    def use_table(self, table: SlotTable) -> None:
+        """Apply adapters by kernels, with weights from this table."""
+        self._adapters.table = table
+
     def use_kernels(self, table: SlotTable, max_blocks: int) -> None:
         """Apply adapters by kernels, with weights from this table, and decode by CUDA graphs."""
-        self._adapters.table = table
+        self.use_table(table)
         self._decode_graphs = DecodeGraphs(self.model, self.kv_cache, self._adapters, max_blocks)
 
     @torch.inference_mode()
     def compute(self, batch: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
         """The logits of `batch.sampled`, [B, V]. `adapters` has those of its sequences, by hash."""
-        self.kv_cache.copy(batch.copies)
+        self.copy_blocks(batch.copies)
         logits_BV = None
         if self._decode_graphs is not None and all(chunk.count == 1 and chunk.samples for chunk in batch.chunks):
             ids = [chunk.sequence.tokens[chunk.start] for chunk in batch.chunks]
             logits_BV = self._decode(batch.chunks, ids, adapters)
-        return self._forward(batch, adapters) if logits_BV is None else logits_BV
+        return self.forward([InputChunk.of(chunk) for chunk in batch.chunks], adapters) if logits_BV is None else logits_BV
+
+    def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
+        """Copy blocks of the KV cache, (source, destination); all are read before any is written."""
+        self.kv_cache.copy(copies)
+
+    def is_sound(self) -> bool:
+        """Whether the device still computes: some CUDA errors are permanent."""
+        return is_device_alive(self.model.device)
 
     @property
     def can_run_ahead(self) -> bool:
@@ -118,7 +159,9 @@ class ModelRunner:
         before = [chunk.start for chunk in chunks]
         return self._decode_graphs.compute(ids, before, [chunk.sequence.block_table for chunk in chunks], segments)
 
-    def _forward(self, batch: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
+    @torch.inference_mode()
+    def forward(self, chunks: Seq[InputChunk], adapters: Mapping[str, EngineAdapter]) -> Tensor:
+        """The logits of the last token of each chunk that samples."""
         spans: list[Span] = []
         prefixes: list[PrefixKV] = []
         segments: list[AdapterSegment] = []
@@ -127,21 +170,20 @@ class ModelRunner:
         sampled_rows: list[int] = []
         ids: list[int] = []
         positions: list[int] = []
-        for chunk in batch.chunks:
-            row, sequence = len(ids), chunk.sequence
-            end = chunk.start + chunk.count
-            ids += sequence.tokens[chunk.start : end]
-            positions += range(chunk.start, end)
-            spans.append(Span(row, chunk.count, chunk.start, sequence.block_table))
-            adapter = adapters[sequence.adapter] if sequence.adapter else None
+        for chunk in chunks:
+            row, count = len(ids), len(chunk.ids)
+            ids += chunk.ids
+            positions += range(chunk.start, chunk.start + count)
+            spans.append(Span(row, count, chunk.start, chunk.block_table))
+            adapter = adapters[chunk.adapter] if chunk.adapter else None
             if adapter is not None:
-                _extend(segments, adapter, row, row + chunk.count)
+                _extend(segments, adapter, row, row + count)
                 if chunk.samples:
                     _extend(head_segments, adapter, len(sampled_rows), len(sampled_rows) + 1)
                 if adapter.virtual is not None and chunk.start < adapter.virtual.count:
                     _add_virtual_tokens(chunk, row, adapter.virtual, prefixes, embeds)
             if chunk.samples:
-                sampled_rows.append(row + chunk.count - 1)
+                sampled_rows.append(row + count - 1)
         self.kv_cache.begin(spans, prefixes)
         self._adapters.begin_batch(segments, head_segments, (len(ids), len(sampled_rows)))
         device = self.model.device
@@ -170,10 +212,10 @@ def _extend(segments: list[AdapterSegment], adapter: EngineAdapter, start: int, 
 
 
 def _add_virtual_tokens(
-    chunk: Chunk, row: int, virtual: VirtualTokens, prefixes: list[PrefixKV], embeds: list[tuple[int, Tensor]]
+    chunk: InputChunk, row: int, virtual: VirtualTokens, prefixes: list[PrefixKV], embeds: list[tuple[int, Tensor]]
 ) -> None:
     """Add what the adapter supplies for the virtual tokens among a chunk's rows."""
-    start, end = chunk.start, min(virtual.count, chunk.start + chunk.count)
+    start, end = chunk.start, min(virtual.count, chunk.start + len(chunk.ids))
     if virtual.embeddings_TD is not None:
         embeds.append((row, virtual.embeddings_TD[start:end]))
     else:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from symbiosis import kernels
+from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.errors import CannotServe
 from symbiosis.kernels.cpu import fused_ops
 from symbiosis.kernels.cpu.attention import DecodeAttention, fits
@@ -127,6 +128,19 @@ class PagedKVCache:
         q_RHD = rope_and_store(qkv_RO, embeddings[0][0], embeddings[1][0], batch.slots_R, keys, values, delta)
         _store_prefixes(batch.prefixes, layer, keys, values)
         return attend(q_RHD, keys, values, batch.attention, **options)
+
+
+def create_kv_cache(model: PreTrainedModel, facts: ModelFacts, kv_heads: int, num_blocks: int, block_size: int) -> PagedKVCache:
+    """The cache of a model, or of a shard's part of it with so many key-value heads."""
+    return PagedKVCache(
+        layers=facts.layers,
+        heads=kv_heads,
+        width=facts.head_dim,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Tensor:

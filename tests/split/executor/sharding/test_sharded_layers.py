@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
+from symbiosis.distributed.mesh import ShardMesh
 from symbiosis.errors import SymbiosisError
 from symbiosis.models.split import split
 from symbiosis.split.executor.layers import BaseLayer, make_layer, run
 from symbiosis.split.executor.sharding.layers import Shards
-from symbiosis.split.executor.sharding.mesh import ShardMesh
 from symbiosis.split.executor.sharding.weights import divide
 from symbiosis.types import Direction, LayerKind
 from tests.parity.architectures import ARCHITECTURES

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from symbiosis.common import denormals
+from symbiosis.distributed.mesh import ShardMesh
 from symbiosis.errors import ShardLost, SymbiosisError
-from symbiosis.split.executor.sharding.mesh import ShardMesh
 
 _MAX_HANDLES = 24
 _KEEP_ALIVE_S = 10.0

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from symbiosis.distributed.mesh import ShardMesh
 from symbiosis.models.loading import frozen_copy
 from symbiosis.models.split import HostedLayer
 from symbiosis.split.executor.layers import BaseLayer, Block, Embedding, Experts, GatedBlock, Matrix, Rows, is_close, make_layer
 from symbiosis.split.executor.sharding.coordinator import Operation, OperationKind, ShardCoordinator
-from symbiosis.split.executor.sharding.mesh import ShardMesh
 from symbiosis.split.executor.sharding.parts import (
     CHOICES,
     ExpertsPart,

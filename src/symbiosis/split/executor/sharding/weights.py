@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from symbiosis.split.executor.sharding.mesh import ShardMesh
+from symbiosis.distributed.mesh import ShardMesh
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 

@@ -5,6 +5,7 @@ Message passing is torch.distributed's: gloo for tensors on a CPU, NCCL for tens
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -125,24 +126,38 @@ class ShardMesh:
         if differing:
             raise SymbiosisError(f"shard {differing[0]} has another {name} than shard 0: start all shards with the same model")
 
-    def announce(self, header: Tensor) -> None:
-        """Send a header to all other ranks."""
-        for work in [self._control.send([header], rank, 0) for rank in self.others]:
+    def announce(self, *headers: Tensor) -> None:
+        """Send headers to all other ranks."""
+        for work in [work for rank in self.others for work in self.announce_to(rank, *headers)]:
             work.wait()
+
+    def announce_to(self, rank: int, *headers: Tensor) -> list[Any]:
+        """Send headers to a rank. They must stay as they are until all of the returned has been waited for."""
+        return [self._control.send([header], rank, 0) for header in headers]
 
     def receive_announced(self, header: Tensor) -> None:
         """Wait for the leader's next header."""
         self._control.recv([header], 0, 0).wait()
 
-    def announce_end(self, header: Tensor) -> None:
+    def announce_end(self, *headers: Tensor) -> None:
         """As `announce`, to those that still listen."""
         works: list[Any] = []
-        for rank in self.others:
+        for header, rank in itertools.product(headers, self.others):
             with suppress(RuntimeError):
                 works.append(self._control.send([header], rank, 0))
         for work in works:
             with suppress(RuntimeError):
                 work.wait(_END_TIMEOUT)
+
+    def reply(self, tensor: Tensor) -> None:
+        """Send a float32 tensor on the CPU to the leader, as a part of an operation."""
+        self._control.send([tensor], 0, 0).wait()
+
+    def receive_reply(self, shape: Sequence[int], rank: int) -> Tensor:
+        """Wait for a rank's `reply`."""
+        tensor = torch.empty(tuple(shape), dtype=torch.float32)
+        self._control.recv([tensor], rank, 0).wait()
+        return tensor
 
     def request(self, header: Tensor) -> Any:
         """Send a header to the leader. The header must stay as it is, and the returned be kept, until it has arrived."""
@@ -151,6 +166,26 @@ class ShardMesh:
     def receive_request(self, header: Tensor, rank: int) -> None:
         """Wait for the next request of a rank."""
         self._requests.recv([header], rank, rank).wait()
+
+    def sibling(self, name: str) -> ShardMesh:
+        """The same shards with messages of their own, for other threads. All ranks call this with the same name, once."""
+        return ShardMesh(self.rank, self.size, _dist.PrefixStore(name, self._store), self.device, self._check)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Replace a contiguous tensor by the sum of all ranks', in place. All ranks get the same numbers."""
+        self.sent_bytes += tensor.nbytes
+        self.received_bytes += tensor.nbytes
+        self._data.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
+        """The tensors [R, widths[rank]] of all ranks, side by side."""
+        works = [work for rank in self.others for work in self.send([tensor], rank)]
+        received = {rank: self.receive([((tensor.shape[0], widths[rank]), tensor.dtype)], rank) for rank in self.others}
+        parts = {self.rank: tensor} | {rank: each.wait()[0] for rank, each in received.items()}
+        for work in works:
+            work.wait()
+        return torch.cat([parts[rank] for rank in range(self.size)], dim=1)
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> list[Any]:
         """Send tensors to a rank. They must stay as they are until all of the returned has been waited for."""
