@@ -16,12 +16,16 @@ from symbiosis.app.http_host import HttpHost
 from symbiosis.app.statistics.source import StatisticsSource
 from symbiosis.device_sharing.gpu_partition import create_device_share
 from symbiosis.distributed.mesh import ShardMesh
+from symbiosis.distributed.operations import FirstShard, OperationFollower, OperationLeader
+from symbiosis.distributed.parallel_model import ParallelModel
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
+from symbiosis.finetuning.sharding.worker import TrainingWorker
 from symbiosis.models.client_part import load_weights, store_bytes, store_weights, unpack_tokenizer
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
 from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.models.loading import ModelSource, load, shared_copy
 from symbiosis.models.split import Progress, Split, split
+from symbiosis.serving.sharding.worker import EngineWorker
 from symbiosis.split.executor.layers import BaseLayer, make_layer
 from symbiosis.split.executor.loop import ExecutorLoop
 from symbiosis.split.executor.policies import POLICIES, Policy
@@ -34,6 +38,7 @@ from symbiosis.transport.shm import ShmPort
 from symbiosis.transport.tcp import TcpPort
 from symbiosis.types import BlobRef, Limits, Manifest
 
+_JOIN_S = 5.0
 _PORTS: dict[str, type[TcpPort] | type[ShmPort]] = {"tcp": TcpPort, "shm": ShmPort}
 
 
@@ -44,8 +49,8 @@ class Executor:
     or None for the default model. `tokens` maps tenant names to secrets; without tokens only this machine can connect.
     `direct` lets tenants of this user on the executor's GPU map its memory, read and write. `hosting` keeps the whole model
     in memory for `host`. `shards` are the processes among which the base layers are divided: each creates an executor of the
-    same model, and any of them serves tenants. `sharding` is how they compute together: by `tensor` parts, by gathering
-    `parameters`, or `auto`, whichever is faster for a call.
+    same model, and any of them serves tenants; the first one hosts, and the others `follow`. `sharding` is how they compute a
+    tenant's call together: by `tensor` parts, by gathering `parameters`, or `auto`, whichever is faster.
     """
 
     def __init__(
@@ -70,18 +75,20 @@ class Executor:
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.tokens = _check_tokens(tokens or {})
+        self._follower: OperationFollower | None = None
         place = resolve_device(device) if shards is None else shards.device
-        way = check_sharding(sharding, hosting=hosting) if shards is not None else None
+        way = check_sharding(sharding) if shards is not None else None
         self._policy_settings = (max_wait_ms, training_share)
         chosen = _policy(policy, max_wait_ms, training_share)
         if training_slowdown is not None and not hosting:
             raise SymbiosisError("training_slowdown applies to serving next to hosted training: it needs hosting=True (--http)")
         device_share = create_device_share(place, training_share, training_slowdown)
+        hosting_mesh = shards.sibling("hosting") if shards is not None and hosting else None
         with nullcontext() if shards is None else shards.turn("load"):  # one whole model at a time in a host's memory
             # Each shard copies its parts from there: no device holds the whole model.
             loaded_on = place if shards is None else torch.device("cpu")
             source = load(model_or_path, device=loaded_on, dtype=resolve_dtype(dtype), tokenizer=tokenizer)
-            if hosting:
+            if hosting and shards is None:
                 fuse_projections(source.model)
             self.split: Split = split(source.model, host_head=host_head, host_embeddings=host_embeddings, progress=progress)
             self.model_class = type(source.model)
@@ -93,10 +100,12 @@ class Executor:
             if not source.borrowed:
                 # The client part is in a file now. It stays in memory only where tenants map it on the GPU.
                 self._store_client_part()
-                if not hosting and (place.type != "cuda" or not self.limits.direct):
+                if (not hosting or shards is not None) and (place.type != "cuda" or not self.limits.direct):
                     self.split.client_tensors.clear()
-            self._model = source.model if hosting else None
-            self._shards = None if shards is None else Shards(self.split.layers, shards, way)
+            self._model = source.model if hosting and shards is None else None
+            self._parallel = None if hosting_mesh is None else ParallelModel.of(source.model, hosting_mesh)
+            given = None if self._parallel is None else self._parallel.parts
+            self._shards = None if shards is None else Shards(self.split.layers, shards, way, given)
             layers = self._make_layers()
             del source
         self._service = Service(
@@ -148,11 +157,18 @@ class Executor:
 
         Requires `hosting=True`. Close the returned host before the executor.
         """
-        if self._model is None:
+        model: PreTrainedModel | FirstShard
+        if self._parallel is not None:
+            if not self._parallel.mesh.is_leader:
+                raise SymbiosisError("the first shard hosts: call follow() on the others")
+            model = FirstShard(self._parallel, OperationLeader(self._parallel.mesh))
+        elif self._model is not None:
+            model = shared_copy(self._model)
+        else:
             raise SymbiosisError("the executor has released the client part of the model: create it with hosting=True")
         folder = unpack_tokenizer(self._tokenizer) if self._tokenizer else None
         return HttpHost(
-            shared_copy(self._model),
+            model,
             self._about["name"],
             folder,
             address,
@@ -160,6 +176,15 @@ class Executor:
             statistics=self._statistics,
             **options,
         )
+
+    def follow(self) -> None:
+        """Compute with the first shard, which hosts, until it ends."""
+        if self._parallel is None or self._parallel.mesh.is_leader:
+            raise SymbiosisError("follow() is for the other shards of a model that the first one hosts")
+        self._follower = OperationFollower(self._parallel.mesh)
+        self._follower.add(EngineWorker(self._parallel.copy()).handlers)
+        self._follower.add(TrainingWorker(self._parallel.copy()).handlers)
+        self._follower.start()
 
     def stats(self) -> dict[str, Any]:
         """Calls, batches, mean batch, tokens, bytes held, and the same per tenant; memory by owner and history.
@@ -194,6 +219,8 @@ class Executor:
             self._loop.stop()
             if self._shards is not None:
                 self._shards.coordinator.stop()
+            if self._follower is not None:
+                self._follower.join(_JOIN_S)
             self._statistics.close()
 
     def __enter__(self) -> Executor:
@@ -214,7 +241,8 @@ class Executor:
 
     def _tensors(self) -> list[torch.Tensor]:
         """All that this executor holds of the model."""
-        model = [] if self._model is None else [*self._model.parameters(), *self._model.buffers()]
+        whole = self._model if self._parallel is None else self._parallel.model
+        model = [] if whole is None else [*whole.parameters(), *whole.buffers()]
         modules = [layer.module for layer in self.split.layers if layer.module is not None]
         layers = [*self._base_tensors().values(), *(parameter for module in modules for parameter in module.parameters())]
         return [*model, *layers, *self.split.client_tensors.values()]
@@ -242,10 +270,8 @@ class Executor:
         return digest.hexdigest()
 
 
-def check_sharding(sharding: str, *, hosting: bool) -> Way | None:
+def check_sharding(sharding: str) -> Way | None:
     """The way of an `Executor` with shards; None: the faster one. Raises what the executor would raise."""
-    if hosting:
-        raise SymbiosisError("HTTP serving needs the whole model on one device: serve without --shards, or without --http")
     ways = ["auto", *Way]
     if sharding not in ways:
         raise SymbiosisError(f"unknown sharding {sharding!r}: expected one of {', '.join(ways)}")

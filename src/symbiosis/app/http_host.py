@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from symbiosis.app.statistics.source import HostedParts, StatisticsSource
 from symbiosis.app.training_service import NoTrainingService, TrainingService
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.device_sharing.gpu_partition import create_device_share
+from symbiosis.distributed.operations import FirstShard
 from symbiosis.errors import (
     AddressInUse,
     BadAdapter,
@@ -58,7 +59,7 @@ _log = logging.getLogger("symbiosis")
 
 
 class HttpHost:
-    """Serves OpenAI's API at `url` until closed. Owns the model. A context manager.
+    """Serves OpenAI's API at `url` until closed. Owns the model, or the first shard of one. A context manager.
 
     `keys` are secrets by tenant; without any, only this machine can connect. `adapters` are folders by name, loaded at the
     start; `adapter_root` is the folder that the admin may load more from. Uploaded adapters are stored in `uploads` and
@@ -74,7 +75,7 @@ class HttpHost:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | FirstShard,
         name: str,
         tokenizer: Path | None,
         address: str,
@@ -99,6 +100,9 @@ class HttpHost:
         **engine_core: Any,
     ) -> None:
         keys, adapters = dict(keys or {}), dict(adapters or {})
+        self._shard = shard = model if isinstance(model, FirstShard) else None
+        if isinstance(model, FirstShard):
+            model = model.parallel.model
         base = Path(name).name if Path(name).is_dir() else name
         hub_id = default_model.HUB_ID if base == default_model.NAME else None
         model.name_or_path = model.config._name_or_path = hub_id or base  # adapters and messages never show the local path
@@ -147,9 +151,10 @@ class HttpHost:
         self._statistics = statistics
         try:
             device_share = device_share or create_device_share(model.device)
-            trainer = _make_trainer(model, training, device_share)
+            trainer = _make_trainer(model if shard is None else shard, training, device_share)
             self._trainer = trainer if isinstance(trainer, Trainer) else None
-            core = EngineCore(model, residency=residency or AdapterCacheConfig(), device_share=device_share, **engine_core)
+            hosted = model if shard is None else shard
+            core = EngineCore(hosted, residency=residency or AdapterCacheConfig(), device_share=device_share, **engine_core)
             _load_adapters(core, adapters, self._uploads.path, names)
             self._ipc = IpcServer(core, runtime_folder())
             RateLimitService(self._ipc, settings.request_limits)
@@ -187,6 +192,8 @@ class HttpHost:
     def check(self) -> None:
         """Restart an HTTP process that died. Raises `EngineLost` if it keeps dying, or a loop of this process has failed."""
         assert self._ipc is not None
+        if self._shard is not None and self._shard.leader.is_lost:
+            raise EngineLost("a shard has ended: see the log above")
         if not self._ipc.is_alive():
             raise EngineLost("the engine's loop has failed: see the log above")
         if self._trainer is not None and not self._trainer.is_alive():
@@ -201,6 +208,8 @@ class HttpHost:
         for part in (self._own_statistics, self._ipc, self._trainer, self._uploads, self._jobs, self._socket):
             if part is not None:
                 part.close()
+        if self._shard is not None:
+            self._shard.leader.stop()
 
     def __enter__(self) -> HttpHost:
         return self
@@ -233,18 +242,22 @@ def _default_workers(device: str) -> int:
     return 1 if device == "cpu" else max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) // 4))
 
 
-def _make_trainer(model: PreTrainedModel, config: TrainerConfig | None, device_share: CpuTimeShare) -> Trainer | SymbiosisError:
+def _make_trainer(
+    model: PreTrainedModel | FirstShard, config: TrainerConfig | None, device_share: CpuTimeShare
+) -> Trainer | SymbiosisError:
     """Hosted training over the model's weights, in its own modules; or the reason why there is none."""
     if config is None:
         return CannotTrain("this server does not train")
     try:
+        if isinstance(model, FirstShard):
+            return Trainer(replace(model, parallel=model.parallel.copy()), config, device_share)
         return Trainer(shared_copy(model), config, device_share)
     except CannotTrain as error:
         _log.warning("hosted training is off: %s", error)
         return error
     except Exception as error:  # noqa: BLE001 - a model's code may raise anything; it is still served
         _log.warning("hosted training is off", exc_info=error)
-        return CannotTrain(f"{type(model).__name__} cannot be trained here: {type(error).__name__}")
+        return CannotTrain(f"the model cannot be trained here: {type(error).__name__}")
 
 
 def _load_adapters(core: EngineCore, adapters: Mapping[str, str | Path], uploads: Path, names: ModelNames) -> None:

@@ -119,7 +119,7 @@ class _SumGradients(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.mesh.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
 
 
@@ -131,7 +131,7 @@ class _Sum(torch.autograd.Function):
         return mesh.all_reduce(y.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -144,7 +144,7 @@ class _Gather(torch.autograd.Function):
         return layer.gather(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad[..., ctx.own], None
 
 
@@ -217,7 +217,7 @@ class ParallelModel:
     @property
     def local_kv_heads(self) -> int:
         own = self.kv_heads[self.mesh.rank]
-        return own.stop - own.start
+        return int(own.stop - own.start)
 
     def copy(self) -> ParallelModel:
         """The same part with modules of its own."""

@@ -14,7 +14,8 @@ from torch import Tensor
 def encode_tensors(about: Any, tensors: Mapping[str, Tensor]) -> bytes:
     text = json.dumps(about).encode()
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}  # it refuses shared memory
-    return struct.pack("<q", len(text)) + text + save(copies)
+    content: bytes = save(copies)
+    return struct.pack("<q", len(text)) + text + content
 
 
 def decode_tensors(content: bytes) -> tuple[Any, dict[str, Tensor]]:

@@ -250,7 +250,7 @@ def serve(
         place = None
         if shards is not None:
             place = device_of_shard(device, shards, rank)
-            check_sharding(sharding, hosting=http is not None)
+            check_sharding(sharding)
         for address in listen:
             check_address(address, tokens)  # before the model is loaded
     file_limits.raise_open_file_limit()  # every channel uses two file descriptors
@@ -286,7 +286,9 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stopped)
         hosting = None
-        if http is not None:
+        if http is not None and rank:
+            executor.follow()
+        elif http is not None:
             hosting = stack.enter_context(
                 executor.host(
                     http,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from symbiosis.distributed.mesh import ShardMesh
+from symbiosis.distributed.parallel_model import WeightPart
 from symbiosis.models.loading import frozen_copy
 from symbiosis.models.split import HostedLayer
 from symbiosis.split.executor.layers import BaseLayer, Block, Embedding, Experts, GatedBlock, Matrix, Rows, is_close, make_layer
@@ -35,8 +36,17 @@ Weights = dict[str, Tensor]
 class Shards:
     """This rank's part of all layers, and the calls to the others'."""
 
-    def __init__(self, hosted: Sequence[HostedLayer], mesh: ShardMesh, way: Way | None = None) -> None:
-        """Copies this rank's parts: the whole weights may be freed afterwards."""
+    def __init__(
+        self,
+        hosted: Sequence[HostedLayer],
+        mesh: ShardMesh,
+        way: Way | None = None,
+        given: Mapping[int, WeightPart] | None = None,
+    ) -> None:
+        """Copies this rank's parts: the whole weights may be freed afterwards.
+
+        `given` are parts that exist already, by the address of the whole weight: hosted serving uses them, too.
+        """
         self.mesh, self.chooser = mesh, WayChooser(way)
         self.coordinator = ShardCoordinator(mesh, self._take_part)
         gated = [each for each in hosted if each.module is not None and each.spec.kind is LayerKind.BLOCK]
@@ -46,7 +56,10 @@ class Shards:
         self._placed = {id(each) for each in gated}
         for each in hosted:
             for name, weight in each.weights.items():
-                self._weights.setdefault(weight.data_ptr(), ShardedWeight(weight, _dim(each, name, by_inputs), mesh))
+                address = weight.data_ptr()
+                part = given.get(address) if given is not None and each.spec.kind is not LayerKind.EXPERTS else None
+                if address not in self._weights:
+                    self._weights[address] = ShardedWeight(weight, _dim(each, name, by_inputs), mesh, part)
         self.layers: list[BaseLayer] = [self._make(each) for each in hosted]
 
     def _make(self, each: HostedLayer) -> BaseLayer:

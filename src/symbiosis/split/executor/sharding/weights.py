@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.distributed.mesh import ShardMesh
+from symbiosis.distributed.parallel_model import WeightPart
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -21,11 +22,13 @@ def divide(length: int, parts: int) -> list[slice]:
 class ShardedWeight:
     """One weight, divided along a dimension. Each rank has one part."""
 
-    def __init__(self, weight: Tensor, dim: int, mesh: ShardMesh) -> None:
-        """The whole weight may be freed afterwards."""
+    def __init__(self, weight: Tensor, dim: int, mesh: ShardMesh, given: WeightPart | None = None) -> None:
+        """The whole weight may be freed afterwards. `given` is its part, if it has been divided already."""
         self.shape, self.dtype, self.dim = tuple(weight.shape), weight.dtype, dim
+        if given is not None:
+            self.dim, self.slices, self.part = given.dim, list(given.slices), given.part
+            return
         self.slices = divide(weight.shape[dim], mesh.size)
-        self._rank = mesh.rank
         own = self.slices[mesh.rank]
         self.part = weight.detach().narrow(dim, own.start, own.stop - own.start).to(mesh.device, copy=True).contiguous()
 
