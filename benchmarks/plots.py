@@ -194,6 +194,17 @@ def http_load(record: dict[str, Any], axes: Sequence[Any]) -> None:
         each.set_xlabel({"closed": "streams at a time", "burst": "requests at once", "open": "arrivals"}[record["mode"]])
 
 
+def shard_memory(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    """Of the largest shard, against one part in N."""
+    (axis,) = axes
+    sizes = [result["shards"] for result in record["results"]]
+    for key, label in (("share_of_tensors", "tensors"), ("share_of_rss", "growth of RSS")):
+        axis.plot(sizes, [result[key] for result in record["results"]], marker="o", label=label)
+    axis.plot(sizes, [1 / size for size in sizes], linestyle="--", color="grey", label="1/N")
+    axis.set(xlabel="shards", ylabel="memory of the largest shard, of one process", ylim=(0, None), xticks=sizes)
+    axis.legend()
+
+
 def sharding(record: dict[str, Any], axes: Sequence[Any]) -> None:
     """Of the MLP's forward on two shards, at the last shape."""
     result = [each for each in record["results"] if each["shards"] == 2][-1]
@@ -220,6 +231,7 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = 
     "small_and_large": (small_and_large, 1),
     "http_load": (http_load, 2),
     "sharding": (sharding, 2),
+    "shard_memory": (shard_memory, 1),
 }
 
 

@@ -27,6 +27,7 @@ from benchmarks import (
     policies,
     queueing,
     serving,
+    shard_memory,
     sharding,
     sharing,
     small_and_large,
@@ -167,6 +168,15 @@ def test_the_comparison_with_vllm_runs_without_it(tmp_path):
     figures = json.loads(written.read_text())["tokens_per_s"]
     assert figures["0"]["symbiosis"]["median"] > 0
     assert figures.keys() == {"0", "1"}
+
+
+def test_the_memory_of_shards_is_measured_and_can_be_plotted(tmp_path):
+    shard_memory.main(["--tiny", "--out", str(tmp_path)])
+    (written,) = tmp_path.glob("*.json")
+    _, two = json.loads(written.read_text())["results"]
+    assert len(two["ranks"]) == 2
+    assert 0.5 <= two["share_of_tensors"] < 0.55
+    assert plots.draw(written).is_file()
 
 
 def test_the_ways_of_sharding_are_measured_and_can_be_plotted(tmp_path):

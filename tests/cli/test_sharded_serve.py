@@ -87,7 +87,6 @@ def test_a_dead_shard_ends_in_an_error_for_every_tenant(sharded, ids, victim):
     ("arguments", "says"),
     [
         (("--shards", "1"), "--shards 1: expected at least 2"),
-        (("--shards", "2", "--http", "127.0.0.1:0"), "needs the whole model on one device"),
         (("--shards", "2", "--sharding", "magic"), "unknown sharding 'magic': expected one of auto, tensor, parameters"),
         (("--sharding", "tensor"), "--sharding applies to shards: add --shards N"),
         (("--shards", "2", "--device", "cuda:1"), "expected cpu or cuda"),
