@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -24,6 +26,20 @@ class ModuleFacts:
     out_width: int = 0
     shapes: Mapping[str, tuple[int, ...]]
     """Its own parameters by name, in the model's storage shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDigest:
+    """What identifies a weight that is not here."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    digest: bytes
+
+    @classmethod
+    def of(cls, weight: Tensor) -> WeightDigest:
+        content = weight.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        return cls(tuple(weight.shape), weight.dtype, hashlib.blake2b(content.data, digest_size=32).digest())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +62,21 @@ class ModelFacts:
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The other modules that use the same weight."""
     decoder_only: bool = True
-    weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    weights: Mapping[str, Tensor | WeightDigest] = field(default_factory=dict, repr=False, compare=False)
     """The embedding's and the head's weights, not copied. PEFT stores them again with an adapter of theirs, and a copy that
     equals the model's weight is not stored twice."""
+
+    def is_own_weight(self, path: str, weight: Tensor) -> bool:
+        """Whether a tensor on the CPU equals the embedding's or the head's weight."""
+        own = self.weights.get(path)
+        if own is None or isinstance(own, WeightDigest):
+            return own is not None and own == WeightDigest.of(weight.to(own.dtype))
+        return torch.equal(own.to("cpu"), weight.to(own.dtype))
+
+    def without_weights(self) -> ModelFacts:
+        """The same without a reference to the model's memory."""
+        digests = {path: w if isinstance(w, WeightDigest) else WeightDigest.of(w) for path, w in self.weights.items()}
+        return replace(self, weights=digests)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> ModelFacts:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, PeftMethod, PromptSettings, parse_config
@@ -191,8 +190,8 @@ class _AdapterBuilder:
                         f"{TENSORS}: {path} has {found[0]} rows, the model's has {shape[0]}; adapters that "
                         "resize the vocabulary are not served"
                     )
-                weight, base = self._take_own(path, role, "weight"), model.weights.get(path)
-                if base is not None and torch.equal(base.to("cpu"), weight.to(base.dtype)):
+                weight = self._take_own(path, role, "weight")
+                if model.is_own_weight(path, weight):
                     self._warnings.append(f"the {role} of {path} equals the model's own and is not stored again")
                     continue
                 # A tied weight is one tensor: PEFT changes it for all its users, except those with their own.

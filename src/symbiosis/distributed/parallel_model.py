@@ -211,8 +211,7 @@ class ParallelModel:
             if layer.style is Style.EXPERTS:
                 mix_in(model.get_submodule(path), ParallelExperts, symbiosis_parallel=layer)
         parts = _find_parts(whole, model, partition)
-        facts = replace(facts, weights={})  # these are whole
-        return ParallelModel(model, mesh, layers, facts, partition.kv_heads, probe_logits, shapes, parts)
+        return ParallelModel(model, mesh, layers, facts.without_weights(), partition.kv_heads, probe_logits, shapes, parts)
 
     @property
     def local_kv_heads(self) -> int:

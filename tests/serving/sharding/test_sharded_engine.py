@@ -9,11 +9,13 @@ import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
+from symbiosis.adapters.reader import read_adapter
+from symbiosis.errors import CannotServe
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.scheduling.sequence import Sampling
 from symbiosis.serving.sharding.worker import EngineWorker
 from tests.conftest import tiny_config
-from tests.distributed.ranks import sharded
+from tests.distributed.ranks import divide, sharded
 from tests.parity.architectures import ARCHITECTURES
 
 BY_NAME = {a.name: a for a in ARCHITECTURES}
@@ -87,7 +89,25 @@ def test_a_mixed_batch_gets_the_answers_of_one_device(saved, size):
         assert_same(complete(core, names), expected)  # with cached prefixes
 
 
-@pytest.mark.parametrize(("size", "name"), [(2, name) for name in ("mistral", "gemma2", "qwen2", "qwen3", "phi3", "granite")])
+def test_a_stored_copy_of_the_base_embedding_is_not_served_again(saved):
+    base, folder = saved
+    first, _ = divide(base, 2)
+    adapter = read_adapter(folder / "embedding", first.facts)  # PEFT stores the whole embedding with it
+    assert any("equals the model's own" in warning for warning in adapter.warnings)
+
+
+def test_a_model_that_cannot_be_divided_is_refused(saved):
+    base, _ = saved
+    with pytest.raises(CannotServe, match="has 4 key-value heads, which 5 shards cannot divide"):
+        divide(base, 5)
+    with pytest.raises(CannotServe, match="no tensor-parallel plan"):
+        divide(BY_NAME["gpt2"].model(), 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(2, name) for name in ("mistral", "gemma2", "qwen2", "qwen3", "phi3", "starcoder2", "granite", "mixtral", "gpt_neox")],
+)
 def test_every_plan_of_transformers_serves(name, size):
     base = BY_NAME[name].model().eval()
     expected = complete(EngineCore(copy.deepcopy(base), pages=64, page_size=4), [None] * 4)
