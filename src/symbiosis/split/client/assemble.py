@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -15,10 +16,10 @@ from symbiosis.models.client_part import build_skeleton, fill_skeleton, load_wei
 from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.split.client.blob_download import download
 from symbiosis.split.client.call_grouping import CallGroups
-from symbiosis.split.client.deferred.norm import defer_norms
-from symbiosis.split.client.deferred.tensor import compute_outputs
+from symbiosis.split.client.deferred.norm import enable_deferral
 from symbiosis.split.client.direct_mode import MappedParameter, MappedWeights, open_mapping
 from symbiosis.split.client.kv_cache import preallocate_caches
+from symbiosis.split.client.long_context.generation import generate
 from symbiosis.split.client.loss import use_fused_loss
 from symbiosis.split.client.session import ClientSession
 from symbiosis.split.client.virtual_block import make_block
@@ -61,12 +62,12 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     if device.type == "cuda":
         patch_fused_ops(model)
     if not mapped.base or mode == "executor":
-        defer_norms(model, session, (spec for spec in manifest.layers if spec.kind is LayerKind.NORM))
+        enable_deferral(model, session)
         groups.train.find_starts()
-        compute_outputs(model)
     use_fused_loss(model)
     preallocate_caches(model)
     model.symbiosis = session
+    model.generate = MethodType(generate, model)  # a copy of the model has its own: methods are copied with their object
     model.save_pretrained = _cannot_save
     return model
 
