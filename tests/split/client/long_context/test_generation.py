@@ -19,7 +19,8 @@ from transformers import (
 
 import symbiosis
 from symbiosis.errors import CannotOffload, OutOfHostMemory, OutOfRange
-from symbiosis.split.client.long_context import generation, host_cache, host_memory
+from symbiosis.gpu import host_memory
+from symbiosis.split.client.long_context import generation, host_cache
 from symbiosis.split.client.long_context.host_cache import HostKVCache
 from symbiosis.split.client.long_context.placement import HostPlacement
 from tests.conftest import tiny_config

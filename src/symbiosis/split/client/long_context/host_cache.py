@@ -18,13 +18,14 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from symbiosis.errors import CannotOffload
+from symbiosis.gpu.host_memory import HostMemory
 from symbiosis.kernels.cpu.flash_decoding import KVRange
-from symbiosis.split.client.long_context.host_memory import HostMemory
 from symbiosis.split.client.long_context.quantization import dequantize, quantize
 from symbiosis.split.client.long_context.segment_stream import SegmentStream
 
 SEGMENT_TOKENS = 8192
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+_ADVICE = "shorten the prompt, lower max_new_tokens, or store it in int8 (kv_dtype='int8')"
 _SPARE_DIVISOR = 8
 _MIN_SPARE_TOKENS = 64
 
@@ -79,9 +80,9 @@ class HostCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         batch, heads, _, width = like.shape
         pinned = self.device.type == "cuda"
         self.cache.finish_copies()
-        made = [HostMemory((2, batch, heads, capacity, width), self.dtype, pinned=pinned)]
+        made = [HostMemory((2, batch, heads, capacity, width), self.dtype, pinned=pinned, advice=_ADVICE)]
         if self.dtype is torch.int8:
-            made.append(HostMemory((2, batch, heads, capacity), torch.float32, pinned=pinned))
+            made.append(HostMemory((2, batch, heads, capacity), torch.float32, pinned=pinned, advice=_ADVICE))
         for old, new in zip(self._memory, made, strict=False):
             new.tensor[:, :, :, : self.length] = old.tensor[:, :, :, : self.length]
         self._memory = made
@@ -182,7 +183,8 @@ class HostCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             if len(indices) == old.shape[1]:
                 old[:, :, :, : self.length] = old[:, indices, :, : self.length]
                 continue
-            made = HostMemory((2, len(indices), *old.shape[2:]), old.dtype, pinned=self.device.type == "cuda")
+            shape, pinned = (2, len(indices), *old.shape[2:]), self.device.type == "cuda"
+            made = HostMemory(shape, old.dtype, pinned=pinned, advice=_ADVICE)
             made.tensor[:, :, :, : self.length] = old[:, indices, :, : self.length]
             self._memory[number] = made
         self._expose()

@@ -1,4 +1,4 @@
-"""Host memory for a long KV cache: huge pages, and page-locked where a GPU copies to and from it."""
+"""Host memory for a KV cache: huge pages, and page-locked where a GPU copies to and from it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class HostMemory:
     memory is mapped here and registered with CUDA. Views of the tensor stay valid when this object is gone.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> None:
-        """Raises `OutOfHostMemory`."""
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, advice: str) -> None:
+        """Raises `OutOfHostMemory`, with this advice."""
         size = math.prod(shape) * dtype.itemsize
-        check_host_memory(size)
+        check_host_memory(size, advice)
         self._map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -45,11 +45,10 @@ class HostMemory:
             _log.warning("%d bytes of host memory cannot be page-locked (CUDA error %d): copies are slower", size, status)
 
 
-def check_host_memory(size: int) -> None:
+def check_host_memory(size: int, advice: str) -> None:
     """Raise `OutOfHostMemory` unless this many bytes are available."""
     available = available_memory()
     if size > max(available - _SPARE_BYTES, available // 2):
         raise OutOfHostMemory(
-            f"the KV cache needs {size / 2**30:.1f} GiB of host memory, {available / 2**30:.1f} GiB are available: "
-            "shorten the prompt, lower max_new_tokens, or store it in int8 (kv_dtype='int8')"
+            f"the KV cache needs {size / 2**30:.1f} GiB of host memory, {available / 2**30:.1f} GiB are available: {advice}"
         )
