@@ -33,8 +33,10 @@ _log = logging.getLogger("symbiosis")
 MODES = ("auto", "direct", "executor")
 
 
-def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: str) -> PreTrainedModel:
-    """The connected model: a plain transformers model that holds no base weights."""
+def assemble(
+    link: Link, welcome: dict[str, Any], device: torch.device, mode: str, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The connected model: a plain transformers model that holds no base weights. `dtype` is that of the client part."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     try:
@@ -43,6 +45,11 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     except (KeyError, TypeError, ValueError) as error:
         raise BadMessage(f"the executor's description of its model is malformed: {error!r}") from error
     model_class = link.model_class() or resolve_class(manifest.model_class)
+    is_converted = dtype is not None and dtype is not getattr(torch, manifest.dtype)
+    if is_converted:
+        if mode == "direct":
+            raise DirectRefused(f"direct mode computes in the executor's dtype, {manifest.dtype}: leave dtype= out")
+        mode = "executor"
     session = ClientSession(link, manifest, limits, model_class)
     mapped = _map(link, welcome, limits, device, mode)
     model = build_skeleton(manifest, model_class)
@@ -53,6 +60,8 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
             module.remember_bias()
     model.eval()
     model.to(device)
+    if is_converted:
+        model.to(dtype)
     if mode != "executor" and mapped.base:
         for module in list(model.modules()):
             if isinstance(module, VirtualLayer):
@@ -61,7 +70,7 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
         link.use_gpu(device, executor_gpu)
     if device.type == "cuda":
         patch_fused_ops(model)
-    if not mapped.base or mode == "executor":
+    if (not mapped.base or mode == "executor") and not is_converted:  # programs round sums in the executor's dtype
         enable_deferral(model, session)
         groups.train.find_starts()
     use_fused_loss(model)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from symbiosis.split.client.deferred.norm import DeferredNorm, enable_deferral
 from symbiosis.split.client.session import ClientSession
@@ -22,12 +23,13 @@ _CPU = torch.device("cpu")
 class HostPlacement:
     """A context: inside, the model computes on the CPU. No other thread may use the model meanwhile."""
 
-    def __init__(self, model: nn.Module, session: ClientSession) -> None:
+    def __init__(self, model: PreTrainedModel, session: ClientSession) -> None:
         self._model, self._session = model, session
         self._undo = ExitStack()
 
     def __enter__(self) -> HostPlacement:
-        enable_deferral(self._model, self._session)
+        if self._model.dtype is getattr(torch, self._session.manifest.dtype):
+            enable_deferral(self._model, self._session)
         copies: dict[int, Tensor] = {}
         module: Any
         for module in self._model.modules():
