@@ -219,6 +219,36 @@ def sharding(record: dict[str, Any], axes: Sequence[Any]) -> None:
         each.legend()
 
 
+def long_context(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    """Time of a token by context; tokens per second by requests."""
+    done = [result for result in record["results"] if "token_s" in result]
+    for case in dict.fromkeys(result["case"] for result in done):
+        single = [result for result in done if (result["case"], result["sequences"]) == (case, 1)]
+        axes[0].plot([each["context"] for each in single], [1e3 * each["token_s"] for each in single], marker="o", label=case)
+        several = [result for result in done if result["case"] == case and result["sequences"] > 1]
+        axes[1].plot(
+            [each["sequences"] for each in several], [each["tokens_per_s"] for each in several], marker="o", label=case
+        )
+    for each, label, unit in zip(axes, ("tokens of context", "requests"), ("ms per token", "tokens/s"), strict=True):
+        each.set_xscale("log", base=2)
+        each.set_yscale("log")
+        each.set_xlabel(label)
+        each.set_ylabel(unit)
+        each.legend()
+
+
+def engine_host_blocks(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    phases = ["first question", "second question", "preempted"]
+    for (name, unit), each in zip((("seconds", "seconds"), ("rows", "computed rows")), axes, strict=True):
+        bars(each, phases, {run: [found[phase][name] for phase in phases] for run, found in record["runs"].items()}, unit)
+
+
+def decode_attention(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    groups = [f"{each['heads'][0]}x{each['heads'][1]} {each['dtype']}" for each in record["cases"]]
+    names = ("read", "kernel", "torch", "reference")
+    bars(axes[0], groups, {name: [each["gb_per_s"].get(name) for each in record["cases"]] for name in names}, "GB/s")
+
+
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
     "sharing": (sharing, 3),
     "deferral": (deferral, 1),
@@ -232,6 +262,9 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = 
     "http_load": (http_load, 2),
     "sharding": (sharding, 2),
     "shard_memory": (shard_memory, 1),
+    "long_context": (long_context, 2),
+    "engine_host_blocks": (engine_host_blocks, 2),
+    "decode_attention": (decode_attention, 1),
 }
 
 

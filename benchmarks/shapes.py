@@ -51,6 +51,12 @@ SHAPES = {
             "vocab_size": 32000, "max_position_embeddings": 4096,
         },
     ),
+    "7b_long": Shape(
+        config={
+            "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "vocab_size": 32000, "max_position_embeddings": 131072,
+        },
+    ),
     "13b": Shape(
         config={
             "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,

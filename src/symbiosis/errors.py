@@ -213,3 +213,11 @@ class EngineLost(SymbiosisError, code="engine_lost"):
 
 class Forbidden(SymbiosisError, code="forbidden"):
     """A valid key without the right to this operation."""
+
+
+class CannotOffload(SymbiosisError, code="cannot_offload"):
+    """A model or a call of `generate` does not support a KV cache in host memory."""
+
+
+class OutOfHostMemory(SymbiosisError, code="out_of_host_memory"):
+    """Host memory is too small for a KV cache."""

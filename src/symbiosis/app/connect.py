@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.app.executor import Executor, address_scheme
 from symbiosis.errors import BadAddress, SymbiosisError
-from symbiosis.models.device_dtype import resolve_device
+from symbiosis.models.device_dtype import resolve_device, resolve_dtype
 from symbiosis.split.client.assemble import MODES, assemble
 from symbiosis.transport.base import Link
 from symbiosis.transport.messages import Kind, Message
@@ -25,6 +25,7 @@ def connect(
     *,
     token: str | None = None,
     device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
     privacy: str | None = None,
     mode: str = "auto",
     name: str | None = None,
@@ -36,6 +37,8 @@ def connect(
     executors of the same model: when one is lost, in the middle of a step too, the next one goes on. `name` labels the
     session in statistics where no token names the tenant. Calls are retried for up to `grace_s` seconds while no executor
     replies.
+    `device` and `dtype` are those of the tenant's part: adapters, attention, KV cache, embeddings, norms and head. By default
+    it is on the CPU, in the executor's dtype. Rows of base layers are converted on their way.
     `mode` selects where base layers run: "executor" (batched with rows of other tenants), "direct" (in this process, on the
     executor's weights, which needs the same GPU or the same process) or "auto" (direct on the executor's GPU where the
     provider allows it, else executor).
@@ -44,7 +47,7 @@ def connect(
         raise SymbiosisError(f"privacy={privacy!r}: this version has no privacy modes; activations are sent in plain form")
     if mode not in MODES:
         raise SymbiosisError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
-    hello, place = {"name": name or ""}, resolve_device(device or "cpu")
+    hello, place, own_dtype = {"name": name or ""}, resolve_device(device or "cpu"), resolve_dtype(dtype)
     link: Link
     if isinstance(address, Executor):
         link = address.link(hello)
@@ -53,7 +56,7 @@ def connect(
         wire = _open_link(address, token=token, hello=hello, grace_s=grace_s)
         link, welcome = wire, wire.welcome
     try:
-        return assemble(link, welcome, place, mode)
+        return assemble(link, welcome, place, mode, own_dtype)
     except BaseException:
         link.close()
         raise

@@ -65,6 +65,9 @@ def _summary(stats: Stats) -> Iterator[str]:
     if serving := stats.get("serving"):
         used, rows = serving["blocks"] - serving["blocks_free"], serving["rows"] / max(1, serving["steps"])
         yield f"serving: {serving['running']} running · {serving['waiting']} waiting · KV {used:,}/{serving['blocks']:,} blocks"
+        if host := serving.get("host_blocks"):
+            moved = f"{serving['host_blocks_stored']:,} stored, {serving['host_blocks_restored']:,} restored"
+            yield f"         host {serving['host_blocks_used']:,}/{host:,} blocks · {moved}"
         yield f"         {serving['steps']:,} steps, {rows:,.1f} rows each"
 
 

@@ -16,12 +16,10 @@ Attend: TypeAlias = Callable[[nn.Module, int, tuple[Tensor, Tensor, Tensor], flo
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask")  # other arguments do not change the result of attention
 
 
-def unsupported_reason(
-    module: nn.Module, query: Tensor, mask: Tensor | None, window: int | None, more: Mapping[str, Any]
-) -> str | None:
-    """The feature that this module needs and plain causal attention over rows lacks; None if it needs none."""
+def unsupported_feature(module: nn.Module, mask: Tensor | None, window: int | None, more: Mapping[str, Any]) -> str | None:
+    """The feature that this module needs and plain causal attention lacks; None if it needs none."""
     unsupported = [name for name in _UNSUPPORTED if more.get(name) is not None]
-    if unsupported or mask is not None or query.shape[0] != 1:
+    if unsupported or mask is not None:
         return f"{type(module).__name__} calls its attention with {unsupported or 'a mask'}"
     if window is None and _has_partial_attention(module):
         return f"{type(module).__name__} applies its window by its mask"
@@ -45,7 +43,9 @@ def register_attention(name: str, attend: Attend, error: type[SymbiosisError]) -
         softcap: float | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        reason = unsupported_reason(module, query, attention_mask, sliding_window, more)
+        reason = unsupported_feature(module, attention_mask, sliding_window, more)
+        if reason is None and query.shape[0] != 1:
+            reason = f"{type(module).__name__} calls its attention with several sequences"
         if reason is not None:
             raise error(f"{reason}, which packed rows do not support")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

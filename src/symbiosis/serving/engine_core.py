@@ -20,6 +20,7 @@ from symbiosis.common.free_cores import FreeCores
 from symbiosis.distributed.operations import FirstShard
 from symbiosis.errors import CannotServe, OutOfRange, PassFailed, SymbiosisError
 from symbiosis.models.max_length import max_sequence_length
+from symbiosis.serving.host_tier import HostTier
 from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats
 from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
 from symbiosis.serving.model.async_decode import AsyncDecoder
@@ -50,6 +51,7 @@ class EngineCore:
         pages: int = 1024,
         page_size: int = 16,
         cache_bytes: int | None = None,
+        host_cache_bytes: int = 0,
         residency: AdapterCacheConfig = AdapterCacheConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
         device_share: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - stateless
@@ -58,6 +60,7 @@ class EngineCore:
         """`model` may be the first shard of one.
 
         `pages` is the number of KV-cache blocks, `page_size` the tokens of one; `cache_bytes` replaces `pages`.
+        `host_cache_bytes` is host memory for blocks that do not fit: see `host_tier`.
 
         `residency` configures the adapter cache, `limits` the scheduler. Each batch is computed within `device_share`, which
         co-located work may share.
@@ -65,9 +68,12 @@ class EngineCore:
         Raises `CannotServe` if this model cannot be served, `OutOfRange` if a setting is wrong.
         """
         _check_settings(pages, page_size, cache_bytes, residency, limits)
+        check_range("host_cache_bytes", host_cache_bytes, 0, 1 << 50, integer=True)
         shard = model if isinstance(model, FirstShard) else None
         if isinstance(model, FirstShard):
             model = model.parallel.model
+            if host_cache_bytes:
+                raise CannotServe("host blocks of the KV cache need the whole model on one device: serve without shards")
         self.facts = ModelFacts.from_model(model) if shard is None else shard.parallel.facts
         if not self.facts.decoder_only or not self.facts.kv_heads or not model.can_generate():
             raise CannotServe(
@@ -75,9 +81,9 @@ class EngineCore:
             )
         kv_heads = self.facts.kv_heads if shard is None else shard.parallel.local_kv_heads
         num_blocks, block_size = pages, page_size
+        block_bytes = self.facts.layers * 2 * kv_heads * self.facts.head_dim * block_size * model.dtype.itemsize
         if cache_bytes is not None:
-            block_values = self.facts.layers * 2 * kv_heads * self.facts.head_dim * block_size
-            num_blocks = cache_bytes // (block_values * model.dtype.itemsize)
+            num_blocks = cache_bytes // block_bytes
             if num_blocks < 8:
                 raise CannotServe(f"KV cache too small: {cache_bytes} bytes are {num_blocks} blocks, expected at least 8")
         kv_cache = create_kv_cache(model.eval(), self.facts, kv_heads, num_blocks, block_size)
@@ -103,8 +109,10 @@ class EngineCore:
         if kernels.run_on(model.device):
             max_blocks = min(num_blocks, -(-max_length // block_size), _MAX_GRAPH_BLOCKS)
             self._runner.use_kernels(self._adapter_cache.slots, max_blocks)
-        self.scheduler = Scheduler(config, BlockManager(num_blocks, block_size), self._adapter_cache.touch)
-        self._async_decoder = AsyncDecoder(self._runner, self.scheduler.block_manager)
+        block_manager = BlockManager(num_blocks, block_size, host_cache_bytes // block_bytes)
+        self.host_tier = HostTier(block_manager, kv_cache)
+        self.scheduler = Scheduler(config, block_manager, self._adapter_cache.touch)
+        self._async_decoder = AsyncDecoder(self._runner, block_manager, self.host_tier.flush)
         self._failed: list[tuple[Sequence, SymbiosisError]] = []
         self.num_steps = 0
         """Steps that computed a batch."""
@@ -265,7 +273,9 @@ class EngineCore:
         self.num_rows += batch.num_rows
         self.num_sampled += len(batch.sampled)
         with self._device_share, self._free_cores:
+            started = self._clock()
             sampled = self._run(batch)
+            self.host_tier.observe(batch, self._clock() - started)
         failed = {sequence.id for sequence, _ in self._failed}
         for sequence in self.scheduler.update(batch, sampled.tokens):
             self._release_adapter(sequence)
@@ -276,7 +286,8 @@ class EngineCore:
         """Compute and sample; chunks that fail on their own have no token."""
         copied = False
         try:
-            self._runner.copy_blocks(batch.copies)  # once: a retry might read sources that were overwritten
+            # once: a retry might read sources that were overwritten
+            self.host_tier.flush(lambda: self._runner.copy_blocks(batch.copies))
             copied = True
             return self._compute(replace(batch, copies=()))
         except Exception as error:
@@ -348,7 +359,7 @@ def _check_settings(pages: Any, page_size: Any, cache_bytes: Any, residency: Any
     """Check the settings of an `EngineCore` that no config checks. Raises `OutOfRange`."""
     for name in limits:
         if name not in _SCHEDULER_SETTINGS:
-            expected = f"pages, page_size, cache_bytes, residency, {', '.join(_SCHEDULER_SETTINGS)}"
+            expected = f"pages, page_size, cache_bytes, host_cache_bytes, residency, {', '.join(_SCHEDULER_SETTINGS)}"
             raise OutOfRange(f"{name!r} is no setting of the engine", field=name, expected=f"some of {expected}")
     check_range("pages", pages, 1, 1 << 31, integer=True)
     check_range("page_size", page_size, 1, 1 << 16, integer=True)

@@ -33,11 +33,12 @@ def expected(sequence, count):
 class SimulatedEngine:
     """Steps a scheduler; the clock moves one second a step."""
 
-    def __init__(self, num_blocks=64, block_size=4, resident=lambda adapter: True, **config):
+    def __init__(self, num_blocks=64, block_size=4, resident=lambda adapter: True, host_blocks=0, **config):
         settings = {"vocab_size": VOCABULARY, "max_length": 1000, "max_rows": 16, "max_running": 8, "max_chunk": 8, **config}
-        self.blocks = BlockManager(num_blocks, block_size)
+        self.blocks = BlockManager(num_blocks, block_size, host_blocks)
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.blocks, resident)
         self.slots = {}
+        self.host_slots = {}
         self.now = 0.0
         self.last = None
         self.added = {}
@@ -76,10 +77,17 @@ class SimulatedEngine:
         return batch
 
     def run(self, batch):
-        size, before = self.blocks.block_size, dict(self.slots)
+        size, transfers = self.blocks.block_size, self.blocks.host.take_transfers()
+        for source, target in transfers.stores:
+            for offset in range(size):
+                self.host_slots[target, offset] = self.slots.get((source, offset))
+        before = dict(self.slots)
         for source, target in batch.copies:
             for offset in range(size):
                 self.slots[target, offset] = before.get((source, offset))
+        for source, target in transfers.restores:
+            for offset in range(size):
+                self.slots[target, offset] = self.host_slots[source, offset]
         tokens = []
         for chunk in batch.chunks:
             one = chunk.sequence

@@ -309,7 +309,7 @@ def test_under_random_traffic_every_sequence_finishes_once_with_the_right_tokens
         num_blocks=num_blocks, block_size=block_size, max_running=running, max_rows=running + rng.randrange(1, 12),
         max_chunk=rng.randrange(1, 9), max_adapters=rng.randrange(1, 4), tenant_running=rng.randrange(1, 5),
         max_wait_s=rng.choice([0, 5, 50]), watermark=rng.choice([0, 0.2]), look=rng.randrange(1, 4),
-        resident=lambda adapter: adapter in loaded,
+        resident=lambda adapter: adapter in loaded, host_blocks=rng.choice([0, 1, 4, 40]),
     )  # fmt: skip
     capacity = num_blocks * block_size
     for step in range(60):
@@ -326,7 +326,11 @@ def test_under_random_traffic_every_sequence_finishes_once_with_the_right_tokens
             )  # fmt: skip
         running_adapters = {one.adapter for one in engine.added.values() if one.state is SequenceState.RUNNING}
         loaded = {f"x{number}" for number in range(3) if rng.random() < 0.7} | running_adapters
+        engine.blocks.host.is_worthwhile = rng.random() < 0.9
+        if rng.random() < 0.02:
+            engine.blocks.reset_cache()
         batch = engine.schedule()
+        engine.scheduler.check_integrity()
         tokens = engine.run(batch)
         if rng.random() < 0.3 and engine.added:
             engine.cancel(rng.choice(list(engine.added)))

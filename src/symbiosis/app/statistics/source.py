@@ -163,7 +163,9 @@ class StatisticsSource:
             adapters = {CPU: cache.get("host_limit", 0)}
             adapters[self._device] = adapters.get(self._device, 0) + cache.get("device_held", 0)
             owners["packed_weights"] = {CPU: hosted.core.packed_bytes}
-            owners["kv_cache"] = {self._device: hosted.core.kv_cache_bytes}
+            cached = {CPU: hosted.core.host_tier.nbytes}
+            cached[self._device] = cached.get(self._device, 0) + hosted.core.kv_cache_bytes
+            owners["kv_cache"] = cached
             owners["adapters"] = adapters
             owners["training"] = count_storages([] if hosted.training is None else hosted.training.tensors())
         return account_memory(self._devices, owners, {device: read_total(device) for device in self._devices})

@@ -25,7 +25,17 @@ DEFAULT_HTTP = "127.0.0.1:8000"
 _SHORT_SECRET = 8
 _FOR_HTTP = (
     *("key", "admin_key", "adapter", "adapter_root", "uploads", "tenant_adapters", "tenant_adapter_gb", "tenant_requests"),
-    *("tenant_rate", "cache_gb", "adapter_gb", "adapter_host_gb", "max_rows", "max_running", "max_queued", "tenant_queued"),
+    *(
+        "tenant_rate",
+        "cache_gb",
+        "host_cache_gb",
+        "adapter_gb",
+        "adapter_host_gb",
+        "max_rows",
+        "max_running",
+        "max_queued",
+        "tenant_queued",
+    ),
     *("http_workers", "jobs", "running_jobs", "tenant_running_jobs", "cors_origin", "temperature"),
 )
 err = Console(stderr=True)
@@ -191,6 +201,9 @@ def serve(
     cache_gb: Annotated[
         float | None, _limit("--cache-gb", "Memory of the KV cache. (default: 1024 blocks of 16 tokens)", hidden=True)
     ] = None,
+    host_cache_gb: Annotated[
+        float, _limit("--host-cache-gb", "Host memory for KV cache blocks that do not fit: restored, not recomputed.")
+    ] = 0.0,
     adapter_gb: Annotated[
         float, _limit("--adapter-gb", "Device memory of the adapter cache; adapters beyond it are loaded on demand.")
     ] = 2.0,
@@ -304,6 +317,7 @@ def serve(
                     cors_origins=cors_origin or (),
                     temperature=temperature,
                     cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
+                    host_cache_bytes=int(host_cache_gb * 1e9),
                     residency=AdapterCacheConfig(device_bytes=int(adapter_gb * 1e9), host_bytes=int(adapter_host_gb * 1e9)),
                     workers=http_workers,
                     max_rows=max_rows,

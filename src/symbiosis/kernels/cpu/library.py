@@ -20,9 +20,14 @@ def function(name: str, dtype: torch.dtype) -> Any:
     return getattr(library, f"symbiosis_{name}_{_TYPES[dtype]}") if library is not None and dtype in _TYPES else None
 
 
+def symbol(name: str) -> Any:
+    """The kernel of this name for all dtypes; None if it is not compiled."""
+    return getattr(_library(), f"symbiosis_{name}", None)
+
+
 def panel_width() -> int:
     """Outputs of a panel of the packed product; 0 if it is not compiled for this processor."""
-    found = getattr(_library(), "symbiosis_panel_width", None)
+    found = symbol("panel_width")
     return int(found()) if found is not None else 0
 
 

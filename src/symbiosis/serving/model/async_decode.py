@@ -10,7 +10,7 @@ B = rows that sample a token, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -58,8 +58,11 @@ class _Ahead:
 class AsyncDecoder:
     """Wraps a model runner; at most one step ahead."""
 
-    def __init__(self, runner: ModelRunner, block_manager: BlockManager) -> None:
-        self._runner, self._block_manager = runner, block_manager
+    def __init__(
+        self, runner: ModelRunner, block_manager: BlockManager, before_write: Callable[[], None] = lambda: None
+    ) -> None:
+        """`before_write` is called when blocks were allocated, before they are written."""
+        self._runner, self._block_manager, self._before_write = runner, block_manager, before_write
         self._ahead: _Ahead | None = None
 
     def forget(self) -> None:
@@ -103,6 +106,7 @@ class AsyncDecoder:
             return
         if len(rows) < len(tokens_B):
             tokens_B = tokens_B[torch.tensor(rows, device=tokens_B.device)]
+        self._before_write()
         # Tokens below 0 belong to sequences that have failed.
         logits_BV = self._runner.compute_next(chunks, tokens_B.clamp(min=0), adapters)
         if logits_BV is not None:

@@ -57,6 +57,11 @@ class PagedKVCache:
     def nbytes(self) -> int:
         return self._memory.nbytes
 
+    @property
+    def by_block(self) -> Tensor:
+        """Keys and values as [layers, 2, blocks, tokens of a block, K, D]."""
+        return self._memory.view(*self._memory.shape[:2], -1, self.block_size, *self._memory.shape[3:])
+
     def begin(self, spans: Sequence[Span], prefixes: Sequence[PrefixKV] = ()) -> None:
         """Set the rows of the next forward pass."""
         device = self._memory.device
@@ -74,8 +79,7 @@ class PagedKVCache:
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (source, destination); all are read before any is written."""
         if blocks:
-            shape = (*self._memory.shape[:2], -1, self.block_size, *self._memory.shape[3:])
-            by_block = self._memory.view(shape)
+            by_block = self.by_block
             source, target = (torch.tensor(numbers, device=self._memory.device) for numbers in zip(*blocks, strict=True))
             by_block[:, :, target] = by_block[:, :, source]
 

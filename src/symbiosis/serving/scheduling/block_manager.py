@@ -7,6 +7,8 @@ stays cached until its memory is needed, evicted in LRU order.
 
 Shared blocks are never written. A sequence copies a block instead in two cases: its last token lies in a cached block (it
 is always recomputed, for its logits), or it forks from a parent in the middle of a block.
+
+With host blocks, a cached block whose memory is needed is copied to host memory first, and is found there later.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from symbiosis.serving.scheduling.host_blocks import HostBlocks
 from symbiosis.serving.scheduling.sequence import Sequence
 
 BlockCopy = tuple[int, int]
@@ -24,9 +27,10 @@ BlockCopy = tuple[int, int]
 class BlockManager:
     """`num_blocks` blocks of `block_size` tokens each."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.host = HostBlocks(host_blocks)
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # hashed, without references; least recently used first
@@ -65,10 +69,16 @@ class BlockManager:
         shared = self.find_prefix(sequence)
         last = len(sequence.tokens) - 1
         computed, source = len(shared) * self.block_size, None
+        stored: list[bytes] = []
         if computed > last:
             computed, source = last, shared.pop()
-        elif parent is not None:
-            computed, source = self._find_partial(sequence, parent, computed)
+            if self.host.is_restoring(source):  # it is written in this step, after all copies were read
+                computed, source = len(shared) * self.block_size, None
+        else:
+            stored = self._find_stored(sequence, len(shared))
+            if parent is not None and not stored:
+                computed, source = self._find_partial(sequence, parent, computed)
+        computed += len(stored) * self.block_size
         needed = -(-length // self.block_size) - len(shared)
         if needed + reserved > self.num_free_blocks - sum(block in self._evictable for block in shared):
             return None
@@ -77,13 +87,18 @@ class BlockManager:
             self._evictable.pop(block, None)
         if source is not None and source in self._evictable:
             self._evictable.move_to_end(source)
+        self.host.pin(stored)
         fresh = self._take(needed)
+        for hash, block in zip(stored, fresh, strict=False):
+            self.host.restore(hash, block)
+            self._cached[hash] = block
+            self._hashes[block] = hash
         copies: list[BlockCopy] = []
         if source is not None:
             copies = self._copy_on_write(source, fresh)
         sequence.block_table = shared + fresh
         sequence.num_computed_tokens = computed
-        sequence.num_hashed_blocks = len(shared)
+        sequence.num_hashed_blocks = len(shared) + len(stored)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = computed
         return copies
@@ -122,6 +137,14 @@ class BlockManager:
         sequence.block_table = []
         sequence.num_computed_tokens = sequence.num_hashed_blocks = 0
 
+    def reset_cache(self) -> None:
+        """Forget all cached blocks, on host and device: their content is unknown. Blocks of sequences stay theirs."""
+        self.host.clear()
+        self._free += self._evictable
+        self._evictable.clear()
+        self._hashes = [None] * self.num_blocks
+        self._cached.clear()
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that each block is free, evictable, or referenced by exactly the block tables of `sequences`."""
         owned: Counter[int] = Counter()
@@ -143,6 +166,7 @@ class BlockManager:
         assert {block: hash for block, hash in enumerate(self._hashes) if hash} == {b: h for h, b in self._cached.items()}
         assert all(self._hashes[block] is None for block in free)
         assert all(self._hashes[block] is not None for block in evictable)
+        self.host.check_integrity()
 
     def _take(self, count: int) -> list[int]:
         taken = []
@@ -153,11 +177,23 @@ class BlockManager:
                 block, _none = self._evictable.popitem(last=False)
                 hash = self._hashes[block]
                 assert hash is not None
+                self.host.store(hash, block)
                 del self._cached[hash]
                 self._hashes[block] = None
             self._references[block] = 1
             taken.append(block)
         return taken
+
+    def _find_stored(self, sequence: Sequence, index: int) -> list[bytes]:
+        """Hashes of its blocks from `index` on that are in host memory only. The block of its last token is recomputed."""
+        found: list[bytes] = []
+        while index < (len(sequence.tokens) - 1) // self.block_size:
+            hash = self._hash(sequence, index)
+            if hash in self._cached or not self.host.has(hash):
+                break
+            found.append(hash)
+            index += 1
+        return found
 
     def _copy_on_write(self, source: int, fresh: list[int]) -> list[BlockCopy]:
         """Make the first fresh block a copy of `source`, which may itself have been evicted into `fresh`."""

@@ -9,8 +9,8 @@ was not served for `max_wait_s` precedes all counters, and no other sequence tak
 for.
 
 Preemption: when blocks run out, the youngest sequence of the least weight is preempted. Its blocks are freed, its tokens
-are kept, and their keys and values are recomputed later. A sequence that was preempted once is not preempted again in
-favour of one that never was, so the oldest sequence always makes progress.
+are kept, and their keys and values are recomputed later, or restored from host blocks (`host_blocks`). A sequence that was
+preempted once is not preempted again in favour of one that never was, so the oldest sequence always makes progress.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank
         self._preempted: list[Sequence] = []  # by rank
         self._running_adapters: Counter[str] = Counter()  # without the base model
+        self.num_preemptions = 0
         self._batch: Batch | None = None  # scheduled, not updated yet
         self.draining: dict[str, str] = {}
         """Adapters that admit no sequence, each with the adapter that waits for its memory. Set by the engine."""
@@ -272,6 +273,7 @@ class Scheduler:
         self._release(sequence)
         sequence.state = SequenceState.PREEMPTED
         sequence.preemptions += 1
+        self.num_preemptions += 1
         insort(self._preempted, sequence, key=_rank)
 
     def _check_resident(self, builder: BatchBuilder, adapter: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -15,10 +16,10 @@ from symbiosis.models.client_part import build_skeleton, fill_skeleton, load_wei
 from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.split.client.blob_download import download
 from symbiosis.split.client.call_grouping import CallGroups
-from symbiosis.split.client.deferred.norm import defer_norms
-from symbiosis.split.client.deferred.tensor import compute_outputs
+from symbiosis.split.client.deferred.norm import enable_deferral
 from symbiosis.split.client.direct_mode import MappedParameter, MappedWeights, open_mapping
 from symbiosis.split.client.kv_cache import preallocate_caches
+from symbiosis.split.client.long_context.generation import generate
 from symbiosis.split.client.loss import use_fused_loss
 from symbiosis.split.client.session import ClientSession
 from symbiosis.split.client.virtual_block import make_block
@@ -32,8 +33,10 @@ _log = logging.getLogger("symbiosis")
 MODES = ("auto", "direct", "executor")
 
 
-def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: str) -> PreTrainedModel:
-    """The connected model: a plain transformers model that holds no base weights."""
+def assemble(
+    link: Link, welcome: dict[str, Any], device: torch.device, mode: str, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The connected model: a plain transformers model that holds no base weights. `dtype` is that of the client part."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     try:
@@ -42,6 +45,11 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     except (KeyError, TypeError, ValueError) as error:
         raise BadMessage(f"the executor's description of its model is malformed: {error!r}") from error
     model_class = link.model_class() or resolve_class(manifest.model_class)
+    is_converted = dtype is not None and dtype is not getattr(torch, manifest.dtype)
+    if is_converted:
+        if mode == "direct":
+            raise DirectRefused(f"direct mode computes in the executor's dtype, {manifest.dtype}: leave dtype= out")
+        mode = "executor"
     session = ClientSession(link, manifest, limits, model_class)
     mapped = _map(link, welcome, limits, device, mode)
     model = build_skeleton(manifest, model_class)
@@ -52,6 +60,8 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
             module.remember_bias()
     model.eval()
     model.to(device)
+    if is_converted:
+        model.to(dtype)
     if mode != "executor" and mapped.base:
         for module in list(model.modules()):
             if isinstance(module, VirtualLayer):
@@ -60,13 +70,13 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
         link.use_gpu(device, executor_gpu)
     if device.type == "cuda":
         patch_fused_ops(model)
-    if not mapped.base or mode == "executor":
-        defer_norms(model, session, (spec for spec in manifest.layers if spec.kind is LayerKind.NORM))
+    if (not mapped.base or mode == "executor") and not is_converted:  # programs round sums in the executor's dtype
+        enable_deferral(model, session)
         groups.train.find_starts()
-        compute_outputs(model)
     use_fused_loss(model)
     preallocate_caches(model)
     model.symbiosis = session
+    model.generate = MethodType(generate, model)  # a copy of the model has its own: methods are copied with their object
     model.save_pretrained = _cannot_save
     return model
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from symbiosis.errors import CannotSplit
 from symbiosis.models.patches.mixin import mix_in
-from symbiosis.split.client.deferred.tensor import DeferredTensor, is_pending, plain
+from symbiosis.split.client.deferred.tensor import DeferredTensor, compute_outputs, is_pending, plain
 from symbiosis.split.client.module_snapshot import ModuleSnapshot, is_watched
 from symbiosis.split.client.session import ClientSession
 from symbiosis.split.client.shared_params import SharedParam
-from symbiosis.types import LayerSpec
+from symbiosis.types import LayerKind, LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,26 @@ class DeferredNorm(nn.Module):
             made.norm_forward = super().forward
         return type(x)(made)
 
+    def follow_parameters(self) -> None:
+        """Record the current parameters as the executor's: they are copies of those recorded before."""
+        hosted = self._symbiosis_hosted
+        parameters = {name: SharedParam.of(parameter) for name, parameter in self._parameters.items()}
+        object.__setattr__(self, "_symbiosis_hosted", replace(hosted, parameters=parameters))
+
+    def is_hosted(self) -> bool:
+        """Whether the executor's norm computes the same."""
+        return self._symbiosis_hosted.is_unchanged(self)
+
     def _is_trained(self) -> bool:
         return any([parameter is not None and parameter.requires_grad for parameter in self._parameters.values()])
+
+
+def enable_deferral(model: nn.Module, session: ClientSession) -> None:
+    """Let layers of this model return deferred tensors to each other, and computed ones to its caller."""
+    if any(isinstance(module, DeferredNorm) for module in model.modules()):
+        return
+    defer_norms(model, session, (spec for spec in session.manifest.layers if spec.kind is LayerKind.NORM))
+    compute_outputs(model)
 
 
 def defer_norms(model: nn.Module, session: ClientSession, norms: Iterable[LayerSpec]) -> None:
