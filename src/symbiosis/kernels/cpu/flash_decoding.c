@@ -75,7 +75,10 @@ INLINE void load_columns(const void *from, int64_t at, const int kind, Vec *to) 
 INLINE int64_t size_of(const int kind) { return kind == FLOAT ? 4 : kind == BFLOAT16 ? 2 : 1; }
 
 INLINE void prefetch(const char *from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(from + at);
+    int64_t at = 0;
+    for (; at + 4 * LINE <= bytes; at += 4 * LINE)
+        UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(from + at + i * LINE);
+    for (; at < bytes; at += LINE) __builtin_prefetch(from + at);
 }
 
 /* Scores of `queries` queries with CHAINS / queries keys. */

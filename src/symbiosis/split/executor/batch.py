@@ -115,7 +115,9 @@ def _alone(work: BatchCall) -> Rows:
         return run(work.layers, work.key.direction, work.rows, work.places)
     rows = tuple(_convert(part, work.layers[0], index) for index, part in enumerate(work.rows))
     results = run(work.layers, work.key.direction, rows)
-    return tuple(_convert_back(result, work.rows[0]) for result in results)
+    converted = tuple(_convert_back(result, work.rows[0]) for result in results)
+    _wait_for_copies(work.layers[0].device, [converted])
+    return converted
 
 
 def _joined(works: Sequence[BatchCall]) -> list[Rows]:
@@ -142,7 +144,9 @@ def _split(works: Sequence[BatchCall], results: Rows) -> list[Rows]:
     """The results of each call."""
     sizes = [work.rows[0].shape[0] for work in works]
     split = zip(*(torch.split(result, sizes) for result in results), strict=True)
-    return [tuple(_convert_back(part, work.rows[0]) for part in parts) for work, parts in zip(works, split, strict=True)]
+    converted = [tuple(_convert_back(part, work.rows[0]) for part in parts) for work, parts in zip(works, split, strict=True)]
+    _wait_for_copies(works[0].layers[0].device, converted)
+    return converted
 
 
 def _convert(rows: Tensor, layer: BaseLayer, index: int) -> Tensor:
@@ -151,5 +155,16 @@ def _convert(rows: Tensor, layer: BaseLayer, index: int) -> Tensor:
 
 
 def _convert_back(result: Tensor, rows: Tensor) -> Tensor:
-    """A result in the dtype and on the device of the call's rows; it may be a view of the batch's result."""
-    return result.to(rows.device, rows.dtype if rows.is_floating_point() else None)
+    """A result in the dtype and on the device of the call's rows; it may be a view of the batch's result.
+
+    A copy from a GPU to the host is asynchronous, into page-locked memory: `_wait_for_copies` must follow.
+    """
+    if rows.is_floating_point():
+        result = result.to(rows.dtype)
+    return result.to(rows.device, non_blocking=result.is_cuda and rows.device.type == "cpu")
+
+
+def _wait_for_copies(device: torch.device, results: Sequence[Rows]) -> None:
+    """Wait once for all copies of a batch from a GPU to the host."""
+    if device.type == "cuda" and any(part.device.type == "cpu" for parts in results for part in parts):
+        torch.cuda.current_stream(device).synchronize()
