@@ -34,7 +34,7 @@ def check_dtype(name: str, device: torch.device) -> None:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise DtypeMissing(
-            f"the executor computes in {name}, which torch {torch.__version__} of this host does not have: install the "
+            f"the executor computes in {name:.40}, which torch {torch.__version__} of this host does not have: install the "
             "executor's version of torch, or use an executor with --dtype float32"
         )
     try:

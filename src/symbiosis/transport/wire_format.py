@@ -11,6 +11,8 @@ from torch import Tensor
 from symbiosis.errors import DtypeMissing, SymbiosisError
 from symbiosis.transport.messages import DTYPE_NAMES
 
+_MAX_DTYPES = 16  # an untrusted list, shown in an error
+
 
 class WireFormat(StrEnum):
     """What a tenant chooses for its link. Weights and files always travel as they are."""
@@ -35,7 +37,9 @@ class WireFormat(StrEnum):
 
     def check_peer(self, address: str, dtypes: object) -> None:
         """Raise `DtypeMissing` if the executor does not read what this format sends. `dtypes` is what its WELCOME lists."""
-        known = [str(name) for name in dtypes] if isinstance(dtypes, Sequence) and not isinstance(dtypes, str) else DTYPE_NAMES
+        known: Sequence[str] = DTYPE_NAMES
+        if isinstance(dtypes, list):
+            known = [str(name)[:20] for name in dtypes[:_MAX_DTYPES]]
         if self is WireFormat.BF16 and "bfloat16" not in known:
             raise DtypeMissing(
                 f"wire='bf16' sends bfloat16, and the executor at {address} reads {', '.join(known) or 'no dtype'}: "

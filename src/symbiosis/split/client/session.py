@@ -19,7 +19,7 @@ from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec, Limits, Manifest
 
 _MAX_SHAPES = 4096
-_PART_BYTES = 256 << 10  # least size of a part, with its reply, of a call that is divided to be in flight at once
+_PART_BYTES = 1 << 20  # least size of a part, with its reply, of a call that is divided to be in flight at once
 _SPARE_BYTES = 4096  # alignment of tensors within a message
 
 
