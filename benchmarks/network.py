@@ -4,7 +4,8 @@ Tenant and executor are processes in two network namespaces. The link between th
 a rate of 1 or 10 Gbit/s in each direction (tests/network/emulated_link.py). The tenant fine-tunes a LoRA of the default
 model and generates, with each wire format, and with micro-batches in flight. The baseline is the same tenant over TCP on
 this host, without a token and so without encryption, in the same round. Each process has one thread of torch. Reported are
-times, round trips, and bytes on the wire with all headers.
+times, round trips, and bytes on the wire with all headers. A machine with other work inflates times, so `idle_ratio` is the
+ratio that follows from CPU time, round trips and bytes if nothing overlaps.
 
     python -m benchmarks.network           # about 20 minutes on 2 cores, as root
     python -m benchmarks.network --tiny    # seconds, for the tests
@@ -52,8 +53,8 @@ class Plan:
     long_tokens: int = 64
     """Of each sequence where both adapters are compared: a round trip of 1 ms and 10 Gbit/s."""
     prompt: int = 12
-    new_tokens: int = 9
-    steps: int = 2
+    new_tokens: int = 5
+    steps: int = 1
     threads: int = 1
     tiny: bool = False
 
@@ -78,7 +79,8 @@ def serve(host: Host | None, plan: Plan, pipe: Any) -> None:
     tokens = {} if host is None else {"tenant": TOKEN}
     with symbiosis.Executor(model, tokens=tokens) as executor:
         pipe.send(executor.listen(f"tcp://{'127.0.0.1' if host is None else host.ip}:0"))
-        pipe.recv()
+        while pipe.recv() is not None:
+            pipe.send(time.process_time())
 
 
 class Tenant:
@@ -116,13 +118,6 @@ class Tenant:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def whole_calls(self) -> None:
-        """The same step with one call in flight."""
-        link = self.session._link
-        most, link.max_in_flight = link.max_in_flight, 1
-        self.step()
-        link.max_in_flight = most
-
     def micro_batches(self) -> None:
         """The same step in micro-batches of one sequence, all in flight."""
         import symbiosis
@@ -154,14 +149,15 @@ class Tenant:
 
     def measure(self, work: str, times: int) -> dict[str, Any]:
         """Seconds of each repetition, and the traffic of one."""
-        self.model.train(work in ("step", "whole_calls", "micro_batches"))
-        before, seconds = self.session.traffic(), []
+        self.model.train(work in ("step", "micro_batches"))
+        before, seconds, cpu = self.session.traffic(), [], time.process_time()
         for _ in range(times):
             started = time.perf_counter()
             getattr(self, work)()
             seconds.append(time.perf_counter() - started)
         after = self.session.traffic()
-        return {"seconds": seconds, **{name: (after[name] - before[name]) / times for name in after}}
+        cpu_s = (time.process_time() - cpu) / times
+        return {"seconds": seconds, "cpu_s": cpu_s, **{name: (after[name] - before[name]) / times for name in after}}
 
 
 def work(host: Host | None, address: str, token: str | None, plan: Plan, pipe: Any) -> None:
@@ -203,10 +199,26 @@ class Child:
         self._process.join()
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A tenant and its executor."""
+
+    tenant: Child
+    executor: Child
+
+    def __call__(self, *asked: Any) -> Any:
+        """What the tenant answers. CPU time is that of both processes, encryption included."""
+        before = self.executor("cpu")
+        found = self.tenant(*asked)
+        if asked[0] == "measure":
+            found["cpu_s"] += (self.executor("cpu") - before) / asked[2]
+        return found
+
+
 class Round:
     """All work under one condition, local and remote in turns."""
 
-    def __init__(self, plan: Plan, link: EmulatedLink, local: Child, remote: Child, conditions: Conditions) -> None:
+    def __init__(self, plan: Plan, link: EmulatedLink, local: Pair, remote: Pair, conditions: Conditions) -> None:
         self._plan, self._link, self._local, self._remote, self._conditions = plan, link, local, remote, conditions
         self.cells: list[dict[str, Any]] = []
         link.set(conditions)
@@ -228,8 +240,15 @@ class Round:
         if baseline is not None:
             cell["local_seconds"] = baseline["seconds"]
             cell["ratio"] = statistics.median(found["seconds"]) / statistics.median(baseline["seconds"])
+            cell["local_cpu_s"], cell["idle_ratio"] = baseline["cpu_s"], self._idle_s(found) / baseline["cpu_s"]
         self.cells.append(cell)
         return found
+
+    def _idle_s(self, found: dict[str, Any]) -> float:
+        """The time on an idle machine, if nothing overlaps: CPU time, round trips, and bytes in one direction at a time."""
+        rate_bytes = self._conditions.gbit_per_s * 1e9 / 8
+        waits_s = found["round_trips"] * self._conditions.round_trip_ms / 1e3
+        return float(found["cpu_s"] + waits_s + found["wire_bytes"] / rate_bytes)
 
     def local(self, work: str, times: int) -> dict[str, Any]:
         return self._local("measure", work, times)  # type: ignore[no-any-return]
@@ -245,25 +264,27 @@ class Round:
         cell = {**asdict(self._conditions), **self._setting, "work": "decode", "seconds": [seconds], **found}
         if baseline is not None:
             cell |= {"local_seconds": [baseline["token"]], "ratio": seconds / baseline["token"]}
+            cell |= {"local_cpu_s": baseline["cpu_s"], "idle_ratio": self._idle_s(found) / baseline["cpu_s"]}
         self.cells.append(cell)
 
     def local_decode(self) -> dict[str, float]:
         self._local("measure", "prompt", 1)
         prompt, whole = self.local("prompt", 1), self.local("generate", 1)
-        return {"token": (whole["seconds"][0] - prompt["seconds"][0]) / (self._plan.new_tokens - 1)}
+        steps = self._plan.new_tokens - 1
+        seconds, cpu_s = whole["seconds"][0] - prompt["seconds"][0], whole["cpu_s"] - prompt["cpu_s"]
+        return {"token": seconds / steps, "cpu_s": cpu_s / steps}
 
 
 def run_conditions(each: Round, plan: Plan, conditions: Conditions) -> None:
     each.connect("exact", QUERY_VALUE, plan.tokens, local=True)
     baseline, token = each.local("step", plan.steps), each.local_decode()
     each.run("step", plan.steps, baseline)
-    if conditions.gbit_per_s == min(plan.rates_gbit):
-        each.run("whole_calls", plan.steps, baseline)
-    each.run("micro_batches", 1)  # opens its connections
-    del each.cells[-1]
-    each.run("micro_batches", plan.steps, baseline)
+    if conditions.round_trip_ms >= 10:
+        each.run("micro_batches", 1)  # opens its connections
+        del each.cells[-1]
+        each.run("micro_batches", plan.steps, baseline)
     each.decode(token)
-    if conditions.round_trip_ms >= 10 and conditions.gbit_per_s == max(plan.rates_gbit):
+    if conditions == plan.conditions()[len(plan.round_trips_ms) - 1]:  # the longest round trip
         each.run("generate", 1)
         each.run("prompt_lookup", 1)
     each.connect("bf16", QUERY_VALUE, plan.tokens)
@@ -291,7 +312,7 @@ def progress_of(total: int, console: Console) -> Iterator[Any]:
 
 def show(console: Console, cells: Sequence[dict[str, Any]]) -> None:
     for cell in cells:
-        ratio = f" ({cell['ratio']:.2f} of local)" if "ratio" in cell else ""
+        ratio = f" ({cell['ratio']:.2f} of local, at most {cell['idle_ratio']:.2f} if idle)" if "ratio" in cell else ""
         console.print(
             f"{cell['round_trip_ms']:g} ms, {cell['gbit_per_s']:g} Gbit/s, {cell['wire']}, {cell['adapter']}, "
             f"{cell['batch']} × {cell['tokens']}, {cell['work']}: {statistics.median(cell['seconds']):.3f} s{ratio}, "
@@ -313,10 +334,11 @@ def run(plan: Plan, folder: Path = FOLDER) -> dict[str, Any]:
             Child(work, here, far.first, TOKEN, plan) as remote,
             progress_of(len(plan.conditions()) + 1, console) as report,
         ):
+            near_pair, far_pair = Pair(local, near), Pair(remote, far)
             rounds = [Conditions(round_trip_ms=1.0, gbit_per_s=10.0), *plan.conditions()]
             for number, conditions in enumerate(rounds):
                 report(f"{conditions.round_trip_ms:g} ms, {conditions.gbit_per_s:g} Gbit/s")
-                each = Round(plan, link, local, remote, conditions)
+                each = Round(plan, link, near_pair, far_pair, conditions)
                 if number == 0:
                     run_long(each, plan)
                 else:

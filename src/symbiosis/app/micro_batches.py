@@ -26,10 +26,10 @@ def accumulate_gradients(model: Any, micro_batches: Sequence[Mapping[str, Any]],
     if not trained:
         raise SymbiosisError("no parameter of the model requires a gradient: wrap it with PEFT (get_peft_model) first")
     device = trained[0].device.type
-    autocast = {"enabled": torch.is_autocast_enabled(device), "dtype": torch.get_autocast_dtype(device)}
+    is_autocast, autocast_dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
     def run(batch: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        with torch.enable_grad(), torch.autocast(device, **autocast):  # both belong to a thread
+        with torch.enable_grad(), torch.autocast(device, autocast_dtype, is_autocast):  # both belong to a thread
             loss = model(**batch).loss / len(micro_batches)
         return loss.detach(), torch.autograd.grad(loss, trained, allow_unused=True)
 

@@ -372,9 +372,9 @@ class ZmqLink(Link):
                 else:
                     connections.append(connection)
         except BaseException:
-            for connection in waiting:  # a late reply must not meet the next request
-                if connection is not None:
-                    connection.close()
+            for cut in waiting:  # a late reply must not meet the next request
+                if cut is not None:
+                    cut.close()
             connections += [None] * (ahead - len(connections))
             raise
         finally:
