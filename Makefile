@@ -120,6 +120,7 @@ bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 co
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.colocation
 	$(BIN)/python -m benchmarks.queueing
+	$(BIN)/python -m benchmarks.wire_compression
 	$(BIN)/python -m benchmarks.http_load default --cpu
 
 SEED ?= 1

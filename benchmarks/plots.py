@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.policies import plot as plot_policies
@@ -249,6 +250,27 @@ def decode_attention(record: dict[str, Any], axes: Sequence[Any]) -> None:
     bars(axes[0], groups, {name: [each["gb_per_s"].get(name) for each in record["cases"]] for name in names}, "GB/s")
 
 
+def network(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    short = [cell for cell in record["runs"] if cell["tokens"] == record["plan"]["tokens"]]
+    panels = ((("step", "micro_batches"), 1.0, "fine-tuning step, s"), (("decode",), 1e-3, "decode, ms per token"))
+    for each, (works, scale, unit) in zip(axes, panels, strict=True):
+        lines: dict[str, dict[float, float]] = {}
+        for cell in short:
+            if cell["work"] in works:
+                micro = ", micro-batches" if cell["work"] == "micro_batches" else ""
+                name = f"{cell['gbit_per_s']:g} Gbit/s, {cell['wire']}{micro}"
+                lines.setdefault(name, {})[cell["round_trip_ms"]] = median(cell["seconds"]) / scale
+        for name, points in lines.items():
+            each.plot(list(points), list(points.values()), marker="o", label=name, linestyle="--" if "bf16" in name else "-")
+        local = [value for cell in short if cell["work"] == works[0] for value in cell["local_seconds"]]
+        each.axhline(median(local) / scale, color="#9aa0a6", linestyle=":", label="local TCP")
+        each.set_xscale("symlog", linthresh=1)
+        each.set_xlabel("round trip, ms")
+        each.set_ylabel(unit)
+        each.set_ylim(bottom=0)
+        each.legend(fontsize=7)
+
+
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
     "sharing": (sharing, 3),
     "deferral": (deferral, 1),
@@ -265,6 +287,7 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = 
     "long_context": (long_context, 2),
     "engine_host_blocks": (engine_host_blocks, 2),
     "decode_attention": (decode_attention, 1),
+    "network": (network, 2),
 }
 
 

@@ -26,6 +26,7 @@ from benchmarks import (
     lora,
     memory,
     mixed,
+    network,
     plots,
     policies,
     queueing,
@@ -34,10 +35,12 @@ from benchmarks import (
     sharding,
     sharing,
     small_and_large,
+    wire_compression,
 )
 from benchmarks.http_load import benchmark as http_load
 from benchmarks.results import compared
 from benchmarks.vllm_cpu import benchmark as vllm_cpu
+from tests.network.emulated_link import why_unavailable
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,23 @@ def test_queueing_completes_all_requests_and_reports_their_time(tmp_path):
     figures = queueing.run(tiny=True, repetitions=1, folder=tmp_path)
     assert figures["request_s"].keys() == figures["host_pass_s"].keys() == {"4", "8", "16"}
     assert (tmp_path / "queueing-tiny.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_network_benchmark_reports_times_round_trips_and_bytes(tmp_path):
+    if why_unavailable() is not None:
+        pytest.skip(str(why_unavailable()))
+    network.main(["--tiny", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "network.json").read_text())
+    assert {cell["work"] for cell in record["runs"]} >= {"step", "micro_batches", "decode"}
+    assert all(cell["round_trips"] > 0 and cell["wire_bytes"] > 0 for cell in record["runs"])
+    assert (tmp_path / "network.png").is_file()
+
+
+def test_the_benchmark_of_compression_reports_bytes_and_times(tmp_path):
+    wire_compression.main(["--tiny", "--out", str(tmp_path)])
+    runs = json.loads((tmp_path / "wire-compression.json").read_text())["runs"]
+    assert {run["codec"] for run in runs} == set(wire_compression.CODECS)
 
 
 needs_triton = pytest.mark.skipif(

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from symbiosis.version import VERSION
 
 __version__ = VERSION
-__all__ = ["Engine", "Executor", "Sampling", "Studio", "connect", "errors"]
+__all__ = ["Engine", "Executor", "Sampling", "Studio", "accumulate_gradients", "connect", "errors"]
 
 if TYPE_CHECKING:
     from symbiosis import errors
     from symbiosis.app.connect import connect
     from symbiosis.app.executor import Executor
+    from symbiosis.app.micro_batches import accumulate_gradients
     from symbiosis.app.studio import Studio
     from symbiosis.serving.engine import Engine
     from symbiosis.serving.scheduling.sequence import Sampling
@@ -24,6 +25,7 @@ _HOMES = {
     "Executor": "symbiosis.app.executor",
     "Sampling": "symbiosis.serving.scheduling.sequence",
     "Studio": "symbiosis.app.studio",
+    "accumulate_gradients": "symbiosis.app.micro_batches",
     "connect": "symbiosis.app.connect",
 }
 

@@ -94,6 +94,10 @@ class VersionMismatch(SymbiosisError, code="version_mismatch"):
     """The two ends use different versions of the protocol."""
 
 
+class DtypeMissing(SymbiosisError, code="dtype_missing"):
+    """One end uses a dtype that the other end, or its device, does not have."""
+
+
 class Unauthorized(SymbiosisError, code="unauthorized"):
     """No auth token, or one that the executor does not accept."""
 

@@ -13,6 +13,8 @@ import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
+from tests.network.emulated_link import Host
+
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["symbiosis.app.connect", "peft", "transformers.models.llama.modeling_llama", "tests.conftest"])
 
@@ -90,10 +92,13 @@ def train(model, steps: int, between=lambda step: None, snapshots: dict | None =
     return get_peft_model_state_dict(model)
 
 
-def _executor(ready: Connection, address: str, seed: str) -> None:
+def _executor(ready: Connection, address: str, seed: str, namespace: str = "", token: str = "") -> None:
+    """In a network namespace, if one is named. Beyond loopback a tenant needs a token."""
+    if namespace:
+        Host(namespace, "").enter()
     import symbiosis
 
-    executor = symbiosis.Executor(seeded_model(int(seed)))
+    executor = symbiosis.Executor(seeded_model(int(seed)), tokens={"ann": token} if token else {})
     executor.listen(address)
     ready.send(True)
     signal.pause()

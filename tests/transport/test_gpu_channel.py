@@ -86,7 +86,9 @@ class Multiplier:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def send_and_wait(self, message: Message) -> Message:
+    def send(self, message: Message) -> None: ...
+
+    def wait_for(self, message: Message) -> Message:
         with self._lock:
             old, self.channel = self.channel, GpuChannel(message.body["bytes"], MAX_CALL_BYTES, CPU)
             if old is not None:

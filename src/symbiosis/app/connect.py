@@ -16,6 +16,7 @@ from symbiosis.transport.base import Link
 from symbiosis.transport.messages import Kind, Message
 from symbiosis.transport.shm import ShmLink
 from symbiosis.transport.tcp import TcpLink
+from symbiosis.transport.wire_format import WireFormat
 
 _LINKS: dict[str, type[TcpLink] | type[ShmLink]] = {"tcp": TcpLink, "shm": ShmLink}
 
@@ -28,6 +29,7 @@ def connect(
     dtype: str | torch.dtype | None = None,
     privacy: str | None = None,
     mode: str = "auto",
+    wire: str = "exact",
     name: str | None = None,
     grace_s: float = 60.0,
 ) -> PreTrainedModel:
@@ -42,19 +44,23 @@ def connect(
     `mode` selects where base layers run: "executor" (batched with rows of other tenants), "direct" (in this process, on the
     executor's weights, which needs the same GPU or the same process) or "auto" (direct on the executor's GPU where the
     provider allows it, else executor).
+    `wire` selects how rows travel over tcp://: "exact" (in their dtype) or "bf16" (rounded to bfloat16, half the bytes of
+    float32; results differ by that rounding).
     """
     if privacy is not None:
         raise SymbiosisError(f"privacy={privacy!r}: this version has no privacy modes; activations are sent in plain form")
     if mode not in MODES:
         raise SymbiosisError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+    wire_format = WireFormat.parse(wire)
     hello, place, own_dtype = {"name": name or ""}, resolve_device(device or "cpu"), resolve_dtype(dtype)
     link: Link
     if isinstance(address, Executor):
+        _require_exact(wire_format, "an executor of this process")
         link = address.link(hello)
         welcome: dict[str, Any] = {"limits": address.limits.to_json()}
     else:
-        wire = _open_link(address, token=token, hello=hello, grace_s=grace_s)
-        link, welcome = wire, wire.welcome
+        opened = _open_link(address, wire_format, token=token, hello=hello, grace_s=grace_s)
+        link, welcome = opened, opened.welcome
     try:
         return assemble(link, welcome, place, mode, own_dtype)
     except BaseException:
@@ -62,17 +68,27 @@ def connect(
         raise
 
 
-def _open_link(address: str | Sequence[str], **options: Any) -> TcpLink | ShmLink:
+def _require_exact(wire: WireFormat, place: str) -> None:
+    if wire is not WireFormat.EXACT:
+        raise SymbiosisError(
+            f"wire={str(wire)!r} is for tcp:// addresses, got {place}: leave wire out, rows do not travel there"
+        )
+
+
+def _open_link(address: str | Sequence[str], wire: WireFormat, **options: Any) -> TcpLink | ShmLink:
     if not isinstance(address, str):
         schemes = [address_scheme(each) for each in address]
         if not schemes or set(schemes) != {"tcp"}:
             raise BadAddress(f"{list(address)!r}: expected one or more addresses tcp://HOST:PORT, of executors of one model")
-        return TcpLink(address, **options)
+        return TcpLink(address, wire=wire, **options)
     kind = _LINKS.get(address_scheme(address))
     if kind is None:
         is_http = address.startswith("http")
         hint = "; http:// is for OpenAI's API, `symbiosis serve` prints the address of its executor too" if is_http else ""
         raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT or shm://NAME{hint}")
+    if kind is TcpLink:
+        return TcpLink(address, wire=wire, **options)
+    _require_exact(wire, address)
     return kind(address, **options)
 
 

@@ -96,8 +96,33 @@ def unflatten_rows(rows: tuple[Tensor, ...], leading: torch.Size) -> tuple[Tenso
     return tuple([torch.ops.aten._unsafe_view(each, (*leading, each.shape[-1])) for each in rows])
 
 
+@dataclass(slots=True)
+class Traffic:
+    """What a link has carried since it was opened."""
+
+    round_trips: int = 0
+    """Waits for replies. Calls that are in flight together are one."""
+    messages: int = 0
+    """Messages with a reply."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def add(self, *, round_trips: int = 0, messages: int = 0, sent_bytes: int = 0, received_bytes: int = 0) -> None:
+        self.round_trips += round_trips
+        self.messages += messages
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes
+
+
 class Link(ABC):
     """A tenant's end. Thread-safe; each request returns its reply or raises."""
+
+    max_in_flight: int = 1
+    """Calls that this link carries at the same time for one thread."""
+
+    def traffic(self) -> Traffic:
+        """Zero where nothing is encoded, as within a process."""
+        return Traffic()
 
     @abstractmethod
     def request(self, message: Message) -> Message:
@@ -111,6 +136,13 @@ class Link(ABC):
         leading = message.tensors[0].shape[:-1]
         message.tensors = flatten_rows(message.tensors)
         return unflatten_rows(self.request(message).tensors, leading)
+
+    def call_all(self, messages: Sequence[Message], widths: list[int]) -> list[tuple[Tensor, ...]]:
+        """The reply tensors of independent calls, in order. Up to `max_in_flight` of them are on their way together.
+
+        Plain reference: one `call` after the other, as here.
+        """
+        return [self.call(message, widths) for message in messages]
 
     def use_gpu(self, device: torch.device, executor_device: torch.device) -> None:
         """Keep calls from `device` on the GPU, if this link can. `executor_device` is the executor's GPU, perhaps the same."""

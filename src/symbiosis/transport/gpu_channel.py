@@ -213,7 +213,8 @@ class GpuCaller:
     def _open(self, size: int) -> None:
         request = Message(Kind.CHANNEL, self._connection.next_request(), body={"bytes": size})
         try:
-            reply = self._connection.send_and_wait(request)
+            self._connection.send(request)
+            reply = self._connection.wait_for(request)
         except ConnectionCut:
             raise _executor_gone() from None
         if reply.kind is Kind.ERROR:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis.errors import BadMessage, SymbiosisError, TooLarge, VersionMismatch, from_code
+from symbiosis.errors import BadCall, BadMessage, SymbiosisError, TooLarge, VersionMismatch, from_code
 from symbiosis.types import Direction
 
 PROTOCOL = 5
@@ -38,6 +38,8 @@ _TENSOR = struct.Struct("<BBHIQQQ")  # dtype, place, 0, 0, rows, width, offset
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+"""The dtypes of tensors that a message can carry."""
 _IN_FRAME, _IN_ARENA = 0, 1
 
 
@@ -114,7 +116,10 @@ def _write_tensors(tensors: Sequence[Tensor], target: Tensor, start: int = 0) ->
 
 
 def encode(message: Message, arena: Tensor | None = None) -> bytearray:
-    """The frame of a message. With an arena, the tensor bytes are written there."""
+    """The frame of a message. With an arena, the tensor bytes are written there. Raises `TooLarge`, `BadCall`."""
+    for tensor in message.tensors:
+        if tensor.dtype not in _DTYPE_CODES:
+            raise BadCall(f"links carry {', '.join(DTYPE_NAMES)}, got rows of {tensor.dtype}: cast them")
     body = json.dumps(message.body, separators=(",", ":")).encode() if message.body else b""
     fixed = _HEADER.size + _LAYER.size * len(message.layers) + _TENSOR.size * len(message.tensors)
     payload = end = _aligned(fixed + len(body))

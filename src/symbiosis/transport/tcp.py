@@ -8,11 +8,18 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from symbiosis.errors import BadAddress, InsecureListen, Unreachable
+from symbiosis.transport.base import flatten_rows, unflatten_rows
+from symbiosis.transport.messages import Message
+from symbiosis.transport.wire_format import WireFormat
 from symbiosis.transport.zmq_client import ZmqLink
 from symbiosis.transport.zmq_server import ZmqPort
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})/?")
+
+_MAX_IN_FLIGHT = 4  # calls between two hosts: one is sent while another is computed and a third one is received
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -44,11 +51,35 @@ class TcpPort(ZmqPort):
 
 
 class TcpLink(ZmqLink):
-    def __init__(self, address: str | Sequence[str], *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        token: str | None,
+        hello: dict[str, Any],
+        grace_s: float,
+        wire: WireFormat = WireFormat.EXACT,
+    ) -> None:
         """Several addresses are those of executors of the same model: one replaces the other."""
         addresses = [address] if isinstance(address, str) else address
         places = [(each, _endpoint(each)) for each in addresses]
+        self.wire = wire
+        if not all(is_loopback(parse_address(each)[0]) for each in addresses):
+            self.max_in_flight = _MAX_IN_FLIGHT
         super().__init__(places, token=token, hello=hello, grace_s=grace_s)
+
+    def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
+        return self.call_all([message], widths)[0]
+
+    def call_all(self, messages: Sequence[Message], widths: list[int]) -> list[tuple[Tensor, ...]]:
+        first = messages[0].tensors[0]
+        leadings = [message.tensors[0].shape[:-1] for message in messages]
+        for message in messages:
+            message.tensors = tuple([self.wire.round(each) for each in flatten_rows(message.tensors)])
+        replies = [reply.tensors for reply in self.request_all(messages)]
+        if first.is_floating_point() and self.wire is not WireFormat.EXACT:
+            replies = [tuple([each.to(first.dtype) for each in reply]) for reply in replies]
+        return [unflatten_rows(reply, leading) for reply, leading in zip(replies, leadings, strict=True)]
 
 
 def _endpoint(address: str) -> str:

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import zmq
@@ -34,8 +35,9 @@ from symbiosis.errors import (
     Unreachable,
 )
 from symbiosis.transport import curve_keys
-from symbiosis.transport.base import Link
+from symbiosis.transport.base import Link, Traffic
 from symbiosis.transport.messages import Kind, Message, decode, encode
+from symbiosis.transport.wire_format import WireFormat
 
 _CONNECT_TIMEOUT_S = 5.0
 _PING_AFTER_S = 0.5
@@ -103,7 +105,7 @@ class Connection:
     def _shake_hands(self, deadline: float) -> None:
         nonce = secrets.token_hex(16)
         try:
-            self._send(Message(Kind.HELLO, self._link.next_request(), body={**self._link.hello, "nonce": nonce}))
+            self.send(Message(Kind.HELLO, self._link.next_request(), body={**self._link.hello, "nonce": nonce}))
         except ConnectionCut:
             self._check_alive()  # raises the reason, if the monitor has one
             raise
@@ -134,12 +136,15 @@ class Connection:
             if not hmac.compare_digest(expected.encode(), str(welcome.body.get("proof", "")).encode(errors="replace")):
                 raise Unauthorized(f"the executor at {self._link.address} does not know your token: not connected")
         self._link.check_model(str(welcome.body.get("model")))
+        self._link.wire.check_peer(self._link.address, welcome.body.get("dtypes"))
         self._call_arena, self._reply_arena = self._link.open_arenas(welcome)
         self._link.welcome = welcome.body
 
-    def send_and_wait(self, message: Message) -> Message:
-        """The reply, an ERROR included. Waits while the executor is alive. Raises `ConnectionCut`, `ExecutorLost`, `Closed`."""
-        self._send(message)
+    def wait_for(self, message: Message) -> Message:
+        """The reply to a message that was sent, an ERROR included. Waits while the executor is alive.
+
+        Raises `ConnectionCut`, `ExecutorLost`, `Closed`.
+        """
         last_heard = time.monotonic()
         pinged = False
         while True:
@@ -158,7 +163,7 @@ class Connection:
                     return reply
                 pinged = False
                 if not reply.body.get("known"):
-                    self._send(message)
+                    self.send(message)
                 continue
             self._check_alive()
             silent_s = time.monotonic() - last_heard
@@ -167,15 +172,17 @@ class Connection:
             if silent_s > _SILENT_S and self._link.has_replicas:
                 raise ConnectionCut
             if silent_s >= _PING_AFTER_S and not pinged:
-                self._send(Message(Kind.PING, message.request))
+                self.send(Message(Kind.PING, message.request))
                 pinged = True
 
-    def _send(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
+        """Queue a message for sending. Raises `ConnectionCut`."""
         frame = encode(message, self._call_arena if message.tensors else None)
         try:
             self._socket.send(frame, zmq.NOBLOCK, copy=len(frame) < 65536)
         except zmq.Again:
             raise ConnectionCut from None
+        self._link.count_traffic(sent_bytes=len(frame))
 
     def _receive(self) -> Message | None:
         """The next message, or None if none arrives within a tick."""
@@ -183,6 +190,7 @@ class Connection:
             frame = self._socket.recv(copy=False)
         except zmq.Again:
             return None
+        self._link.count_traffic(received_bytes=len(frame.buffer))
         message = decode(frame.buffer, max_bytes=_MAX_REPLY_BYTES, arena=self._reply_arena)
         if self._reply_arena is not None and message.tensors:
             # the next call overwrites the arena
@@ -204,7 +212,7 @@ class Connection:
         """Send BYE, without waiting for a reply, and close."""
         self._socket.setsockopt(zmq.LINGER, 100)
         with contextlib.suppress(ConnectionCut):
-            self._send(Message(Kind.BYE, self._link.next_request()))
+            self.send(Message(Kind.BYE, self._link.next_request()))
         self.close()
 
     def close(self) -> None:
@@ -225,7 +233,9 @@ def _close_sockets(context: zmq.Context[Any], sockets: set[zmq.Socket[bytes]]) -
 
 
 class ZmqLink(Link):
-    """A tenant's session. It opens as many connections as threads wait at once."""
+    """A tenant's session. It opens as many connections as calls are in flight at once."""
+
+    wire = WireFormat.EXACT
 
     def __init__(self, places: Sequence[tuple[str, str]], *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
         """`places`: address and endpoint of each executor; more than one are replicas."""
@@ -246,6 +256,7 @@ class ZmqLink(Link):
         self._free: list[Connection] = []
         self._in_use = 0
         self._requests = 0
+        self._traffic = Traffic()
         try:
             self._free.append(self._connect(_CONNECT_TIMEOUT_S))
         except BaseException:
@@ -266,7 +277,15 @@ class ZmqLink(Link):
     def has_replicas(self) -> bool:
         return len(self._places) > 1
 
+    def traffic(self) -> Traffic:
+        with self._lock:
+            return replace(self._traffic)
+
     # -- called by connections ---------------------------------------------------------------
+
+    def count_traffic(self, **added: int) -> None:
+        with self._lock:
+            self._traffic.add(**added)
 
     def next_request(self) -> int:
         with self._lock:
@@ -327,34 +346,76 @@ class ZmqLink(Link):
                 time.sleep(_RETRY_AFTER_S)
 
     def request(self, message: Message) -> Message:
-        message.request = self.next_request()
+        return self.request_all([message])[0]
+
+    def request_all(self, messages: Sequence[Message]) -> list[Message]:
+        """The replies, in order. Each message has a connection of its own, and up to `max_in_flight` are sent ahead.
+
+        Raises the first error after the replies of all messages in flight are here.
+        """
+        ahead = min(len(messages), max(1, self.max_in_flight))
         with self._lock:
             if self.closed:
                 raise Closed("this session was closed; connect again")
-            connection = self._free.pop() if self._free else None
-            self._in_use += 1
+            connections = [self._free.pop() if self._free else None for _ in range(ahead)]
+            self._in_use += ahead
+        replies: list[Message] = []
+        waiting: list[Connection | None] = []  # in order: connections with a message in flight; None if it was cut
         try:
-            connection, reply = self._send_until_replied(connection, message)
+            for message in messages[:ahead]:
+                waiting.append(self._send_ahead(connections.pop(0), message))
+            for number, message in enumerate(messages):
+                connection, reply = self._wait_until_replied(waiting.pop(0), message)
+                replies.append(reply)
+                if number + ahead < len(messages):
+                    waiting.append(self._send_ahead(connection, messages[number + ahead]))
+                else:
+                    connections.append(connection)
         except BaseException:
-            self._return_connection(None)
+            for cut in waiting:  # a late reply must not meet the next request
+                if cut is not None:
+                    cut.close()
+            connections += [None] * (ahead - len(connections))
             raise
-        self._return_connection(connection)
-        if reply.kind is Kind.ERROR:
-            raise reply.to_error()
-        return reply
+        finally:
+            for each in connections:
+                self._return_connection(each)
+            self.count_traffic(round_trips=-(-len(replies) // ahead), messages=len(replies))
+        for reply in replies:
+            if reply.kind is Kind.ERROR:
+                raise reply.to_error()
+        return replies
 
-    def _send_until_replied(self, connection: Connection | None, message: Message) -> tuple[Connection, Message]:
+    def _send_ahead(self, connection: Connection | None, message: Message) -> Connection | None:
+        """The connection on which the message is on its way; None if it was cut off."""
+        message.request = self.next_request()
+        if connection is None:
+            connection = self._connect(self.grace_s)
+        try:
+            connection.send(message)
+        except ConnectionCut:
+            connection.close()
+            return None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _wait_until_replied(self, connection: Connection | None, message: Message) -> tuple[Connection, Message]:
+        """The reply. A message whose connection is cut off is sent again on the next one."""
         try:
             while True:
-                if connection is None:
-                    connection = self._connect(self.grace_s)
                 try:
-                    return connection, connection.send_and_wait(message)
+                    if connection is not None:
+                        return connection, connection.wait_for(message)
+                    connection = self._connect(self.grace_s)
+                    connection.send(message)
                 except ConnectionCut as cut:
                     if not isinstance(cut, Forgotten):
                         what = "trying the others" if self.has_replicas else "waiting for it"
                         _log.warning("the executor at %s is away: %s, up to %.0f s", self.address, what, self.grace_s)
-                    connection.close()
+                    if connection is not None:
+                        connection.close()
                     connection = None
         except BaseException:
             # interrupted or lost: a late reply must not meet the next request

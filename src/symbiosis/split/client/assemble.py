@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
 from symbiosis.gpu import driver
 from symbiosis.models.client_part import build_skeleton, fill_skeleton, load_weights, resolve_class
+from symbiosis.models.device_dtype import check_dtype
 from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.split.client.blob_download import download
 from symbiosis.split.client.call_grouping import CallGroups
@@ -44,6 +45,7 @@ def assemble(
         limits = Limits.from_json(welcome["limits"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadMessage(f"the executor's description of its model is malformed: {error!r}") from error
+    check_dtype(manifest.dtype, device)
     model_class = link.model_class() or resolve_class(manifest.model_class)
     is_converted = dtype is not None and dtype is not getattr(torch, manifest.dtype)
     if is_converted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import WITH_BIAS, Direction, LayerKind, LayerSpec, Limits, Manifest
 
 _MAX_SHAPES = 4096
+_PART_BYTES = 1 << 20  # least size of a part, with its reply, of a call that is divided to be in flight at once
 _SPARE_BYTES = 4096  # alignment of tensors within a message
 
 
@@ -39,6 +40,8 @@ class _CallShape:
     widths: list[int]
     max_rows: int
     """Of one message."""
+    row_bytes: int
+    """Of one row, in the call and in its reply."""
 
 
 class ClientSession:
@@ -66,6 +69,10 @@ class ClientSession:
     def stats(self) -> dict[str, Any]:
         """The executor's statistics: calls, batches, mean batch size, tokens, per tenant."""
         return self._link.request(Message(Kind.STATS)).body
+
+    def traffic(self) -> dict[str, int]:
+        """Round trips, messages and bytes of this session so far."""
+        return asdict(self._link.traffic())
 
     def close(self) -> None:
         """End the session; layer calls raise `Closed` from now on."""
@@ -102,8 +109,9 @@ class ClientSession:
         return self._call_in_parts(shape, Direction.PROGRAM_BACKWARD, rows, training=True)
 
     def _shape_program(self, key: Any, program: tuple[int, ...], widths: list[int], rows: tuple[Tensor, ...]) -> _CallShape:
-        max_rows = min(self._max_rows(rows, widths), max(1, self.limits.max_rows // len(program)))
-        return self._remember(key, _CallShape(program, widths, max_rows))
+        row_bytes, max_rows = self._row_limits(rows, widths)
+        max_rows = min(max_rows, max(1, self.limits.max_rows // len(program)))
+        return self._remember(key, _CallShape(program, widths, max_rows, row_bytes))
 
     def _remember(self, key: Any, shape: _CallShape) -> _CallShape:
         if len(self._shapes) >= _MAX_SHAPES:
@@ -117,17 +125,18 @@ class ClientSession:
         widths = reply_widths(layers, direction, rows)
         flags = with_bias or (False,) * len(layers)
         handles = tuple(layer.handle | (WITH_BIAS * flag) for layer, flag in zip(layers, flags, strict=True))
-        max_rows = self._max_rows(rows, widths)
+        row_bytes, max_rows = self._row_limits(rows, widths)
         if layers[0].kind is LayerKind.EXPERTS:
             max_rows = max(1, min(max_rows, self.limits.max_choices // rows[1].shape[-1]))
-        return _CallShape(handles, widths, max_rows)
+        return _CallShape(handles, widths, max_rows, row_bytes)
 
-    def _max_rows(self, rows: tuple[Tensor, ...], widths: list[int]) -> int:
-        """How many rows fit into one message, in the call and in its reply."""
+    def _row_limits(self, rows: tuple[Tensor, ...], widths: list[int]) -> tuple[int, int]:
+        """The bytes of one row, in the call and in its reply; and how many rows fit into one message."""
         sent = sum(t.shape[-1] * t.element_size() for t in rows)
         size = rows[0].element_size() if rows[0].is_floating_point() else 8  # the reply to ids has the layer's dtype
-        wire = max(sent, size * sum(widths))
-        return max(1, min(self.limits.max_rows, (self.limits.max_bytes - _SPARE_BYTES) // wire))
+        received = size * sum(widths)
+        max_rows = (self.limits.max_bytes - _SPARE_BYTES) // max(sent, received)
+        return sent + received, max(1, min(self.limits.max_rows, max_rows))
 
     def _call_in_parts(
         self, shape: _CallShape, direction: Direction, rows: tuple[Tensor, ...], *, training: bool
@@ -136,13 +145,13 @@ class ClientSession:
         if device.type == "meta":
             raise BadCall("rows on the meta device have no values, so the executor cannot compute with them")
         count, parts = math.prod(leading), [rows]
-        if count > shape.max_rows:
-            length = -(-count // -(-count // shape.max_rows))  # parts of about the same length
+        number = min(self._link.max_in_flight, count, count * shape.row_bytes // _PART_BYTES)
+        number = max(number, -(-count // shape.max_rows))
+        if number > 1:
+            length = -(-count // number)  # parts of about the same length
             parts = list(zip(*[torch.split(t, length) for t in flatten_rows(rows)], strict=True))
-        replies = []
-        for part in parts:
-            message = Message(Kind.CALL, layers=shape.handles, direction=direction, training=training, tensors=part)
-            replies.append(self._link.call(message, shape.widths))
+        messages = [Message(Kind.CALL, 0, shape.handles, direction, training, part) for part in parts]
+        replies = self._link.call_all(messages, shape.widths)
         results = replies[0]
         if len(replies) > 1:
             results = unflatten_rows(tuple([torch.cat(column) for column in zip(*replies, strict=True)]), leading)

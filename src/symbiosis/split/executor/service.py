@@ -22,7 +22,7 @@ from symbiosis.split.executor.memory_export import export_tensors
 from symbiosis.split.executor.policies import Policy
 from symbiosis.split.executor.sessions import Session, SessionTable
 from symbiosis.transport.base import Peer
-from symbiosis.transport.messages import PROTOCOL, Kind, Message
+from symbiosis.transport.messages import DTYPE_NAMES, PROTOCOL, Kind, Message
 from symbiosis.types import Limits, Manifest
 
 _PROVIDER = "provider"  # the tenant that sees the statistics of all
@@ -131,6 +131,7 @@ class Service:
             "model": self._model,
             "tenant": peer.session.tenant,
             "protocol": PROTOCOL,
+            "dtypes": DTYPE_NAMES,
             "limits": self._limits.to_json(),
             "policy": self.batcher.policy.name,
             "gpu": driver.gpu_name(self._gpu) if self._gpu is not None and peer.port.same_host else None,
