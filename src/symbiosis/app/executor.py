@@ -88,7 +88,7 @@ class Executor:
             self.limits = Limits(weights=weights, direct=direct and weights and shards is None)
             self._client_weights: BlobRef | None = None
             self._tokenizer = store_bytes(source.tokenizer) if source.tokenizer else None
-            self._about = _about(source.model, source.name)
+            self._about = describe_model(source.model, source.name)
             model_hash = self._model_hash()
             if not source.borrowed:
                 # The client part is in a file now. It stays in memory only where tenants map it on the GPU.
@@ -296,7 +296,8 @@ def _check_tokens(tokens: Mapping[str, str]) -> dict[str, str]:
     return dict(tokens)
 
 
-def _about(model: PreTrainedModel, name: str) -> dict[str, Any]:
+def describe_model(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    """The fields of a `Manifest` that the model itself determines."""
     config = model.config.to_dict()
     attention = getattr(model.config, "_attn_implementation", None)
     generation = getattr(model, "generation_config", None)

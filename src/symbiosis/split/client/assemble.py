@@ -51,7 +51,8 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
         if isinstance(module, VirtualLinear | VirtualConv1D):
             module.remember_bias()
     model.eval()
-    model.to(device)
+    if any(tensor.device != device for tensor in [*model.parameters(), *model.buffers()]):
+        model.to(device)
     if mode != "executor" and mapped.base:
         for module in list(model.modules()):
             if isinstance(module, VirtualLayer):

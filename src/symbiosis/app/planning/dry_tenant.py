@@ -1,0 +1,198 @@
+"""A split tenant's process as a dry run: the tenant's own code, over a link that replies without values."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import inspect
+
+import torch
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from symbiosis.app.executor import describe_model
+from symbiosis.planning.adapter_config import build_adapter_config
+from symbiosis.planning.live_memory import LiveMemory, dry_run
+from symbiosis.planning.model_size import ModelSize
+from symbiosis.planning.tenants import OPTIMIZERS, TenantLoad, Workload
+from symbiosis.split.client.assemble import assemble
+from symbiosis.transport.base import Link
+from symbiosis.transport.messages import Kind, Message
+from symbiosis.types import LayerKind, Limits, Manifest
+
+GRANULARITY = {"cpu": 64, "cuda": 512}
+"""To which torch's allocators round up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TenantMemory:
+    """Bytes of a tenant's process on the device of its part, and its traffic."""
+
+    client_part: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    kv_cache: int
+    activations: int
+    """Of a training step beyond its gradients, or of the prefill."""
+    calls: int
+    """Layer calls of a training step, or of a generated token."""
+    sent: int
+    received: int
+    """Bytes of these calls."""
+
+    @property
+    def total(self) -> int:
+        return self.client_part + self.adapter + self.gradients + self.optimizer + self.kv_cache + self.activations
+
+
+class _DryLink(Link):
+    """Replies with tensors of the right shapes. Frames are allocated as a TCP link allocates them."""
+
+    def __init__(self, manifest: Manifest, model_class: type[PreTrainedModel], tensors: dict[str, Tensor]) -> None:
+        self._manifest, self._model_class, self._tensors = manifest, model_class, tensors
+        self._blocks = {layer.handle for layer in manifest.layers if layer.kind is LayerKind.BLOCK}
+        self.reset()
+
+    def reset(self) -> None:
+        self.calls = self.block_calls = self.sent = self.received = 0
+
+    def request(self, message: Message) -> Message:
+        assert message.kind is Kind.MANIFEST, f"a dry run has no values to send: {message.kind.name}"
+        return Message(Kind.REPLY, body=self._manifest.to_json())
+
+    def call(self, message: Message, widths: list[int]) -> tuple[Tensor, ...]:
+        first = message.tensors[0]
+        dtype = first.dtype if first.is_floating_point() else getattr(torch, self._manifest.dtype)
+        leading, sent = first.shape[:-1], sum(tensor.nbytes for tensor in message.tensors)
+        results = tuple(torch.empty(*leading, width, dtype=dtype, device=first.device) for width in widths)
+        received = sum(result.nbytes for result in results)
+        if first.device.type == "cpu":
+            torch.empty(max(sent, received), dtype=torch.uint8)  # the frame, next to its tensors
+        self.block_calls += message.layers[0] in self._blocks
+        self.calls, self.sent, self.received = self.calls + 1, self.sent + sent, self.received + received
+        return results
+
+    def model_class(self) -> type[PreTrainedModel]:
+        return self._model_class
+
+    def client_tensors(self) -> dict[str, Tensor]:
+        return self._tensors
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class _OnGpu(TorchFunctionMode):
+    """Creates on the GPU what code creates on the CPU and moves afterwards: tensors without values cannot be moved."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") == "cpu":
+            kwargs = {**kwargs, "device": "cuda"}
+        return func(*args, **kwargs)
+
+
+def run_tenant(size: ModelSize, load: TenantLoad, device: str = "cpu") -> TenantMemory:
+    """The memory of one tenant with its part on `device` (cpu, cuda)."""
+    on_gpu = device != "cpu"
+    manifest = Manifest(
+        **describe_model(size.model, size.name),
+        layers=tuple(layer.spec for layer in size.split.layers),
+        ties=size.split.ties,
+        client_weights=None,
+        tokenizer=None,
+    )
+    with dry_run(granularity=GRANULARITY[device]) as memory:
+        place = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        tensors = {name: torch.empty(t.shape, dtype=t.dtype, device=place) for name, t in size.split.client_tensors.items()}
+        link = _DryLink(manifest, type(size.model), tensors)
+        with torch.device(place), _OnGpu() if on_gpu else nullcontext():
+            model: Any = assemble(link, {"limits": Limits().to_json()}, place, "executor")
+        del tensors
+        link._tensors = {}
+        run = _train if load.workload is Workload.TRAIN else _generate
+        return run(model, load, place, memory, link)
+
+
+def _train(model: Any, load: TenantLoad, place: torch.device, memory: LiveMemory, link: _DryLink) -> TenantMemory:
+    client_part = memory.live
+    model = with_adapter(model, load)
+    adapter = memory.live - client_part
+    if load.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = sum(p.nbytes for p in parameters)
+    optimizer = gradients * OPTIMIZERS[load.optimizer]
+
+    def step() -> None:
+        ids = torch.zeros(load.batch, load.length, dtype=torch.long, device=place)
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    before = memory.live
+    memory.reset_peak()
+    step()  # learns which layers are called together
+    for parameter in parameters:
+        parameter.grad = None
+    link.reset()
+    step()
+    return TenantMemory(
+        client_part=client_part,
+        adapter=adapter,
+        gradients=gradients,
+        optimizer=optimizer,
+        kv_cache=0,
+        activations=max(0, memory.peak - before - gradients),
+        calls=link.calls - link.block_calls,  # a block and the layer before it become one program
+        sent=link.sent,
+        received=link.received,
+    )
+
+
+@torch.no_grad()
+def _generate(model: Any, load: TenantLoad, place: torch.device, memory: LiveMemory, link: _DryLink) -> TenantMemory:
+    client_part = memory.live
+    if load.method != "none":
+        model = with_adapter(model, load)
+    adapter = memory.live - client_part
+    rows, before = load.streams, memory.live
+    prompt = max(1, load.context - 2)
+    memory.reset_peak()
+    cache = _forward(model, torch.zeros(rows, prompt, dtype=torch.long, device=place), None)
+    cache = _forward(model, torch.zeros(rows, 1, dtype=torch.long, device=place), cache)
+    link.reset()
+    cache = _forward(model, torch.zeros(rows, 1, dtype=torch.long, device=place), cache)
+    kv_cache = memory.live - before
+    del cache
+    return TenantMemory(
+        client_part=client_part,
+        adapter=adapter,
+        gradients=0,
+        optimizer=0,
+        kv_cache=kv_cache,
+        activations=memory.peak - before - kv_cache,
+        calls=link.calls - max(0, 2 * link.block_calls - 1),  # one program from an attention to the next
+        sent=link.sent,
+        received=link.received,
+    )
+
+
+def _forward(model: Any, ids: Tensor, cache: Any) -> Any:
+    options: dict[str, Any] = {"logits_to_keep": 1} if _takes(model, "logits_to_keep") else {}
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, **options).past_key_values
+
+
+def _takes(model: Any, name: str) -> bool:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return name in inspect.signature(base.forward).parameters
+
+
+def with_adapter(model: Any, load: TenantLoad) -> Any:
+    """The model with the adapter of a load, as PEFT makes it."""
+    return get_peft_model(model, build_adapter_config(load, model.config.model_type))

@@ -1,0 +1,91 @@
+"""Memory of a computation, from a dry run: tensors have shapes, dtypes and devices, but no values.
+
+Operations of the model's own code run on torch's fake tensors. The tracker counts each storage from the operation that
+creates it to the moment it is freed. So the peak follows from what autograd keeps, for any architecture, and a GPU's memory
+can be computed on a machine without one. Scratch memory inside of kernels is not seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+_running = threading.Lock()
+
+
+class LiveMemory(TorchDispatchMode):
+    """Bytes of the storages that are alive, and their highest number since `reset_peak`."""
+
+    def __init__(self, *, granularity: int = 1) -> None:
+        """`granularity`: each storage is rounded up to it, as an allocator does."""
+        super().__init__()
+        self.live = self.peak = 0
+        self._granularity = granularity
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self.add(tensor)
+        return result
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the tensor's storage until it is freed; once, however many tensors share it."""
+        if tensor.device.type == "meta":
+            return  # weights that another process holds
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = -(-storage.nbytes() // self._granularity) * self._granularity
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+
+@contextmanager
+def dry_run(*, granularity: int = 1) -> Iterator[LiveMemory]:
+    """Run what is inside on tensors without values. Their memory is counted by what this yields. One at a time."""
+    mode, memory = FakeTensorMode(allow_non_fake_inputs=True), LiveMemory(granularity=granularity)
+    with _running, _movable_modules(), torch.random.fork_rng(devices=[]), mode, memory:
+        yield memory
+
+
+@contextmanager
+def _movable_modules() -> Iterator[None]:
+    """Let `nn.Module.to` move modules of fake tensors: torch refuses to swap a tensor with weak references, which these have.
+
+    Other tensors, of other threads too, are swapped as before.
+    """
+    original: Callable[[Any, Any], None] = torch.utils.swap_tensors
+
+    def swap(one: Any, other: Any) -> None:
+        if not isinstance(one, FakeTensor):
+            original(one, other)
+            return
+        one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+        torch._C._swap_tensor_impl(one, other)
+
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = original
