@@ -28,11 +28,18 @@ class ProcessEstimate:
     count: int = 1
     remote: bool = False
     """On another host."""
+    loading: int = 0
+    """Bytes in the host's memory only while it loads; the processes of a host load one after the other."""
 
     @property
     def total(self) -> int:
-        """Bytes of one process on its device."""
+        """Bytes of one process on its device, once it has loaded."""
         return sum(self.parts.values())
+
+    @property
+    def peak(self) -> int:
+        """Bytes of one process in its host's memory at its highest."""
+        return self.host_total + self.loading
 
     @property
     def host_total(self) -> int:
@@ -60,8 +67,9 @@ def tokenizer_bytes(source: Any) -> int:
 
 def sum_on(processes: Iterable[ProcessEstimate], device: str) -> int:
     """Bytes that processes of this host take on a device."""
-    total = 0
-    for process in (each for each in processes if not each.remote):
+    here = [process for process in processes if not process.remote]
+    total = max((process.loading for process in here), default=0) if device == "cpu" else 0
+    for process in here:
         if process.device == device:
             total += process.count * process.total
         elif device == "cpu":
