@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from symbiosis.app.http_host import HttpHost
 from symbiosis.app.statistics.source import StatisticsSource
 from symbiosis.device_sharing.gpu_partition import create_device_share
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
-from symbiosis.models.client_part import load_weights, store_bytes, store_weights, unpack_tokenizer
+from symbiosis.models.client_part import describe_model, load_weights, store_bytes, store_weights, unpack_tokenizer
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
 from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.models.loading import ModelSource, load, shared_copy
@@ -294,18 +293,3 @@ def _check_tokens(tokens: Mapping[str, str]) -> dict[str, str]:
     if len(set(tokens.values())) != len(tokens):
         raise SymbiosisError("two tenants have the same token: give each tenant its own")
     return dict(tokens)
-
-
-def describe_model(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    """The fields of a `Manifest` that the model itself determines."""
-    config = model.config.to_dict()
-    attention = getattr(model.config, "_attn_implementation", None)
-    generation = getattr(model, "generation_config", None)
-    return {
-        "name": name,
-        "model_class": type(model).__name__,
-        "config": json.loads(json.dumps(config, default=str)),
-        "generation_config": json.loads(json.dumps(generation.to_dict(), default=str)) if generation else None,
-        "attention": attention if attention in ("eager", "sdpa") else None,
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }

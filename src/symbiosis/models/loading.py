@@ -111,7 +111,9 @@ def build_meta_model(config: Any, dtype: torch.dtype | None = None) -> PreTraine
     """The model on the meta device: shapes and dtypes, without memory. `dtype`: None for that of the config."""
     model_class = model_class_of(config)
     with torch.device("meta"):
-        model: Any = model_class.from_config(config) if model_class in (AutoModel, AutoModelForCausalLM) else model_class(config)
+        model: Any = (
+            model_class.from_config(config) if model_class in (AutoModel, AutoModelForCausalLM) else model_class(config)
+        )
     dtype = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -33,15 +33,13 @@ class ModelSize:
 
     model: PreTrainedModel
     """On the meta device."""
-    split: Split
     name: str
+    hosting: Mapping[str, bool] = field(default_factory=dict)
+    """Options of `split`."""
 
     @classmethod
     def of(cls, source: Any, dtype: torch.dtype | None = None, **hosting: bool) -> ModelSize:
-        """`source`: a folder, a hub id, a config, or None for the default model. `hosting`: options of `split`.
-
-        Raises `UnknownModel`, or `CannotSplit`.
-        """
+        """`source`: a folder, a hub id, a config, or None for the default model. Raises `UnknownModel`."""
         config = load_config(source) if source is None or isinstance(source, str) else source
         name = source if isinstance(source, str) else str(getattr(config, "_name_or_path", "") or type(config).__name__)
         check_heads(config)
@@ -50,7 +48,12 @@ class ModelSize:
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UnknownModel(f"{name}: transformers cannot build a model of this config ({reason:.200})") from error
-        return cls(model, split(model, **hosting), name)
+        return cls(model, name, hosting)
+
+    @cached_property
+    def split(self) -> Split:
+        """Raises `CannotSplit`."""
+        return split(self.model, **self.hosting)
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -107,7 +110,9 @@ class ModelSize:
     def max_shards(self) -> int:
         """Shards beyond this have no part of some layer."""
         return min(
-            weight.shape[_divided_dim(layer.spec.kind, weight)] for layer in self.split.layers for weight in layer.weights.values()
+            weight.shape[_divided_dim(layer.spec.kind, weight)]
+            for layer in self.split.layers
+            for weight in layer.weights.values()
         )
 
     def kv_cache_token(self) -> int:
@@ -146,7 +151,9 @@ def _divided_dim(kind: LayerKind, weight: Tensor) -> int:
 def check_heads(config: Any) -> None:
     """Raise `UnknownModel` if the attention heads of a config do not divide."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    hidden, heads, kv_heads = (getattr(text, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    hidden, heads, kv_heads = (
+        getattr(text, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
     if not all(isinstance(value, int) and value > 0 for value in (hidden, heads)):
         return
     if not getattr(text, "head_dim", None) and hidden % heads:  # type: ignore[operator]

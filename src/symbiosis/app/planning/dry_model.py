@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft import PeftConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from symbiosis.app.planning.dry_tenant import GRANULARITY, with_adapter
+from symbiosis.app.planning.dry_tenant import GRANULARITY, add_adapter
 from symbiosis.models.loading import shared_copy
+from symbiosis.planning.adapter_config import build_adapter_config
 from symbiosis.planning.live_memory import dry_run
 from symbiosis.planning.model_size import ModelSize
 from symbiosis.planning.tenants import TenantLoad
@@ -30,11 +32,16 @@ def run_prefill(size: ModelSize, rows: int, sampled: int, device: str = "cpu") -
 
 
 def run_training_pass(size: ModelSize, load: TenantLoad, rows: int, device: str = "cpu") -> tuple[int, int]:
+    """`run_adapter_pass` with the adapter of a load."""
+    return run_adapter_pass(size, build_adapter_config(load, size.model.config.model_type), rows, device)
+
+
+def run_adapter_pass(size: ModelSize, adapter: PeftConfig, rows: int, device: str = "cpu") -> tuple[int, int]:
     """A pass of hosted training over one example of so many rows: parameters of its adapter, and bytes of activations."""
     with dry_run(granularity=GRANULARITY[device]) as memory:
         model = _materialize(size, device)
         model.requires_grad_(False)
-        adapted: Any = with_adapter(model, load)
+        adapted: Any = add_adapter(model, adapter)
         parameters = [p for p in adapted.parameters() if p.requires_grad]
         ids = torch.zeros(1, rows, dtype=torch.long, device=torch.device(device))
         before = memory.live

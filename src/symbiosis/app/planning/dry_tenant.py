@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import inspect
-
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from symbiosis.app.executor import describe_model
+from symbiosis.errors import SymbiosisError
+from symbiosis.models.client_part import describe_model
 from symbiosis.planning.adapter_config import build_adapter_config
 from symbiosis.planning.live_memory import LiveMemory, dry_run
 from symbiosis.planning.model_size import ModelSize
@@ -194,5 +194,13 @@ def _takes(model: Any, name: str) -> bool:
 
 
 def with_adapter(model: Any, load: TenantLoad) -> Any:
-    """The model with the adapter of a load, as PEFT makes it."""
-    return get_peft_model(model, build_adapter_config(load, model.config.model_type))
+    """The model with the adapter of a load."""
+    return add_adapter(model, build_adapter_config(load, model.config.model_type))
+
+
+def add_adapter(model: Any, adapter: PeftConfig) -> Any:
+    """As PEFT makes it. Raises `SymbiosisError` if the model has no such layers."""
+    try:
+        return get_peft_model(model, adapter)
+    except ValueError as error:
+        raise SymbiosisError(f"PEFT rejects the adapter: {str(error).splitlines()[0]:.200}") from None

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from symbiosis.app.planning.placement import Placement, Placer
-from symbiosis.app.planning.processes import CPU_PASS_ROWS, DEFAULT_BLOCKS, MAX_PASS_ROWS, ProcessEstimator, measure_imports
+from symbiosis.app.planning.processes import CPU_PASS_ROWS, DEFAULT_BLOCKS, MAX_PASS_ROWS, ProcessEstimator
 from symbiosis.models.default_model import NAME as DEFAULT_NAME
 from symbiosis.models.device_dtype import resolve_dtype
 from symbiosis.planning import roofline
@@ -126,10 +126,9 @@ def make_plan(
     dtype: str | None = None,
     shards: int | None = None,
     link_bandwidth: float | None = None,
-    imports: int | None = None,
+    imports: int,
 ) -> Plan:
-    """Raises `UnknownModel`, `DoesNotFit`, or `SymbiosisError` for what cannot be planned."""
-    imports = measure_imports() if imports is None else imports  # before a model is built
+    """`imports`: bytes of a process after its imports. Raises `UnknownModel`, `DoesNotFit`, or `SymbiosisError`."""
     size = ModelSize.of(source, resolve_dtype(dtype))
     estimator = ProcessEstimator(size, source, imports)
     placement = Placer(estimator, devices, loads).place(shards)
@@ -156,7 +155,9 @@ def _time_load(
         least = CPU_PASS_ROWS if server.kind == "cpu" else MAX_PASS_ROWS
         return roofline.training_pass(size, device=server, rows=min(MAX_PASS_ROWS, max(least, load.length)))
     memory = estimator.run_tenant(load, device.kind)
-    link = network if load.remote else roofline.GPU_CHANNEL if device == server and server.kind == "cuda" else roofline.LOCAL_TCP
+    link = (
+        network if load.remote else roofline.GPU_CHANNEL if device == server and server.kind == "cuda" else roofline.LOCAL_TCP
+    )
     common: dict[str, Any] = {"server": server, "tenant": device, "link": link, "calls": memory.calls}
     common["traffic"] = memory.sent + memory.received
     if load.workload is Workload.TRAIN:

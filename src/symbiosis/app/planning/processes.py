@@ -10,7 +10,7 @@ from symbiosis.app.planning.dry_model import run_prefill, run_training_pass
 from symbiosis.app.planning.dry_tenant import TenantMemory, run_tenant
 from symbiosis.models.default_model import default_model_folder
 from symbiosis.planning.devices import CUDA_CONTEXT_BYTES
-from symbiosis.planning.estimates import GROWTH, ProcessEstimate, read_resident, tokenizer_bytes
+from symbiosis.planning.estimates import GROWTH, ProcessEstimate, tokenizer_bytes
 from symbiosis.planning.model_size import ModelSize
 from symbiosis.planning.tenants import TenantLoad, Workload
 from symbiosis.types import LayerKind, Limits
@@ -29,18 +29,11 @@ PACKED_SHARE = 0.25
 _MIB = 1 << 20
 
 
-def measure_imports() -> int:
-    """Bytes of a process of this package after its imports: of this one, before it loads anything."""
-    import symbiosis.app.http_host  # noqa: F401 - measured, not used
-
-    return read_resident()
-
-
 class ProcessEstimator:
     """Estimates for one model. Dry runs are made once for each load."""
 
     def __init__(self, size: ModelSize, source: Any, imports: int) -> None:
-        """`source`: where the model comes from. `imports`: bytes of a process after its imports (`measure_imports`)."""
+        """`source`: where the model comes from. `imports`: bytes of a process after its imports."""
         self.size, self._imports = size, imports
         self._source = default_model_folder() if source is None else source
         self.run_tenant = cache(lambda load, kind: run_tenant(self.size, load, kind))
@@ -122,9 +115,7 @@ class ProcessEstimator:
             return ProcessEstimate(role="server", device="cpu", parts=host | parts)
         largest = max(layer.weight.nbytes for layer in self.size.model.modules() if _is_matrix(layer))
         parts |= {"CUDA context": CUDA_CONTEXT_BYTES, "activations": max([3 * largest, *steps]) + 64 * _MIB}
-        return ProcessEstimate(
-            role="server", device=device, parts=parts, host_parts=host | {"client part": size.client_part}
-        )
+        return ProcessEstimate(role="server", device=device, parts=parts, host_parts=host | {"client part": size.client_part})
 
     def training_pass(self, load: TenantLoad, kind: str) -> tuple[int, int]:
         """Parameters of a job's adapter, and bytes of its largest pass."""

@@ -51,14 +51,17 @@ def plan(
     if rate is None:
         raise SymbiosisError(f"--link {link!r:.40}: expected a rate such as 10Gbit/s")
     with err.status("Planning"):
+        import symbiosis.app.http_host  # noqa: F401 - a server's imports are measured
         from symbiosis.app.planning.plan import make_plan
         from symbiosis.cli.plan_view import print_plan
         from symbiosis.planning.devices import parse_devices, this_machine
+        from symbiosis.planning.estimates import read_resident
         from symbiosis.planning.tenants import parse_tenants
 
+        imports = read_resident()  # of processes like this one, before a model is built
         loads = parse_tenants(tenants or ["train", "serve"])
         found = parse_devices(devices) if devices else this_machine()
-        made = make_plan(model, loads, found, dtype=dtype, shards=shards, link_bandwidth=rate / 8)
+        made = make_plan(model, loads, found, dtype=dtype, shards=shards, link_bandwidth=rate / 8, imports=imports)
     if as_json:
         typer.echo(json.dumps(made.to_json(), indent=2))
     else:

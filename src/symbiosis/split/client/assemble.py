@@ -13,6 +13,7 @@ from symbiosis.errors import BadMessage, CannotSave, CannotSplit, DirectRefused
 from symbiosis.gpu import driver
 from symbiosis.models.client_part import build_skeleton, fill_skeleton, load_weights, resolve_class
 from symbiosis.models.patches.fused_ops import patch_fused_ops
+from symbiosis.planning.memory_check import check_fits
 from symbiosis.split.client.blob_download import download
 from symbiosis.split.client.call_grouping import CallGroups
 from symbiosis.split.client.deferred.norm import defer_norms
@@ -46,7 +47,7 @@ def assemble(link: Link, welcome: dict[str, Any], device: torch.device, mode: st
     mapped = _map(link, welcome, limits, device, mode)
     model = build_skeleton(manifest, model_class)
     groups = replace_hosted_layers(model, session)
-    fill_skeleton(model, _client_part(link, manifest, mapped), manifest.ties)
+    fill_skeleton(model, _client_part(link, manifest, mapped, device), manifest.ties)
     for module in model.modules():
         if isinstance(module, VirtualLinear | VirtualConv1D):
             module.remember_bias()
@@ -79,7 +80,8 @@ def _map(link: Link, welcome: dict[str, Any], limits: Limits, device: torch.devi
         device_types = {weight.device.type for weight in base.values()}
         is_direct = mode == "direct" or (mode == "auto" and device_types == {device.type} == {"cuda"})
         return MappedWeights(base=base) if is_direct and limits.direct else _map_nothing(mode, limits)
-    same_gpu = device.type == "cuda" and driver.gpu_name(device) == welcome.get("gpu")
+    gpu = welcome.get("gpu")
+    same_gpu = gpu is not None and device.type == "cuda" and driver.gpu_name(device) == gpu
     if not same_gpu or not limits.direct:
         return _map_nothing(mode, limits)
     try:
@@ -99,7 +101,7 @@ def _map_nothing(mode: str, limits: Limits) -> MappedWeights:
     raise DirectRefused("direct mode needs a tenant on the executor's GPU or in its process: pass device=, or mode='executor'")
 
 
-def _client_part(link: Link, manifest: Manifest, mapped: MappedWeights) -> dict[str, torch.Tensor]:
+def _client_part(link: Link, manifest: Manifest, mapped: MappedWeights, device: torch.device) -> dict[str, torch.Tensor]:
     if mapped.client:
         return {name: MappedParameter.over(t) if t.is_floating_point() else t for name, t in mapped.client.items()}
     tensors: dict[str, torch.Tensor] | None = link.client_tensors()
@@ -107,6 +109,8 @@ def _client_part(link: Link, manifest: Manifest, mapped: MappedWeights) -> dict[
         return tensors
     if manifest.client_weights is None:
         raise BadMessage("the executor's manifest has no client part")
+    parts, hint = {"client part": manifest.client_weights.size}, "free memory there, or pass another device="
+    check_fits(f"the tenant's part of {manifest.name}", parts, device, hint)
     download(link, manifest.client_weights)
     return load_weights(manifest.client_weights)
 
