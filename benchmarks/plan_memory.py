@@ -157,7 +157,15 @@ def plan(case: Case, model: str | None, device: str) -> list[dict[str, Any]]:
 @contextmanager
 def served(case: Case, model: str | None, device: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
     """`symbiosis serve` and its addresses by scheme."""
-    command = [sys.executable, "-m", "symbiosis", "serve", *([model] if model else []), "--listen", "tcp://127.0.0.1:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "symbiosis",
+        "serve",
+        *([model] if model else []),
+        "--listen",
+        "tcp://127.0.0.1:0" if device == "cpu" else "shm://",
+    ]
     command += [*case.serve, *(["--device", device] if device != "cpu" else []), *cache_options(case, device)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -299,7 +307,7 @@ def measure(case: Case, model: str | None, device: str, folder: Path) -> list[di
     found: dict[str, list[dict[str, int]]] = {}
     with GpuPeak(device) as gpu, served(case, model, device) as (server, addresses):
         if case.run in ("train", "generate"):
-            found["tenant"] = [tenant(addresses["tcp"], case.run, spec, device)]
+            found["tenant"] = [tenant(addresses["tcp" if device == "cpu" else "shm"], case.run, spec, device)]
         elif case.run == "requests":
             with urllib.request.urlopen(f"{addresses['http']}/v1/models") as reply:
                 name = json.load(reply)["data"][0]["id"]

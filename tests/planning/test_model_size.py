@@ -10,10 +10,10 @@ from symbiosis.errors import UnknownModel
 from symbiosis.models.split import split
 from symbiosis.planning.model_size import ModelSize, check_heads, storage_bytes
 from tests.conftest import tiny_config
-from tests.parity.architectures import ARCHITECTURES
+from tests.parity.architectures import ARCHITECTURES, MORE
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE], ids=lambda each: each.name)
 def test_parts_equal_those_of_the_loaded_model(architecture):
     model = architecture.model()
     config = model.config

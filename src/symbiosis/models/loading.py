@@ -118,7 +118,7 @@ def build_meta_model(config: Any, dtype: torch.dtype | None = None) -> PreTraine
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def _check_folder(name: str) -> None:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ def split(
         found = result.not_hosted or "none found"
         raise CannotSplit(f"{type(model).__name__} has no linear, Conv1D or expert layer that can be hosted: {found}")
     identities: dict[nn.Module, str] = {}
-    counted: set[tuple[int, int]] = set()
+    counted: set[tuple[Any, Any]] = set()
     for done, (module, kind) in enumerate(chosen.items()):
         layer = _host(module, kind, modules[module])
         identities[module] = layer.spec.identity

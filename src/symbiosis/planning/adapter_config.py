@@ -23,7 +23,7 @@ def build_adapter_config(load: TenantLoad, architecture: str) -> PeftConfig:
         targets = "all-linear"  # type: ignore[assignment]
     if load.method == "ia3":
         known = architecture in constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
-        feedforward = None if targets is None else []
+        feedforward: list[str] | None = None if targets is None else []
         _check_targets(targets, known, architecture)
         return IA3Config(target_modules=targets, feedforward_modules=feedforward, task_type=_TASK)
     _check_targets(targets, architecture in constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, architecture)

@@ -34,7 +34,7 @@ class ModelSize:
     model: PreTrainedModel
     """On the meta device."""
     name: str
-    hosting: Mapping[str, bool] = field(default_factory=dict)
+    hosting: Mapping[str, Any] = field(default_factory=dict)
     """Options of `split`."""
 
     @classmethod
@@ -61,7 +61,8 @@ class ModelSize:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @cached_property
     def weights(self) -> int:

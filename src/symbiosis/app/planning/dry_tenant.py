@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from symbiosis.errors import SymbiosisError
 from symbiosis.models.client_part import describe_model
 from symbiosis.planning.adapter_config import build_adapter_config
+from symbiosis.planning.gpu_kernels import use_gpu_kernels
 from symbiosis.planning.live_memory import LiveMemory, dry_run
 from symbiosis.planning.model_size import ModelSize
 from symbiosis.planning.tenants import OPTIMIZERS, TenantLoad, Workload
@@ -23,9 +22,6 @@ from symbiosis.split.client.assemble import assemble
 from symbiosis.transport.base import Link
 from symbiosis.transport.messages import Kind, Message
 from symbiosis.types import LayerKind, Limits, Manifest
-
-GRANULARITY = {"cpu": 64, "cuda": 512}
-"""To which torch's allocators round up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +49,10 @@ class TenantMemory:
 class _DryLink(Link):
     """Replies with tensors of the right shapes. Frames are allocated as a TCP link allocates them."""
 
-    def __init__(self, manifest: Manifest, model_class: type[PreTrainedModel], tensors: dict[str, Tensor]) -> None:
-        self._manifest, self._model_class, self._tensors = manifest, model_class, tensors
+    def __init__(
+        self, manifest: Manifest, model_class: type[PreTrainedModel], tensors: dict[str, Tensor], *, has_frames: bool
+    ) -> None:
+        self._manifest, self._model_class, self._tensors, self._has_frames = manifest, model_class, tensors, has_frames
         self._blocks = {layer.handle for layer in manifest.layers if layer.kind is LayerKind.BLOCK}
         self.reset()
 
@@ -71,7 +69,7 @@ class _DryLink(Link):
         leading, sent = first.shape[:-1], sum(tensor.nbytes for tensor in message.tensors)
         results = tuple(torch.empty(*leading, width, dtype=dtype, device=first.device) for width in widths)
         received = sum(result.nbytes for result in results)
-        if first.device.type == "cpu":
+        if self._has_frames:
             torch.empty(max(sent, received), dtype=torch.uint8)  # the frame, next to its tensors
         self.block_calls += message.layers[0] in self._blocks
         self.calls, self.sent, self.received = self.calls + 1, self.sent + sent, self.received + received
@@ -83,23 +81,15 @@ class _DryLink(Link):
     def client_tensors(self) -> dict[str, Tensor]:
         return self._tensors
 
+    def release_tensors(self) -> None:
+        self._tensors = {}
+
     def close(self) -> None:
         """There is nothing to close."""
 
 
-class _OnGpu(TorchFunctionMode):
-    """Creates on the GPU what code creates on the CPU and moves afterwards: tensors without values cannot be moved."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") == "cpu":
-            kwargs = {**kwargs, "device": "cuda"}
-        return func(*args, **kwargs)
-
-
-def run_tenant(size: ModelSize, load: TenantLoad, device: str = "cpu") -> TenantMemory:
-    """The memory of one tenant with its part on `device` (cpu, cuda)."""
-    on_gpu = device != "cpu"
+def run_tenant(size: ModelSize, load: TenantLoad, kind: str = "cpu") -> TenantMemory:
+    """The memory of one tenant with its part on a device of this kind (cpu, cuda)."""
     manifest = Manifest(
         **describe_model(size.model, size.name),
         layers=tuple(layer.spec for layer in size.split.layers),
@@ -107,19 +97,19 @@ def run_tenant(size: ModelSize, load: TenantLoad, device: str = "cpu") -> Tenant
         client_weights=None,
         tokenizer=None,
     )
-    with dry_run(granularity=GRANULARITY[device]) as memory:
-        place = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        tensors = {name: torch.empty(t.shape, dtype=t.dtype, device=place) for name, t in size.split.client_tensors.items()}
-        link = _DryLink(manifest, type(size.model), tensors)
-        with torch.device(place), _OnGpu() if on_gpu else nullcontext():
-            model: Any = assemble(link, {"limits": Limits().to_json()}, place, "executor")
+    with dry_run(kind) as memory:
+        tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in size.split.client_tensors.items()}
+        link = _DryLink(manifest, type(size.model), tensors, has_frames=kind == "cpu")
+        model: Any = assemble(link, {"limits": Limits().to_json()}, torch.device("cpu"), "executor")
+        link.release_tensors()
         del tensors
-        link._tensors = {}
+        if kind == "cuda":
+            use_gpu_kernels(model)
         run = _train if load.workload is Workload.TRAIN else _generate
-        return run(model, load, place, memory, link)
+        return run(model, load, memory, link)
 
 
-def _train(model: Any, load: TenantLoad, place: torch.device, memory: LiveMemory, link: _DryLink) -> TenantMemory:
+def _train(model: Any, load: TenantLoad, memory: LiveMemory, link: _DryLink) -> TenantMemory:
     client_part = memory.live
     model = with_adapter(model, load)
     adapter = memory.live - client_part
@@ -132,7 +122,7 @@ def _train(model: Any, load: TenantLoad, place: torch.device, memory: LiveMemory
     optimizer = gradients * OPTIMIZERS[load.optimizer]
 
     def step() -> None:
-        ids = torch.zeros(load.batch, load.length, dtype=torch.long, device=place)
+        ids = torch.zeros(load.batch, load.length, dtype=torch.long)
         model(input_ids=ids, labels=ids).loss.backward()
 
     before = memory.live
@@ -156,7 +146,7 @@ def _train(model: Any, load: TenantLoad, place: torch.device, memory: LiveMemory
 
 
 @torch.no_grad()
-def _generate(model: Any, load: TenantLoad, place: torch.device, memory: LiveMemory, link: _DryLink) -> TenantMemory:
+def _generate(model: Any, load: TenantLoad, memory: LiveMemory, link: _DryLink) -> TenantMemory:
     client_part = memory.live
     if load.method != "none":
         model = with_adapter(model, load)
@@ -164,10 +154,10 @@ def _generate(model: Any, load: TenantLoad, place: torch.device, memory: LiveMem
     rows, before = load.streams, memory.live
     prompt = max(1, load.context - 2)
     memory.reset_peak()
-    cache = _forward(model, torch.zeros(rows, prompt, dtype=torch.long, device=place), None)
-    cache = _forward(model, torch.zeros(rows, 1, dtype=torch.long, device=place), cache)
+    cache = _forward(model, torch.zeros(rows, prompt, dtype=torch.long), None)
+    cache = _forward(model, torch.zeros(rows, 1, dtype=torch.long), cache)
     link.reset()
-    cache = _forward(model, torch.zeros(rows, 1, dtype=torch.long, device=place), cache)
+    cache = _forward(model, torch.zeros(rows, 1, dtype=torch.long), cache)
     kv_cache = memory.live - before
     del cache
     return TenantMemory(

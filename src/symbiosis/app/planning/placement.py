@@ -110,7 +110,7 @@ class Placer:
                 placed.append((load, servers[0]))
                 continue
             device = self._place_tenant(load, servers, processes)
-            processes.append(self._estimator.tenant(load, device.name))
+            processes.append(self._tenant(load, device, servers))
             placed.append((load, device))
             if device.kind == "cpu" and servers[0].kind == "cuda" and load.device is None and not load.remote:
                 notes.append(f"{load.describe()}: its KV cache and activations are in host memory, as the GPUs have no room")
@@ -129,10 +129,14 @@ class Placer:
         if load.remote or not wants_gpu:
             return self._cpu or servers[0]
         for gpu in sorted(self._gpus, key=lambda gpu: sum_on(processes, gpu.name) - gpu.memory):
-            estimate = self._estimator.tenant(load, gpu.name)
+            estimate = self._tenant(load, gpu, servers)
             if sum_on([*processes, estimate], gpu.name) <= gpu.memory:
                 return gpu
         return self._gpus[0] if load.device == "cuda" or self._cpu is None else self._cpu
+
+    def _tenant(self, load: TenantLoad, device: Device, servers: tuple[Device, ...]) -> ProcessEstimate:
+        maps = device.kind == "cuda" and servers == (device,) and not load.remote
+        return self._estimator.tenant(load, device.name, maps=maps)
 
     def _missing(self, placement: Placement) -> dict[str, int]:
         """Bytes that are missing, by device."""

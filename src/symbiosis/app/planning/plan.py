@@ -53,13 +53,16 @@ class Plan:
         words += [f"--device {placement.server[0].name}"] if kind == "cuda" and placement.shards == 1 else []
         words += [f"--dtype {self.dtype}"] if self.dtype != _config_dtype(self.size) else []
         words += [f"--shards {placement.shards}"] if placement.shards > 1 else []
+        if kind == "cuda" and any(load.is_split and device.kind == "cuda" for load, device in placement.loads):
+            words.append("--listen tcp://127.0.0.1:7777 --listen shm://base")
         words += self._hosting_options()
         lines = [" ".join(words)]
         for load, device in placement.loads:
             if load.is_split:
-                where = "HOST" if load.remote else "127.0.0.1"
-                options = f', device="{device.name}"' if device.kind == "cuda" else ""
-                lines.append(f'model = symbiosis.connect("tcp://{where}:7777"{options})  # {load.describe()}')
+                on_gpu = device.kind == "cuda" and not load.remote
+                address = "tcp://HOST:7777" if load.remote else "shm://base" if on_gpu else "tcp://127.0.0.1:7777"
+                options = f', device="{device.name}"' if on_gpu else ""
+                lines.append(f'model = symbiosis.connect("{address}"{options})  # {load.describe()}')
         return lines
 
     def _hosting_options(self) -> list[str]:

@@ -140,11 +140,11 @@ class ProcessEstimator:
             role="HTTP", device="cpu", parts=self.base("http") | {"tokenizer": self._tokenizer}, count=workers
         )
 
-    def tenant(self, load: TenantLoad, device: str) -> ProcessEstimate:
-        """One process of a split tenant; `count` of them."""
+    def tenant(self, load: TenantLoad, device: str, *, maps: bool = False) -> ProcessEstimate:
+        """A split tenant; `maps`: it is on the executor's GPU, and maps the client part that is there."""
         found: TenantMemory = self.run_tenant(load, device.partition(":")[0])
         parts = {
-            "client part": found.client_part,
+            "client part": 0 if maps else found.client_part,
             "adapter": found.adapter,
             "gradients": found.gradients,
             "optimizer": found.optimizer,
