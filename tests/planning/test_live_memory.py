@@ -73,13 +73,13 @@ def test_a_tenants_dry_run_makes_the_calls_of_the_tenant(tiny, targets):
 
 
 def test_activations_grow_with_the_rows_and_shrink_with_checkpointing():
-    size = ModelSize.of(tiny_config(num_hidden_layers=6, vocab_size=64))
+    size = ModelSize.of(tiny_config(num_hidden_layers=4, vocab_size=64))
     short, long, saved = (
         run_tenant(size, parse_tenants([f"train,batch={batch}"])[0]).activations
         for batch in ("1x64", "2x128", "2x128,checkpointing")
     )
     assert 3.5 * short < long < 4.5 * short
-    assert saved < 0.7 * long
+    assert saved < 0.8 * long
 
 
 def test_the_kv_cache_of_a_generating_tenant_holds_its_context():
