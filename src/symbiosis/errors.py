@@ -50,6 +50,15 @@ class Diverged(SymbiosisError, code="diverged"):
     """The loss or a gradient of a training session is not finite; only this session is affected."""
 
 
+class DoesNotFit(SymbiosisError, code="does_not_fit"):
+    """More memory is needed than there is; `needed` and `available` are bytes."""
+
+    def __init__(self, message: str, *, needed: int = 0, available: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+
+
 class BadData(SymbiosisError, code="bad_data"):
     """Training data that cannot be used; the message names the line or the field."""
 

@@ -14,6 +14,7 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
+from symbiosis.app.planning.job_memory import JobMemory
 from symbiosis.app.training_service import TrainingService
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.finetuning.config import TrainerConfig
@@ -119,7 +120,7 @@ def run_service(**settings: Any) -> Iterator[RunningService]:
     trainer = Trainer(shared_copy(model), TrainerConfig(**settings), device_share)
     core = EngineCore(model, device_share=device_share)
     server = IpcServer(core, runtime_folder())
-    service = TrainingService(server, core, trainer)
+    service = TrainingService(server, core, trainer, JobMemory(model))
     peer = IpcPeer(server.path)
     try:
         yield RunningService(server, service, core, trainer, peer)

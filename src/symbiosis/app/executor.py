@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from symbiosis.app.http_host import HttpHost
 from symbiosis.app.statistics.source import StatisticsSource
@@ -20,7 +19,7 @@ from symbiosis.distributed.operations import FirstShard, OperationFollower, Oper
 from symbiosis.distributed.parallel_model import ParallelModel
 from symbiosis.errors import BadAddress, Closed, SymbiosisError
 from symbiosis.finetuning.sharding.worker import TrainingWorker
-from symbiosis.models.client_part import load_weights, store_bytes, store_weights, unpack_tokenizer
+from symbiosis.models.client_part import describe_model, load_weights, store_bytes, store_weights, unpack_tokenizer
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
 from symbiosis.models.fuse_projections import fuse_projections
 from symbiosis.models.loading import ModelSource, load, shared_copy
@@ -95,7 +94,7 @@ class Executor:
             self.limits = Limits(weights=weights, direct=direct and weights and shards is None)
             self._client_weights: BlobRef | None = None
             self._tokenizer = store_bytes(source.tokenizer) if source.tokenizer else None
-            self._about = _about(source.model, source.name)
+            self._about = describe_model(source.model, source.name)
             model_hash = self._model_hash()
             if not source.borrowed:
                 # The client part is in a file now. It stays in memory only where tenants map it on the GPU.
@@ -320,17 +319,3 @@ def _check_tokens(tokens: Mapping[str, str]) -> dict[str, str]:
     if len(set(tokens.values())) != len(tokens):
         raise SymbiosisError("two tenants have the same token: give each tenant its own")
     return dict(tokens)
-
-
-def _about(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    config = model.config.to_dict()
-    attention = getattr(model.config, "_attn_implementation", None)
-    generation = getattr(model, "generation_config", None)
-    return {
-        "name": name,
-        "model_class": type(model).__name__,
-        "config": json.loads(json.dumps(config, default=str)),
-        "generation_config": json.loads(json.dumps(generation.to_dict(), default=str)) if generation else None,
-        "attention": attention if attention in ("eager", "sdpa") else None,
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }

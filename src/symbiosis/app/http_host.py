@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.names import qualify_name
 from symbiosis.app.http_processes import HttpProcesses
+from symbiosis.app.planning.job_memory import JobMemory
 from symbiosis.app.rate_limit_service import RateLimitService
 from symbiosis.app.statistics.http_counts import HttpCounts
 from symbiosis.app.statistics.source import HostedParts, StatisticsSource
@@ -161,7 +162,7 @@ class HttpHost:
             values = {**asdict(settings), "max_model_len": core.scheduler.max_model_len}
             service = None
             if isinstance(trainer, Trainer):
-                service = TrainingService(self._ipc, core, trainer)
+                service = TrainingService(self._ipc, core, trainer, JobMemory(model))
                 values["max_training_len"] = trainer.longest
             else:
                 NoTrainingService(self._ipc, trainer)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from symbiosis.adapters.parts import Adapter
+from symbiosis.app.planning.job_memory import JobMemory
 from symbiosis.errors import BadAdapter, BadMessage, Closed, SymbiosisError
 from symbiosis.finetuning.loop import events
 from symbiosis.finetuning.loop.job_runner import JobRunner, JobSpec
@@ -30,10 +31,10 @@ _log = logging.getLogger("symbiosis")
 class TrainingService:
     """Aborts the jobs of a peer that disconnects. Nothing of a job is stored here."""
 
-    operations = ("train", "stop_training", "check_adapter")
+    operations = ("train", "stop_training", "check_adapter", "check_job")
 
-    def __init__(self, ipc_server: IpcServer, core: EngineCore, trainer: Trainer) -> None:
-        self._ipc_server, self._core, self._trainer = ipc_server, core, trainer
+    def __init__(self, ipc_server: IpcServer, core: EngineCore, trainer: Trainer, memory: JobMemory) -> None:
+        self._ipc_server, self._core, self._trainer, self._memory = ipc_server, core, trainer, memory
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-checks")
         self.jobs = JobRunner(trainer, self._send_event, self._serve)
         ipc_server.add_handler(self)
@@ -41,10 +42,12 @@ class TrainingService:
     def handle(self, ticket: str, body: dict[str, Any]) -> None:
         if body.get("op") == "stop_training":
             (self.jobs.abort if body.get("at_once") is True else self.jobs.stop)(ticket)
-        elif body.get("op") == "check_adapter":
-            adapter = _parse_adapter(body.get("adapter"))
+        elif body.get("op") in ("check_adapter", "check_job"):
+            adapter, length = _parse_adapter(body.get("adapter")), None
+            if body.get("op") == "check_job":
+                length = _parse_count(body, "length", 1)
             try:
-                self._checks.submit(self._check_adapter, ticket, adapter)
+                self._checks.submit(self._check_adapter, ticket, adapter, length)
             except RuntimeError:
                 raise Closed("this server is shutting down") from None
         else:
@@ -64,10 +67,12 @@ class TrainingService:
         self.jobs.close()
         self._trainer.close()
 
-    def _check_adapter(self, ticket: str, adapter: dict[str, Any]) -> None:
-        """On a thread of its own: the check searches the whole model."""
+    def _check_adapter(self, ticket: str, adapter: dict[str, Any], length: int | None) -> None:
+        """On a thread of its own: the check searches the whole model. `length`: of the longest example, if it is known."""
         try:
-            self._trainer.check(adapter)
+            exact = self._trainer.check(adapter)
+            if length is not None:
+                self._memory.check(exact, length)
             self._ipc_server.publish([Result(ticket, {})])
         except SymbiosisError as error:
             self._ipc_server.publish([Rejected(ticket, error)])

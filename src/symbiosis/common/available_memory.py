@@ -5,12 +5,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 def available_memory() -> int:
-    """Bytes, without swapping. The limit of a container counts."""
+    """Bytes, without swapping. The limit of a container counts; pages of files that it has read can be reclaimed."""
     available = _read_meminfo()
-    limit, used = (_read_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
-    return available if limit is None or used is None else min(available, max(0, limit - used))
+    limit, used = (_read_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
+    if limit is None or used is None:
+        return available
+    return min(available, max(0, limit - max(0, used - _read_file_pages())))
+
+
+def _read_file_pages() -> int:
+    """Bytes of pages that the container's files have in memory."""
+    try:
+        fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return int(fields["active_file"]) + int(fields["inactive_file"])
+    except (OSError, KeyError, ValueError):
+        return 0
 
 
 def _read_meminfo() -> int:

@@ -135,9 +135,9 @@ class Trainer:
                 self._registry.add(session)
         return session
 
-    def check(self, adapter: Mapping[str, Any]) -> None:
-        """Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge` if no session can train this adapter."""
-        self._factory.check(adapter)
+    def check(self, adapter: Mapping[str, Any]) -> PeftConfig:
+        """PEFT's config. Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge` if no session can train this adapter."""
+        return self._factory.check(adapter)
 
     @property
     def facts(self) -> ModelFacts:

@@ -147,6 +147,7 @@ class Admission:
         except TimeoutError:
             return None
         await asyncio.to_thread(self._supervisor.check_token_quota, request.tenant, plan.tokens)
+        await self._supervisor.check_memory(plan)
         return asdict(plan)
 
     def _check_quotas(self, request: JobRequest, admitting: int) -> None:

@@ -113,6 +113,7 @@ class DataPreparer:
             validates="validation_file" in datasets,
             seed=seed,
             max_steps=self._limits.steps,
+            longest=max(size.longest for size in datasets.values()),
         )
 
     def remove_sources(self, job: str) -> None:

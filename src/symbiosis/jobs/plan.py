@@ -100,6 +100,8 @@ class TrainingPlan:
     serve_checkpoints: bool
     shown: dict[str, Any]
     """The resolved hyperparameters, for responses."""
+    longest: int = 1
+    """Tokens of the longest example, validation included."""
 
 
 def resolve_length(params: Hyperparameters, max_tokens: int) -> LengthLimit:
@@ -163,7 +165,15 @@ def build_adapter_config(params: Hyperparameters) -> dict[str, Any]:
 
 
 def build_plan(
-    params: Hyperparameters, *, length: LengthLimit, examples: int, tokens: int, validates: bool, seed: int, max_steps: int
+    params: Hyperparameters,
+    *,
+    length: LengthLimit,
+    examples: int,
+    tokens: int,
+    validates: bool,
+    seed: int,
+    max_steps: int,
+    longest: int = 1,
 ) -> TrainingPlan:
     """Raises `BadPlan`."""
     adapter = build_adapter_config(params)
@@ -217,7 +227,7 @@ def build_plan(
         **intervals,
         "adapter": adapter,
     }
-    return TrainingPlan(adapter=adapter, recipe=recipe, steps=steps, tokens=tokens, shown=shown, **intervals)
+    return TrainingPlan(adapter=adapter, recipe=recipe, steps=steps, tokens=tokens, shown=shown, longest=longest, **intervals)
 
 
 def _default_rate(params: Hyperparameters, adapter: dict[str, Any]) -> float:

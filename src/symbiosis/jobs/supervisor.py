@@ -37,7 +37,7 @@ from symbiosis.jobs.event_recorder import (
     parse_step,
 )
 from symbiosis.jobs.layout import JobsLayout
-from symbiosis.jobs.plan import Hyperparameters
+from symbiosis.jobs.plan import Hyperparameters, TrainingPlan
 from symbiosis.jobs.queue import JobLimits, QueuedJob, order_jobs, select_preempted, select_startable
 from symbiosis.jobs.states import JobState, StateChange
 
@@ -150,6 +150,10 @@ class Supervisor:
         if taken + tokens > most:
             raise QuotaExceeded(f"token quota exceeded: {tokens} requested + {taken} open > {most} allowed. Try again later")
 
+    async def check_memory(self, plan: TrainingPlan) -> None:
+        """Raises `DoesNotFit` if the engine has no memory for the job's longest example."""
+        await self._engine.ask("check_job", adapter=plan.adapter, length=plan.longest)
+
     def queue_positions(self) -> dict[str, int]:
         """Positions of queued jobs, from 1. Thread-safe."""
         ordered = order_jobs(self._db.list_queued(), self._count_running(), self._last_start)
@@ -183,6 +187,7 @@ class Supervisor:
             plan = await self._retry_while_full(
                 lambda: self._preparer.prepare(job.id, job.tenant, params, seed, in_background=True)
             )
+            await self.check_memory(plan)
             await self._retry_while_full(lambda: asyncio.to_thread(self._enqueue, job, asdict(plan)))
             self._preparer.remove_sources(job.id)
         except WrongState:  # cancelled meanwhile

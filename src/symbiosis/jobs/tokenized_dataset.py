@@ -32,6 +32,8 @@ class TokenizedExample:
 class DatasetSize:
     examples: int
     tokens: int
+    longest: int
+    """Tokens of its longest example."""
 
 
 def tokenize_samples(
@@ -134,4 +136,4 @@ def write_dataset(path: Path, examples: Sequence[TokenizedExample]) -> DatasetSi
     ids = np.fromiter((token for example in examples for token in example.ids), np.int32, int(ends[-1]))
     labels = np.fromiter((label for example in examples for label in example.labels), np.int32, int(ends[-1]))
     write_atomic(path, save({"ids": ids, "labels": labels, "ends": ends}))
-    return DatasetSize(len(examples), int(ends[-1]))
+    return DatasetSize(len(examples), int(ends[-1]), max(len(example.ids) for example in examples))

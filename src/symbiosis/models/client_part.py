@@ -6,6 +6,7 @@ others download it once.
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,21 @@ class _WithoutWeights(TorchFunctionMode):
         if func is torch.empty:
             return func(*args, **{**(kwargs or {}), "device": "meta"})
         return args[0] if func in self._INITIALISERS and args else func(*args, **(kwargs or {}))
+
+
+def describe_model(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    """The fields of a `Manifest` that the model itself determines."""
+    config = model.config.to_dict()
+    attention = getattr(model.config, "_attn_implementation", None)
+    generation = getattr(model, "generation_config", None)
+    return {
+        "name": name,
+        "model_class": type(model).__name__,
+        "config": json.loads(json.dumps(config, default=str)),
+        "generation_config": json.loads(json.dumps(generation.to_dict(), default=str)) if generation else None,
+        "attention": attention if attention in ("eager", "sdpa") else None,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
 
 
 def build_skeleton(manifest: Manifest, model_class: type[PreTrainedModel]) -> PreTrainedModel:

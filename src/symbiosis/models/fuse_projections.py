@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 @torch.no_grad()
 def fuse_projections(model: PreTrainedModel) -> None:
     """Make the weights of such layers views of one matrix. Extra memory is needed for one group at a time."""
+    for group in fused_groups(model):
+        for name in _PARAMETERS:
+            _make_adjacent(group, name)
+
+
+def fused_groups(model: PreTrainedModel) -> Iterator[list[Any]]:
+    """The layers whose weights `fuse_projections` makes one matrix."""
     for parent in model.modules():
         groups = [[parent._modules.get(name) for name in names] for names in _FUSED]
-        for group in groups:
-            if _can_fuse(group):
-                for name in _PARAMETERS:
-                    _make_adjacent(group, name)
+        yield from (group for group in groups if _can_fuse(group))
 
 
 def find_fused_projections(parent: nn.Module) -> list[tuple[str, ...]]:

@@ -7,6 +7,8 @@ import errno
 import io
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -97,16 +99,41 @@ def frozen_copy(model: ModuleT) -> ModuleT:
     return copy.deepcopy(model, {**parameters, **{id(buffer): buffer for buffer in model.buffers()}})
 
 
-def _load_pretrained(name: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+def load_config(source: str | PathLike[str] | None) -> Any:
+    """The config of a model that is not loaded. Raises `UnknownModel`."""
+    name = str(default_model_folder()) if source is None else str(source)
+    _check_folder(name)
+    with _unknown_model(name):
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def build_meta_model(config: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model on the meta device: shapes and dtypes, without memory. `dtype`: None for that of the config."""
+    model_class = model_class_of(config)
+    with torch.device("meta"):
+        model: Any = (
+            model_class.from_config(config) if model_class in (AutoModel, AutoModelForCausalLM) else model_class(config)
+        )
+    dtype = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
+def _check_folder(name: str) -> None:
     path = Path(name)
     if path.exists() and not (path / "config.json").is_file():
         raise UnknownModel(f"{name} has no config.json: expected a folder as `save_pretrained` writes it")
     if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise UnknownModel(f"there is no folder {name}: pass one as `save_pretrained` writes it, or a hub id")
-    try:
+
+
+def _load_pretrained(name: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+    _check_folder(name)
+    with _unknown_model(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        model_class = model_class_of(config)
-        model = model_class.from_pretrained(
+        model: PreTrainedModel = model_class_of(config).from_pretrained(
             name,
             config=config,
             dtype=dtype or "auto",
@@ -114,6 +141,14 @@ def _load_pretrained(name: str, device: torch.device, dtype: torch.dtype | None)
             trust_remote_code=False,
             use_safetensors=True,
         )
+    return model
+
+
+@contextmanager
+def _unknown_model(name: str) -> Iterator[None]:
+    """Raise what transformers raises as `UnknownModel`."""
+    try:
+        yield
     except UnknownModel:
         raise
     except Exception as error:  # transformers raises a dozen kinds here, all with the same meaning
@@ -127,7 +162,6 @@ def _load_pretrained(name: str, device: torch.device, dtype: torch.dtype | None)
             f"{name!r} is neither a model folder on this machine nor a model that the hub has ({reason}). "
             "Pass a folder as `save_pretrained` writes it, a hub id, or nothing for the default model"
         ) from error
-    return model
 
 
 def _permission_error(error: BaseException | None) -> OSError | None:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,14 +92,15 @@ def split(
         found = result.not_hosted or "none found"
         raise CannotSplit(f"{type(model).__name__} has no linear, Conv1D or expert layer that can be hosted: {found}")
     identities: dict[nn.Module, str] = {}
-    counted: set[int] = set()
+    counted: set[tuple[Any, Any]] = set()
     for done, (module, kind) in enumerate(chosen.items()):
         layer = _host(module, kind, modules[module])
         identities[module] = layer.spec.identity
         result.layers.append(layer)
         for weight in layer.weights.values():
-            if weight.data_ptr() not in counted:
-                counted.add(weight.data_ptr())
+            place = weight.untyped_storage()._cdata, weight.storage_offset()
+            if place not in counted:
+                counted.add(place)
                 result.hosted_parameters += weight.numel()
         progress(done + 1, len(chosen))
     result.layers.extend(_host_blocks(modules, identities))
@@ -153,6 +155,9 @@ def _identity(kind: str, weights: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(kind.encode())
     for name, weight in weights.items():
         digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
+        if weight.is_meta:  # of a plan: there are no values to hash
+            digest.update(str(weight.untyped_storage()._cdata).encode())
+            continue
         flat = weight.contiguous().view(-1).view(torch.uint8)
         chunks = torch.split(flat, 8 << 20)
         with ThreadPoolExecutor(min(8, len(chunks))) as pool:  # parallel: this dominates the start of a large model

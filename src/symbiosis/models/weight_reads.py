@@ -90,6 +90,8 @@ def _run(model: Any) -> None:
         try:
             for mode in (True, False):
                 model.train(mode)(ids)
+            if device.type == "meta":  # generation depends on values
+                return
             lengths = {"min_new_tokens": _NEW_TOKENS, "max_new_tokens": _NEW_TOKENS}
             model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
         finally:

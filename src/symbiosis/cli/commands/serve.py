@@ -245,6 +245,9 @@ def serve(
         from symbiosis.cli.provider_folders import check_provider_folders
         from symbiosis.jobs.queue import JobLimits
         from symbiosis.models import blob_store
+        from symbiosis.models.device_dtype import resolve_device, resolve_dtype
+        from symbiosis.planning.memory_check import check_server
+        from symbiosis.planning.model_size import ModelSize
         from symbiosis.server.adapter_store import StoreLimits
         from symbiosis.server.rate_limits import RequestLimits
         from symbiosis.server.settings import check_cors_origins
@@ -266,6 +269,14 @@ def serve(
             check_sharding(sharding)
         for address in listen:
             check_address(address, tokens)  # before the model is loaded
+        check_server(
+            ModelSize.of(model, resolve_dtype(dtype)),
+            resolve_device(device) if place is None else place,
+            hosting=http is not None,
+            shards=shards or 1,
+            cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
+            adapter_bytes=int(adapter_gb * 1e9),
+        )
     file_limits.raise_open_file_limit()  # every channel uses two file descriptors
     with ExitStack() as stack:
         mesh, processes = None, None

@@ -116,9 +116,9 @@ class AdapterFactory:
         self._complete(adapter)
         return adapter
 
-    def check(self, config: PeftConfig | Mapping[str, Any]) -> None:
-        """Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge` if the adapter cannot be created."""
-        self._check(config)
+    def check(self, config: PeftConfig | Mapping[str, Any]) -> PeftConfig:
+        """PEFT's config of it. Raises `BadAdapter`, `UnsupportedAdapter` or `TooLarge` if the adapter cannot be created."""
+        return self._check(config)[2]
 
     def _check(self, config: PeftConfig | Mapping[str, Any]) -> tuple[dict[str, Any], Settings, PeftConfig, int]:
         """The config as in a file, its parsed settings, PEFT's config, and about how many parameters it has."""

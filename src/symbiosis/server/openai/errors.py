@@ -27,7 +27,7 @@ _STATUSES: dict[int, tuple[type[Exception], ...]] = {
     403: (errors.Forbidden, errors.QuotaExceeded),
     404: (errors.UnknownAdapter, job_errors.UnknownFile, job_errors.UnknownJob),
     409: (job_errors.KeyReused, job_errors.NameReserved),
-    413: (errors.TooLarge,),
+    413: (errors.TooLarge, errors.DoesNotFit),
     429: (errors.TooManyRequests,),
     503: (errors.EngineLost, errors.Closed),
     507: (job_errors.StorageFull,),

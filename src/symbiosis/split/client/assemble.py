@@ -15,6 +15,7 @@ from symbiosis.gpu import driver
 from symbiosis.models.client_part import build_skeleton, fill_skeleton, load_weights, resolve_class
 from symbiosis.models.device_dtype import check_dtype
 from symbiosis.models.patches.fused_ops import patch_fused_ops
+from symbiosis.planning.memory_check import check_fits
 from symbiosis.split.client.blob_download import download
 from symbiosis.split.client.call_grouping import CallGroups
 from symbiosis.split.client.deferred.norm import enable_deferral
@@ -56,12 +57,13 @@ def assemble(
     mapped = _map(link, welcome, limits, device, mode)
     model = build_skeleton(manifest, model_class)
     groups = replace_hosted_layers(model, session)
-    fill_skeleton(model, _client_part(link, manifest, mapped), manifest.ties)
+    fill_skeleton(model, _client_part(link, manifest, mapped, device), manifest.ties)
     for module in model.modules():
         if isinstance(module, VirtualLinear | VirtualConv1D):
             module.remember_bias()
     model.eval()
-    model.to(device)
+    if any(tensor.device != device for tensor in [*model.parameters(), *model.buffers()]):
+        model.to(device)
     if is_converted:
         model.to(dtype)
     if mode != "executor" and mapped.base:
@@ -90,7 +92,8 @@ def _map(link: Link, welcome: dict[str, Any], limits: Limits, device: torch.devi
         device_types = {weight.device.type for weight in base.values()}
         is_direct = mode == "direct" or (mode == "auto" and device_types == {device.type} == {"cuda"})
         return MappedWeights(base=base) if is_direct and limits.direct else _map_nothing(mode, limits)
-    same_gpu = device.type == "cuda" and driver.gpu_name(device) == welcome.get("gpu")
+    gpu = welcome.get("gpu")
+    same_gpu = gpu is not None and device.type == "cuda" and driver.gpu_name(device) == gpu
     if not same_gpu or not limits.direct:
         return _map_nothing(mode, limits)
     try:
@@ -110,7 +113,7 @@ def _map_nothing(mode: str, limits: Limits) -> MappedWeights:
     raise DirectRefused("direct mode needs a tenant on the executor's GPU or in its process: pass device=, or mode='executor'")
 
 
-def _client_part(link: Link, manifest: Manifest, mapped: MappedWeights) -> dict[str, torch.Tensor]:
+def _client_part(link: Link, manifest: Manifest, mapped: MappedWeights, device: torch.device) -> dict[str, torch.Tensor]:
     if mapped.client:
         return {name: MappedParameter.over(t) if t.is_floating_point() else t for name, t in mapped.client.items()}
     tensors: dict[str, torch.Tensor] | None = link.client_tensors()
@@ -118,6 +121,8 @@ def _client_part(link: Link, manifest: Manifest, mapped: MappedWeights) -> dict[
         return tensors
     if manifest.client_weights is None:
         raise BadMessage("the executor's manifest has no client part")
+    parts, hint = {"client part": manifest.client_weights.size}, "free memory there, or pass another device="
+    check_fits(f"the tenant's part of {manifest.name}", parts, device, hint)
     download(link, manifest.client_weights)
     return load_weights(manifest.client_weights)
 
