@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from symbiosis.app.http_host import HttpHost
 from symbiosis.app.statistics.source import StatisticsSource
