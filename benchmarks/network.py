@@ -240,7 +240,9 @@ class Round:
         if baseline is not None:
             cell["local_seconds"] = baseline["seconds"]
             cell["ratio"] = statistics.median(found["seconds"]) / statistics.median(baseline["seconds"])
-            cell["local_cpu_s"], cell["idle_ratio"] = baseline["cpu_s"], self._idle_s(found) / baseline["cpu_s"]
+            cell["local_cpu_s"] = baseline["cpu_s"]
+            if work == "step":  # the round trips of micro-batches overlap
+                cell["idle_ratio"] = self._idle_s(found) / baseline["cpu_s"]
         self.cells.append(cell)
         return found
 
@@ -312,7 +314,8 @@ def progress_of(total: int, console: Console) -> Iterator[Any]:
 
 def show(console: Console, cells: Sequence[dict[str, Any]]) -> None:
     for cell in cells:
-        ratio = f" ({cell['ratio']:.2f} of local, at most {cell['idle_ratio']:.2f} if idle)" if "ratio" in cell else ""
+        ratio = f" ({cell['ratio']:.2f} of local)" if "ratio" in cell else ""
+        ratio += f" (at most {cell['idle_ratio']:.2f} on an idle machine)" if "idle_ratio" in cell else ""
         console.print(
             f"{cell['round_trip_ms']:g} ms, {cell['gbit_per_s']:g} Gbit/s, {cell['wire']}, {cell['adapter']}, "
             f"{cell['batch']} × {cell['tokens']}, {cell['work']}: {statistics.median(cell['seconds']):.3f} s{ratio}, "
