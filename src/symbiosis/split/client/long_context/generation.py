@@ -100,26 +100,24 @@ def generate(
 
 
 def estimate_cache(model: PreTrainedModel, inputs: Any, generation_config: Any, kwargs: Mapping[str, Any]) -> CacheSize | None:
-    """The cache of a call of `generate`; None if its prompt is not a tensor."""
+    """The cache of a call of `generate`; None if its prompt is not a tensor, or the model has no heads of one size."""
     prompt = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(x, Tensor)), None)
-    if prompt is None or prompt.dim() < 2:
+    config = model.config.get_text_config(decoder=True)
+    query_heads: Any = getattr(config, "num_attention_heads", None)
+    heads: Any = getattr(config, "num_key_value_heads", None) or query_heads
+    layers: Any = getattr(config, "num_hidden_layers", None)
+    if prompt is None or prompt.dim() < 2 or not all(isinstance(each, int) for each in (query_heads, heads, layers)):
         return None
-
     sources = [kwargs, *(vars(each) for each in (generation_config, model.generation_config) if each is not None)]
 
     def option(name: str) -> Any:
         return next((source[name] for source in sources if source.get(name) is not None), None)
 
-    length = prompt.shape[1]
-    new = option("max_new_tokens")
+    length, new = prompt.shape[1], option("max_new_tokens")
     tokens = length + int(new) if new is not None else max(int(option("max_length") or 0), length + 1)
     sequences = prompt.shape[0] * max(int(option("num_beams") or 1), int(option("num_return_sequences") or 1))
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return CacheSize(
-        sequences, tokens, sequences * tokens * config.num_hidden_layers * 2 * heads * width * model.dtype.itemsize
-    )
+    width = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    return CacheSize(sequences, tokens, sequences * tokens * layers * 2 * heads * width * model.dtype.itemsize)
 
 
 def would_not_fit(size: CacheSize, device: torch.device) -> bool:
