@@ -22,7 +22,7 @@ class _Norm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> Any:
         return torch.empty_like(ctx.saved_tensors[0]), None
 
 
@@ -35,7 +35,7 @@ class _Loss(torch.autograd.Function):
         return logits.new_empty((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> Any:
         return torch.empty_like(ctx.saved_tensors[0])
 
 
