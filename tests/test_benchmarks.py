@@ -27,6 +27,7 @@ from benchmarks import (
     memory,
     mixed,
     network,
+    plan_memory,
     plots,
     policies,
     queueing,
@@ -214,3 +215,11 @@ def test_the_ways_of_sharding_are_measured_and_can_be_plotted(tmp_path):
     (result,) = json.loads(written.read_text())["results"]
     assert len(result["cells"]) == 12
     assert plots.draw(written).is_file()
+
+
+@pytest.mark.slow
+def test_plans_are_compared_with_measured_memory(tmp_path):
+    plan_memory.main(["--tiny", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "plan-memory.json").read_text())
+    assert [run["role"] for run in record["runs"]] == ["executor", "tenant"]
+    assert all(run["measured_bytes"] > 0 for run in record["runs"])

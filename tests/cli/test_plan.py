@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,14 @@ def test_heads_that_do_not_divide_are_one_line(folder, tmp_path):
 
 def test_an_unknown_model_is_one_line(tmp_path):
     assert "there is no folder" in fails("plan", tmp_path / "missing")
+
+
+@pytest.mark.real
+def test_the_examples_of_the_documentation_run(real_cache):
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    commands = re.findall(r"^symbiosis (plan .*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    for line in commands:
+        result = run_here(*shlex.split(line))
+        assert result.exit_code == 0, result.output
+        assert "symbiosis serve" in result.stdout
