@@ -86,9 +86,11 @@ def measure(rank: int, size: int, master: str, shape: dict[str, int]) -> dict[st
     if rank == 0:
         mesh.wait_for_all("engine")
     found = {"tensors": sum(held.values()) + kv, "kv": kv, "rss": resident_bytes() - before}
-    mesh.wait_for_all("measured")
-    if rank == 0:
+    if rank == 0:  # the others leave when they have measured: its end ends them
+        mesh.wait_for_all("measured")
         leader.stop()
+    else:
+        mesh.arrive("measured")
     return found
 
 

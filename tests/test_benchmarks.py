@@ -130,6 +130,7 @@ def test_serving_gives_the_completions_of_peft(tmp_path):
     assert (tmp_path / "serving-tiny.json").is_file()
 
 
+@pytest.mark.slow
 def test_serving_next_to_training_is_measured(tmp_path):
     figures = colocation.run(colocation.TINY, tmp_path)
     assert figures["ratios"].keys() == {"1 at a time", "2 at a time"}
@@ -191,6 +192,7 @@ def test_ratios_are_taken_within_one_repetition():
     assert figures["shared"]["runs"] == [1.1, 2.2, 4.4]
 
 
+@pytest.mark.slow
 def test_the_comparison_with_vllm_runs_without_it(tmp_path):
     shape = ["--requests", "2", "--prompt", "4", "--new", "2"]
     vllm_cpu.main(["--tiny", *shape, "--adapters", "0", "1", "--repetitions", "1", "--out", str(tmp_path)])
@@ -200,6 +202,7 @@ def test_the_comparison_with_vllm_runs_without_it(tmp_path):
     assert figures.keys() == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_the_memory_of_shards_is_measured_and_can_be_plotted(tmp_path):
     shard_memory.main(["--tiny", "--out", str(tmp_path)])
     (written,) = tmp_path.glob("*.json")
@@ -209,6 +212,7 @@ def test_the_memory_of_shards_is_measured_and_can_be_plotted(tmp_path):
     assert plots.draw(written).is_file()
 
 
+@pytest.mark.slow
 def test_the_ways_of_sharding_are_measured_and_can_be_plotted(tmp_path):
     sharding.main(["--tiny", "--out", str(tmp_path)])
     (written,) = tmp_path.glob("*.json")

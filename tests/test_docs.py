@@ -150,6 +150,7 @@ def test_the_readmes_fine_tuning_client_and_command(served, chats):
     assert "is served: symbiosis chat --adapter ft-pirate-" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.timeout(600)
 def test_the_fine_tuning_pages_own_loop(real_cache, tmp_path):
@@ -176,6 +177,7 @@ def test_the_fine_tuning_pages_commands(served, chats):
     assert (chats / "pirate-lora" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_two_tenants_example(real_cache, tmp_path):
     output = run(str(ROOT / "examples" / "two_tenants.py"), cwd=tmp_path)
@@ -183,6 +185,7 @@ def test_two_tenants_example(real_cache, tmp_path):
     assert all(each[-1] < each[0] for each in losses.values())
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_engine_example(real_cache, tmp_path):
     output = run(str(ROOT / "examples" / "engine_with_adapters.py"), cwd=tmp_path)
@@ -191,6 +194,7 @@ def test_engine_example(real_cache, tmp_path):
     assert len(set(texts.values())) == 3, "each adapter changes the text"
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_studio_example(real_cache, tmp_path):
     output = run(str(ROOT / "examples" / "custom_training_loop.py"), str(tmp_path / "out"), cwd=tmp_path)

@@ -305,6 +305,7 @@ def test_a_lost_device_closes_all_jobs(tmp_path, monkeypatch):
         assert not here.trainer.is_alive()
 
 
+@pytest.mark.slow
 def test_a_step_of_the_whole_file_is_loaded_batch_by_batch(tmp_path, monkeypatch):
     """A job with many batches in a step must not hold them all in memory."""
     alive, most = weakref.WeakSet(), []

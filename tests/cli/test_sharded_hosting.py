@@ -19,6 +19,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import symbiosis
+from symbiosis.serving.engine_core import EngineCore
+from symbiosis.serving.scheduling.sequence import Sampling
 from tests.cli.test_main import run
 from tests.tiny_chat import tiny_tokenizer
 
@@ -38,15 +40,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: LlamaForCausalLM) ->
 
 
 @contextmanager
-def served(folders: tuple[Path, Path], *options: str) -> Iterator[tuple[subprocess.Popen[str], list[str], OpenAI]]:
+def served(folders: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], list[str], OpenAI]]:
     """The process, the addresses of its executors, and a client of its API."""
     model, adapter = folders
-    command = [sys.executable, "-m", "symbiosis", "serve", str(model), "--listen", "tcp://127.0.0.1:0", *options]
+    command = [sys.executable, "-m", "symbiosis", "serve", str(model), "--listen", "tcp://127.0.0.1:0", "--shards", "2"]
     command += ["--http", "127.0.0.1:0", "--adapter", f"mine={adapter}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     addresses: list[str] = []
     assert process.stdout is not None
-    while len(addresses) < (3 if options else 2):
+    while len(addresses) < 3:
         line = process.stdout.readline()
         assert line, "it ended before it listened"
         addresses += re.findall(r"listening at (\S+)", line)
@@ -66,6 +68,15 @@ def complete(client: OpenAI, model: str) -> tuple[str, list[float]]:
     return done.choices[0].text, list(logprobs.token_logprobs or ())
 
 
+def complete_here(core: EngineCore, adapter: str | None) -> list[float]:
+    """The log probabilities of the greedy tokens, by an engine of this process."""
+    core.add(PROMPT, Sampling(temperature=0.0, max_tokens=12, logprobs=1), adapter=adapter)
+    found: list[float] = []
+    while not core.is_idle():
+        found += [logprobs.chosen for _, _, logprobs in core.step() if logprobs is not None]
+    return found
+
+
 def complete_often(client: OpenAI) -> None:
     for _ in range(1000):
         complete(client, "tiny")
@@ -73,13 +84,12 @@ def complete_often(client: OpenAI) -> None:
 
 def test_all_three_ways_in_give_what_one_process_gives(folders, tiny, ids, tmp_path):
     models = ["tiny", "mine"]
-    with served(folders) as (_, _, client):
-        expected = [complete(client, model) for model in models]
-    with served(folders, "--shards", "2") as (process, addresses, client):
-        for model, (text, logprobs) in zip(models, expected, strict=True):
-            found = complete(client, model)
-            assert found[0] == text
-            assert found[1] == pytest.approx(logprobs, abs=1e-3)
+    core = EngineCore(LlamaForCausalLM.from_pretrained(folders[0]), pages=64)
+    core.add_adapter("mine", folders[1])
+    expected = [complete_here(core, None if model == "tiny" else model) for model in models]
+    with served(folders) as (process, addresses, client):
+        for model, logprobs in zip(models, expected, strict=True):
+            assert complete(client, model)[1] == pytest.approx(logprobs, abs=1e-3)
         for address in addresses:
             tenant = symbiosis.connect(address)
             torch.testing.assert_close(tenant(ids).logits, tiny(ids).logits, atol=1e-5, rtol=0)
@@ -97,8 +107,9 @@ def test_all_three_ways_in_give_what_one_process_gives(folders, tiny, ids, tmp_p
         assert complete(client, finished.fine_tuned_model)[1]
 
 
+@pytest.mark.slow
 def test_a_dead_shard_ends_requests_in_an_error(folders):
-    with served(folders, "--shards", "2") as (process, _, client):
+    with served(folders) as (process, _, client):
         (child,) = [each for each in psutil.Process(process.pid).children() if "serve" in each.cmdline()]
         stream = client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=100, stream=True, extra_body={"ignore_eos": True}
@@ -110,6 +121,7 @@ def test_a_dead_shard_ends_requests_in_an_error(folders):
         assert process.wait(90) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shards", "says"),
     [

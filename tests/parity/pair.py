@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
@@ -17,6 +19,23 @@ import symbiosis
 from symbiosis.distributed.mesh import ShardMesh
 
 LINKS = ["inproc", "shm", "tcp"]
+
+
+def slow_but_every_third(cases: Sequence[Any]) -> list[Any]:
+    """Cases with a name, of which the others are slow."""
+    return [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if at % 3 else []) for at, case in enumerate(cases)]
+
+
+def on_links(cases: Sequence[Any], often: Collection[str]) -> list[Any]:
+    """Cases with a name: all of them within a process, those named `often` over every link. The others are slow."""
+
+    def marks(case: Any, link: str) -> list[Any]:
+        return [] if link == "inproc" or case.name in often else [pytest.mark.slow]
+
+    pairs = [(case, link) for case in cases for link in LINKS]
+    return [pytest.param(case, link, id=f"{case.name}-{link}", marks=marks(case, link)) for case, link in pairs]
+
+
 LISTEN = {"shm": "shm://", "tcp": "tcp://127.0.0.1:0"}
 
 

@@ -9,7 +9,13 @@ import torch
 from peft import LoraConfig, PeftConfig
 
 from tests.parity.architectures import ARCHITECTURES, MORE, Architecture
-from tests.parity.pair import LINKS, adapted, assert_same_training, connected, twin
+from tests.parity.pair import adapted, assert_same_training, connected, on_links, twin
+
+OFTEN = (
+    *("llama4", "dbrx", "jetmoe", "granitemoe", "bloom", "mamba", "mamba2"),
+    *("gpt_oss", "deepseek_v3", "bart", "smollm3", "falcon"),
+)
+"""Of the further architectures, those with code paths of their own; the others are slow."""
 
 
 def check(architecture: Architecture, link: str, **options: Any) -> None:
@@ -30,13 +36,14 @@ def check(architecture: Architecture, link: str, **options: Any) -> None:
         assert_same_training(adapted(twin(plain), config), adapted(model, config), architecture.batch)
 
 
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+@pytest.mark.parametrize(("architecture", "link"), on_links(ARCHITECTURES, often=("llama", "mixtral", "gpt2", "t5")))
 def test_logits_tokens_gradients_and_training_are_those_of_the_plain_model(architecture, link):
     check(architecture, link)
 
 
-@pytest.mark.parametrize("architecture", MORE, ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(a, id=a.name, marks=[] if a.name in OFTEN else [pytest.mark.slow]) for a in MORE]
+)
 def test_further_architectures_work_too(architecture):
     check(architecture, "inproc")
 
@@ -45,8 +52,10 @@ SHARDED = [("inproc", 2, "tensor"), ("tcp", 2, "parameters"), ("inproc", 4, "aut
 ALL_SHARDED = [(link, shards, way) for link in ("inproc", "tcp") for shards in (2, 4) for way in ("tensor", "parameters")]
 
 
-@pytest.mark.parametrize(("link", "shards", "sharding"), SHARDED, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "link", "shards", "sharding"),
+    [*(("llama", *case) for case in SHARDED), ("gpt2", *SHARDED[2]), ("mixtral", *SHARDED[0])],
+)
 def test_a_sharded_model_computes_the_same(name, link, shards, sharding):
     check(next(a for a in ARCHITECTURES if a.name == name), link, shards=shards, sharding=sharding)
 

@@ -8,7 +8,7 @@ import torch
 from symbiosis.errors import WeightsWithheld
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.methods import METHODS, MORE
-from tests.parity.pair import LINKS, adapted, assert_same_training, connected, twin
+from tests.parity.pair import adapted, assert_same_training, connected, on_links, slow_but_every_third, twin
 
 LLAMA = ARCHITECTURES[0]
 
@@ -38,18 +38,17 @@ def task_batch(method):
     return lambda seed=0: {**batch(seed), "task_ids": torch.zeros(2, dtype=torch.long)}
 
 
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize(("method", "link"), on_links(METHODS, often=("lora", "dora", "ia3", "prefix", "boft")))
 def test_gradients_and_training_are_those_of_plain_peft(method, link):
     check(method, link)
 
 
-@pytest.mark.parametrize("method", MORE, ids=lambda m: m.name)
+@pytest.mark.parametrize("method", slow_but_every_third(MORE))
 def test_the_rest_of_peft_works_too(method):
     check(method, "inproc")
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if not m.needs_weights], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", slow_but_every_third([m for m in METHODS if not m.needs_weights]))
 def test_most_methods_need_no_base_weight(method):
     check(method, "inproc", weights=False)
 

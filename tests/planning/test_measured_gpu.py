@@ -30,6 +30,7 @@ def test_an_executor_alone(measured, estimator):
 
 
 @pytest.mark.parametrize("tokens", [512, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (1024, 2048, 4096))])
+@pytest.mark.slow
 def test_a_training_tenant_that_maps_the_client_part(measured, estimator, tokens):
     """Without its context: the measure is what torch holds."""
     held = next(run["tenants_bytes"][0] for run in measured["runs"] if (run["tenants"], run["tokens"]) == (1, tokens))

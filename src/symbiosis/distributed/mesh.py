@@ -100,9 +100,13 @@ class ShardMesh:
     def others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def wait_for_all(self, name: str) -> None:
-        """Wait until all ranks have called this with the same name, which may be used once."""
+    def arrive(self, name: str) -> None:
+        """As `wait_for_all`, without waiting."""
         self._store.set(f"{name}/{self.rank}", b"")
+
+    def wait_for_all(self, name: str) -> None:
+        """Wait until all ranks have called this or `arrive` with the same name, which may be used once."""
+        self.arrive(name)
         _wait_for(self._store, [f"{name}/{rank}" for rank in range(self.size)], self._check)
 
     @contextmanager
