@@ -72,12 +72,12 @@ class BlockManager:
         stored: list[bytes] = []
         if computed > last:
             computed, source = last, shared.pop()
-            if self.host.is_restoring(source):  # it is written in this step, after all copies were read
-                computed, source = len(shared) * self.block_size, None
         else:
             stored = self._find_stored(sequence, len(shared))
             if parent is not None and not stored:
                 computed, source = self._find_partial(sequence, parent, computed)
+        if source is not None and self.host.is_restoring(source):  # it is written in this step, after all copies were read
+            computed, source = len(shared) * self.block_size, None
         computed += len(stored) * self.block_size
         needed = -(-length // self.block_size) - len(shared)
         if needed + reserved > self.num_free_blocks - sum(block in self._evictable for block in shared):
