@@ -13,14 +13,12 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -84,16 +82,6 @@ def _copied_weight(weight: Tensor, rows: Tensor) -> int:
     return weight.nbytes if is_copied and rows.shape[0] > _FEW_ROWS else 0
 
 
-class _CpuAttention(TorchFunctionMode):
-    """Attention with dropout, for which a CPU has no fused kernel: torch would choose one for tensors without values."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
-            return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
-        return func(*args, **kwargs)
-
-
 @contextmanager
 def dry_run(kind: str = "cpu") -> Iterator[LiveMemory]:
     """Run what is inside on tensors without values. Their memory is counted by what this yields. One at a time.
@@ -104,9 +92,8 @@ def dry_run(kind: str = "cpu") -> Iterator[LiveMemory]:
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     on_cpu = kind == "cpu"
     memory = LiveMemory(granularity=_GRANULARITY[kind], copies_weights=on_cpu and _IS_ARM)
-    attention = _CpuAttention() if on_cpu else nullcontext()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _running, _movable_modules(), torch.random.fork_rng(devices=[]), attention, mode, memory:
+    with _running, _movable_modules(), torch.random.fork_rng(devices=[]), mode, memory:
         yield memory
 
 

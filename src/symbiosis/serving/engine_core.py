@@ -91,7 +91,7 @@ class EngineCore:
         if shard is None:
             self._runner = ModelRunner(model, kv_cache)
         else:
-            self._runner = sharded = ShardedRunner(shard, kv_cache, num_blocks)
+            self._runner = sharded = ShardedRunner(shard, kv_cache, num_blocks, residency.slots)
             divide = sharded.divide
         max_length = max_sequence_length(model.config.get_text_config())
         config = SchedulerConfig(

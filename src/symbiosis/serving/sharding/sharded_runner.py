@@ -29,13 +29,13 @@ START, FORWARD, COPY, LOAD, EVICT = (
 class ShardedRunner(ModelRunner):
     """Announces every pass, and every adapter that comes or goes."""
 
-    def __init__(self, shard: FirstShard, kv_cache: PagedKVCache, num_blocks: int) -> None:
-        """Raises `CannotServe` or `ShardLost`."""
+    def __init__(self, shard: FirstShard, kv_cache: PagedKVCache, num_blocks: int, slots: int) -> None:
+        """`slots`: of adapters on the device. Raises `CannotServe` or `ShardLost`."""
         self._parallel, self._leader = shard.parallel, shard.leader
         self._numbers: dict[str, int] = {}  # of loaded adapters, by hash
         self._count = itertools.count()
         prepare = super().__init__
-        arguments = encode_numbers(num_blocks, kv_cache.block_size)
+        arguments = encode_numbers(num_blocks, kv_cache.block_size, slots)
         shard.start(START, arguments, lambda: prepare(shard.parallel.model, kv_cache, shard.parallel))
 
     def use_kernels(self, table: SlotTable, max_blocks: int) -> None:

@@ -10,7 +10,6 @@ from symbiosis import kernels
 from symbiosis.distributed import dora_norms
 from symbiosis.distributed.operations import Handler, follow_start
 from symbiosis.distributed.parallel_model import ParallelModel
-from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.serving.lora.converter import Converter
 from symbiosis.serving.lora.lora_weights import EngineAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
@@ -46,14 +45,14 @@ class EngineWorker:
     def _start(self, content: bytes) -> None:
         follow_start(self._parallel, lambda: self._prepare(*decode_numbers(content)))
 
-    def _prepare(self, num_blocks: int, block_size: int) -> None:
+    def _prepare(self, num_blocks: int, block_size: int, slots: int) -> None:
         parallel = self._parallel
         kv_cache = create_kv_cache(parallel.model, parallel.facts, parallel.local_kv_heads, num_blocks, block_size)
         self._runner = ModelRunner(parallel.model.eval(), kv_cache, parallel)
         if kernels.run_on(parallel.model.device):
             linear = (LayerKind.LINEAR, LayerKind.CONV1D)
             layers = [path for path, module in parallel.facts.modules.items() if module.kind in linear]
-            self._slots = SlotTable(AdapterCacheConfig().slots, layers, parallel.model.device)
+            self._slots = SlotTable(slots, layers, parallel.model.device)
             self._runner.use_table(self._slots)
 
     @property
