@@ -14,17 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from symbiosis.adapters.config import Ia3Settings, LoraSettings, PeftMethod, PromptSettings, parse_config
-from symbiosis.adapters.files import (
-    CONFIG,
-    TENSORS,
-    FileLimits,
-    InMemoryTensors,
-    TensorFile,
-    join_names,
-    open_adapter_folder,
-    parse_strict_json,
-    quote,
-)
+from symbiosis.adapters.files import CONFIG, TENSORS, FileLimits, join_names, parse_strict_json, quote
 from symbiosis.adapters.model_facts import ModelFacts, ModuleFacts
 from symbiosis.adapters.parts import (
     Adapter,
@@ -38,6 +28,7 @@ from symbiosis.adapters.parts import (
     build_adapter,
 )
 from symbiosis.adapters.targets import Targets, saved_paths
+from symbiosis.adapters.tensor_file import InMemoryTensors, TensorFile, open_adapter_folder
 from symbiosis.adapters.tensor_names import AdapterTensors, Role, describe_module
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 from symbiosis.types import LayerKind

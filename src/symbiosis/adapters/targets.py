@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.safe_regex import MatchBudget, SafePattern
 from symbiosis.types import LayerKind
+
+if TYPE_CHECKING:
+    from symbiosis.adapters.model_facts import ModelFacts  # imports torch, which HTTP processes do without
 
 ALL_LINEAR = "all-linear"
 

@@ -8,8 +8,9 @@ from enum import StrEnum
 from torch import Tensor
 
 from symbiosis.adapters.config import PeftMethod
-from symbiosis.adapters.files import CONFIG, TENSORS, InMemoryTensors, TensorFile, join_names, quote
+from symbiosis.adapters.files import CONFIG, TENSORS, join_names, quote
 from symbiosis.adapters.model_facts import ModelFacts, ModuleFacts
+from symbiosis.adapters.tensor_file import InMemoryTensors, TensorFile
 from symbiosis.errors import BadAdapter, UnsupportedAdapter
 
 PROMPT = "prompt_embeddings"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import socket
 import sys
 from functools import partial
@@ -16,7 +17,6 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from transformers import AutoTokenizer
 
 from symbiosis.common import file_limits
 from symbiosis.server.app import Server
@@ -36,9 +36,18 @@ _SHUTDOWN_S = 30
 """Time for running requests to finish at shutdown."""
 
 
+def _load_tokenizer(folder: str) -> Any:
+    # Where torch can be imported, transformers does so: half of this process's start-up and memory. Tokenizers need none.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found"
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
 async def _serve(config: dict[str, Any]) -> None:
     folder = config["tokenizer"]
-    tokenizer = None if folder is None else AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = None if folder is None else _load_tokenizer(folder)
     engine = EngineClient(IpcClient(config["ipc_path"]))
     settings = Settings.from_json(config["settings"])
     max_connections = file_limits.raise_open_file_limit() - _RESERVED_FILES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp
 
 from symbiosis.server.auth import ApiKeys, AuthMiddleware
 from symbiosis.server.connections.control_proxy import ControlProxy
+from symbiosis.server.control import Control
 from symbiosis.server.cors import allow_origins
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.metrics.counts import Metrics
@@ -28,9 +28,6 @@ from symbiosis.server.routes.health import HealthRoute
 from symbiosis.server.routes.tokenization import TokenizationRoutes
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
-
-if TYPE_CHECKING:
-    from symbiosis.server.control import Control
 
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -51,8 +48,6 @@ class Server:
         self._proxy = None if control is None else ControlProxy(control)
         self._control: Control | None = None
         if control is None:
-            from symbiosis.server.control import Control  # imports torch: a second that workers do not need
-
             self._control = Control(engine, tokenizer, settings, self._metrics)
 
     def app(self) -> ASGIApp:
