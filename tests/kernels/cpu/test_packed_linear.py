@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from symbiosis.kernels.cpu.library import panel_width
-from symbiosis.kernels.cpu.packed_linear import OneDnnWeight, PackedWeight, PanelWeight, pack
+from symbiosis.kernels.cpu.library import panel_widths
+from symbiosis.kernels.cpu.packed_linear import OneDnnWeight, PackedWeight, PanelWeight, has_one_dnn, pack
 
 DTYPES = [torch.float32, torch.bfloat16]
-KINDS = [PanelWeight, OneDnnWeight]
+Kind = Callable[[torch.Tensor, torch.Tensor | None], PackedWeight]
+PANELS = [pytest.param(partial(PanelWeight, width=width), id=f"panel{width}") for width in panel_widths()]
+KINDS = [*PANELS, pytest.param(OneDnnWeight, id="oneDNN")]
 
 
-def make_packed(kind: type[PackedWeight], weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> PackedWeight:
-    if kind is PanelWeight and not panel_width():
-        pytest.skip("not compiled for this processor")
-    if kind is OneDnnWeight and weight_OI.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this processor has no instructions for bfloat16")
+def make_packed(kind: Kind, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> PackedWeight:
+    if kind is OneDnnWeight and not has_one_dnn(weight_OI.dtype):
+        pytest.skip("oneDNN does not support this dtype here")
     return kind(weight_OI, bias_O)
 
 
@@ -30,9 +33,9 @@ def make(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[torc
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 13, 32, 257, 700])
-@pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (33, 7), (1, 130), (257, 1)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (33, 7), (1, 130), (257, 1), (256, 48)])
 @torch.inference_mode()
-def test_packed_is_plain(kind: type[PackedWeight], rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+def test_packed_is_plain(kind: Kind, rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
     x_RI, weight_OI, bias_O = make(rows, inputs, outputs, dtype)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for bias in (None, bias_O):
@@ -44,7 +47,7 @@ def test_packed_is_plain(kind: type[PackedWeight], rows: int, inputs: int, outpu
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_any_layout_of_weight_and_rows(kind: type[PackedWeight]) -> None:
+def test_any_layout_of_weight_and_rows(kind: Kind) -> None:
     x_RI, weight_OI, _ = make(5, 48, 20, torch.float32)
     expected = F.linear(x_RI, weight_OI)
     transposed = weight_OI.t().contiguous().t()
@@ -57,7 +60,7 @@ def test_any_layout_of_weight_and_rows(kind: type[PackedWeight]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_a_row_does_not_depend_on_the_others(kind: type[PackedWeight]) -> None:
+def test_a_row_does_not_depend_on_the_others(kind: Kind) -> None:
     x_RI, weight_OI, _ = make(8, 64, 40, torch.float32)
     packed = make_packed(kind, weight_OI, None)
     expected = packed.linear(x_RI)
@@ -68,10 +71,11 @@ def test_a_row_does_not_depend_on_the_others(kind: type[PackedWeight]) -> None:
     assert torch.equal(found[rest], expected[rest])
 
 
+@pytest.mark.parametrize("kind", PANELS)
 @torch.inference_mode()
-def test_a_row_does_not_depend_on_their_number() -> None:
-    x_RI, weight_OI, _ = make(300, 64, 40, torch.float32)
-    packed = make_packed(PanelWeight, weight_OI, None)
+def test_a_row_does_not_depend_on_their_number(kind: Kind) -> None:
+    x_RI, weight_OI, _ = make(300, 600, 40, torch.float32)
+    packed = make_packed(kind, weight_OI, None)
     expected = packed.linear(x_RI)
     for rows in (1, 2, 3, 5, 8, 9, 100):
         assert torch.equal(packed.linear(x_RI[:rows]), expected[:rows])

@@ -6,6 +6,7 @@ import ctypes
 import os
 from functools import cache
 from importlib.util import find_spec
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,14 @@ def symbol(name: str) -> Any:
     return getattr(_library(), f"symbiosis_{name}", None)
 
 
-def panel_width() -> int:
-    """Outputs of a panel of the packed product; 0 if it is not compiled for this processor."""
-    found = symbol("panel_width")
-    return int(found()) if found is not None else 0
+@cache
+def panel_widths() -> tuple[int, ...]:
+    """Outputs of a panel, for each packed product that is compiled for this processor. The fastest first."""
+    width = symbol("panel_width")
+    if width is None:
+        return ()
+    width.restype = ctypes.c_int64
+    return tuple(takewhile(bool, (int(width(ctypes.c_int64(number))) for number in count())))
 
 
 def is_compiled() -> bool:

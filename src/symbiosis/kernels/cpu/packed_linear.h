@@ -1,61 +1,126 @@
-/* Included once for each NUMBER type: see packed_linear.c. */
-/* A block of rows with some panels. */
-INLINE void OF(tile)(const PackedLinear *args, int64_t first, int64_t panel, const int rows, const int panels) {
-    const int64_t inputs = args->inputs;
-    const float *x = args->blocks + first * inputs;
-    const NUMBER *from = (const NUMBER *)args->panels + panel * inputs * PANEL;
-    Vec sums[ROWS][FEW_PANELS][PARTS];
+/* The kernel of one kind of processor: see packed_linear.c, which defines CPU, TARGET, BYTES, PARTS, ROWS, FEW, DEPTH, AHEAD. */
+#define HERE(name) PASTE(name, CPU)
+#define WIDTH (BYTES / 4)
+#define PANEL (PARTS * WIDTH)
+
+typedef float HERE(Numbers) __attribute__((vector_size(BYTES)));
+typedef uint32_t HERE(Bits) __attribute__((vector_size(BYTES)));
+typedef uint16_t HERE(HalfBits) __attribute__((vector_size(BYTES / 2)));
+
+INLINE HERE(Numbers) HERE(load)(const char *from, const int is_half) {
+    HERE(Numbers) found;
+#if defined(__aarch64__)
+    if (is_half) return load_bfloat16((const bfloat16 *)from);
+#else
+    if (is_half) {
+        HERE(HalfBits) bits;
+        memcpy(&bits, from, sizeof bits);
+        return (HERE(Numbers))(__builtin_convertvector(bits, HERE(Bits)) << 16);
+    }
+#endif
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+/* Write a row of finished sums. */
+INLINE void HERE(finish)(const PackedLinear *args, int64_t row, int64_t column, const float *sums, const int is_half) {
+    const int64_t rest = args->outputs - column, columns = rest < PANEL ? rest : PANEL;
+    for (int64_t i = 0; i < columns; i++) {
+        const float found = args->bias ? sums[i] + args->bias[column + i] : sums[i];
+        if (is_half)
+            put_bfloat16((bfloat16 *)args->y + row * args->outputs + column + i, found);
+        else
+            put_float((float *)args->y + row * args->outputs + column + i, found);
+    }
+}
+
+/* A block of rows with some panels, over `depth` inputs from `k` on. Meanwhile a line is fetched every `step` bytes from
+   `fetched` on. */
+INLINE void HERE(tile)(const PackedLinear *args, int64_t first, int64_t panel, int64_t k, int64_t depth, float *chunk_sums,
+                       const char *fetched, int64_t step, const int rows, const int panels, const int is_half) {
+    const int64_t inputs = args->inputs, size = is_half ? 2 : 4;
+    const float *x = args->blocks + first * inputs + k * rows;
+    const char *from = (const char *)args->panels + (panel * inputs + k) * PANEL * size;
+    HERE(Numbers) sums[ROWS][FEW][PARTS];
     for (int row = 0; row < rows; row++)
         for (int p = 0; p < panels; p++)
-            for (int v = 0; v < PARTS; v++) sums[row][p][v] = (Vec){0};
-    for (int64_t k = 0; k < inputs; k++) {
-        Vec weights[FEW_PANELS][PARTS];
-        __builtin_prefetch(from + (k + AHEAD) * PANEL);
+            for (int v = 0; v < PARTS; v++) {
+                sums[row][p][v] = (HERE(Numbers)){0};
+                if (k) memcpy(&sums[row][p][v], chunk_sums + row * PANEL + v * WIDTH, BYTES);
+            }
+    for (int64_t i = 0; i < depth; i++) {
+        HERE(Numbers) weights[FEW][PARTS];
+        __builtin_prefetch(fetched + i * step, 0, AHEAD ? 3 : 2);
         for (int p = 0; p < panels; p++)
-            for (int v = 0; v < PARTS; v++) weights[p][v] = OF(load)(from + (p * inputs + k) * PANEL + v * LANES);
+            for (int v = 0; v < PARTS; v++)
+                weights[p][v] = HERE(load)(from + ((p * inputs + i) * PANEL + v * WIDTH) * size, is_half);
+#if defined(__aarch64__) /* products with an element of a vector */
         Factors factors[ROWS / 4];
-        for (int i = 0; i < rows / 4; i++) factors[i] = *(const Factors *)(x + k * rows + 4 * i);
+        for (int j = 0; j < rows / 4; j++) factors[j] = *(const Factors *)(x + i * rows + 4 * j);
+#endif
         for (int row = 0; row < rows; row++) {
-            const float factor = rows >= 4 ? factors[row / 4][row % 4] : x[k * rows + row];
+#if defined(__aarch64__)
+            const float factor = rows >= 4 ? factors[row / 4][row % 4] : x[i * rows + row];
+#else
+            const float factor = x[i * rows + row];
+#endif
             for (int p = 0; p < panels; p++)
                 for (int v = 0; v < PARTS; v++) sums[row][p][v] += weights[p][v] * factor;
         }
     }
-    const int64_t left = args->rows - first;
-    for (int row = 0; row < rows && row < left; row++)
-        for (int p = 0; p < panels; p++) {
-            const int64_t column = (panel + p) * PANEL, rest = args->outputs - column, columns = rest < PANEL ? rest : PANEL;
-            NUMBER *to = (NUMBER *)args->y + (first + row) * args->outputs + column;
-            float found[PANEL];
-            memcpy(found, sums[row][p], sizeof found);
-            for (int64_t i = 0; i < columns; i++)
-                OF(put)(to + i, args->bias ? found[i] + args->bias[column + i] : found[i]);
+    const int is_last = k + depth == inputs;
+    for (int row = 0; row < rows && row < args->rows - first; row++)
+        for (int p = 0; p < panels; p++)
+            if (is_last) {
+                float found[PANEL];
+                memcpy(found, sums[row][p], sizeof found);
+                HERE(finish)(args, first + row, (panel + p) * PANEL, found, is_half);
+            } else
+                memcpy(chunk_sums + row * PANEL, sums[row][p], PANEL * sizeof(float));
+}
+
+INLINE void HERE(span)(const PackedLinear *args, int64_t row, int64_t last, int64_t panel, int64_t end, float *sums,
+                       const int is_half) {
+    const int64_t inputs = args->inputs, size = is_half ? 2 : 4, blocks = (last - row + ROWS - 1) / ROWS;
+    const int64_t step = AHEAD ? PANEL * size : PANEL * size / blocks;
+    const char *from = (const char *)args->panels + panel * inputs * PANEL * size;
+#if FEW > 1
+    for (; args->rows <= 2 && panel + FEW <= end; panel += FEW, from += FEW * inputs * PANEL * size)
+        if (args->rows == 1)
+            HERE(tile)(args, 0, panel, 0, inputs, sums, from + AHEAD * step, step, 1, FEW, is_half);
+        else
+            HERE(tile)(args, 0, panel, 0, inputs, sums, from + AHEAD * step, step, 2, FEW, is_half);
+#endif
+    for (; panel < end; panel++)
+        for (int64_t k = 0; k < inputs; k += DEPTH) {
+            const int64_t depth = inputs - k < DEPTH ? inputs - k : DEPTH;
+            const char *next = from + depth * PANEL * size;
+            for (int64_t i = 0; i < blocks; i++) {
+                const int64_t first = row + i * ROWS;
+                /* weights soon to be used, or this block's share of those that all blocks use next */
+                const char *fetched = AHEAD ? from + AHEAD * step : next + i * depth * step;
+                float *to = sums + i * ROWS * PANEL;
+                switch (rows_of_block(args->rows - first, ROWS)) { /* constant counts: sums stay in registers */
+                case 1: HERE(tile)(args, first, panel, k, depth, to, fetched, step, 1, 1, is_half); break;
+                case 2: HERE(tile)(args, first, panel, k, depth, to, fetched, step, 2, 1, is_half); break;
+                case 4: HERE(tile)(args, first, panel, k, depth, to, fetched, step, 4, 1, is_half); break;
+                default: HERE(tile)(args, first, panel, k, depth, to, fetched, step, ROWS, 1, is_half);
+                }
+            }
+            from = next;
         }
 }
 
-/* Panels `panel` to `end` with the rows `row` to `last`. */
-static void OF(span)(const PackedLinear *args, int64_t row, int64_t last, int64_t panel, int64_t end) {
-    for (; args->rows == 1 && panel + FEW_PANELS <= end; panel += FEW_PANELS) OF(tile)(args, 0, panel, 1, FEW_PANELS);
-    for (; args->rows == 2 && panel + FEW_PANELS <= end; panel += FEW_PANELS) OF(tile)(args, 0, panel, 2, FEW_PANELS);
-    for (; panel < end; panel++)
-        for (int64_t first = row; first < last; first += ROWS)
-            switch (rows_of_block(args->rows - first)) { /* constant counts: sums stay in registers */
-            case 1: OF(tile)(args, first, panel, 1, 1); break;
-            case 2: OF(tile)(args, first, panel, 2, 1); break;
-            case 4: OF(tile)(args, first, panel, 4, 1); break;
-            default: OF(tile)(args, first, panel, ROWS, 1);
-            }
+TARGET static void HERE(span_float)(const PackedLinear *args, int64_t row, int64_t last, int64_t panel, int64_t end,
+                                    float *sums) {
+    HERE(span)(args, row, last, panel, end, sums, 0);
 }
 
-void OF(symbiosis_packed_linear)(const PackedLinear *args, int threads) {
-    const int64_t panels = (args->outputs + PANEL - 1) / PANEL, size = panels >= 16 * threads ? 8 : 4;
-    const int64_t groups = (panels + size - 1) / size, chunks = (args->rows + CHUNK - 1) / CHUNK;
-#pragma omp parallel for schedule(static) num_threads(threads) if (args->rows * args->inputs > MIN_PARALLEL)
-    for (int64_t first = 0; first < args->rows; first += ROWS) pack_block(args, first);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < chunks * groups; i++) {
-        const int64_t row = i / groups * CHUNK, panel = i % groups * size;
-        const int64_t last = row + CHUNK < args->rows ? row + CHUNK : args->rows;
-        OF(span)(args, row, last, panel, panel + size < panels ? panel + size : panels);
-    }
+TARGET static void HERE(span_half)(const PackedLinear *args, int64_t row, int64_t last, int64_t panel, int64_t end,
+                                   float *sums) {
+    HERE(span)(args, row, last, panel, end, sums, 1);
 }
+
+#undef HERE
+#undef WIDTH
+#undef PANEL

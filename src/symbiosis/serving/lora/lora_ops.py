@@ -64,7 +64,7 @@ class FusedProjection:
 
     def project(self, x_RI: Tensor) -> Tensor:
         """The layers' results, concatenated."""
-        if self._packed is not None and x_RI.shape[0] >= self._packed.min_rows:
+        if self._packed is not None and x_RI.shape[0] in self._packed.rows:
             return self._packed.linear(x_RI)
         return linear(x_RI, self.weight_OI, self.bias_O)
 
