@@ -1,102 +1,79 @@
 /* Included once for each NUMBER type: see attention.c. */
-/* Scores of up to four queries with VECTORS keys. */
-INLINE void OF(score)(const float *q, const NUMBER *const *keys, int64_t width, const int queries, float *scores) {
-    Vec sums[QUERIES][VECTORS] = {0};
-    for (int64_t d = 0; d < width; d += LANES) {
-        Vec key[VECTORS];
-        for (int token = 0; token < VECTORS; token++) key[token] = OF(load)(keys[token] + d);
-        for (int g = 0; g < queries; g++) {
-            const Vec query = load_float(q + g * width + d);
-            for (int token = 0; token < VECTORS; token++) sums[g][token] += query * key[token];
+/* Rows of keys or values of a head as floats. bfloat16 is converted once for all queries. */
+INLINE void OF(read)(const NUMBER *from, const int64_t *slots, int64_t count, int64_t stride, int64_t width, float *converted,
+                     const float **rows) {
+    for (int64_t i = 0; i < count; i++) {
+        const NUMBER *row = from + slots[i] * stride;
+        rows[i] = (const float *)row;
+        if (sizeof(NUMBER) == sizeof(float)) continue;
+        rows[i] = converted + i * width;
+        for (int64_t d = 0; d < width; d += LANES) store_float(converted + i * width + d, OF(load)(row + d));
+    }
+}
+
+INLINE void OF(fetch)(const NUMBER *from, const int64_t *slots, int64_t count, int64_t stride, int64_t width) {
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t d = 0; d < width; d += LINE / (int64_t)sizeof(NUMBER)) __builtin_prefetch(from + slots[i] * stride + d);
+}
+
+/* Attention of the queries of the key heads `first` to `last` over one sequence. */
+EVERY_CPU
+static void OF(heads)(const Attention *args, int64_t sequence, int64_t first, int64_t last) {
+    const int64_t width = args->width, stride = args->key_heads * width, position = args->positions[sequence];
+    const int64_t group = args->heads / args->key_heads, queries = (last - first) * group;
+    float q[queries * width], out[queries * width], best[queries], total[queries];
+    const State state = {q, out, best, total};
+    for (int64_t g = 0; g < queries; g++) {
+        const NUMBER *from = (const NUMBER *)args->q + args->rows[sequence] * args->q_row + (first * group + g) * args->q_head;
+        for (int64_t d = 0; d < width; d++) {
+            q[g * width + d] = OF(one)(from + d) * (args->cap ? 1.0f : args->scale);
+            out[g * width + d] = 0.0f;
         }
-    }
-    for (int g = 0; g < queries; g++)
-        for (int token = 0; token < VECTORS; token++) scores[g * TOKENS + token] = sum_of(sums[g][token]);
-}
-
-/* Weighted sums of values for up to four queries: out = out * rescale + weights * values, of some columns. */
-INLINE void OF(accumulate)(const float (*weights)[TOKENS], const NUMBER *const *values, int64_t tokens, int64_t width, int64_t d,
-                           const int queries, const int vectors, const float *rescale, float *out) {
-    Vec sums[QUERIES][VECTORS];
-    for (int g = 0; g < queries; g++)
-        for (int v = 0; v < vectors; v++) sums[g][v] = load_float(out + g * width + d + v * LANES) * rescale[g];
-    for (int64_t token = 0; token < tokens; token++) {
-        Vec value[VECTORS];
-        for (int v = 0; v < vectors; v++) value[v] = OF(load)(values[token] + d + v * LANES);
-        for (int g = 0; g < queries; g++)
-            for (int v = 0; v < vectors; v++) sums[g][v] += value[v] * weights[g][token];
-    }
-    for (int g = 0; g < queries; g++)
-        for (int v = 0; v < vectors; v++) store_float(out + g * width + d + v * LANES, sums[g][v]);
-}
-
-/* Attention of up to four queries of one key head over one sequence, by online softmax. */
-INLINE void OF(queries)(const Attention *args, int64_t sequence, int64_t head, int64_t query, const int queries) {
-    const int64_t width = args->width, position = args->positions[sequence], size = args->block_size;
-    const int64_t *blocks = args->blocks + sequence * args->max_blocks;
-    const int64_t offset = head * width, stride = args->key_heads * width;
-    const NUMBER *keys = (const NUMBER *)args->keys + offset, *values = (const NUMBER *)args->values + offset;
-    float q[QUERIES * MAX_WIDTH], out[QUERIES * MAX_WIDTH] = {0}, best[QUERIES], total[QUERIES] = {0};
-    for (int g = 0; g < queries; g++) {
-        const NUMBER *from = (const NUMBER *)args->q + args->rows[sequence] * args->q_row + (query + g) * args->q_head;
-        for (int64_t d = 0; d < width; d++) q[g * width + d] = OF(one)(from + d) * (args->cap ? 1.0f : args->scale);
         best[g] = -FLT_MAX; /* not infinite: inf - inf is NaN */
+        total[g] = 0.0f;
     }
+    float converted[2][TOKENS * MAX_WIDTH];
+    int64_t slots[2][TOKENS], *now = slots[0], *next = slots[1];
     int64_t token = args->window && position + 1 > args->window ? position + 1 - args->window : 0;
-    while (token <= position) {
-        const NUMBER *value_of[TOKENS], *key_of[TOKENS];
-        float scores[QUERIES][TOKENS], rescale[QUERIES];
-        int64_t count = 0;
-        for (; count < TOKENS && token <= position; count++, token++) {
-            const int64_t slot = blocks[token / size] * size + token % size;
-            key_of[count] = keys + slot * stride;
-            value_of[count] = values + slot * stride;
-        }
-        for (int64_t i = count; i < TOKENS; i++) key_of[i] = key_of[0]; /* loaded, but masked below */
-        for (int64_t i = 0; i < count; i += VECTORS)
-            OF(score)(q, key_of + i, width, queries, &scores[0][i]);
-        for (int g = 0; g < queries; g++) {
-            if (args->cap)
-                for (int64_t i = 0; i < count; i++) scores[g][i] = args->cap * tanhf(scores[g][i] * args->scale / args->cap);
-            for (int64_t i = count; i < TOKENS; i++) scores[g][i] = -INFINITY;
-            float highest = best[g];
-            for (int i = 0; i < TOKENS; i++) highest = scores[g][i] > highest ? scores[g][i] : highest;
-            rescale[g] = expf(best[g] - highest);
-            best[g] = highest;
-            Vec sum = {0};
-            for (int i = 0; i < TOKENS; i += LANES) {
-                const Vec weight = exp_of(load_float(scores[g] + i) - highest);
-                store_float(scores[g] + i, weight);
-                sum += weight;
+    int64_t count = find_slots(args, sequence, token, position, now);
+    while (count) {
+        token += count;
+        const int64_t next_count = find_slots(args, sequence, token, position, next);
+        for (int64_t head = first; head < last; head++) {
+            const NUMBER *from_keys = (const NUMBER *)args->keys + head * width;
+            const NUMBER *from_values = (const NUMBER *)args->values + head * width;
+            const float *keys[TOKENS], *values[TOKENS];
+            OF(fetch)(from_keys, next, next_count, stride, width);
+            OF(read)(from_keys, now, count, stride, width, converted[0], keys);
+            OF(fetch)(from_values, next, next_count, stride, width);
+            OF(read)(from_values, now, count, stride, width, converted[1], values);
+            const int64_t end = (head - first + 1) * group;
+            for (int64_t query = end - group; query < end; query += QUERIES) {
+                switch (end - query) { /* constant counts: sums stay in registers */
+                case 1: attend(args, &state, query, 1, keys, values, count); break;
+                case 2: attend(args, &state, query, 2, keys, values, count); break;
+                case 3: attend(args, &state, query, 3, keys, values, count); break;
+                default: attend(args, &state, query, QUERIES, keys, values, count);
+                }
             }
-            total[g] = total[g] * rescale[g] + sum_of(sum);
         }
-        int64_t d = 0;
-        for (; d + VECTORS * LANES <= width; d += VECTORS * LANES)
-            OF(accumulate)(scores, value_of, count, width, d, queries, VECTORS, rescale, out);
-        for (; d < width; d += LANES) OF(accumulate)(scores, value_of, count, width, d, queries, 1, rescale, out);
+        int64_t *const done = now;
+        now = next, next = done, count = next_count;
     }
-    for (int g = 0; g < queries; g++) {
-        NUMBER *to = (NUMBER *)args->out + (sequence * args->heads + query + g) * width;
+    for (int64_t g = 0; g < queries; g++) {
+        NUMBER *to = (NUMBER *)args->out + (sequence * args->heads + first * group + g) * width;
         for (int64_t d = 0; d < width; d++) OF(put)(to + d, out[g * width + d] / total[g]);
     }
 }
 
-EVERY_CPU
-static void OF(head)(const Attention *args, int64_t sequence, int64_t head) {
-    const int64_t group = args->heads / args->key_heads, last = (head + 1) * group;
-    for (int64_t query = head * group; query < last; query += QUERIES) {
-        switch (last - query) { /* constant counts: sums stay in registers */
-        case 1: OF(queries)(args, sequence, head, query, 1); break;
-        case 2: OF(queries)(args, sequence, head, query, 2); break;
-        case 3: OF(queries)(args, sequence, head, query, 3); break;
-        default: OF(queries)(args, sequence, head, query, QUERIES);
-        }
-    }
-}
-
 void OF(symbiosis_attention)(const Attention *args, int threads) {
-    const int64_t count = args->sequences * args->key_heads;
+    /* all heads of a sequence are a task if that gives every thread several */
+    const int64_t wanted = (4 * threads + args->sequences - 1) / args->sequences;
+    const int64_t parts = threads == 1 ? 1 : wanted < args->key_heads ? wanted : args->key_heads;
+    const int64_t count = args->sequences * parts;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (count > 1)
-    for (int64_t i = 0; i < count; i++) OF(head)(args, i / args->key_heads, i % args->key_heads);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t part = i % parts;
+        OF(heads)(args, i / parts, part * args->key_heads / parts, (part + 1) * args->key_heads / parts);
+    }
 }

@@ -84,6 +84,27 @@ INLINE float sum_of(Vec x) {
     return x[0];
 }
 
+/* The sums of as many vectors as one has numbers. */
+INLINE Vec sums_of(const Vec *x) {
+#if LANES == 8
+    Vec pairs[4], fours[2];
+    for (int i = 0; i < 4; i++)
+        pairs[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], (IVec){0, 8, 2, 10, 4, 12, 6, 14}) +
+                   __builtin_shuffle(x[2 * i], x[2 * i + 1], (IVec){1, 9, 3, 11, 5, 13, 7, 15});
+    for (int i = 0; i < 2; i++)
+        fours[i] = __builtin_shuffle(pairs[2 * i], pairs[2 * i + 1], (IVec){0, 1, 8, 9, 4, 5, 12, 13}) +
+                   __builtin_shuffle(pairs[2 * i], pairs[2 * i + 1], (IVec){2, 3, 10, 11, 6, 7, 14, 15});
+    return __builtin_shuffle(fours[0], fours[1], (IVec){0, 1, 2, 3, 8, 9, 10, 11}) +
+           __builtin_shuffle(fours[0], fours[1], (IVec){4, 5, 6, 7, 12, 13, 14, 15});
+#else
+    Vec pairs[2];
+    for (int i = 0; i < 2; i++)
+        pairs[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], (IVec){0, 4, 2, 6}) +
+                   __builtin_shuffle(x[2 * i], x[2 * i + 1], (IVec){1, 5, 3, 7});
+    return __builtin_shuffle(pairs[0], pairs[1], (IVec){0, 1, 4, 5}) + __builtin_shuffle(pairs[0], pairs[1], (IVec){2, 3, 6, 7});
+#endif
+}
+
 /* exp of numbers that are not positive, accurate to all but the last bit. */
 INLINE Vec exp_of(Vec x) {
     const Vec least = (Vec){0} - 87.0f;
