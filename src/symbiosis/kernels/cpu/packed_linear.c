@@ -41,14 +41,15 @@ INLINE int64_t rows_of_block(int64_t left, int64_t most) { return left <= 2 ? le
 #define PARTS 3 /* vectors of a panel */
 #define ROWS 8  /* of a block: 24 sums, in 32 registers */
 #define FEW 4   /* panels at a time for one or two rows: more sums hide the latency of each */
-#define DEPTH INT64_MAX
+#define DEPTH(blocks) INT64_MAX
 #define AHEAD 16 /* inputs whose weights are fetched ahead */
 #include "packed_linear.h"
 static const Kernel kernels[] = {{PARTS * BYTES / 4, ROWS, 2 * FEW, span_float_neon, span_half_neon}};
 static int is_supported(const Kernel *kernel) { return kernel != 0; }
 #elif defined(__x86_64__)
 #define FEW 1
-#define DEPTH 256 /* inputs of a panel that stay in the cache while all rows use them; the next ones are fetched meanwhile */
+/* Inputs of a panel that stay in the cache while all blocks of rows use them; the next ones are fetched meanwhile. */
+#define DEPTH(blocks) ((blocks) > 8 ? 256 : 96)
 #define AHEAD 0
 #define CPU avx512
 #define TARGET __attribute__((target("avx512f")))

@@ -92,8 +92,8 @@ INLINE void HERE(span)(const PackedLinear *args, int64_t row, int64_t last, int6
             HERE(tile)(args, 0, panel, 0, inputs, sums, from + AHEAD * step, step, 2, FEW, is_half);
 #endif
     for (; panel < end; panel++)
-        for (int64_t k = 0; k < inputs; k += DEPTH) {
-            const int64_t depth = inputs - k < DEPTH ? inputs - k : DEPTH;
+        for (int64_t k = 0, depth; k < inputs; k += depth) {
+            depth = inputs - k < DEPTH(blocks) ? inputs - k : DEPTH(blocks);
             const char *next = from + depth * PANEL * size;
             for (int64_t i = 0; i < blocks; i++) {
                 const int64_t first = row + i * ROWS;

@@ -69,26 +69,30 @@ class PanelWeight:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, width: int | None = None) -> None:
         """`width`: one of `panel_widths()`, the first by default."""
         outputs, inputs = weight_OI.shape
-        self._width = width or panel_widths()[0]
-        padded = weight_OI.detach().new_zeros(-(-outputs // self._width) * self._width, inputs)
+        width = width or panel_widths()[0]
+        padded = weight_OI.detach().new_zeros(-(-outputs // width) * width, inputs)
         padded[:outputs] = weight_OI.detach()
-        self._panels = padded.view(-1, self._width, inputs).transpose(1, 2).contiguous()
-        self._outputs, self._is_half = outputs, weight_OI.dtype is torch.bfloat16
+        self._panels = padded.view(-1, width, inputs).transpose(1, 2).contiguous()
         self._bias_O = None if bias_O is None else bias_O.detach().float().contiguous()
-        has_fast_blas = torch.backends.mkl.is_available() and not self._is_half
+        self._inputs, self._outputs = inputs, outputs
+        is_half = weight_OI.dtype is torch.bfloat16
+        bias = None if self._bias_O is None else self._bias_O.data_ptr()
+        self._args = bytes(_Args(0, inputs, outputs, 0, width, is_half, None, self._panels.data_ptr(), bias))
+        self._kernel = symbol("packed_linear")
+        has_fast_blas = torch._C.has_mkl and not is_half
         self.rows = range(1, _BLAS_ROWS if has_fast_blas else sys.maxsize)
 
     def linear(self, x_RI: Tensor) -> Tensor:
         rows, inputs = x_RI.shape
-        assert (x_RI.dtype, inputs) == (self._panels.dtype, self._panels.shape[1]), "the kernel does not check memory"
+        assert (x_RI.dtype, inputs) == (self._panels.dtype, self._inputs), "the kernel does not check memory"
         y_RO = x_RI.new_empty(rows, self._outputs)
         x_RI = x_RI.float()
         x_RI = x_RI if x_RI.stride(1) == 1 else x_RI.contiguous()
         blocks = torch.empty((rows + _SPARE_ROWS) * inputs)
-        bias = None if self._bias_O is None else self._bias_O.data_ptr()
-        pointers = x_RI.data_ptr(), self._panels.data_ptr(), bias, y_RO.data_ptr(), blocks.data_ptr()
-        args = _Args(rows, inputs, self._outputs, x_RI.stride(0), self._width, self._is_half, *pointers)
-        symbol("packed_linear")(ctypes.byref(args), torch.get_num_threads())
+        args = _Args.from_buffer_copy(self._args)
+        args.rows, args.x_stride = rows, x_RI.stride(0)
+        args.x, args.y, args.blocks = x_RI.data_ptr(), y_RO.data_ptr(), blocks.data_ptr()
+        self._kernel(ctypes.byref(args), torch.get_num_threads())
         return y_RO
 
 
