@@ -39,7 +39,7 @@ typedef struct {
 /* Floats of a task: sums [group, width], queries [group, width], greatest score [group], sum of weights [group]. */
 #define PARTIAL(args) ((args)->group * (2 * (args)->width + 2))
 
-/* COLUMNS numbers as vectors. */
+/* COLUMNS numbers as vectors, in the order of `place_of`. */
 INLINE void load_columns(const void *from, int64_t at, const int kind, Vec *to) {
     if (kind == FLOAT) {
         UNROLL for (int p = 0; p < PARTS; p++) to[p] = load_float((const float *)from + at + p * LANES);
@@ -59,17 +59,27 @@ INLINE void load_columns(const void *from, int64_t at, const int kind, Vec *to) 
         const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
         to[0] = (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), to[1] = (Vec)vcvtq_f32_s32(vmovl_high_s16(low));
         to[2] = (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), to[3] = (Vec)vcvtq_f32_s32(vmovl_high_s16(high));
+#elif defined(__x86_64__)
+        typedef uint32_t Quarters __attribute__((vector_size(COLUMNS)));
+        Quarters found; /* four numbers in each: shifts select, since GCC widens vectors by many permutations */
+        memcpy(&found, (const int8_t *)from + at, sizeof found);
+        const UVec bytes = {found[0], found[1], found[2], found[3], found[0], found[1], found[2], found[3]};
+        const UVec low = {24, 24, 24, 24, 16, 16, 16, 16}, high = {8, 8, 8, 8, 0, 0, 0, 0};
+        to[0] = __builtin_convertvector((IVec)(bytes << low) >> 24, Vec);
+        to[1] = __builtin_convertvector((IVec)(bytes << high) >> 24, Vec);
 #else
-        typedef int8_t Bytes __attribute__((vector_size(LANES)));
-        typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
-        UNROLL for (int p = 0; p < PARTS; p++) {
-            Bytes bytes;
-            memcpy(&bytes, (const int8_t *)from + at + p * LANES, sizeof bytes);
-            const Shorts shorts = __builtin_convertvector(bytes, Shorts);
-            to[p] = __builtin_convertvector(__builtin_convertvector(shorts, IVec), Vec);
-        }
+        UNROLL for (int c = 0; c < COLUMNS; c++) to[c / LANES][c % LANES] = ((const int8_t *)from)[at + c];
 #endif
     }
+}
+
+/* Where `load_columns` puts a column: queries and sums have the same order. */
+INLINE int64_t place_of(int64_t column, const int64_t kind) {
+#if defined(__x86_64__)
+    const int64_t at = column % COLUMNS;
+    if (kind == INT8) return column - at + at % 4 * 4 + at / 4;
+#endif
+    return column;
 }
 
 INLINE int64_t size_of(const int kind) { return kind == FLOAT ? 4 : kind == BFLOAT16 ? 2 : 1; }
@@ -239,7 +249,8 @@ static void run_task(const FlashDecoding *args, int64_t task) {
     for (int64_t g = 0; g < group; g++) {
         const int64_t from = sequence * args->q_sequence + (head * group + g) * args->q_head;
         const float factor = args->cap ? 1.0f : args->scale;
-        for (int64_t d = 0; d < width; d++) q[g * width + d] = one_of(args->q, from + d, args->q_kind) * factor;
+        for (int64_t d = 0; d < width; d++)
+            q[g * width + place_of(d, args->kv_kind)] = one_of(args->q, from + d, args->q_kind) * factor;
         partial[2 * group * width + g] = -FLT_MAX; /* not infinite: inf - inf is NaN */
     }
     switch (args->kv_kind) {
@@ -263,7 +274,7 @@ static void combine(const FlashDecoding *args, int64_t sequence, int64_t query) 
         float sums[COLUMNS] = {0};
         for (int64_t i = 0; i < splits; i++) {
             const float weight = expf(first[i * size + at_best] - best);
-            for (int c = 0; c < COLUMNS; c++) sums[c] += weight * first[i * size + g * width + d + c];
+            for (int c = 0; c < COLUMNS; c++) sums[c] += weight * first[i * size + g * width + place_of(d + c, args->kv_kind)];
         }
         for (int c = 0; c < COLUMNS; c++) {
             if (args->q_kind == FLOAT) ((float *)args->out)[to + d + c] = sums[c] / total;
