@@ -227,6 +227,8 @@ class Attention:
         import torch
 
         from symbiosis.kernels import paged_attention
+        from symbiosis.kernels.attention_batch import AttentionBatch
+        from symbiosis.kernels.tiles import Span
 
         self.kernels, self.scale = paged_attention, width**-0.5
         options = {"device": bench.device, "dtype": bench.dtype}
@@ -234,7 +236,7 @@ class Attention:
         torch.manual_seed(0)
         free = torch.randperm(sum(needed)).tolist()
         spans = [
-            paged_attention.Span(n, 1, length - 1, [free.pop() for _ in range(blocks)])
+            Span(n, 1, length - 1, [free.pop() for _ in range(blocks)])
             for n, (length, blocks) in enumerate(zip(lengths, needed, strict=True))
         ]
         size = torch.empty((), **options).element_size()
@@ -242,10 +244,8 @@ class Attention:
         self.layers = 2 if bench.tiny else max(2, min(8, -(-MIN_BYTES // self.bytes)))
         self.memory = torch.randn(self.layers, 2, sum(needed) * self.block_size, key_heads, width, **options)
         self.q = torch.randn(len(lengths), heads, width, **options)
-        self.batch = paged_attention.AttentionBatch(
-            rows=len(lengths), max_blocks=max(needed), block_size=self.block_size, device=bench.device
-        )
-        self.batch.fill(spans)
+        self.batch = AttentionBatch(rows=len(lengths), max_blocks=max(needed), block_size=self.block_size, device=bench.device)
+        self.batch.fill([span.before for span in spans], [span.block_table for span in spans])
         self.use(paged_attention.plan_launch(len(lengths), key_heads, width, self.batch.longest, size))
         within = torch.arange(self.block_size)
         slots = [(torch.tensor(s.block_table)[:, None] * self.block_size + within).flatten()[: max(lengths)] for s in spans]

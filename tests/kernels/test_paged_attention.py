@@ -12,7 +12,8 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from symbiosis.kernels.paged_attention import AttentionBatch, attend, plan_launch, reference, store
+from symbiosis.kernels.attention_batch import AttentionBatch
+from symbiosis.kernels.paged_attention import attend, plan_launch, reference, store
 from symbiosis.kernels.tiles import Span
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

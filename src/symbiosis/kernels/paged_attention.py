@@ -11,139 +11,20 @@ reads nothing of other sequences. Plain reference: `reference`.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from symbiosis.kernels.attention_batch import AttentionBatch
 from symbiosis.kernels.programmatic_launch import launch_dependents, pdl_options, wait_for_previous
-from symbiosis.kernels.tiles import Segment, Span, Tiles
+from symbiosis.kernels.tiles import Span
 
 _MULTIPROCESSORS = 132  # of an H200
 _MAX_SPLITS = 64
-
-
-class AttentionBatch:
-    """Rows, lengths and block tables of a batch on the device, used by all layers.
-
-    `AttentionBatch(...)` is allocated for `rows` decoding sequences. `fill` replaces them in place between replays of a
-    CUDA graph.
-    """
-
-    def __init__(
-        self, *, rows: int, max_blocks: int, block_size: int, device: torch.device | str, sequences: int | None = None
-    ) -> None:
-        sequences = rows if sequences is None else sequences
-        self.block_size, self.longest = block_size, max_blocks * block_size
-        shapes = ((3, sequences), (rows,))
-        # each part starts at a multiple of 16 bytes: kernels are compiled for that
-        sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes]
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32)
-        self._device = self._host.to(device)
-        self.spans_3B, self.slots_R = _cut(self._device, shapes, sizes)
-        self._spans, self._slots = (part.numpy() for part in _cut(self._host, shapes, sizes))
-        self._block_table = np.zeros((sequences, max_blocks), dtype=np.int32)
-        self.block_table_BP = torch.zeros(sequences, max_blocks, dtype=torch.int32, device=device)
-        self._block_tables: list[Sequence[int]] = [()] * sequences
-        """The lists in the table, each with its length then: they only grow, or are replaced by other lists."""
-        self._num_blocks = [0] * sequences
-        self.num_decodes = sequences
-        """The first `num_decodes` sequences have one row each, or none."""
-        self.tiles: Tiles | None = None
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], block_size: int, device: torch.device | str) -> AttentionBatch:
-        """Exactly as large as these spans need, of one or more rows each."""
-        ordered = sorted(spans, key=lambda span: span.count > 1)
-        rows = max((span.start + span.count for span in spans), default=0)
-        max_blocks = max((len(span.block_table) for span in spans), default=0)
-        batch = cls(rows=rows, max_blocks=max(1, max_blocks), block_size=block_size, device=device, sequences=len(spans))
-        batch.num_decodes = sum(span.count == 1 for span in spans)
-        prefills = [Segment(b, span.start, span.count) for b, span in enumerate(ordered) if span.count > 1]
-        if prefills:
-            longest = max(segment.count for segment in prefills)
-            batch.tiles = Tiles.of(prefills, 16 if longest <= 16 else 64, device)
-        batch._set(ordered)
-        return batch
-
-    def fill(self, before: Sequence[int], block_tables: Sequence[Sequence[int]]) -> None:
-        """Write the next batch, in the order of the current stream: sequence b is row b. The output of other rows is zero.
-
-        `before` are the tokens of each that are in the KV cache already. Only what has changed in block tables is copied.
-        """
-        count = len(before)
-        if count > len(self._num_blocks):
-            raise ValueError(f"{count} sequences do not fit: expected at most {len(self._num_blocks)}, of one row each")
-        lines: list[int] = []
-        columns: list[int] = []
-        blocks: list[int] = []
-        known, lengths = self._block_tables, self._num_blocks
-        for b, table in enumerate(block_tables):
-            start, end = lengths[b], len(table)
-            if table is not known[b]:
-                start, known[b] = 0, table
-            if start != end:
-                lines += [b] * (end - start)
-                columns += range(start, end)
-                blocks += table[start:]
-                lengths[b] = end
-        if blocks:
-            try:
-                self._change_table(lines, columns, blocks)
-            except BaseException:  # what the device has is unknown
-                self._block_tables[:], self._num_blocks[:] = [()] * len(known), [0] * len(known)
-                raise
-        self._spans[0] = np.arange(self._spans.shape[1])
-        self._spans[1, :count], self._spans[1, count:] = 1, 0
-        self._spans[2, :count], self._spans[2, count:] = before, 0
-        block, offset = np.divmod(self._spans[2, :count], self.block_size)
-        self._slots[:count] = self._block_table[np.arange(count), block] * self.block_size + offset
-        self._slots[count:] = -1
-        self._copy()
-
-    def _change_table(self, lines: list[int], columns: list[int], blocks: list[int]) -> None:
-        self._block_table[lines, columns] = blocks
-        flat = np.array(lines) * self._block_table.shape[1] + columns
-        changes_2N = torch.from_numpy(np.stack((flat, blocks)))
-        if self._device.is_cuda:
-            changes_2N = changes_2N.pin_memory().to(self._device.device, non_blocking=True)
-        self.block_table_BP.view(-1).index_copy_(0, changes_2N[0], changes_2N[1].int())
-
-    def _set(self, spans: Sequence[Span]) -> None:
-        if not spans:
-            return
-        self._spans[:] = np.array([(span.start, span.count, span.before) for span in spans], dtype=np.int32).T
-        for b, span in enumerate(spans):
-            self._block_table[b, : len(span.block_table)] = span.block_table
-        self.block_table_BP.copy_(_pinned(torch.from_numpy(self._block_table), self._device), non_blocking=True)
-        self._slots[:] = -1
-        start, _, before = self._spans
-        block, offset = np.divmod(before, self.block_size)
-        self._slots[start] = self._block_table[np.arange(len(spans)), block] * self.block_size + offset
-        for b, span in enumerate(spans):
-            if span.count > 1:
-                block, offset = np.divmod(np.arange(span.before, span.before + span.count), self.block_size)
-                self._slots[span.start : span.start + span.count] = self._block_table[b, block] * self.block_size + offset
-        self._copy()
-
-    def _copy(self) -> None:
-        self._device.copy_(_pinned(self._host, self._device), non_blocking=True)
-
-
-def _pinned(host: Tensor, target: Tensor) -> Tensor:
-    """A copy that is pinned, if the target is on a GPU: the next batch may be written before this one is copied."""
-    return host.pin_memory() if target.is_cuda else host
-
-
-def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    starts = itertools.accumulate(sizes, initial=0)
-    return tuple(flat[start : start + math.prod(shape)].view(shape) for shape, start in zip(shapes, starts, strict=False))
 
 
 def reference(
@@ -222,9 +103,9 @@ def _decode(  # type: ignore[no-untyped-def]
     mask = (g < G)[:, None] & (d < D)[None, :]
     out_at = out + row * out_row + heads[:, None] * out_head + d[None, :]
     wait_for_previous(PDL)
-    if count <= 0:
+    if count <= 0:  # below 0: no row at all
         if not SPLIT:
-            tl.store(out_at, tl.zeros((GROUP, WIDTH), dtype=out.dtype.element_ty), mask=mask)
+            tl.store(out_at, tl.zeros((GROUP, WIDTH), dtype=out.dtype.element_ty), mask=mask & (count == 0))
         return
     low = 0
     if WINDOW:
@@ -277,7 +158,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
     sums = tl.sum(tl.load(parts + at[:, None] * D + d[None, :], mask=mask, other=0.0) * weight[:, None], 0)
     whole = tl.sum(total * weight, 0)
     value = tl.where(count > 0, sums / tl.where(count > 0, whole, 1.0), 0.0)
-    tl.store(out + row * out_row + head * out_head + d, value.to(out.dtype.element_ty), mask=d < D)
+    tl.store(out + row * out_row + head * out_head + d, value.to(out.dtype.element_ty), mask=(d < D) & (count >= 0))
 
 
 @triton.jit(do_not_specialize=["window", "sequences", "capacity", "table_row"])  # type: ignore[untyped-decorator]
@@ -398,7 +279,7 @@ def attend(
     out_RHD: Tensor | None = None,
     chosen: AttentionPlan | None = None,
 ) -> Tensor:
-    """The attention of each row over its sequence, [R, H, D]. All rows of the batch are written.
+    """The attention of each row over its sequence, [R, H, D]. Rows of no span are undefined.
 
     A row at position p attends to the last `window` positions up to p. Keys and values of the batch must be stored before.
     """

@@ -41,8 +41,12 @@ class Tiles:
     `slots_R` holds the slots of the first `reach` rows of the batch.
     """
 
-    def __init__(self, capacity: int, rows: int, device: torch.device | str, reach: int = 0) -> None:
+    def __init__(
+        self, capacity: int, rows: int, device: torch.device | str, reach: int = 0, typical: int | None = None
+    ) -> None:
         self.capacity, self.rows = capacity, rows
+        self.typical = capacity if typical is None else typical
+        """Tiles of a usual batch: launches are planned for so many."""
         self._padding = -3 * capacity % 4  # each part starts at a multiple of 16 bytes: kernels are compiled for that
         self._device = torch.full((3 * capacity + self._padding + reach,), -1, dtype=torch.int32, device=device)
         self.device_3T = self._device[: 3 * capacity].view(3, capacity)

@@ -100,7 +100,7 @@ def max_tiles(rows: int, tile: int) -> int:
 
 
 def plan_launch(tiles: Tiles, width: int, widths: Sequence[int], max_rank: int) -> LaunchPlan:
-    programs = tiles.capacity * len(widths)
+    programs = tiles.typical * len(widths)
     ranks = -(-max_rank // 16)
     if tiles.rows <= _FEW_ROWS:
         block_k = 256
@@ -109,13 +109,13 @@ def plan_launch(tiles: Tiles, width: int, widths: Sequence[int], max_rank: int) 
         splits = -(-width // block_k)
         if max_rank > 16:
             return LaunchPlan(splits, ranks, block_k, block_n=128)
-        blocks = max(1, min(4, tiles.capacity * sum(widths) // (64 * _MAX_PROGRAMS)))
+        blocks = max(1, min(4, tiles.typical * sum(widths) // (64 * _MAX_PROGRAMS)))
         return LaunchPlan(splits, ranks, block_k, block_n=64, blocks=blocks, expand_warps=1)
     many = tiles.rows > 16
     wanted = _MULTIPROCESSORS // (programs * ranks) if many else -(-_MULTIPROCESSORS * 4 // programs)
     splits = max(1, min(-(-width // _MIN_SPLIT), wanted, _MAX_SPLITS))
     block_k = 128 if many and programs * ranks * splits > _MULTIPROCESSORS else 256
-    busy = tiles.capacity * sum(widths) >= 128 * _MULTIPROCESSORS  # with blocks of 256
+    busy = tiles.typical * sum(widths) >= 128 * _MULTIPROCESSORS  # with blocks of 256
     block_n, warps = (256, 4) if max_rank <= 16 or (many and busy) else (128, 8)
     return LaunchPlan(splits, ranks, block_k, block_n, expand_warps=warps)
 

@@ -106,17 +106,20 @@ class ActiveAdapters:
         assert self.table is not None
         return [SlotSegment(self.table.slot_of(s.adapter), s.start, s.end - s.start) for s in segments]
 
-    def use_tiles(self, tiles: Tiles | None, rows: int, side_stream: Any = None) -> None:
-        """Use these tiles for all batches until `begin_batch`: a CUDA graph refills them. The head reads all rows.
+    def use_tiles(
+        self, tiles: Tiles | None, rows: int, side_stream: Any = None, head: tuple[Tiles | None, int] | None = None
+    ) -> None:
+        """Use these tiles for all batches until `begin_batch`: a CUDA graph refills them.
 
-        `side_stream`, if any, computes deltas concurrently with the base layers.
+        `side_stream`, if any, computes deltas concurrently with the base layers. `head` are the tiles and the number of the
+        rows that the head reads, by default all rows.
         """
         self._group = self._head_group = self._row_counts = None
         self._side_stream = side_stream
-        self._tiles = self._head_tiles = tiles
+        self._tiles, (self._head_tiles, head_rows) = tiles, head or (tiles, rows)
         self._lora_batches = {}
         if tiles is not None:
-            self._row_counts = (rows, rows)
+            self._row_counts = (rows, head_rows)
 
     def check_rows(self, rows: int, *, is_head: bool) -> None:
         """Raise `CannotServe` if a layer reads other rows than the batch has: segments would not match."""

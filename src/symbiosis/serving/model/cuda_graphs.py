@@ -1,5 +1,7 @@
 """Decode batches, in which every sequence has one row, as CUDA graphs: one launch instead of a thousand.
 
+Batches with prefill have graphs of their own (`prefill_graphs`).
+
 A graph is captured for a number of rows when a batch of about that size runs for the first time; its spare rows belong
 to no sequence. Tokens, positions, block tables and adapters lie in memory that the graph reads. So one graph serves
 every mixture of LoRA adapters, and another one batches without adapters. Plain reference: `ModelRunner` without graphs.
@@ -7,22 +9,21 @@ every mixture of LoRA adapters, and another one batches without adapters. Plain 
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from symbiosis.gpu.cuda_graph import GraphPool
 from symbiosis.gpu.graph_cache import GraphCache
+from symbiosis.kernels.attention_batch import AttentionBatch
 from symbiosis.kernels.tiles import Tiles
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_weights import AdapterSegment
 from symbiosis.serving.model.paged_attention import PagedKVCache
+from symbiosis.serving.model.pass_capture import PassCapture
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _MAX_GRAPHS = 1024  # more than there are sizes, tile sizes and ranks
@@ -34,22 +35,23 @@ class _Graph:
     """A decode step of a fixed number of rows, and the memory it reads."""
 
     ids_1B: Tensor
-    attention: Any
+    attention: AttentionBatch
     tiles: Tiles | None
     replay: Callable[[], Tensor]
     """Returns the logits, which the next replay overwrites."""
 
 
 class DecodeGraphs:
-    """Graphs of one model. They share one memory pool, since one runs at a time."""
+    """Graphs of one model."""
 
-    def __init__(self, model: PreTrainedModel, kv_cache: PagedKVCache, adapters: ActiveAdapters, max_blocks: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kv_cache: PagedKVCache, adapters: ActiveAdapters, max_blocks: int, capture: PassCapture
+    ) -> None:
         self._model, self._kv_cache, self._adapters, self._max_blocks = model, kv_cache, adapters, max_blocks
+        self._capture = capture
         self._graphs: GraphCache[tuple[int, int, int], _Graph] = GraphCache(
             _MAX_GRAPHS
         )  # by rows, largest rank and rows of a tile
-        self._pool = GraphPool(model.device)
-        self._streams: tuple[Any, Any] | None = None  # one pair for all graphs: torch has few streams to hand out
 
     def compute(
         self,
@@ -97,7 +99,6 @@ class DecodeGraphs:
     def _build(self, size: int, tile: int) -> _Graph:
         """`tile` is 0 without adapters."""
         from symbiosis.kernels.lora.shrink_expand import max_tiles
-        from symbiosis.kernels.paged_attention import AttentionBatch
 
         device = self._model.device
         ids_1B = torch.zeros(1, size, dtype=torch.int64, device=device)
@@ -107,41 +108,9 @@ class DecodeGraphs:
 
         def compute() -> Tensor:
             self._kv_cache.use(attention)
-            self._adapters.use_tiles(tiles, size, self._stream_pair()[1] if device.type == "cuda" else None)
+            self._adapters.use_tiles(tiles, size, self._capture.side_stream)
             positions_1B = attention.spans_3B[2:].long()
             logits: Tensor = self._model(input_ids=ids_1B, position_ids=positions_1B, use_cache=False).logits[0]
             return logits
 
-        return _Graph(ids_1B, attention, tiles, self._capture(compute) if device.type == "cuda" else compute)
-
-    def _stream_pair(self) -> tuple[Any, Any]:
-        """A stream to capture on, and one for LoRA products, which use the multiprocessors that base layers leave free.
-
-        Both have a higher priority than co-located training.
-        """
-        if self._streams is None:
-            low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
-            make = functools.partial(torch.cuda.Stream, self._model.device)
-            self._streams = make(priority=high), make(priority=min(low, high + 1))
-        return self._streams
-
-    def _capture(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        device = self._model.device
-        stream: Any = torch.cuda.current_stream(device)
-        if stream == torch.cuda.default_stream(device):  # the default stream cannot be captured
-            self._stream_pair()[0].wait_stream(stream)
-            stream = self._stream_pair()[0]
-        with torch.cuda.stream(stream):
-            try:
-                compute()  # compiles kernels; libraries choose theirs
-            finally:  # also after an error: launched kernels read memory that is freed next
-                for each in (stream, self._stream_pair()[1]):
-                    each.synchronize()
-            graph, logits = self._pool.capture(compute)
-        torch.cuda.current_stream(device).wait_stream(stream)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
-
-        return replay
+        return _Graph(ids_1B, attention, tiles, self._capture.capture(compute))

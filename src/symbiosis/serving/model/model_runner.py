@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,36 +18,22 @@ from symbiosis.models.patches.fused_ops import patch_fused_ops
 from symbiosis.models.patches.gated_mlp import patch_gated_mlps
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_layers import install_lora_layers, pack_projections
-from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter, VirtualTokens
+from symbiosis.serving.lora.lora_weights import AdapterSegment, EngineAdapter
 from symbiosis.serving.lora.packed_adapter import PackedAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
 from symbiosis.serving.model.cuda_graphs import DecodeGraphs
 from symbiosis.serving.model.decoder_layer import is_close, unfuse_layers
 from symbiosis.serving.model.decoder_layer_cpu import fuse_layers_cpu
 from symbiosis.serving.model.decoder_layer_gpu import fuse_layers_gpu
-from symbiosis.serving.model.paged_attention import PagedKVCache, PrefixKV, use_paged_attention
+from symbiosis.serving.model.model_input import InputChunk, ModelInput, extend_segments
+from symbiosis.serving.model.paged_attention import PagedKVCache, use_paged_attention
+from symbiosis.serving.model.pass_capture import PassCapture
+from symbiosis.serving.model.prefill_graphs import PrefillGraphs
 from symbiosis.serving.scheduling.batch import Batch, Chunk
 from symbiosis.serving.scheduling.block_manager import BlockCopy
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _LOW_PRECISION_TOLERANCE = 0.1
-
-
-class InputChunk(NamedTuple):
-    """Some tokens of a sequence, and where its keys and values are."""
-
-    start: int
-    ids: Seq[int]
-    block_table: Seq[int]
-    adapter: str
-    """Its hash; empty without one."""
-    samples: bool
-
-    @staticmethod
-    def of(chunk: Chunk) -> InputChunk:
-        sequence = chunk.sequence
-        ids = sequence.tokens[chunk.start : chunk.start + chunk.count]
-        return InputChunk(chunk.start, ids, sequence.block_table, sequence.adapter, chunk.samples)
 
 
 class ModelRunner:
@@ -63,6 +48,7 @@ class ModelRunner:
             raise CannotServe("this model is served by an engine already: give each engine a model of its own")
         self.model, self.kv_cache, self._adapters = model, kv_cache, ActiveAdapters()
         self._decode_graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
         self.packed_bytes = 0
         """Of packed copies of weights."""
         with torch.inference_mode():
@@ -114,18 +100,24 @@ class ModelRunner:
         self._adapters.table = table
 
     def use_kernels(self, table: SlotTable, max_blocks: int) -> None:
-        """Apply adapters by kernels, with weights from this table, and decode by CUDA graphs."""
+        """Apply adapters by kernels, with weights from this table, and compute batches by CUDA graphs."""
         self.use_table(table)
-        self._decode_graphs = DecodeGraphs(self.model, self.kv_cache, self._adapters, max_blocks)
+        capture = PassCapture(self.model.device)
+        self._decode_graphs = DecodeGraphs(self.model, self.kv_cache, self._adapters, max_blocks, capture)
+        self._prefill_graphs = PrefillGraphs(self.model, self.kv_cache, self._adapters, max_blocks, capture)
 
     @torch.inference_mode()
     def compute(self, batch: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:
-        """The logits of `batch.sampled`, [B, V]. `adapters` has those of its sequences, by hash."""
+        """The logits of `batch.sampled`, [B, V], valid until the next call. `adapters` has those of its sequences, by hash."""
         self.copy_blocks(batch.copies)
         logits_BV = None
         if self._decode_graphs is not None and all(chunk.count == 1 and chunk.samples for chunk in batch.chunks):
             ids = [chunk.sequence.tokens[chunk.start] for chunk in batch.chunks]
             logits_BV = self._decode(batch.chunks, ids, adapters)
+        elif self._prefill_graphs is not None:
+            made = ModelInput.of([InputChunk.of(chunk) for chunk in batch.chunks], adapters)
+            logits_BV = self._prefill_graphs.compute(made)
+            return self._run(made) if logits_BV is None else logits_BV
         return self.forward([InputChunk.of(chunk) for chunk in batch.chunks], adapters) if logits_BV is None else logits_BV
 
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
@@ -154,7 +146,7 @@ class ModelRunner:
                 adapter = adapters[chunk.sequence.adapter]
                 if not adapter.decodes_by_table or (adapter.virtual is not None and chunk.start < adapter.virtual.count):
                     return None
-                _extend(segments, adapter, row, row + 1)
+                extend_segments(segments, adapter, row, row + 1)
         assert self._decode_graphs is not None
         before = [chunk.start for chunk in chunks]
         return self._decode_graphs.compute(ids, before, [chunk.sequence.block_table for chunk in chunks], segments)
@@ -162,63 +154,24 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, chunks: Seq[InputChunk], adapters: Mapping[str, EngineAdapter]) -> Tensor:
         """The logits of the last token of each chunk that samples."""
-        spans: list[Span] = []
-        prefixes: list[PrefixKV] = []
-        segments: list[AdapterSegment] = []
-        head_segments: list[AdapterSegment] = []
-        embeds: list[tuple[int, Tensor]] = []
-        sampled_rows: list[int] = []
-        ids: list[int] = []
-        positions: list[int] = []
-        for chunk in chunks:
-            row, count = len(ids), len(chunk.ids)
-            ids += chunk.ids
-            positions += range(chunk.start, chunk.start + count)
-            spans.append(Span(row, count, chunk.start, chunk.block_table))
-            adapter = adapters[chunk.adapter] if chunk.adapter else None
-            if adapter is not None:
-                _extend(segments, adapter, row, row + count)
-                if chunk.samples:
-                    _extend(head_segments, adapter, len(sampled_rows), len(sampled_rows) + 1)
-                if adapter.virtual is not None and chunk.start < adapter.virtual.count:
-                    _add_virtual_tokens(chunk, row, adapter.virtual, prefixes, embeds)
-            if chunk.samples:
-                sampled_rows.append(row + count - 1)
-        self.kv_cache.begin(spans, prefixes)
-        self._adapters.begin_batch(segments, head_segments, (len(ids), len(sampled_rows)))
+        return self._run(ModelInput.of(chunks, adapters))
+
+    def _run(self, made: ModelInput) -> Tensor:
+        """The same without a CUDA graph."""
+        self.kv_cache.begin(made.spans, made.prefixes)
+        self._adapters.begin_batch(made.segments, made.head_segments, (len(made.ids), len(made.sampled_rows)))
         device = self.model.device
-        inputs = {"input_ids": torch.tensor(ids, device=device)[None]}
-        if embeds:
+        inputs = {"input_ids": torch.tensor(made.ids, device=device)[None]}
+        if made.embeds:
             rows = self.model.get_input_embeddings()(inputs.pop("input_ids"))
-            for start, values in embeds:
+            for start, values in made.embeds:
                 rows[0, start : start + len(values)] = values
             inputs["inputs_embeds"] = rows
         output = self.model(
             **inputs,
-            position_ids=torch.tensor(positions, device=device)[None],
+            position_ids=torch.tensor(made.positions, device=device)[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(sampled_rows, device=device, dtype=torch.int64),
+            logits_to_keep=torch.tensor(made.sampled_rows, device=device, dtype=torch.int64),
         )
         logits_BV: Tensor = output.logits[0]
         return logits_BV
-
-
-def _extend(segments: list[AdapterSegment], adapter: EngineAdapter, start: int, end: int) -> None:
-    """Add rows of an adapter: adjacent rows of one adapter are one segment."""
-    if segments and segments[-1].adapter is adapter and segments[-1].end == start:
-        segments[-1] = AdapterSegment(adapter, segments[-1].start, end)
-    else:
-        segments.append(AdapterSegment(adapter, start, end))
-
-
-def _add_virtual_tokens(
-    chunk: InputChunk, row: int, virtual: VirtualTokens, prefixes: list[PrefixKV], embeds: list[tuple[int, Tensor]]
-) -> None:
-    """Add what the adapter supplies for the virtual tokens among a chunk's rows."""
-    start, end = chunk.start, min(virtual.count, chunk.start + len(chunk.ids))
-    if virtual.embeddings_TD is not None:
-        embeds.append((row, virtual.embeddings_TD[start:end]))
-    else:
-        assert virtual.keys_LTKD is not None
-        assert virtual.values_LTKD is not None
-        prefixes.append(PrefixKV(row, virtual.keys_LTKD[:, start:end], virtual.values_LTKD[:, start:end]))

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from symbiosis import kernels
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.errors import CannotServe
+from symbiosis.kernels.attention_batch import AttentionBatch
 from symbiosis.kernels.cpu import fused_ops
 from symbiosis.kernels.cpu.attention import DecodeAttention, fits
 from symbiosis.kernels.tiles import Span
@@ -68,12 +69,10 @@ class PagedKVCache:
         if not self._has_kernels:
             self._batch = _TorchBatch(spans, prefixes, self.block_size, device)
             return
-        from symbiosis.kernels.paged_attention import AttentionBatch
-
         self._batch = _KernelBatch(AttentionBatch.of(spans, self.block_size, device), prefixes)
 
-    def use(self, batch: Any) -> None:
-        """Use an `AttentionBatch` of `kernels.paged_attention`, which is refilled in place, until the next `begin`."""
+    def use(self, batch: AttentionBatch) -> None:
+        """Use this batch, which is refilled in place, until the next `begin`."""
         self._batch = _KernelBatch(batch, ())
 
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
@@ -301,9 +300,9 @@ class _TorchBatch:
 
 
 class _KernelBatch:
-    """The same for kernels; `attention` is an `AttentionBatch`."""
+    """The same for kernels."""
 
-    def __init__(self, attention: Any, prefixes: Sequence[PrefixKV]) -> None:
+    def __init__(self, attention: AttentionBatch, prefixes: Sequence[PrefixKV]) -> None:
         self.attention, self.slots_R = attention, attention.slots_R
         self.prefixes = [(self.slots_R[p.start : p.start + p.keys_LTKD.shape[1]].long(), p) for p in prefixes]
 

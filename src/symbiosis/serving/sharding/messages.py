@@ -11,7 +11,7 @@ from torch import Tensor
 
 from symbiosis.adapters.parts import Adapter, Ia3Part, LoraPart, PrefixPart, PromptPart, ReplacedPart, TrainableTokensPart
 from symbiosis.distributed.tensor_codec import decode_tensors, encode_tensors
-from symbiosis.serving.model.model_runner import InputChunk
+from symbiosis.serving.model.model_input import InputChunk
 
 _KINDS: dict[str, Any] = {
     kind.__name__: kind for kind in (LoraPart, Ia3Part, ReplacedPart, TrainableTokensPart, PrefixPart, PromptPart)

@@ -15,7 +15,8 @@ from symbiosis.serving.lora.converter import DividedAdapter
 from symbiosis.serving.lora.lora_weights import EngineAdapter
 from symbiosis.serving.lora.packed_adapter import PackedAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
-from symbiosis.serving.model.model_runner import InputChunk, ModelRunner
+from symbiosis.serving.model.model_input import InputChunk
+from symbiosis.serving.model.model_runner import ModelRunner
 from symbiosis.serving.model.paged_attention import PagedKVCache
 from symbiosis.serving.scheduling.block_manager import BlockCopy
 from symbiosis.serving.sharding.adapter_division import divide_adapter
