@@ -181,3 +181,72 @@ def test_a_graph_serves_other_sequences_when_replayed(splits):
 def test_rows_between_spans_have_no_slot():
     batch = AttentionBatch.of([Span(1, 2, 15, [4, 2]), Span(5, 1, 3, [7])], BLOCK_SIZE, DEVICE)
     assert batch.slots_R.tolist() == [-1, 79, 32, -1, -1, 115]
+
+
+BATCHES = (
+    [(0, 40), (7, 1), (16, 30)],
+    [(3, 1)],
+    [],
+    [(0, 64), (15, 1), (0, 1), (31, 2), (100, 17)],
+    [(63, 65), (16, 1)],
+)
+
+
+def mixed_batch():
+    batch = AttentionBatch(rows=128, max_blocks=9, block_size=BLOCK_SIZE, device=DEVICE, decodes=3, prefills=4)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    return (
+        batch,
+        memory_of(80 * BLOCK_SIZE, 2, 64, dtype),
+        [torch.randn(128, h, 64, device=DEVICE).to(dtype) for h in (4, 2, 2)],
+    )
+
+
+def check_refilled(step, batch, memory, q):
+    """`step` attends over each of several batches; rows of no span are not compared."""
+    for sizes in BATCHES:
+        spans, rows, _ = spans_of(sizes)
+        fill(memory, spans)
+        batch.fill_spans(spans)
+        found = step()
+        tolerance = TOLERANCE[q.dtype]
+        expected = reference(q, *memory, spans, BLOCK_SIZE, 0.125)
+        torch.testing.assert_close(found[:rows], expected[:rows], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_spans_of_any_number_of_rows_are_refilled_in_place(splits):
+    torch.manual_seed(0)
+    batch, memory, (q, k, v) = mixed_batch()
+    chosen = replace(plan_launch(3, 2, 64, batch.longest, q.element_size()), splits=splits)
+
+    def step():
+        store(k, v, batch.slots_R, *memory)
+        return attend(q, *memory, batch, scale=0.125, chosen=chosen)
+
+    check_refilled(step, batch, memory, q)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CUDA graph")
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_graph_serves_other_spans_when_replayed(splits):
+    torch.manual_seed(0)
+    batch, memory, (q, k, v) = mixed_batch()
+    chosen = replace(plan_launch(3, 2, 64, batch.longest, 2), splits=splits)
+
+    def step():
+        store(k, v, batch.slots_R, *memory)
+        return attend(q, *memory, batch, scale=0.125, chosen=chosen)
+
+    batch.fill_spans([])
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+
+    def replay():
+        graph.replay()
+        return found
+
+    check_refilled(replay, batch, memory, q)
