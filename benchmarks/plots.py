@@ -19,6 +19,7 @@ from benchmarks.results import FOLDER
 COLORS = {
     "plain": "#9aa0a6", "auto": "#1a73e8", "direct": "#34a853", "executor": "#e8710a",
     "none": "#9aa0a6", "lockstep": "#c58af9", "opportunistic": "#1a73e8",
+    "eager": "#9aa0a6", "graph": "#1a73e8",
     "engine": "#9aa0a6", "streamed": "#1a73e8", "whole": "#34a853", "workers": "#e8710a",
 }  # fmt: skip
 GIB = 2**30
@@ -122,6 +123,13 @@ def gpu_serving(record: dict[str, Any], axes: Sequence[Any]) -> None:
     ):
         cases = list(record[name])
         bars(each, cases, {"engine": [record[name][case]["median"] for case in cases]}, unit)
+
+
+def gpu_prefill(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    for (prompt, modes), each in zip(record["prefill_tokens_per_s"].items(), axes, strict=True):
+        cases = list(next(iter(modes.values())))
+        series = {mode: [found[case]["median"] for case in cases] for mode, found in modes.items()}
+        bars(each, cases, series, f"tokens/s, prompts of {prompt}")
 
 
 def gpu_training(record: dict[str, Any], axes: Sequence[Any]) -> None:
@@ -278,6 +286,7 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = 
     "gpu_memory": (memory, 2),
     "mixed": (mixed, 2),
     "gpu_serving": (gpu_serving, 2),
+    "gpu_prefill": (gpu_prefill, 2),
     "gpu_colocation": (gpu_colocation, 2),
     "gpu_training": (gpu_training, 2),
     "small_and_large": (small_and_large, 1),
