@@ -90,9 +90,10 @@ def test_a_pass_that_decodes_as_a_graph_gives_the_logits_of_the_usual_way(times,
     def both(made, adapters):
         nonlocal compared
         found = compute(made, adapters).clone()
-        decoder, runner._decode_graphs = runner._decode_graphs, None
+        graphs = runner._decode_graphs, runner._prefill_graphs
+        runner._decode_graphs = runner._prefill_graphs = None
         plain = runner.compute(made, adapters)
-        runner._decode_graphs = decoder
+        runner._decode_graphs, runner._prefill_graphs = graphs
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
         compared += all(chunk.count == 1 for chunk in made.chunks)
         return found

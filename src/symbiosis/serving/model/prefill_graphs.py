@@ -103,7 +103,7 @@ class PrefillGraphs:
         self._capture = capture
         self._graphs: GraphCache[GraphSize, _Graph] = GraphCache(_MAX_GRAPHS, _MIN_USES)
         self._logits: dict[int, Tensor] = {}
-        """Results by number of sequences. Outside of the graphs' memory: graphs of one size share them."""
+        """Results, by the number of sequences they hold. Graphs share them."""
 
     def compute(self, made: ModelInput) -> Tensor | None:
         """The logits of the sampled rows, valid until the next call; None if no graph can compute this batch."""
@@ -160,11 +160,17 @@ class PrefillGraphs:
                 use_cache=False,
                 logits_to_keep=numbers[2 * rows :],
             ).logits[0]
-            if sequences not in self._logits:
-                self._logits[sequences] = torch.empty_like(found)
-            return self._logits[sequences].copy_(found)
+            return self._keep(found)
 
         return _Graph(numbers, attention, tiles, self._capture.capture(compute))
+
+    def _keep(self, logits_SV: Tensor) -> Tensor:
+        """A copy outside of the graphs' memory."""
+        sequences = len(logits_SV)
+        capacity = _SEQUENCES[bisect_left(_SEQUENCES, sequences)]
+        if capacity not in self._logits:  # in the run before the capture
+            self._logits[capacity] = logits_SV.new_empty(capacity, logits_SV.shape[1])
+        return self._logits[capacity][:sequences].copy_(logits_SV)
 
     def _make_tiles(self, rows: int, size: GraphSize) -> Tiles:
         full = -(-rows // size.tile)
