@@ -178,14 +178,14 @@ def compare_with_plain(core, compared):
 @needs_kernels
 @pytest.mark.gpu
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "mixed"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_graph_gives_the_logits_of_the_plain_way(name, ahead, tmp_path):
     core = make(BY_NAME[name], tmp_path, max_rows=300, max_chunk=48)
     compared = []
     compare_with_plain(core, compared)
     if not ahead:  # decodes run with prefill in one batch
         core._async_decoder.run_ahead = lambda *_: None
-    names = [None, "a0", "a0", "a1", "a2", "a2", None, "a1"][: 8 if ON_GPU else 4]
+    names = [None, "a0", "a2", "a1", "a2", "a2", None, "a1", "a0"][: 9 if ON_GPU else 4]
     complete(core, requests(names), requests(names, first=5))
     complete(core, requests(names))  # with hits in the prefix cache
     assert len(compared) >= 3
@@ -196,7 +196,7 @@ def test_a_graph_gives_the_logits_of_the_plain_way(name, ahead, tmp_path):
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "qwen3_moe", "phi3", "cohere"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "mixtral", "qwen3_moe"])
 def test_an_engine_with_graphs_completes_as_one_without(name):
     cores = [make(BY_NAME[name], max_rows=300, max_chunk=48) for _ in range(2)]
     cores[1]._runner._prefill_graphs = None

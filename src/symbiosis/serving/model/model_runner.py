@@ -102,9 +102,10 @@ class ModelRunner:
     def use_kernels(self, table: SlotTable, max_blocks: int) -> None:
         """Apply adapters by kernels, with weights from this table, and compute batches by CUDA graphs."""
         self.use_table(table)
-        capture = PassCapture(self.model.device)
-        self._decode_graphs = DecodeGraphs(self.model, self.kv_cache, self._adapters, max_blocks, capture)
-        self._prefill_graphs = PrefillGraphs(self.model, self.kv_cache, self._adapters, max_blocks, capture)
+        arguments, device = (self.model, self.kv_cache, self._adapters, max_blocks), self.model.device
+        # memory of their own: a capture that fails may make it unusable
+        self._decode_graphs = DecodeGraphs(*arguments, PassCapture(device))
+        self._prefill_graphs = PrefillGraphs(*arguments, PassCapture(device))
 
     @torch.inference_mode()
     def compute(self, batch: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:

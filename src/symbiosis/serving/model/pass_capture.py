@@ -1,4 +1,4 @@
-"""Captures passes of one model as CUDA graphs. They share memory and streams, since one runs at a time."""
+"""Captures passes of one model as CUDA graphs, which share memory and streams: one runs at a time."""
 
 from __future__ import annotations
 
