@@ -37,7 +37,7 @@ MODES = ("graph", "eager")
 PLANS = {
     "tiny": Plan(requests=4, prompt=6, long_prompt=12, rank=4, device_bytes=1 << 26, host_bytes=1 << 26),
     "1b": Plan(),
-    "qwen4b": Plan(device_bytes=8 << 30, host_bytes=8 << 30),
+    "qwen4b": Plan(device_bytes=4 << 30, host_bytes=4 << 30),
     "7b": Plan(),
 }
 

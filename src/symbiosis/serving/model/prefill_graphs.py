@@ -29,12 +29,12 @@ from symbiosis.serving.model.model_input import ModelInput
 from symbiosis.serving.model.paged_attention import PagedKVCache
 from symbiosis.serving.model.pass_capture import PassCapture
 
-# Up to a few hundred rows, a pass is bound by reading weights and spare rows cost nothing. Above, steps are a quarter.
-_ROWS = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+# A pass of few rows is bound by reading weights: spare rows cost nothing. Above, matrix products compute tiles of rows.
+_ROWS = (32, 64, *range(128, 513, 64), *range(640, 2049, 128))
 _SEQUENCES = (16, 64, 256, 512)
 _MAX_SEGMENTS = 64
 _MIN_USES = 2  # a capture takes as long as several passes
-_MAX_GRAPHS = 96
+_MAX_GRAPHS = 128
 _MAX_FAILURES = 3  # without a single success, after which captures are not tried again
 _log = logging.getLogger("symbiosis")
 
