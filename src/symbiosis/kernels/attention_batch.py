@@ -17,7 +17,9 @@ from torch import Tensor
 from symbiosis.kernels.tiles import Segment, Span, Tiles
 
 PREFILL_TILE = 64
-_SHORT_PREFILL_TILE = 16  # if no span has more rows
+"""Rows of a tile."""
+_SHORT_PREFILL_TILE = 16
+"""If no span has more rows."""
 
 
 class AttentionBatch:
@@ -71,7 +73,8 @@ class AttentionBatch:
         prefills = [Segment(b, span.start, span.count) for b, span in enumerate(ordered) if span.count > 1]
         if prefills:
             longest = max(segment.count for segment in prefills)
-            batch.tiles = Tiles.of(prefills, min(PREFILL_TILE, _SHORT_PREFILL_TILE if longest <= 16 else PREFILL_TILE), device)
+            tile = _SHORT_PREFILL_TILE if longest <= _SHORT_PREFILL_TILE else PREFILL_TILE
+            batch.tiles = Tiles.of(prefills, tile, device)
         batch._set(ordered)
         return batch
 

@@ -143,8 +143,8 @@ class ActiveAdapters:
         return DeferredDelta(x_RI, self.table.columns_of(*fused.paths), lora, fused.bias_O, self._side_stream)
 
     def _find_group(self, segments: Sequence[AdapterSegment]) -> tuple[_Segments, _Ops] | None:
-        if not segments:
-            return None
+        if not segments or (self.table is not None and all(each.adapter.decodes_by_table for each in segments)):
+            return None  # kernels apply all parts
         key = tuple(segments)
         ops = self._groups.setdefault(key, {})
         self._groups.move_to_end(key)
