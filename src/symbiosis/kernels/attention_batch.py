@@ -111,30 +111,28 @@ class AttentionBatch:
         self.tiles.fill([Segment(first + b, span.start, span.count) for b, span in enumerate(prefills)])
 
     def _update_tables(self, sequences: Sequence[int], block_tables: Sequence[Sequence[int]]) -> None:
-        lines: list[int] = []
-        columns: list[int] = []
+        places: list[int] = []  # in the flat table
         blocks: list[int] = []
-        known, lengths = self._block_tables, self._num_blocks
+        known, lengths, width = self._block_tables, self._num_blocks, self._block_table.shape[1]
         for b, table in zip(sequences, block_tables, strict=True):
             start, end = lengths[b], len(table)
             if table is not known[b]:
                 start, known[b] = 0, table
             if start != end:
-                lines += [b] * (end - start)
-                columns += range(start, end)
+                assert end <= width, (end, width)
+                places += range(b * width + start, b * width + end)
                 blocks += table[start:]
                 lengths[b] = end
         if blocks:
             try:
-                self._change_table(lines, columns, blocks)
+                self._change_tables(places, blocks)
             except BaseException:  # what the device has is unknown
                 self._block_tables[:], self._num_blocks[:] = [()] * len(known), [0] * len(known)
                 raise
 
-    def _change_table(self, lines: list[int], columns: list[int], blocks: list[int]) -> None:
-        self._block_table[lines, columns] = blocks
-        flat = np.array(lines) * self._block_table.shape[1] + columns
-        changes_2N = torch.from_numpy(np.stack((flat, blocks)))
+    def _change_tables(self, places: list[int], blocks: list[int]) -> None:
+        changes_2N = torch.from_numpy(np.array((places, blocks)))
+        self._block_table.reshape(-1)[changes_2N[0].numpy()] = changes_2N[1].numpy()
         if self._device.is_cuda:
             changes_2N = changes_2N.pin_memory().to(self._device.device, non_blocking=True)
         self.block_table_BP.view(-1).index_copy_(0, changes_2N[0], changes_2N[1].int())
