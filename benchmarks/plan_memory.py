@@ -1,9 +1,9 @@
 """How close is `symbiosis plan` to the memory that processes really take?
 
 Each case is planned by the command, and then run: a server by `symbiosis serve`, a tenant's process, requests or a job over
-HTTP. On a CPU the measure is the peak resident set of each process (VmHWM). On a GPU it is what the driver counts for the
-process, or what the GPU has less, at its highest. Models have random weights in a folder, except the default model. The
-errors without the process's own memory are stated too.
+HTTP. On a CPU the measure is the peak resident set of each process (VmHWM). On a GPU it is what all processes of the case
+take of the GPU together, by the driver's count, at its highest. Models have random weights in a folder, except the default
+model. The errors without the processes' own memory (imports, CUDA contexts) are stated too.
 
     python -m benchmarks.plan_memory            # CPU, about 10 minutes on 2 cores
     python -m benchmarks.plan_memory --gpu      # one GPU, about 5 minutes
@@ -22,15 +22,17 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.gpu import used_bytes
+from benchmarks.http_load.vocabulary import save_tokenizer
 from benchmarks.results import FOLDER, save
 
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -75,9 +77,11 @@ class Case:
     run: str = ""
     """What runs: a tenant that trains or generates, requests, or a job."""
     measured: tuple[str, ...] = ("executor",)
-    """Roles whose processes are compared."""
+    """Roles whose processes are compared, or the GPU."""
 
 
+GPU = "cuda:0"
+"""As a role: all processes on it."""
 _LORA = "train,lora,r=8,targets=q_proj+v_proj"
 _HTTP = ("--http", "127.0.0.1:0")
 CPU_CASES = (
@@ -101,16 +105,18 @@ CPU_CASES = (
     Case(name="gradient checkpointing", model="default", tenants=(f"{_LORA},batch=2x256,checkpointing",), run="train",
          measured=("tenant",)),
 )  # fmt: skip
-GPU_CASES = (
-    Case(name="executor alone", model="llama1b", tenants=("generate,cuda,context=16",)),
-    Case(name="executor, training tenant", model="llama1b", tenants=(f"{_LORA},cuda,batch=2x512",), run="train",
-         measured=("tenant",)),
-    Case(name="generating tenant, 4k context", model="llama1b", tenants=("generate,none,cuda,context=4096",), run="generate",
-         measured=("tenant",)),
-    Case(name="engine, 64 streams of 2k", model="llama1b", tenants=("serve,none,context=2k,streams=64",), serve=_HTTP,
-         run="requests", measured=("server",)),
-    Case(name="training tenant, Qwen3", model="qwen3", tenants=(f"{_LORA},cuda,batch=4x512",), run="train",
-         measured=("tenant",)),
+GPU_CASES = tuple(
+    replace(case, measured=(GPU,))
+    for case in (
+        Case(name="executor, training tenant", model="llama1b", tenants=(f"{_LORA},cuda,batch=2x512",), run="train"),
+        Case(name="generating tenant, 4k context", model="llama1b", tenants=("generate,none,cuda,context=4096",),
+             run="generate"),
+        Case(name="engine, 64 streams of 2k", model="llama1b", tenants=("serve,none,context=2k,streams=64",), serve=_HTTP,
+             run="requests"),
+        Case(name="hosted fine-tuning, 512 tokens", model="llama1b", tenants=("job,lora,r=8,length=512",), serve=_HTTP,
+             run="job"),
+        Case(name="training tenant, Qwen3", model="qwen3", tenants=(f"{_LORA},cuda,batch=4x512",), run="train"),
+    )
 )  # fmt: skip
 TINY_CASES = (
     Case(name="executor, training tenant", model="tiny", tenants=(f"{_LORA},batch=2x16",), run="train",
@@ -138,6 +144,7 @@ def write_model(name: str, path: str) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")
     kind(config).to(getattr(torch, dtype)).save_pretrained(path)
+    save_tokenizer(config.vocab_size, Path(path))
 
 
 def plan(case: Case, model: str | None, device: str) -> list[dict[str, Any]]:
@@ -167,7 +174,7 @@ def served(case: Case, model: str | None, device: str) -> Iterator[tuple[subproc
         "tcp://127.0.0.1:0" if device == "cpu" else "shm://",
     ]
     command += [*case.serve, *(["--device", device] if device != "cpu" else []), *cache_options(case, device)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     addresses: dict[str, str] = {}
     expected = 2 if case.serve[:1] in (("--http",), ("--shards",)) else 1
@@ -203,13 +210,13 @@ def peak_resident(pid: int | str) -> int:
     raise RuntimeError(f"no figure for process {pid}")
 
 
-def tenant(address: str, run: str, spec: str, device: str) -> dict[str, int]:
-    """A tenant's process: its work, and its peak."""
+def tenant(address: str, run: str, spec: str, device: str) -> int:
+    """A tenant's process: its work, and its peak on the host."""
     code = "import sys; from benchmarks.plan_memory import work; work(*sys.argv[1:])"
     done = subprocess.run([sys.executable, "-c", code, address, run, spec, device], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return int(done.stdout.splitlines()[-1])
 
 
 def work(address: str, run: str, spec: str, device: str) -> None:
@@ -218,10 +225,6 @@ def work(address: str, run: str, spec: str, device: str) -> None:
 
     import symbiosis
 
-    before = used_bytes(device)
-    if device != "cpu":
-        torch.zeros(1, device=device)
-    context = used_bytes(device) - before
     options = dict(word.split("=") for word in spec.split(",") if "=" in word)
     model: Any = symbiosis.connect(address, device=device, mode="executor")
     vocabulary = model.config.vocab_size
@@ -243,8 +246,7 @@ def work(address: str, run: str, spec: str, device: str) -> None:
         prompt = torch.randint(3, vocabulary, (1, int(options["context"]) - 2), device=device)
         limits = {"min_new_tokens": 2, "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
         model.generate(prompt, attention_mask=torch.ones_like(prompt), **limits)
-    peak = peak_resident("self") if device == "cpu" else context + torch.cuda.max_memory_allocated()
-    print(json.dumps({"bytes": peak, "base": context}))
+    print(peak_resident("self"))
 
 
 def requests(url: str, model: str, context: int, streams: int) -> None:
@@ -300,11 +302,11 @@ class GpuPeak:
         self._thread.join()
 
 
-def measure(case: Case, model: str | None, device: str, folder: Path) -> list[dict[str, int]]:
+def measure(case: Case, model: str | None, device: str, folder: Path) -> list[int]:
     """The peak of each measured process."""
     spec = case.tenants[0]
     options = dict(word.split("=") for word in spec.split(",") if "=" in word)
-    found: dict[str, list[dict[str, int]]] = {}
+    found: dict[str, list[int]] = {}
     with GpuPeak(device) as gpu, served(case, model, device) as (server, addresses):
         if case.run in ("train", "generate"):
             found["tenant"] = [tenant(addresses["tcp" if device == "cpu" else "shm"], case.run, spec, device)]
@@ -318,9 +320,9 @@ def measure(case: Case, model: str | None, device: str, folder: Path) -> list[di
         if device == "cpu":
             pids = [server.pid, *_children(server.pid)] if "shard" in case.measured else [server.pid]
             role = case.measured[0]
-            found[role] = found.get(role, []) + [{"bytes": peak_resident(pid), "base": 0} for pid in pids]
-    if device != "cpu" and case.measured[0] != "tenant":
-        found[case.measured[0]] = [{"bytes": gpu.bytes, "base": 0}]
+            found[role] = found.get(role, []) + [peak_resident(pid) for pid in pids]
+    if device != "cpu":
+        found[GPU] = [gpu.bytes]
     return [found[role].pop(0) for role in case.measured]
 
 
@@ -328,13 +330,14 @@ def _children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def compare(
-    case: Case, planned: Sequence[dict[str, Any]], measured: Sequence[dict[str, int]], device: str
-) -> list[dict[str, Any]]:
+def compare(case: Case, planned: Sequence[dict[str, Any]], measured: Sequence[int], device: str) -> list[dict[str, Any]]:
     rows, left = [], list(planned)
     for role, found in zip(case.measured, measured, strict=True):
-        process = next(each for each in left if each["role"] == role)
-        left.remove(process)
+        if role == GPU:
+            process = together([each for each in planned if each["device"] == GPU])
+        else:
+            process = next(each for each in left if each["role"] == role)
+            left.remove(process)
         expected = process["peak_host_bytes"] if device == "cpu" else process["bytes"]
         base = process["parts"].get("process", process["parts"].get("CUDA context", 0))
         rows.append(
@@ -343,13 +346,21 @@ def compare(
                 "model": case.model,
                 "role": role,
                 "planned_bytes": expected,
-                "measured_bytes": found["bytes"],
-                "error": expected / found["bytes"] - 1,
-                "error_without_base": (expected - base) / max(1, found["bytes"] - base) - 1,
+                "measured_bytes": found,
+                "error": expected / found - 1,
+                "error_without_base": (expected - base) / max(1, found - base) - 1,
                 "parts": process["parts"],
             }
         )
     return rows
+
+
+def together(processes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several processes as one."""
+    parts = Counter[str]()
+    for process in processes:
+        parts.update({name: process["count"] * size for name, size in process["parts"].items()})
+    return {"bytes": parts.total(), "parts": dict(parts)}
 
 
 def run(cases: Sequence[Case], device: str, name: str, out: Path = FOLDER) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ QUESTION = str(__doc__).splitlines()[0]
 SHAPES = {"576x1536": (576, 1536), "1024x4096": (1024, 4096)}
 TINY = {"32x64": (32, 64)}
 CLOSE = 1.1
+_LEARNING = 16  # calls of each size before the choice counts
 
 
 def shards_of(rank: int, size: int, master: str, hidden: int, inner: int) -> Any:
@@ -79,7 +80,7 @@ def measure(shards: Any, rows_of_calls: Sequence[int]) -> list[dict[str, Any]]:
                     moved = mesh.sent_bytes + mesh.received_bytes - sent
                     ways[way] = {"seconds": statistics.median(times[1:]), "bytes": moved}
                 shards.chooser = learning
-                for _ in range(6):
+                for _ in range(_LEARNING):
                     with torch.no_grad():
                         run((layer,), direction, x)
                 key = (direction is Direction.BACKWARD, (layer.spec.kind, layer.spec.in_width, layer.spec.out_width))

@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -206,15 +207,20 @@ class EngineCore:
         *,
         adapter: str | PreparedAdapter | None = None,
         tenant: str = "",
+        resume: Seq[Seq[int] | None] | None = None,
     ) -> list[Sequence]:
         """Queue `n` completions of one prompt: all, or none and an error.
+
+        `resume` continues completions that another engine has begun: the tokens of each so far, None for those that have
+        finished. Equal seeds give the tokens that the other engine would have given. A completion whose tokens are complete
+        has finished when this returns.
 
         An adapter without a name, as prepared, is unloaded after the last of its requests.
         """
         if isinstance(adapter, PreparedAdapter):
             self._adapter_cache.register(_UNNAMED, adapter)
             try:
-                return self.add_several(n, prompt, sampling, adapter=_UNNAMED, tenant=tenant)
+                return self.add_several(n, prompt, sampling, adapter=_UNNAMED, tenant=tenant, resume=resume)
             finally:
                 self._adapter_cache.unregister(_UNNAMED)
         record = None if adapter is None else self._adapter_cache.lookup(adapter)
@@ -229,9 +235,16 @@ class EngineCore:
             eos_ids=self._eos,
         )
         sequences = sequence.fork(n)
+        if resume is not None:
+            for one, delivered in zip(sequences, resume, strict=True):
+                one.resume(delivered or ())
+            sequences = [one for one, delivered in zip(sequences, resume, strict=True) if delivered is not None]
         self.scheduler.add(*sequences)
         if record is not None:
-            self._adapter_cache.registry.acquire(record.hash, n)
+            self._adapter_cache.registry.acquire(record.hash, len(sequences))
+        for one in sequences:
+            if one.reason is not None:
+                self._release_adapter(one)
         return sequences
 
     def cancel(self, sequence: Sequence, reason: FinishReason = FinishReason.CANCELLED) -> bool:

@@ -196,8 +196,9 @@ class EngineLoop:
             adapter: str | PreparedAdapter | None = request.adapter if unnamed is None else unnamed
             if isinstance(adapter, str):  # the version is fixed within this operation, when the request is queued
                 adapter = resolve_adapter_name(adapter, request.tenant, self._core.adapter_names)
-            n, prompt, tenant = request.n, request.prompt, request.tenant
-            sequences = self._core.add_several(n, prompt, request.sampling, adapter=adapter, tenant=tenant)
+            sequences = self._core.add_several(
+                request.n, request.prompt, request.sampling, adapter=adapter, tenant=request.tenant, resume=request.resume
+            )
         except SymbiosisError as error:
             self._events.append(Rejected(request.id, error))
             return
@@ -207,6 +208,9 @@ class EngineLoop:
         self._requests[request.id] = sequences
         self._request_ids.update((sequence.id, request.id) for sequence in sequences)
         self._events.append(Accepted(request.id))
+        for sequence in list(sequences):
+            if sequence.reason is not None:  # it was resumed after its last token
+                self._finish(sequence)
 
     def _cancel(self, id: str, number: int | None) -> None:
         for sequence in list(self._requests.get(id, ())):

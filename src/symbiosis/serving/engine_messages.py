@@ -38,6 +38,13 @@ class GenerateRequest:
     n: int = 1
     stream: int = -1
     """Number of the first completion in frames of tokens; -1: its tokens are events."""
+    resume: Sequence[Sequence[int] | None] | None = None
+    """Tokens that another engine has delivered, of each completion; None for those that have finished."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions that this engine computes."""
+        return self.n if self.resume is None else sum(delivered is not None for delivered in self.resume)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +111,33 @@ def encode_request(request: GenerateRequest) -> Body:
     sampling = {name: getattr(request.sampling, name) for name in _SAMPLING_FIELDS}
     sampling["logit_bias"] = dict(request.sampling.logit_bias)
     body: Body = {"op": "submit", "prompt": request.prompt, "sampling": sampling}
+    if request.resume is not None:
+        body["resume"] = request.resume
     return body | {"adapter": request.adapter, "tenant": request.tenant, "n": request.n}
 
 
 def decode_request(id: str, body: Mapping[str, Any], stream: int = -1) -> GenerateRequest:
     """Raises `BadMessage` or `OutOfRange`: its content comes from outside."""
     sampling = parse_sampling(body.get("sampling"))
-    prompt = body.get("prompt")
-    if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-        raise BadMessage("prompt: expected a list of token ids")
+    prompt = _tokens_field(body.get("prompt"), "prompt")
     n = int_field(body.get("n", 1), "n")
     check_range("n", n, 1, 128, integer=True)
+    resume = body.get("resume")
+    if resume is not None:
+        if not isinstance(resume, list) or len(resume) != n or not any(each is not None for each in resume):
+            raise BadMessage(f"resume: expected {n} lists of token ids, null for completions that have finished")
+        resume = [None if each is None else _tokens_field(each, "resume") for each in resume]
     adapter = None if body.get("adapter") is None else text_field(body, "adapter")
     tenant = text_field(body, "tenant") if body.get("tenant") else ""
-    return GenerateRequest(id=id, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant, n=n, stream=stream)
+    return GenerateRequest(
+        id=id, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant, n=n, stream=stream, resume=resume
+    )
+
+
+def _tokens_field(value: object, name: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise BadMessage(f"{name}: expected a list of token ids")
+    return value
 
 
 def parse_sampling(given: object) -> Sampling:

@@ -188,7 +188,7 @@ class IpcServer:
                 raise BadMessage(f"the id of request {id!r}: expected a decimal number up to {messages.MAX_ID}")
             stream = messages.stream_number(int(full_id.partition(":")[0]), int(id))
             request = messages.decode_request(full_id, body, stream)
-            peer.requests[id] = request.n
+            peer.requests[id] = request.num_unfinished
             self._token_port.add(peer.key)
             loop.submit(request)
         elif op == "cancel":

@@ -131,7 +131,7 @@ class Scheduler:
         return [sequence for sequence in self._sequences.values() if sequence.adapter == adapter]
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue sequences of one tenant: all, or none and an error.
+        """Queue sequences of one tenant: all, or none and an error. A resumed one that has all its tokens finishes at once.
 
         Raises `OutOfRange`, `ContextTooLong` or `TooManyRequests`.
         """
@@ -159,6 +159,10 @@ class Scheduler:
             if parent is not None and (self._sequences.get(parent.id) is not parent or parent.output_length):
                 parent = None  # it has finished, or has prefilled the prompt already
             self._waiting.add(sequence, parent=parent)
+        for sequence in sequences:
+            if sequence.output_length and (reason := sequence.end_reason(sequence.tokens[-1])) is not None:
+                self._waiting.remove(sequence)
+                self._finish(sequence, reason)
 
     def cancel(self, id: str, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         """Finish a sequence now, even in mid-step, and free its blocks. False if the id is unknown."""

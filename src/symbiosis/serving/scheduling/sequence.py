@@ -217,9 +217,21 @@ class Sequence:
         if token < 0:
             return FinishReason.FAILED
         self.tokens.append(token)
-        if token in self.end_ids:
+        return self.end_reason(token)
+
+    def end_reason(self, last: int) -> FinishReason | None:
+        """Why the completion ends with its last token, if it does."""
+        if last in self.end_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.max_length else None
+
+    def resume(self, delivered: Collection[int]) -> None:
+        """Continue after these tokens of the completion, before it is queued: as if it had been preempted there."""
+        try:
+            self.tokens.extend(delivered)
+        except (TypeError, OverflowError) as error:
+            raise OutOfRange(f"resume: {error}", field="resume", expected="token ids") from None
+        self.parent = None  # it shares the prompt's blocks by the prefix cache
 
     def check(self, *, vocab_size: int, max_length: int) -> None:
         """Raise `OutOfRange` for tokens outside the vocabulary, `ContextTooLong` if `max_length` is exceeded."""

@@ -14,6 +14,7 @@ from symbiosis.split.executor.layers import BaseLayer, run
 from symbiosis.types import Direction, LayerKind
 
 _ROWS = {"cpu": (1, 16, 64), "cuda": (1, 64, 512, 2048)}
+_MAX_ROW_BYTES = 64 << 20  # of a run's rows and results: 2,048 rows of a head with a large vocabulary take 0.5 GB
 _MAX_RUN_S = 0.1  # a slower run is the last one of its layer
 _log = logging.getLogger("symbiosis")
 
@@ -41,7 +42,8 @@ def _time_layer(layer: BaseLayer, direction: Direction) -> Iterator[tuple[int, f
     """Pairs of (rows, seconds). The second of two runs counts."""
     widths = layer.input_widths(direction)
     synchronize = torch.cuda.synchronize if layer.device.type == "cuda" else lambda device: None
-    for count in _ROWS.get(layer.device.type, (1, 64)):
+    most = max(1, _MAX_ROW_BYTES // ((layer.spec.in_width + layer.spec.out_width) * layer.dtype.itemsize))
+    for count in sorted({min(count, most) for count in _ROWS.get(layer.device.type, (1, 64))}):
         rows = tuple(torch.zeros(count, width or 1, dtype=layer.dtype, device=layer.device) for width in widths)
         for _ in range(2):
             synchronize(layer.device)

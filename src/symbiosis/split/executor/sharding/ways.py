@@ -7,13 +7,17 @@ weight, which travels, and computes alone. Few rows are cheaper to move than a w
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Hashable, Mapping
 from enum import StrEnum
+from statistics import median_low
 
 from symbiosis.common.bounded_dict import evict_oldest
 
 _TRIALS = 2  # the first run of a size allocates: the second counts
-_FADE = 0.8
+_RECENT = 5  # runs whose median counts: other work on the machine delays single ones
+_RETRY_AFTER, _RETRY_GROWTH = 8, 4
+"""The slower way runs again after so many runs of the faster one, then after so many times as many: it costs ever less."""
 _MAX_KEYS = 1024
 
 
@@ -24,15 +28,33 @@ class Way(StrEnum):
     PARAMETERS = "parameters"
 
 
+class _Times:
+    """Runs of one way for one size of call."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+
+    def add(self, seconds: float) -> None:
+        self.runs += 1
+        if self.runs <= _TRIALS:
+            self._recent.clear()
+        self._recent.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        return median_low(self._recent)
+
+
 class WayChooser:
     """Chooses by measured times, for each size of call. Both ways give the same result. Used by one thread.
 
-    A way is tried for a size unless fewer rows took it longer already than the other way takes for this size.
+    A way is tried for a size unless two sizes with fewer rows took it longer already than the other way takes for this size.
     """
 
     def __init__(self, fixed: Way | None = None) -> None:
         self._fixed = fixed
-        self._times: dict[Hashable, dict[Way, dict[int, tuple[int, float]]]] = {}  # by key, way and size: runs and seconds
+        self._times: dict[Hashable, dict[Way, dict[int, _Times]]] = {}  # by key, way and size
 
     def choose(self, key: Hashable, rows: int) -> Way:
         if self._fixed is not None:
@@ -40,19 +62,28 @@ class WayChooser:
         times, size = self._times.get(key), _size(rows)
         if times is None:
             return Way.TENSOR
-        known = {way: found[size][1] for way, found in times.items() if found.get(size, (0, 0.0))[0] >= _TRIALS}
-        least = {way: max((seconds for at, (_, seconds) in times[way].items() if at <= size), default=0.0) for way in Way}
-        best = min(known or Way, key=lambda way: known.get(way, least[way]))
-        untried = [way for way in Way if way not in known and (not known or least[way] < known[best])]
-        return min(untried, key=lambda way: least[way]) if untried else best
+        known = {way: found[size] for way, found in times.items() if size in found and found[size].runs >= _TRIALS}
+        least = {way: _least(times[way], size) for way in Way}
+        best = min(known or Way, key=lambda way: known[way].seconds if way in known else least[way])
+        untried = [way for way in Way if way not in known and (not known or least[way] < known[best].seconds)]
+        if untried:
+            return min(untried, key=lambda way: least[way])
+        for way, slower in known.items():
+            if known[best].runs >= _RETRY_AFTER * _RETRY_GROWTH ** (slower.runs - _TRIALS):
+                return way
+        return best
 
     def observe(self, key: Hashable, way: Way, rows: int, seconds: float) -> None:
         if key not in self._times:
             evict_oldest(self._times, _MAX_KEYS)
             self._times[key] = {way: {} for way in Way}
-        found, size = self._times[key][way], _size(rows)
-        runs, mean = found.get(size, (0, 0.0))
-        found[size] = runs + 1, seconds if runs < _TRIALS else _FADE * mean + (1 - _FADE) * seconds
+        self._times[key][way].setdefault(_size(rows), _Times()).add(seconds)
+
+
+def _least(times: Mapping[int, _Times], size: int) -> float:
+    """Seconds that a way takes at least for a size. One slow run of a smaller size does not count."""
+    smaller = sorted(found.seconds for at, found in times.items() if at <= size)
+    return smaller[-2] if len(smaller) > 1 else 0.0
 
 
 def _size(rows: int) -> int:
