@@ -107,7 +107,7 @@ def make(architecture, folder=None, **limits):
     if folder is not None:
         write_adapters(base, folder)
     fuse_projections(base)
-    core = EngineCore(base, pages=128, page_size=16, **limits)
+    core = EngineCore(base, prefill_graphs=True, pages=128, page_size=16, **limits)
     for number in range(0 if folder is None else 3):
         core.add_adapter(f"a{number}", folder / f"a{number}")
     graphs = core._runner._prefill_graphs
@@ -265,7 +265,7 @@ def test_a_replay_computes_bit_by_bit_what_its_launches_compute(dtype, tmp_path)
     write_adapters(base, tmp_path)
     base = base.to(DEVICE, dtype)
     fuse_projections(base)
-    core = EngineCore(base, pages=128, page_size=16)
+    core = EngineCore(base, prefill_graphs=True, pages=128, page_size=16)
     runner = core._runner
     for number in range(3):
         core.add_adapter(f"a{number}", tmp_path / f"a{number}")

@@ -99,8 +99,7 @@ class ProcessEstimator:
         rows = min(max_rows, max([BLOCK_TOKENS, *(load.count * load.streams * load.context for load in serve)]))
         adapters = max(adapter_pool, sum(load.adapters * self.adapter_bytes(load) for load in serve))
         parts = {"base weights": size.weights, "KV cache": kv_cache, "adapters": adapters}
-        prefill = run_prefill(size, rows, min(streams, rows), kind) if serve else 0
-        steps = [prefill]
+        steps = [run_prefill(size, rows, min(streams, rows), kind)] if serve else []
         if jobs:
             passes = [self.training_pass(load, kind) for load in jobs]
             states = sum(load.count * parameters * PARAMETER_BYTES for load, (parameters, _) in zip(jobs, passes, strict=True))
@@ -116,8 +115,6 @@ class ProcessEstimator:
             return ProcessEstimate(role="server", device="cpu", parts=host | parts)
         largest = max(layer.weight.nbytes for layer in self.size.model.modules() if _is_matrix(layer))
         parts |= {"CUDA context": CUDA_CONTEXT_BYTES, "activations": max([3 * largest, *steps]) + 64 * _MIB}
-        if serve:  # the largest graph, and the run before its capture, on a stream of its own
-            parts["CUDA graphs"] = 2 * prefill
         return ProcessEstimate(role="server", device=device, parts=parts, host_parts=host | {"client part": size.client_part})
 
     def training_pass(self, load: TenantLoad, kind: str) -> tuple[int, int]:
