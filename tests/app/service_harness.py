@@ -23,6 +23,7 @@ from symbiosis.finetuning.trainer import Trainer
 from symbiosis.models.loading import shared_copy
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.ipc_server import IpcServer
+from symbiosis.transport.engine_ipc import EngineListener
 from symbiosis.transport.shm import runtime_folder
 from tests.finetuning.trainer_reference import Task, base
 from tests.lora import lora
@@ -35,7 +36,7 @@ PLAIN = Task("plain", lora(lora_dropout=0.1), {"max_steps": 12, "gradient_accumu
 class IpcPeer:
     """The HTTP process's end of the connection."""
 
-    path: Path
+    address: str
     received: list[Any] = field(default_factory=list)
     numbers: dict[str, str] = field(default_factory=dict)
     """Ids of requests, which are numbers, by name."""
@@ -44,7 +45,7 @@ class IpcPeer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(f"ipc://{self.path}")
+        self._socket.connect(self.address)
 
     def send(self, **body: Any) -> None:
         self._socket.send(json.dumps(body).encode())
@@ -119,9 +120,9 @@ def run_service(**settings: Any) -> Iterator[RunningService]:
     model, device_share = shared_copy(base()), CpuTimeShare(settings.pop("share", 0.1))
     trainer = Trainer(shared_copy(model), TrainerConfig(**settings), device_share)
     core = EngineCore(model, device_share=device_share)
-    server = IpcServer(core, runtime_folder())
+    server = IpcServer(core, EngineListener(runtime_folder()))
     service = TrainingService(server, core, trainer, JobMemory(model))
-    peer = IpcPeer(server.path)
+    peer = IpcPeer(server.address.messages)
     try:
         yield RunningService(server, service, core, trainer, peer)
     finally:

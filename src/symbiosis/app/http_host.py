@@ -50,6 +50,7 @@ from symbiosis.server.settings import Settings
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.ipc_server import IpcServer
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
+from symbiosis.transport.engine_ipc import EngineListener
 from symbiosis.transport.shm import runtime_folder
 
 _START_TIMEOUT_S = 120.0
@@ -157,7 +158,7 @@ class HttpHost:
             hosted = model if shard is None else shard
             core = EngineCore(hosted, residency=residency or AdapterCacheConfig(), device_share=device_share, **engine_core)
             _load_adapters(core, adapters, self._uploads.path, names)
-            self._ipc = IpcServer(core, runtime_folder())
+            self._ipc = IpcServer(core, EngineListener(runtime_folder()))
             RateLimitService(self._ipc, settings.request_limits)
             values = {**asdict(settings), "max_model_len": core.scheduler.max_model_len}
             service = None
@@ -177,7 +178,7 @@ class HttpHost:
             statistics.attach(self._hosted)
             folder = None if tokenizer is None else str(tokenizer)
             _listen(self._socket, address)  # not before: a connection would wait for the engine
-            self._processes.configure({"ipc_path": str(self._ipc.path), "tokenizer": folder, "settings": values})
+            self._processes.configure({"engine": self._ipc.address.to_json(), "tokenizer": folder, "settings": values})
             self._wait_until_connected(self._ipc)
         except BaseException:
             self.close()

@@ -26,7 +26,7 @@ from symbiosis.server.connections.shared_counts import SharedCounts
 from symbiosis.server.engine_client import EngineClient
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
-from symbiosis.transport.engine_ipc import IpcClient
+from symbiosis.transport.engine_ipc import EngineAddress, IpcClient
 
 _LOST_S = 2.0
 """After the engine is lost, requests get an error for this long; then the process ends and frees the port."""
@@ -48,7 +48,7 @@ def _load_tokenizer(folder: str) -> Any:
 async def _serve(config: dict[str, Any]) -> None:
     folder = config["tokenizer"]
     tokenizer = None if folder is None else _load_tokenizer(folder)
-    engine = EngineClient(IpcClient(config["ipc_path"]))
+    engine = EngineClient(IpcClient(EngineAddress.from_json(config["engine"])))
     settings = Settings.from_json(config["settings"])
     max_connections = file_limits.raise_open_file_limit() - _RESERVED_FILES
     counts = None if config["counts"] is None else SharedCounts(**config["counts"])

@@ -6,15 +6,17 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 from symbiosis.errors import EngineLost, SymbiosisError
 from symbiosis.serving import engine_messages as messages
-from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, JobEvent, Token
+from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, JobEvent, Rejected, Token
 from symbiosis.transport.engine_ipc import IpcClient
 
 _START_TIMEOUT_S = 60.0
 _HELLO_S = 0.1
+_ids = itertools.count()  # of operations, over all engines of this process
 
 
 class Inbox:
@@ -55,7 +57,6 @@ class EngineClient:
 
     def __init__(self, ipc: IpcClient) -> None:
         self._ipc = ipc
-        self._ids = itertools.count()
         self._inboxes: dict[int, AnyInbox] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._peer: int | None = None
@@ -78,12 +79,17 @@ class EngineClient:
 
     async def close(self) -> None:
         if self._watcher is not None:
-            self._watcher.cancel()
+            self._watcher.cancel()  # operations that have not ended end as if the engine was lost
             await asyncio.wait({self._watcher})
         self._ipc.close()
 
     def is_alive(self) -> bool:
         return not self.lost.is_set()
+
+    @property
+    def num_open(self) -> int:
+        """Operations that have not ended, requests included."""
+        return len(self._inboxes)
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[ActiveRequests]:
@@ -97,6 +103,14 @@ class EngineClient:
             yield active
         finally:
             await active.close()
+
+    async def place(self, request: GenerateRequest, inbox: Inbox) -> tuple[EngineClient, str]:
+        """See `Engines`."""
+        return self, await self.open(messages.encode_request(request), inbox)
+
+    def can_resume(self, error: SymbiosisError) -> bool:
+        """See `Engines`: there is no other engine."""
+        return False
 
     async def ask(self, op: str, **body: Any) -> dict[str, Any]:
         """The result of an operation, such as load, stats or check_adapter. Raises the engine's error."""
@@ -133,7 +147,7 @@ class EngineClient:
         """Send an operation with a new id, which is returned; its events go to the inbox."""
         if self.lost.is_set():
             raise _lost()
-        id = str(number := next(self._ids))
+        id = str(number := next(_ids))
         self._inboxes[number] = inbox
         try:
             await self._ipc.send({**body, "id": id})
@@ -179,59 +193,79 @@ class EngineClient:
                 inbox.put_nowait(None)
 
 
-class ActiveRequests:
-    """Submitted requests and their events."""
+class Engines(Protocol):
+    """One engine, or those of a cluster."""
 
-    def __init__(self, client: EngineClient, requests: Sequence[GenerateRequest]) -> None:
-        self._client, self._requests = client, requests
+    async def place(self, request: GenerateRequest, inbox: Inbox) -> tuple[EngineClient, str]:
+        """Send a request to an engine; the engine, and the request's id there. Raises `EngineLost` if there is none."""
+
+    def can_resume(self, error: SymbiosisError) -> bool:
+        """Whether requests that ended in this error go on at another engine."""
+
+
+class ActiveRequests:
+    """Submitted requests and their events.
+
+    It keeps the tokens of each completion. A request whose engine is lost goes on at another one, if there is one, after these
+    tokens. Each placement has an id of its own, so nothing that an engine sends late is delivered.
+    """
+
+    def __init__(self, engines: Engines, requests: Sequence[GenerateRequest]) -> None:
+        self._engines, self._requests = engines, requests
         self._inbox = Inbox()
-        self._indices: dict[str, int] = {}  # by id
-        self._early: list[Any] = []
-        self._unfinished: dict[tuple[str, int], int] = {}
-        """Tokens received so far of each."""
-        self._ends: dict[tuple[str, int], Finished] = {}
+        self._placed: dict[str, tuple[int, EngineClient]] = {}
+        """Index of the request, and its engine, by id."""
+        self._tokens: dict[tuple[int, int], list[int]] = {}
+        """Of each unfinished completion: by index of the request, and number."""
+        self._ends: dict[tuple[int, int], Finished] = {}
         """That arrived before the last tokens."""
+        self._early: list[Token | Finished] = []
+        self._pending: set[str] = set()
+        """Ids that no engine has accepted yet."""
 
     async def start(self) -> None:
         """Send the requests; returns when all are accepted. Raises why one was rejected."""
         for index, request in enumerate(self._requests):
-            id = await self._client.open(messages.encode_request(request), self._inbox)
-            self._indices[id] = index
-            self._unfinished |= {(id, number): 0 for number in range(request.n)}
-        num_accepted = 0
-        while num_accepted < len(self._requests):
-            for raw in await self._inbox.take():
-                event = self._decode(raw)
-                if isinstance(event, Accepted):
-                    num_accepted += 1
-                else:  # the first request may have events before the last is accepted
-                    self._early.append(event)
+            self._tokens |= {(index, number): [] for number in range(request.n)}
+            await self._place(index, request)
+        while self._pending:
+            arrived, moving = await self._take()
+            for event in arrived:
+                if isinstance(event, Rejected):
+                    self._placed.pop(event.id, None)
+                    raise event.error
+                self._early.append(event)  # the first request may have events before the last is accepted
+            await self._move(moving)
 
     async def events(self) -> AsyncIterator[list[tuple[int, Token | Finished]]]:
         """(index of the request, event), all there are at a time, until every completion has finished or was stopped.
 
         Raises the error of a completion that failed, or `EngineLost`, after the events before it.
         """
-        while self._unfinished:
-            arrived, self._early = self._early, []
+        while self._tokens:
+            early, self._early = self._early, []
+            arrived, moving = (early, set[str]()) if early else await self._take()
             events: list[tuple[int, Token | Finished]] = []
             failure: SymbiosisError | None = None
             try:
-                for event in arrived or map(self._decode, await self._inbox.take()):
-                    assert isinstance(event, Token | Finished)
-                    key = (event.id, event.number)
-                    received = self._unfinished.get(key)
-                    if received is None:
+                for event in arrived:
+                    placed = self._placed.get(event.id)
+                    if placed is None:
+                        continue  # of an earlier placement
+                    if isinstance(event, Rejected):
+                        raise event.error
+                    index, end = placed[0], None
+                    key = index, event.number
+                    if (tokens := self._tokens.get(key)) is None:
                         continue
-                    index, end = self._indices[event.id], None
                     if isinstance(event, Token):
-                        received = self._unfinished[key] = received + 1
+                        tokens.append(event.token)
                         events.append((index, event))
                         end = self._ends.get(key) if self._ends else None
                     else:
                         end = self._ends[key] = event
-                    if end is not None and received >= end.tokens:
-                        del self._unfinished[key], self._ends[key]
+                    if end is not None and len(tokens) >= end.tokens:
+                        del self._tokens[key], self._ends[key]
                         if end.error is not None:
                             raise end.error
                         events.append((index, end))
@@ -240,28 +274,62 @@ class ActiveRequests:
             yield events
             if failure is not None:
                 raise failure
+            await self._move(moving)
 
     async def stop(self, event: Token) -> None:
         """The completion of this token is complete: cancel it and drop its further events."""
-        self._unfinished.pop((event.id, event.number), None)
-        await self._client.cancel(event.id, event.number)
-
-    def _decode(self, raw: Any) -> Event | JobEvent:
-        """Raises `EngineLost`, or why a request was rejected."""
-        if type(raw) is tuple:
-            return Token(str(raw[0]), raw[1], raw[2])
-        event = _decode(raw)
-        if isinstance(event, messages.Rejected):
-            self._unfinished = {key: count for key, count in self._unfinished.items() if key[0] != event.id}
-            raise event.error
-        return event
+        index, engine = self._placed[event.id]
+        self._tokens.pop((index, event.number), None)
+        await engine.cancel(event.id, event.number)
 
     async def close(self) -> None:
         """Cancel unfinished requests."""
-        for id in self._indices:
-            self._client.forget(id)
-        if unfinished := {key[0] for key in self._unfinished}:
-            await asyncio.shield(asyncio.gather(*map(self._client.cancel, unfinished)))
+        unfinished = {index for index, _ in self._tokens}
+        for id, (_, engine) in self._placed.items():
+            engine.forget(id)
+        left = [engine.cancel(id) for id, (index, engine) in self._placed.items() if index in unfinished]
+        if left:
+            await asyncio.shield(asyncio.gather(*left))
+
+    async def _take(self) -> tuple[list[Token | Finished | Rejected], set[str]]:
+        """All events there are, waits for the first; and the ids of requests whose engine has sent its last."""
+        found: list[Token | Finished | Rejected] = []
+        moving: set[str] = set()
+        for raw in await self._inbox.take():
+            if type(raw) is tuple:
+                found.append(Token(str(raw[0]), raw[1], raw[2]))
+            elif raw is None:
+                moving |= {id for id, (_, engine) in self._placed.items() if not engine.is_alive()}
+            else:
+                event = messages.decode_event(raw)
+                if isinstance(event, Accepted):
+                    self._pending.discard(event.id)
+                    continue
+                assert isinstance(event, Token | Finished | Rejected)
+                if not isinstance(event, Token) and event.error is not None and self._engines.can_resume(event.error):
+                    moving.add(event.id)
+                else:
+                    found.append(event)
+        return found, moving
+
+    async def _place(self, index: int, request: GenerateRequest) -> None:
+        engine, id = await self._engines.place(request, self._inbox)
+        self._placed[id] = index, engine
+        self._pending.add(id)
+
+    async def _move(self, ids: set[str]) -> None:
+        """Place requests again, each after the tokens of its unfinished completions. Raises `EngineLost`."""
+        for id in sorted(ids & self._placed.keys(), key=int):
+            index, engine = self._placed.pop(id)
+            self._pending.discard(id)
+            engine.forget(id)
+            request = self._requests[index]
+            keys = [(index, number) for number in range(request.n)]
+            for key in keys:
+                self._ends.pop(key, None)
+            resume = [list(self._tokens[key]) if key in self._tokens else None for key in keys]
+            if any(tokens is not None for tokens in resume):
+                await self._place(index, replace(request, resume=resume))
 
 
 def _decode(raw: Any) -> Event | JobEvent:
@@ -274,7 +342,7 @@ def _decode(raw: Any) -> Event | JobEvent:
 def _result(events: list[Any]) -> dict[str, Any]:
     """The body of an operation's result. Raises its error."""
     event = _decode(events[0])
-    if isinstance(event, messages.Rejected):
+    if isinstance(event, Rejected):
         raise event.error
     assert isinstance(event, messages.Result)
     return event.body

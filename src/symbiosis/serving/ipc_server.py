@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from symbiosis.errors import BadMessage, SymbiosisError
@@ -22,7 +21,7 @@ from symbiosis.serving import engine_messages as messages
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_loop import EngineLoop
 from symbiosis.serving.engine_messages import Event, JobEvent, int_field, text_field
-from symbiosis.transport.engine_ipc import HEARTBEAT_S, Body, IpcPort, TokenPort
+from symbiosis.transport.engine_ipc import HEARTBEAT_S, Body, EngineListener, IpcPort, TokenPort
 
 _MAX_ID = 64
 _MAX_PATH = 4096
@@ -54,11 +53,10 @@ class RpcHandler(Protocol):
 
 
 class IpcServer:
-    """Owns an engine loop and an IPC port. Other processes connect to `path`."""
+    """Owns an engine loop and an IPC port. Other processes connect to `address`."""
 
-    def __init__(self, core: EngineCore, folder: Path) -> None:
-        self._port = IpcPort(folder)
-        self.path = self._port.path
+    def __init__(self, core: EngineCore, listener: EngineListener) -> None:
+        self._port = IpcPort(listener)
         self._outbox: deque[Sequence[Event | JobEvent]] = deque()
         self._handlers: list[RpcHandler] = []
         self._peers: dict[str, _Peer] = {}  # by number, the prefix of their ids
@@ -66,7 +64,8 @@ class IpcServer:
         self._dropped: set[bytes] = set()
         self._counter = itertools.count(1)
         self._stopping = False
-        self._token_port, self._unreachable = TokenPort(self.path), deque[bytes]()
+        self._token_port, self._unreachable = TokenPort(listener), deque[bytes]()
+        self.address = listener.address
         self.engine_loop = EngineLoop(core, self.publish, self._publish_tokens)
         self.num_joined = 0
         """Peers that have connected so far."""

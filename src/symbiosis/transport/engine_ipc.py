@@ -1,4 +1,7 @@
-"""IPC between the engine process and HTTP processes: bounded messages over a socket in a private folder.
+"""Links between the engine process and HTTP processes: bounded messages.
+
+On one host they are sockets in a private folder. Between the hosts of a cluster they are TCP with CURVE: the engine has a key
+pair of its own, and serves whoever has the cluster's client key.
 
 A message is a JSON object. The tokens of each step are a binary frame, the same for all processes, over a second socket: the
 engine's stepping thread sends it, so that no other thread of that process wakes for each step.
@@ -10,6 +13,7 @@ peer. The client runs in asyncio and detects a lost engine: the connection break
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import secrets
@@ -17,10 +21,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from symbiosis.errors import BadMessage, TooLarge
@@ -37,6 +44,98 @@ _RETRY_S = 0.001
 _POLLIN = int(zmq.POLLIN)
 
 Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """Where an engine listens, for its clients."""
+
+    messages: str
+    tokens: str
+    key: str = ""
+    """The engine's public key; empty within one host."""
+
+    def to_json(self) -> Body:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(body: object) -> EngineAddress:
+        """Raises `BadMessage`."""
+        if not isinstance(body, dict) or {type(value) for value in body.values()} != {str}:
+            raise BadMessage("an engine's address: expected an object of texts")
+        try:
+            return EngineAddress(**body)
+        except TypeError:
+            raise BadMessage("an engine's address: expected messages, tokens and key") from None
+
+    @staticmethod
+    def in_folder(path: str | Path) -> EngineAddress:
+        return EngineAddress(f"ipc://{path}", f"ipc://{path}-tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKey:
+    """The key pair of all clients of a cluster's engines, from the cluster's secret."""
+
+    public: bytes
+    secret: bytes
+
+    @staticmethod
+    def of(secret: str) -> ClusterKey:
+        """`secret`: at least 16 random characters; guessing is bounded by their number only."""
+        raw = z85.encode(hashlib.blake2b(secret.encode(), digest_size=32, person=b"symb cluster").digest())
+        return ClusterKey(zmq.curve_public(raw), raw)
+
+
+class EngineListener:
+    """Where an engine's ports listen: in a private folder, or on a host with encryption."""
+
+    def __init__(self, folder: Path | None = None, *, host: str = "", clients: ClusterKey | None = None) -> None:
+        """`folder` must be private to this user: access to the socket is access to every operation."""
+        self.path = None if folder is None else folder / f"ipc-{os.getpid()}-{secrets.token_hex(4)}"
+        self._host, self._clients = host, clients
+        self._keys = None if clients is None else zmq.curve_keypair()
+        if self.path is None and clients is None:
+            raise ValueError("an engine that listens on a host needs the key of its clients")
+        self._authenticators: list[ThreadAuthenticator] = []
+        self._found: dict[str, str] = {}
+
+    def bind(self, socket: zmq.Socket[bytes], context: zmq.Context[Any], name: str) -> None:
+        """`name` is messages or tokens. Raises `zmq.ZMQError`."""
+        if self.path is not None:
+            self._found[name] = getattr(EngineAddress.in_folder(self.path), name)
+            socket.bind(self._found[name])
+            return
+        assert self._keys is not None
+        assert self._clients is not None
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        self._authenticators.append(authenticator)
+        authenticator.configure_curve_callback(domain="*", credentials_provider=_OneKey(self._clients.public))
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self._keys
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        socket.setsockopt(zmq.IPV6, int("[" in self._host))
+        socket.bind(f"tcp://{self._host}:0")
+        self._found[name] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def address(self) -> EngineAddress:
+        """Once both ports are bound."""
+        return EngineAddress(self._found["messages"], self._found["tokens"], "" if self._keys is None else self._keys[0].decode())
+
+    def stop(self) -> None:
+        """Before the contexts of the ports end."""
+        while self._authenticators:
+            self._authenticators.pop().stop()
+
+
+class _OneKey:
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return secrets.compare_digest(key, self._public)
 
 
 def encode(body: Body) -> bytes:
@@ -61,9 +160,8 @@ def decode(frame: bytes) -> Body:
 class IpcPort:
     """The engine's endpoint. Used by one thread, except for `wake`."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` must be private to this user: access to the socket is access to every operation."""
-        self.path = folder / f"ipc-{os.getpid()}-{secrets.token_hex(4)}"
+    def __init__(self, listener: EngineListener) -> None:
+        self._listener = listener
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -71,7 +169,7 @@ class IpcPort:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
         self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
-        self._socket.bind(f"ipc://{self.path}")
+        listener.bind(self._socket, self._context, "messages")
         self._wakeup, self._poller = Wakeup(), Poller()
         self._poller.add(self._socket)
         self._poller.add(self._wakeup.fileno())
@@ -103,22 +201,24 @@ class IpcPort:
 
     def close(self) -> None:
         self._socket.close()
+        self._listener.stop()
         self._context.term()
-        self.path.unlink(missing_ok=True)
+        if self._listener.path is not None:
+            self._listener.path.unlink(missing_ok=True)
 
 
 class TokenPort:
     """The engine's endpoint for tokens. Used by one thread, except for `add` and `remove`."""
 
-    def __init__(self, path: Path) -> None:
-        """`path` is that of the `IpcPort`. A peer has the same identity at both."""
-        self._path = tokens_path(path)
+    def __init__(self, listener: EngineListener) -> None:
+        """`listener` is that of the `IpcPort`. A peer has the same identity at both."""
+        self._listener = listener
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
-        self._socket.bind(f"ipc://{self._path}")
+        listener.bind(self._socket, self._context, "tokens")
         self._peers: frozenset[bytes] = frozenset()
         self._lock = threading.Lock()
 
@@ -150,12 +250,10 @@ class TokenPort:
 
     def close(self) -> None:
         self._socket.close()
+        self._listener.stop()
         self._context.term()
-        Path(self._path).unlink(missing_ok=True)
-
-
-def tokens_path(path: str | Path) -> str:
-    return f"{path}-tokens"
+        if self._listener.path is not None:
+            Path(self._listener.address.tokens.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class IpcClient:
@@ -164,7 +262,9 @@ class IpcClient:
     The loop watches ZeroMQ's file descriptors itself: a future for each message would cost more than the message.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, address: EngineAddress, key: ClusterKey | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+        """`key` is the cluster's, for an engine on a host. The engine is lost after `timeout_s` without a message."""
+        self._timeout_s = timeout_s
         self._context = zmq.Context()
         self._socket, self._tokens = (self._context.socket(zmq.DEALER) for _ in range(2))
         identity = b"http" + secrets.token_bytes(8)
@@ -174,6 +274,10 @@ class IpcClient:
             each.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
             each.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
             each.setsockopt(zmq.RCVHWM, 0)  # unlimited: the engine bounds what it sends
+            if address.key:
+                assert key is not None, "an engine on a host needs the cluster's key"
+                each.curve_serverkey = address.key.encode()
+                each.curve_publickey, each.curve_secretkey = key.public, key.secret
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._last_message_s = time.monotonic()
         self._on_message: Callable[[Body], None] = lambda body: None
@@ -181,8 +285,8 @@ class IpcClient:
         self._watchdog: asyncio.Task[None] | None = None
         self.lost = asyncio.Event()
         """Set when the engine is lost."""
-        self._tokens.connect(f"ipc://{tokens_path(path)}")
-        self._socket.connect(f"ipc://{path}")
+        self._tokens.connect(address.tokens)
+        self._socket.connect(address.messages)
 
     def open(self, on_message: Callable[[Body], None], on_tokens: Callable[[bytes], None]) -> None:
         """Pass each message of the engine, and the tokens of each step."""
@@ -227,7 +331,7 @@ class IpcClient:
             self.lost.set()
 
     async def _watch(self) -> None:
-        while time.monotonic() - self._last_message_s < TIMEOUT_S:
+        while time.monotonic() - self._last_message_s < self._timeout_s:
             await asyncio.sleep(HEARTBEAT_S)
         self.lost.set()
 

@@ -12,6 +12,7 @@ from symbiosis.errors import SymbiosisError
 from symbiosis.models.loading import shared_copy
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.ipc_server import IpcServer
+from symbiosis.transport.engine_ipc import EngineListener
 from symbiosis.transport.shm import runtime_folder
 from tests.app.service_harness import IpcPeer
 from tests.finetuning.trainer_reference import base
@@ -19,8 +20,8 @@ from tests.finetuning.trainer_reference import base
 
 @contextmanager
 def running(collect=lambda deliver: deliver({"collected": True})):
-    server = IpcServer(EngineCore(shared_copy(base())), runtime_folder())
-    counts, peers = HttpCounts(server, collect), [IpcPeer(server.path) for _ in range(2)]
+    server = IpcServer(EngineCore(shared_copy(base())), EngineListener(runtime_folder()))
+    counts, peers = HttpCounts(server, collect), [IpcPeer(server.address.messages) for _ in range(2)]
     try:
         yield server, counts, peers
     finally:
