@@ -126,7 +126,7 @@ def test_a_hundred_faults(cluster):
 def test_without_an_engine_a_request_waits_and_fails(cluster):
     async def ask() -> None:
         client = ClusterClient(ClusterKey.of(cluster.secret), patience_s=0.2)
-        with pytest.raises(EngineLost, match="within 0.2 s"):
+        with pytest.raises(EngineLost, match="no engine of the cluster"):
             await complete(client, requests()[0])
         await client.set_engines({"e0": cluster.addresses["e0"]})
         task = asyncio.create_task(complete(client, requests()[1]))

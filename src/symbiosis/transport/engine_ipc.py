@@ -122,7 +122,8 @@ class EngineListener:
     @property
     def address(self) -> EngineAddress:
         """Once both ports are bound."""
-        return EngineAddress(self._found["messages"], self._found["tokens"], "" if self._keys is None else self._keys[0].decode())
+        key = "" if self._keys is None else self._keys[0].decode()
+        return EngineAddress(self._found["messages"], self._found["tokens"], key)
 
     def stop(self) -> None:
         """Before the contexts of the ports end."""

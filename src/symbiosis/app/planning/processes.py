@@ -10,7 +10,7 @@ from symbiosis.app.planning.dry_model import run_prefill, run_training_pass
 from symbiosis.app.planning.dry_tenant import TenantMemory, run_tenant
 from symbiosis.models.default_model import default_model_folder
 from symbiosis.planning.devices import CUDA_CONTEXT_BYTES
-from symbiosis.planning.estimates import GROWTH, ProcessEstimate, tokenizer_bytes
+from symbiosis.planning.estimates import GROWTH, ProcessEstimate, heap_share, tokenizer_bytes
 from symbiosis.planning.model_size import ModelSize
 from symbiosis.planning.tenants import TenantLoad, Workload
 from symbiosis.types import LayerKind, Limits
@@ -155,7 +155,8 @@ class ProcessEstimator:
         base, role = self.base("tenant"), "tenant"
         options: dict[str, Any] = {"count": load.count, "remote": load.remote}
         if device == "cpu":
-            return ProcessEstimate(role=role, device="cpu", parts=base | parts, **options)
+            heap = {"heap": int(heap_share() * sum(parts.values()))}
+            return ProcessEstimate(role=role, device="cpu", parts=base | parts | heap, **options)
         parts = {"CUDA context": CUDA_CONTEXT_BYTES} | parts
         return ProcessEstimate(role=role, device=device, parts=parts, host_parts=base, **options)
 
