@@ -1,0 +1,233 @@
+"""What the policies know of the cluster: its engines, the requests on them, and an index of engines by load.
+
+Events of engines and requests change the state; policies read it. Sets of engines are bit masks over engine numbers, so that
+the most or least loaded engine of any set is found with a few operations on integers, however many engines there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+LEVELS = 128
+"""Load levels: an engine at this level is full."""
+
+
+class EngineStatus(Enum):
+    """Life of an engine in the cluster."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class ClusterRequest:
+    """One request of the cluster: `prompt` tokens in, an unknown number of tokens out."""
+
+    id: int
+    tenant: str
+    adapter: str
+    prompt: int
+    arrival: float
+    blocks: tuple[int, ...] = ()
+    """Hashes of the prompt's full blocks, in order: a prefix of them may be in an engine's KV cache."""
+    generated: int = 0
+    """Tokens delivered before the last placement: a migrated request prefills them too."""
+    epoch: int = 0
+    """Number of placements. Events of earlier epochs are void."""
+    engine: int = -1
+    """Number of the engine it is on; -1 while it waits."""
+    cached: int = 0
+    """Prompt tokens expected in the engine's KV cache."""
+    prefill_s: float = 0.0
+    """Expected seconds of its prefill; 0 after its first token."""
+    reserved: int = 0
+    """KV cache tokens reserved for it."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to prefill, those in a KV cache included."""
+        return self.prompt + self.generated
+
+
+@dataclass(slots=True, eq=False)
+class EngineState:
+    """One engine."""
+
+    number: int
+    kv_tokens: int
+    max_running: int
+    slots: int
+    status: EngineStatus = EngineStatus.STARTING
+    since: float = 0.0
+    """Time of the last change of status."""
+    requests: dict[int, ClusterRequest] = field(default_factory=dict)
+    kv_reserved: int = 0
+    pending_prefill_s: float = 0.0
+    """Expected seconds of the prefills it has not finished."""
+    level: int = 0
+    adapters: dict[str, int] = field(default_factory=dict)
+    """Adapters with their number of requests, least recently used first."""
+
+    @property
+    def bit(self) -> int:
+        return 1 << self.number
+
+    def load(self) -> float:
+        """Share of its capacity in use: of sequences or of the KV cache, whichever is larger."""
+        return max(len(self.requests) / self.max_running, self.kv_reserved / self.kv_tokens)
+
+
+def members(mask: int) -> Iterator[int]:
+    """The engine numbers in a mask, smallest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+class ClusterState:
+    """Engines and requests. All methods take constant time but `check_integrity`."""
+
+    def __init__(self, max_pending_prefill_s: float) -> None:
+        """An engine with more pending prefill is closed to new requests."""
+        self.max_pending_prefill_s = max_pending_prefill_s
+        self.engines: dict[int, EngineState] = {}
+        self.by_level = [0] * (LEVELS + 1)
+        """Ready engines by load level."""
+        self.levels = 0
+        """Levels that have engines."""
+        self.ready = 0
+        """Engines that take requests."""
+        self.open = 0
+        """Ready engines whose pending prefill is below the cap."""
+        self.num_requests = 0
+        self._free: list[int] = []
+
+    def add_engine(self, *, kv_tokens: int, max_running: int, slots: int, now: float) -> EngineState:
+        """A starting engine, with the lowest free number."""
+        number = min(self._free, default=len(self.engines))
+        if self._free:
+            self._free.remove(number)
+        engine = EngineState(number, kv_tokens, max_running, slots, since=now)
+        self.engines[number] = engine
+        return engine
+
+    def set_status(self, engine: EngineState, status: EngineStatus, now: float) -> None:
+        if engine.status is EngineStatus.READY:
+            self._unindex(engine)
+        engine.status, engine.since = status, now
+        if status is EngineStatus.READY:
+            self.ready |= engine.bit
+            self._index(engine)
+        elif status is EngineStatus.GONE:
+            assert not engine.requests, "an engine leaves without requests"
+            del self.engines[engine.number]
+            self._free.append(engine.number)
+
+    def place(self, request: ClusterRequest, engine: EngineState, *, prefill_s: float, reserved: int) -> None:
+        """A request is sent to an engine."""
+        assert request.engine < 0, f"{request.id} is on an engine already"
+        request.engine, request.epoch = engine.number, request.epoch + 1
+        request.prefill_s, request.reserved = prefill_s, reserved
+        engine.requests[request.id] = request
+        engine.kv_reserved += reserved
+        engine.pending_prefill_s += prefill_s
+        if request.adapter:
+            engine.adapters[request.adapter] = engine.adapters.pop(request.adapter, 0) + 1
+        self.num_requests += 1
+        self._update(engine)
+
+    def finish_prefill(self, request: ClusterRequest) -> None:
+        """The first token of a request's placement is there."""
+        engine = self.engines[request.engine]
+        engine.pending_prefill_s -= request.prefill_s
+        request.prefill_s = 0.0
+        self._update(engine)
+
+    def remove(self, request: ClusterRequest) -> EngineState:
+        """A request has left its engine; it may be placed again."""
+        engine = self.engines[request.engine]
+        del engine.requests[request.id]
+        engine.kv_reserved -= request.reserved
+        engine.pending_prefill_s = engine.pending_prefill_s - request.prefill_s if engine.requests else 0.0
+        if request.adapter:
+            engine.adapters[request.adapter] -= 1
+        request.engine, request.prefill_s, request.reserved = -1, 0.0, 0
+        self.num_requests -= 1
+        self._update(engine)
+        return engine
+
+    def reserve(self, request: ClusterRequest, reserved: int) -> None:
+        """Correct the KV cache tokens of a running request, after a report of its engine."""
+        engine = self.engines[request.engine]
+        engine.kv_reserved += reserved - request.reserved
+        request.reserved = reserved
+        self._update(engine)
+
+    def count(self, status: EngineStatus) -> int:
+        return sum(engine.status is status for engine in self.engines.values())
+
+    def levels_for(self, reserved: int, kv_tokens: int) -> int:
+        """Mask of the load levels at which a request with so many KV cache tokens still fits."""
+        needed = max(1, -(-reserved * LEVELS // kv_tokens))
+        return (1 << max(0, LEVELS - needed + 1)) - 1
+
+    def check_integrity(self) -> None:
+        """Assert that all state is consistent. Called by tests."""
+        assert self.num_requests == sum(len(engine.requests) for engine in self.engines.values())
+        for number, engine in self.engines.items():
+            ready = engine.status is EngineStatus.READY
+            assert engine.number == number
+            assert all(request.engine == number for request in engine.requests.values())
+            assert engine.kv_reserved == sum(request.reserved for request in engine.requests.values())
+            pending = sum(request.prefill_s for request in engine.requests.values())
+            assert abs(engine.pending_prefill_s - pending) < 1e-6
+            assert bool(self.ready & engine.bit) == ready
+            assert bool(self.open & engine.bit) == (ready and engine.pending_prefill_s < self.max_pending_prefill_s)
+            found = [level for level, mask in enumerate(self.by_level) if mask & engine.bit]
+            assert found == ([self._level(engine)] if ready else [])
+        assert all(bool(self.levels >> level & 1) == bool(mask) for level, mask in enumerate(self.by_level))
+
+    @staticmethod
+    def _level(engine: EngineState) -> int:
+        if len(engine.requests) >= engine.max_running:
+            return LEVELS
+        rows = LEVELS * len(engine.requests) // engine.max_running
+        kv = -(-LEVELS * engine.kv_reserved // engine.kv_tokens)
+        return min(LEVELS, max(rows, kv))
+
+    def _update(self, engine: EngineState) -> None:
+        if engine.status is not EngineStatus.READY:
+            return
+        bit = 1 << engine.number
+        if engine.pending_prefill_s < self.max_pending_prefill_s:
+            self.open |= bit
+        elif self.open & bit:
+            self.open ^= bit
+        level = self._level(engine)
+        if level != engine.level:
+            left = self.by_level[engine.level] ^ bit
+            self.by_level[engine.level] = left
+            if not left:
+                self.levels ^= 1 << engine.level
+            self.by_level[level] |= bit
+            self.levels |= 1 << level
+            engine.level = level
+
+    def _index(self, engine: EngineState) -> None:
+        engine.level = self._level(engine)
+        self.by_level[engine.level] |= engine.bit
+        self.levels |= 1 << engine.level
+        self._update(engine)
+
+    def _unindex(self, engine: EngineState) -> None:
+        bit = engine.bit
+        self.by_level[engine.level] ^= bit
+        if not self.by_level[engine.level]:
+            self.levels ^= 1 << engine.level
+        self.ready &= ~bit
+        self.open &= ~bit
