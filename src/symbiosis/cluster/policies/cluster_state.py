@@ -105,6 +105,8 @@ class ClusterState:
         self.open = 0
         """Ready engines whose pending prefill is below the cap."""
         self.num_requests = 0
+        self.kv_reserved = 0
+        """KV cache tokens reserved on all engines."""
         self._free: list[int] = []
 
     def add_engine(self, *, kv_tokens: int, max_running: int, slots: int, now: float) -> EngineState:
@@ -135,6 +137,7 @@ class ClusterState:
         request.prefill_s, request.reserved = prefill_s, reserved
         engine.requests[request.id] = request
         engine.kv_reserved += reserved
+        self.kv_reserved += reserved
         engine.pending_prefill_s += prefill_s
         if request.adapter:
             engine.adapters[request.adapter] = engine.adapters.pop(request.adapter, 0) + 1
@@ -153,6 +156,7 @@ class ClusterState:
         engine = self.engines[request.engine]
         del engine.requests[request.id]
         engine.kv_reserved -= request.reserved
+        self.kv_reserved -= request.reserved
         engine.pending_prefill_s = engine.pending_prefill_s - request.prefill_s if engine.requests else 0.0
         if request.adapter:
             engine.adapters[request.adapter] -= 1
@@ -165,6 +169,7 @@ class ClusterState:
         """Correct the KV cache tokens of a running request, after a report of its engine."""
         engine = self.engines[request.engine]
         engine.kv_reserved += reserved - request.reserved
+        self.kv_reserved += reserved - request.reserved
         request.reserved = reserved
         self._update(engine)
 
@@ -172,13 +177,14 @@ class ClusterState:
         return sum(engine.status is status for engine in self.engines.values())
 
     def levels_for(self, reserved: int, kv_tokens: int) -> int:
-        """Mask of the load levels at which a request with so many KV cache tokens still fits."""
-        needed = max(1, -(-reserved * LEVELS // kv_tokens))
-        return (1 << max(0, LEVELS - needed + 1)) - 1
+        """Mask of the load levels at which a request with so many KV cache tokens still fits; an idle engine takes any."""
+        needed = -(-reserved * LEVELS // kv_tokens)
+        return (1 << max(1, LEVELS - needed + 1)) - 1
 
     def check_integrity(self) -> None:
         """Assert that all state is consistent. Called by tests."""
         assert self.num_requests == sum(len(engine.requests) for engine in self.engines.values())
+        assert self.kv_reserved == sum(engine.kv_reserved for engine in self.engines.values())
         for number, engine in self.engines.items():
             ready = engine.status is EngineStatus.READY
             assert engine.number == number
