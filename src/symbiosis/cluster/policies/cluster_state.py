@@ -6,6 +6,8 @@ the most or least loaded engine of any set is found with a few operations on int
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -68,6 +70,8 @@ class EngineState:
     kv_reserved: int = 0
     pending_prefill_s: float = 0.0
     """Expected seconds of the prefills it has not finished."""
+    work_until: float = 0.0
+    """Time at which the work it has taken is done, at the utilization that the objective allows."""
     level: int = 0
     adapters: dict[str, int] = field(default_factory=dict)
     """Adapters with their number of requests, least recently used first."""
@@ -92,9 +96,9 @@ def members(mask: int) -> Iterator[int]:
 class ClusterState:
     """Engines and requests. All methods take constant time but `check_integrity`."""
 
-    def __init__(self, max_pending_prefill_s: float) -> None:
-        """An engine with more pending prefill is closed to new requests."""
-        self.max_pending_prefill_s = max_pending_prefill_s
+    def __init__(self, max_pending_prefill_s: float, max_ahead_s: float = math.inf) -> None:
+        """An engine with more pending prefill, or with work for longer than `max_ahead_s`, is closed to new requests."""
+        self.max_pending_prefill_s, self.max_ahead_s = max_pending_prefill_s, max_ahead_s
         self.engines: dict[int, EngineState] = {}
         self.by_level = [0] * (LEVELS + 1)
         """Ready engines by load level."""
@@ -103,11 +107,13 @@ class ClusterState:
         self.ready = 0
         """Engines that take requests."""
         self.open = 0
-        """Ready engines whose pending prefill is below the cap."""
+        """Ready engines below both caps."""
         self.num_requests = 0
         self.kv_reserved = 0
         """KV cache tokens reserved on all engines."""
         self._free: list[int] = []
+        self._busy = 0  # engines with work for longer than the cap
+        self._reopening: list[tuple[float, int]] = []  # a heap of the times at which these may open
 
     def add_engine(self, *, kv_tokens: int, max_running: int, slots: int, now: float) -> EngineState:
         """A starting engine, with the lowest free number."""
@@ -128,10 +134,34 @@ class ClusterState:
         elif status is EngineStatus.GONE:
             assert not engine.requests, "an engine leaves without requests"
             del self.engines[engine.number]
+            self._busy &= ~engine.bit
             self._free.append(engine.number)
 
-    def place(self, request: ClusterRequest, engine: EngineState, *, prefill_s: float, reserved: int) -> None:
-        """A request is sent to an engine."""
+    def advance(self, now: float) -> None:
+        """Open engines whose work has come below the cap since. Called before a placement."""
+        heap = self._reopening
+        while heap and heap[0][0] <= now:
+            number = heapq.heappop(heap)[1]
+            engine = self.engines.get(number)
+            if engine is None or not self._busy >> number & 1:
+                continue
+            if engine.work_until - now > self.max_ahead_s:
+                heapq.heappush(heap, (engine.work_until - self.max_ahead_s, number))
+                continue
+            self._busy ^= 1 << number
+            self._update(engine)
+
+    def place(
+        self,
+        request: ClusterRequest,
+        engine: EngineState,
+        *,
+        prefill_s: float,
+        reserved: int,
+        work_s: float = 0.0,
+        now: float = 0.0,
+    ) -> None:
+        """A request is sent to an engine. `work_s` is the engine's time for it, at the utilization that the objective allows."""
         assert request.engine < 0, f"{request.id} is on an engine already"
         request.engine, request.epoch = engine.number, request.epoch + 1
         request.prefill_s, request.reserved = prefill_s, reserved
@@ -141,6 +171,10 @@ class ClusterState:
         engine.pending_prefill_s += prefill_s
         if request.adapter:
             engine.adapters[request.adapter] = engine.adapters.pop(request.adapter, 0) + 1
+        engine.work_until = max(now, engine.work_until) + work_s
+        if engine.work_until - now > self.max_ahead_s and not self._busy >> engine.number & 1:
+            self._busy |= 1 << engine.number
+            heapq.heappush(self._reopening, (engine.work_until - self.max_ahead_s, engine.number))
         self.num_requests += 1
         self._update(engine)
 
@@ -193,7 +227,8 @@ class ClusterState:
             pending = sum(request.prefill_s for request in engine.requests.values())
             assert abs(engine.pending_prefill_s - pending) < 1e-6
             assert bool(self.ready & engine.bit) == ready
-            assert bool(self.open & engine.bit) == (ready and engine.pending_prefill_s < self.max_pending_prefill_s)
+            below = engine.pending_prefill_s < self.max_pending_prefill_s and not self._busy & engine.bit
+            assert bool(self.open & engine.bit) == (ready and below)
             found = [level for level, mask in enumerate(self.by_level) if mask & engine.bit]
             assert found == ([self._level(engine)] if ready else [])
         assert all(bool(self.levels >> level & 1) == bool(mask) for level, mask in enumerate(self.by_level))
@@ -210,7 +245,7 @@ class ClusterState:
         if engine.status is not EngineStatus.READY:
             return
         bit = 1 << engine.number
-        if engine.pending_prefill_s < self.max_pending_prefill_s:
+        if engine.pending_prefill_s < self.max_pending_prefill_s and not self._busy & bit:
             self.open |= bit
         elif self.open & bit:
             self.open ^= bit

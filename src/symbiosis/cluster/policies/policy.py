@@ -14,7 +14,7 @@ from symbiosis.cluster.policies.kv_coordination import KvDirectory
 from symbiosis.cluster.policies.migration import MigrationConfig, choose_drains, leaving, lost
 from symbiosis.cluster.policies.placement import LeastLoaded, make_placement
 from symbiosis.cluster.policies.replica_sets import ReplicaConfig, ReplicaSets
-from symbiosis.cluster.policies.scaling import ScalingConfig, WorkScaling, change_of_engines
+from symbiosis.cluster.policies.scaling import ScalingConfig, WorkScaling, allowed_utilization, change_of_engines
 from symbiosis.cluster.policies.tenant_queue import TenantQueue
 from symbiosis.cluster.step_cost import StepCost
 
@@ -29,6 +29,8 @@ class PolicyConfig:
     placement: str = "largest-working-set"
     max_pending_prefill_s: float = 0.3
     """An engine with more pending prefill takes no further request."""
+    max_ahead_s: float = 1.0
+    """An engine that has taken work for longer, at the utilization its objective allows, takes no further request."""
     owner_patience_s: float = 0.5
     """Pending prefill up to which the owner of a prompt's KV cache is chosen, if that saves as much."""
     adapter_patience_s: float = 0.2
@@ -106,11 +108,12 @@ class ClusterPolicy:
 
     def __init__(self, config: PolicyConfig, cost: StepCost, *, seed: int = 0) -> None:
         self.config, self.cost = config, cost
-        self.state = ClusterState(config.max_pending_prefill_s)
+        self.state = ClusterState(config.max_pending_prefill_s, config.max_ahead_s)
         self.replicas = ReplicaSets(config.replicas)
         self.directory = KvDirectory()
         self.queue = TenantQueue(dict(config.tenant_weights), config.max_wait_s)
-        self.scaling = WorkScaling(config.scaling, start_s=cost.start_s)
+        self.utilization = allowed_utilization(config.scaling, cost.fixed_s)
+        self.scaling = WorkScaling(config.scaling, start_s=cost.start_s, utilization=self.utilization)
         self.num_migrations = 0
         self._rule = make_placement(config.placement, seed)
         self._mean_output = config.expected_output
@@ -148,6 +151,7 @@ class ClusterPolicy:
             cached = min(length * self.config.block_tokens, request.prompt - 1)
         prefill_s = cost.prompt_s(request.prompt, cached)
         self.scaling.arrive(prefill_s + cost.completion_s(request.prompt, int(self._mean_output)))
+        self.state.advance(now)
         if not self.queue:
             number = self._place(request, now)
             if number >= 0:
@@ -157,6 +161,7 @@ class ClusterPolicy:
 
     def dispatch(self, now: float) -> list[ClusterRequest]:
         placed: list[ClusterRequest] = []
+        self.state.advance(now)
         while self.queue and self.state.open:
             for request in self.queue.candidates(now, _LOOK):
                 if self._place(request, now) >= 0:
@@ -257,10 +262,18 @@ class ClusterPolicy:
         engine = state.engines[number]
         request.cached = cached
         prefill_s = self.cost.prompt_s(request.tokens, cached)
-        state.place(request, engine, prefill_s=prefill_s, reserved=min(reserved, engine.kv_tokens))
+        work_s = prefill_s + self.cost.completion_s(request.tokens, int(self._mean_output))
+        state.place(
+            request,
+            engine,
+            prefill_s=prefill_s,
+            reserved=min(reserved, engine.kv_tokens),
+            work_s=work_s / self.utilization,
+            now=now,
+        )
         if request.adapter:
             self.replicas.place(self.replicas.get(request.adapter), number, now)
-        self.queue.charge(request.tenant, prefill_s + self.cost.completion_s(request.tokens, int(self._mean_output)))
+        self.queue.charge(request.tenant, work_s)
         return number
 
     def _find_owner(self, request: ClusterRequest, levels: int) -> tuple[int, int]:

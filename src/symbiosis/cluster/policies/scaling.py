@@ -19,8 +19,12 @@ class ScalingConfig:
 
     min_engines: int = 1
     max_engines: int = 1 << 20
-    utilization: float = 0.8
-    """Most seconds of work per second of an engine."""
+    fill: float = 0.9
+    """Most work on average, as a share of what an engine may take (`max_utilization`)."""
+    max_utilization: float = 0.9
+    """Most seconds of work per second that an engine may take, whatever the objective allows."""
+    tpot_s: float = 0.08
+    """Objective for the mean time of a token, with room for noise."""
     kv_share: float = 0.85
     """Most of the KV cache in use, on average."""
     window_s: float = 20.0
@@ -30,7 +34,9 @@ class ScalingConfig:
     hold_s: float = 90.0
     """No engine leaves that was needed within this time."""
     deviations: float = 2.0
-    """Standard deviations of the work in one window that engines are kept ready for."""
+    """Standard deviations of the work in `burst_s` that engines are kept ready for."""
+    burst_s: float = 5.0
+    """Bursts shorter than this wait in queues."""
     drain_s: float = 10.0
     """Time that the backlog of the cluster's queue is worked off in."""
 
@@ -73,8 +79,9 @@ class WorkRate:
 class WorkScaling:
     """Desired number of engines, once a second."""
 
-    def __init__(self, config: ScalingConfig, *, start_s: float) -> None:
-        self.config = config
+    def __init__(self, config: ScalingConfig, *, start_s: float, utilization: float) -> None:
+        """`utilization` is the work per second that one engine may take."""
+        self.config, self.utilization = config, utilization
         self._start_s = start_s
         self._rate = WorkRate(config.window_s)
         self._rates: deque[float] = deque(maxlen=max(2, round(config.trend_s)))
@@ -96,8 +103,8 @@ class WorkScaling:
         # Less than the whole start-up time as long as the trend is younger than that: one burst is no trend.
         rise = (rate - self._rates[0]) / len(self._rates)
         expected = rate + max(0.0, rise) * min(ahead, float(len(self._rates)))
-        margin = config.deviations * self._rate.deviation
-        by_work = (expected + margin + backlog_s / config.drain_s) / config.utilization
+        margin = config.deviations * self._rate.deviation / math.sqrt(config.burst_s)
+        by_work = (expected + margin + backlog_s / config.drain_s) / (self.utilization * config.fill)
         need = math.ceil(max(by_work, kv_share / config.kv_share) - 1e-9)
         need = min(config.max_engines, max(config.min_engines, need))
         while self._needs and self._needs[-1][1] <= need:
@@ -111,6 +118,11 @@ class WorkScaling:
     def held(self) -> int:
         """The largest need of the last `hold_s` seconds."""
         return self._needs[0][1] if self._needs else self.config.min_engines
+
+
+def allowed_utilization(config: ScalingConfig, fixed_s: float) -> float:
+    """Work per second at which steps of `fixed_s` and that work take no longer than the objective for a token."""
+    return max(0.1, min(config.max_utilization, 1 - fixed_s / config.tpot_s))
 
 
 def change_of_engines(need: int, held: int, *, ready: int, starting: int) -> int:

@@ -72,6 +72,7 @@ class SimulatedEngine:
         self.preemptions = 0
         self.busy_s = 0.0
         self._blocks: OrderedDict[int, None] = OrderedDict()  # the prefix cache, least recently used first
+        self._result = SpanResult()
         self._time = 0.0  # start of the span
         self._steps = 0
         self._first_s = self._growth_s = 0.0
@@ -88,24 +89,22 @@ class SimulatedEngine:
         self.waiting.append(request)
         if not self._steps:
             self._time = now
-            self._plan(SpanResult())
+            self._plan()
         elif not self._is_full:
             self._cut(now)
 
     def advance(self) -> SpanResult:
         """Complete the span that ends at `wake`, and begin the next."""
-        result = SpanResult()
-        self._complete(self._steps, result)
-        self._plan(result)
+        self._complete(self._steps, self._result)
+        self._plan()
+        result, self._result = self._result, SpanResult()
         return result
 
     def cancel(self, request: SimulatedRequest, now: float) -> int:
         """Remove a request before it ends; the tokens generated in this placement."""
         if self._steps:
-            steps, result = self._count_steps(now, completed=True), SpanResult()
-            if steps:
-                assert steps < self._steps, "an event at the end of a span comes first"
-                self._complete(steps, result)
+            self._complete(min(self._count_steps(now, completed=True), self._steps - 1), self._result)
+        self._time = now  # the step that runs begins again without the request
         generated = 0
         if request in self.waiting:
             self.waiting.remove(request)
@@ -117,7 +116,7 @@ class SimulatedEngine:
             self.decoding = [entry for entry in self.decoding if entry[2] is not request]
             heapq.heapify(self.decoding)
             self._leave(request)
-        self._plan(SpanResult(), at_least=now)
+        self._plan()
         return generated
 
     def resident(self) -> int:
@@ -153,9 +152,6 @@ class SimulatedEngine:
         """End the span with the step that runs at `now`."""
         steps = max(1, self._count_steps(now, completed=False))
         if steps < self._steps:
-            for request in self.prefilling:
-                if request.chunk * self._steps >= request.remaining:  # it would have ended with the span
-                    request.chunk = request.remaining / self._steps
             self._steps = steps
             self.wake = self._time + self._seconds(steps)
             self.version += 1
@@ -209,9 +205,9 @@ class SimulatedEngine:
         if request.blocks:
             self._cache_blocks(request.blocks, result)
 
-    def _plan(self, result: SpanResult, at_least: float = 0.0) -> None:
+    def _plan(self) -> None:
         """The next span, from the requests that can run now."""
-        cost = self.cost
+        cost, result = self.cost, self._result
         adapter_at = self._admit(result) if self.waiting else _NEVER
         rows = len(self.decoding)
         while rows and self.kv_used + rows > cost.kv_tokens and rows + len(self.prefilling) > 1:
@@ -220,7 +216,7 @@ class SimulatedEngine:
         self.version += 1
         if not rows and not self.prefilling:
             self._steps = 0
-            self.wake = max(adapter_at, at_least)
+            self.wake = adapter_at
             if adapter_at < _NEVER:
                 self._time = self.wake
             return

@@ -200,7 +200,7 @@ class Simulator:
             policy.cache_blocks(engine.number, (), result.evicted)
         for request in result.preempted:
             self._preemptions += 1
-            if policy.report_pressure(request, now):
+            if request.engine == engine.number and policy.report_pressure(request, now):
                 self._migrate(request)
 
     def _migrate(self, request: SimulatedRequest) -> None:
