@@ -35,8 +35,10 @@ class PolicyConfig:
     """Pending prefill up to which the owner of a prompt's KV cache is chosen, if that saves as much."""
     adapter_patience_s: float = 0.2
     """Time a request waits for an engine that has its adapter, once the replica set is at its bound."""
-    max_wait_s: float = 5.0
-    """A request that has waited this long goes to any open engine, whatever its KV cache."""
+    timely_s: float = 1.5
+    """A request that has waited this long comes after those that can still meet the objective."""
+    max_wait_s: float = 60.0
+    """And precedes them after so long."""
     block_tokens: int = 512
     """Tokens of one hash in `ClusterRequest.blocks`."""
     expected_output: float = 200.0
@@ -111,7 +113,7 @@ class ClusterPolicy:
         self.state = ClusterState(config.max_pending_prefill_s, config.max_ahead_s)
         self.replicas = ReplicaSets(config.replicas)
         self.directory = KvDirectory()
-        self.queue = TenantQueue(dict(config.tenant_weights), config.max_wait_s)
+        self.queue = TenantQueue(dict(config.tenant_weights), timely_s=config.timely_s, max_wait_s=config.max_wait_s)
         self.utilization = allowed_utilization(config.scaling, cost.fixed_s)
         self.scaling = WorkScaling(config.scaling, start_s=cost.start_s, utilization=self.utilization)
         self.num_migrations = 0
@@ -156,7 +158,7 @@ class ClusterPolicy:
             number = self._place(request, now)
             if number >= 0:
                 return number
-        self._queue(request, first=False)
+        self._queue(request)
         return -1
 
     def dispatch(self, now: float) -> list[ClusterRequest]:
@@ -188,7 +190,7 @@ class ClusterPolicy:
         self._leave(request)
         request.generated = generated
         self.num_migrations += 1
-        self._queue(request, first=True)
+        self._queue(request, migrated=True)
 
     def report_pressure(self, request: ClusterRequest, now: float) -> bool:
         source, tokens = request.engine, request.tokens + int(self._mean_output)
@@ -246,7 +248,7 @@ class ClusterPolicy:
         if not state.open and not request.blocks:
             return -1
         reserved = request.tokens + int(self._mean_output)
-        overdue = now - request.arrival >= config.max_wait_s
+        overdue = now - request.arrival >= config.timely_s  # any engine, whatever its KV cache
         levels = state.levels_for(0 if overdue else reserved, self.cost.kv_tokens)
         number, cached = self._find_owner(request, levels) if request.blocks else (-1, 0)
         if number < 0:
@@ -315,8 +317,8 @@ class ClusterPolicy:
         if request.adapter:
             self.replicas.finish(request.adapter)
 
-    def _queue(self, request: ClusterRequest, *, first: bool) -> None:
-        self.queue.push(request, first=first)
+    def _queue(self, request: ClusterRequest, *, migrated: bool = False) -> None:
+        self.queue.push(request, migrated=migrated)
         self._queued_prefill_s += self._queue_work(request)
 
     def _queue_work(self, request: ClusterRequest) -> float:
