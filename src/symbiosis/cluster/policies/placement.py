@@ -10,6 +10,8 @@ from typing import Protocol
 
 from symbiosis.cluster.policies.cluster_state import ClusterState
 
+_FEW = 8
+
 
 class PlacementRule(Protocol):
     """Chooses one of several engines."""
@@ -18,10 +20,24 @@ class PlacementRule(Protocol):
         """The number of an engine, or -1 if none fits."""
 
 
+def _fullest(state: ClusterState, candidates: int, levels: int) -> int:
+    """The same one by one: faster than by level for a few engines."""
+    best, chosen = -1, -1
+    while candidates:
+        number = candidates.bit_length() - 1
+        candidates ^= 1 << number
+        level = state.engines[number].level
+        if level > best and levels >> level & 1:
+            best, chosen = level, number
+    return chosen
+
+
 class LargestWorkingSet:
     """Punica's rule: the fullest engine that still fits, ties to the highest number. Other engines become idle."""
 
     def choose(self, state: ClusterState, candidates: int, levels: int) -> int:
+        if candidates.bit_count() <= _FEW:
+            return _fullest(state, candidates, levels)
         left, by_level = state.levels & levels, state.by_level
         while left:
             level = left.bit_length() - 1

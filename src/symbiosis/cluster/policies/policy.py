@@ -29,7 +29,7 @@ class PolicyConfig:
     placement: str = "largest-working-set"
     max_pending_prefill_s: float = 0.3
     """An engine with more pending prefill takes no further request."""
-    max_ahead_s: float = 1.0
+    max_ahead_s: float = 0.5
     """An engine that has taken work for longer, at the utilization its objective allows, takes no further request."""
     owner_patience_s: float = 0.5
     """Pending prefill up to which the owner of a prompt's KV cache is chosen, if that saves as much."""
@@ -111,7 +111,7 @@ class ClusterPolicy:
     def __init__(self, config: PolicyConfig, cost: StepCost, *, seed: int = 0) -> None:
         self.config, self.cost = config, cost
         self.state = ClusterState(config.max_pending_prefill_s, config.max_ahead_s)
-        self.replicas = ReplicaSets(config.replicas)
+        self.replicas = ReplicaSets(config.replicas, cost.slots)
         self.directory = KvDirectory()
         self.queue = TenantQueue(dict(config.tenant_weights), timely_s=config.timely_s, max_wait_s=config.max_wait_s)
         self.utilization = allowed_utilization(config.scaling, cost.fixed_s)
@@ -303,14 +303,11 @@ class ClusterPolicy:
             return number
         waited = now - request.arrival >= self.config.adapter_patience_s
         if not waited and not self.replicas.can_grow(replicas):
-            return -1
-        candidates = state.open & ~replicas.mask
-        for _ in range(_LOOK):
-            number = self._rule.choose(state, candidates, levels)
-            if number < 0 or self.replicas.num_adapters(number) < self.cost.slots:
-                return number
-            candidates &= ~(1 << number)
-        return -1
+            closed = state.ready & replicas.mask  # for a moment, by their pending prefill; a full one is replaced
+            if self._rule.choose(state, closed, levels) >= 0:
+                return -1
+        number = self._rule.choose(state, state.open & ~replicas.mask & ~self.replicas.full, levels)
+        return number if number >= 0 or not waited else self._rule.choose(state, state.open, levels)
 
     def _leave(self, request: ClusterRequest) -> None:
         self.state.remove(request)

@@ -1,7 +1,8 @@
 """Replica sets: on which engines an adapter may be. Bounded by its demand, grown when hot, shrunk without storms.
 
-A set grows by one engine when none of its engines can take a request and the adapter has enough requests for one more. It
-shrinks by one engine at a time, the one that was idle longest, and not before `shrink_after_s` without a request there.
+A set grows by one engine when none of its engines can take a request and the adapter has enough requests for one more. At its
+bound, a new engine replaces the one that was used longest ago. A set shrinks by one engine at a time, and not before
+`shrink_after_s` without a request there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class ReplicaSet:
     running: int = 0
     """Its requests on engines."""
     last_used: dict[int, float] = field(default_factory=dict)
-    """By engine number: time of the last placement there."""
+    """By engine number: time of the last placement there, the longest ago first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +42,11 @@ class ReplicaConfig:
 class ReplicaSets:
     """The replica sets of all adapters."""
 
-    def __init__(self, config: ReplicaConfig = ReplicaConfig()) -> None:  # noqa: B008 - frozen
-        self.config = config
+    def __init__(self, config: ReplicaConfig, slots: int) -> None:
+        """An engine is in at most `slots` sets, as far as there are others."""
+        self.config, self.slots = config, slots
+        self.full = 0
+        """Engines in as many sets."""
         self.sets: dict[str, ReplicaSet] = {}
         self._on_engine: dict[int, set[str]] = {}
         self._aging: deque[tuple[float, str, int]] = deque()  # placements that opened or renewed a replica, by time
@@ -61,18 +65,20 @@ class ReplicaSets:
     def can_grow(self, replicas: ReplicaSet) -> bool:
         return replicas.mask.bit_count() < self.bound(replicas)
 
-    def num_adapters(self, number: int) -> int:
-        """Adapters whose set has this engine."""
-        return len(self._on_engine.get(number, ()))
-
     def place(self, replicas: ReplicaSet, number: int, now: float) -> None:
-        """A request of the adapter goes to an engine, which joins the set."""
+        """A request of the adapter goes to an engine, which joins the set. Beyond the bound, another one leaves it."""
         replicas.running += 1
         if number not in replicas.last_used:
             replicas.mask |= 1 << number
-            self._on_engine.setdefault(number, set()).add(replicas.adapter)
+            on_engine = self._on_engine.setdefault(number, set())
+            on_engine.add(replicas.adapter)
+            if len(on_engine) >= self.slots:
+                self.full |= 1 << number
             self._aging.append((now, replicas.adapter, number))
+        replicas.last_used.pop(number, None)
         replicas.last_used[number] = now
+        if len(replicas.last_used) > self.bound(replicas):
+            self._leave(replicas, next(iter(replicas.last_used)))
 
     def finish(self, adapter: str) -> None:
         """A request of the adapter has left its engine."""
@@ -82,6 +88,7 @@ class ReplicaSets:
         """The engine has left, or will soon."""
         for adapter in self._on_engine.pop(number, ()):
             self._discard(self.sets[adapter], number)
+        self.full &= ~(1 << number)
 
     def shrink(self, now: float) -> list[tuple[str, int]]:
         """Replicas that leave their sets now. Requests there continue; the adapter's memory is free for others."""
@@ -98,8 +105,7 @@ class ReplicaSets:
             if used + self.config.shrink_after_s > now:
                 self._aging.append((now, adapter, number))  # looked at again after as long
                 continue
-            self._on_engine[number].discard(adapter)
-            self._discard(replicas, number)
+            self._leave(replicas, number)
             dropped.append((adapter, number))
             left -= 1
         return dropped
@@ -109,7 +115,15 @@ class ReplicaSets:
         for replicas in self.sets.values():
             assert set(members(replicas.mask)) == set(replicas.last_used)
             assert all(replicas.adapter in self._on_engine[number] for number in replicas.last_used)
+        assert set(members(self.full)) == {number for number, held in self._on_engine.items() if len(held) >= self.slots}
         assert sum(map(len, self._on_engine.values())) == sum(len(each.last_used) for each in self.sets.values())
+
+    def _leave(self, replicas: ReplicaSet, number: int) -> None:
+        held = self._on_engine[number]
+        held.discard(replicas.adapter)
+        if len(held) < self.slots:
+            self.full &= ~(1 << number)
+        self._discard(replicas, number)
 
     def _discard(self, replicas: ReplicaSet, number: int) -> None:
         replicas.mask &= ~(1 << number)
