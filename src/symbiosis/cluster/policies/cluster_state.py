@@ -62,7 +62,6 @@ class EngineState:
     number: int
     kv_tokens: int
     max_running: int
-    slots: int
     status: EngineStatus = EngineStatus.STARTING
     since: float = 0.0
     """Time of the last change of status."""
@@ -73,8 +72,6 @@ class EngineState:
     work_until: float = 0.0
     """Time at which the work it has taken is done, at the utilization that the objective allows."""
     level: int = 0
-    adapters: dict[str, int] = field(default_factory=dict)
-    """Adapters with their number of requests, least recently used first."""
 
     @property
     def bit(self) -> int:
@@ -115,12 +112,12 @@ class ClusterState:
         self._busy = 0  # engines with work for longer than the cap
         self._reopening: list[tuple[float, int]] = []  # a heap of the times at which these may open
 
-    def add_engine(self, *, kv_tokens: int, max_running: int, slots: int, now: float) -> EngineState:
+    def add_engine(self, *, kv_tokens: int, max_running: int, now: float) -> EngineState:
         """A starting engine, with the lowest free number."""
         number = min(self._free, default=len(self.engines))
         if self._free:
             self._free.remove(number)
-        engine = EngineState(number, kv_tokens, max_running, slots, since=now)
+        engine = EngineState(number, kv_tokens, max_running, since=now)
         self.engines[number] = engine
         return engine
 
@@ -161,7 +158,7 @@ class ClusterState:
         work_s: float = 0.0,
         now: float = 0.0,
     ) -> None:
-        """A request is sent to an engine. `work_s` is the engine's time for it, at the utilization that the objective allows."""
+        """A request goes to an engine. `work_s` is the engine's time for it, at the utilization that the objective allows."""
         assert request.engine < 0, f"{request.id} is on an engine already"
         request.engine, request.epoch = engine.number, request.epoch + 1
         request.prefill_s, request.reserved = prefill_s, reserved
@@ -169,8 +166,6 @@ class ClusterState:
         engine.kv_reserved += reserved
         self.kv_reserved += reserved
         engine.pending_prefill_s += prefill_s
-        if request.adapter:
-            engine.adapters[request.adapter] = engine.adapters.pop(request.adapter, 0) + 1
         engine.work_until = max(now, engine.work_until) + work_s
         if engine.work_until - now > self.max_ahead_s and not self._busy >> engine.number & 1:
             self._busy |= 1 << engine.number
@@ -192,8 +187,6 @@ class ClusterState:
         engine.kv_reserved -= request.reserved
         self.kv_reserved -= request.reserved
         engine.pending_prefill_s = engine.pending_prefill_s - request.prefill_s if engine.requests else 0.0
-        if request.adapter:
-            engine.adapters[request.adapter] -= 1
         request.engine, request.prefill_s, request.reserved = -1, 0.0, 0
         self.num_requests -= 1
         self._update(engine)

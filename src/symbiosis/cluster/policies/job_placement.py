@@ -32,9 +32,7 @@ class ClusterJob:
     kv_tokens: int
 
 
-def place_job(
-    job: ClusterJob, state: ClusterState, running: Mapping[int, list[ClusterJob]], config: JobConfig
-) -> int | None:
+def place_job(job: ClusterJob, state: ClusterState, running: Mapping[int, list[ClusterJob]], config: JobConfig) -> int | None:
     """The engine for a job, or None if it has to wait. `running` are the jobs by engine number."""
     best: tuple[int, float, int] | None = None
     for number, engine in state.engines.items():

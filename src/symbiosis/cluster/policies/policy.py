@@ -124,8 +124,7 @@ class ClusterPolicy:
     # Engines
 
     def add_engine(self, now: float) -> EngineState:
-        cost = self.cost
-        return self.state.add_engine(kv_tokens=cost.kv_tokens, max_running=cost.max_running, slots=cost.slots, now=now)
+        return self.state.add_engine(kv_tokens=self.cost.kv_tokens, max_running=self.cost.max_running, now=now)
 
     def engine_ready(self, number: int, now: float) -> None:
         self.state.set_status(self.state.engines[number], EngineStatus.READY, now)

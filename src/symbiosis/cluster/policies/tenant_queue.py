@@ -22,9 +22,7 @@ _MAX_TENANTS = 1 << 16
 class TenantQueue:
     """Waiting requests of all tenants. Each operation takes logarithmic time."""
 
-    def __init__(
-        self, weights: Mapping[str, float] | None = None, *, timely_s: float = 1.5, max_wait_s: float = 60.0
-    ) -> None:
+    def __init__(self, weights: Mapping[str, float] | None = None, *, timely_s: float = 1.5, max_wait_s: float = 60.0) -> None:
         self.timely_s, self.max_wait_s = timely_s, max_wait_s
         self._weights = dict(weights or {})
         self._counters: dict[str, float] = {}

@@ -152,7 +152,8 @@ class RayServe:
                 owners, found = self.directory.find_owners(request.blocks, self.state.ready)
                 if owners and found * self._block_tokens >= self.config.match_rate_threshold * request.prompt:
                     return min(
-                        (each for each in ready if owners >> each.number & 1), key=lambda each: (len(each.requests), each.number)
+                        (each for each in ready if owners >> each.number & 1),
+                        key=lambda each: (len(each.requests), each.number),
                     )
         if len(ready) < 3:
             return min(ready, key=lambda each: len(each.requests))

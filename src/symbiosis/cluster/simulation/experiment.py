@@ -81,18 +81,14 @@ def run_experiment(
     """Simulate a policy on a trace. `fail_every_s`: an engine is lost as often."""
     if not len(trace):
         raise BadTrace(f"{trace.name} has no requests")
-    policy = make_policy(
-        name, cost, most_engines=most_engines, block_tokens=trace.block_tokens, seed=seed, config=config
-    )
+    policy = make_policy(name, cost, most_engines=most_engines, block_tokens=trace.block_tokens, seed=seed, config=config)
     fixed = name.startswith("static:")
     engines = round(float(name.partition(":")[2])) if fixed else first_engines(trace, cost, most_engines)
     failures = []
     if fail_every_s:
         failures = [at * fail_every_s for at in range(1, int(trace.duration / fail_every_s) + 1)]
     started = time.perf_counter()
-    simulator = Simulator(
-        trace, policy, cost, engines=engines, most_engines=max(most_engines, engines), failures=failures
-    )
+    simulator = Simulator(trace, policy, cost, engines=engines, most_engines=max(most_engines, engines), failures=failures)
     result = simulator.run()
     return make_report(name, result, cost, objective, time.perf_counter() - started)
 

@@ -190,7 +190,9 @@ def _read_azure(path: Path, lines: Iterable[tuple[int, str]]) -> Trace:
         try:
             at = datetime.fromisoformat(fields[0][:26]).timestamp()
         except ValueError:
-            raise BadTrace(f"{path.name}, line {number}: {fields[0]!r:.40} is no time, expected 2023-11-16 18:17:03.97") from None
+            raise BadTrace(
+                f"{path.name}, line {number}: {fields[0]!r:.40} is no time, expected 2023-11-16 18:17:03.97"
+            ) from None
         prompt = _count(fields[1], path, number, "ContextTokens", 1)
         rows.append((at, prompt, max(1, _count(fields[2], path, number, "GeneratedTokens", 0)), ()))
     return _make_trace(path, rows)
