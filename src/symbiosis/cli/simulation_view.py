@@ -75,7 +75,7 @@ def _draw_batches(axes: Any, report: SimulationReport, figure: Any) -> None:
     batches = np.asarray(report.timeline.batches, dtype=float).T
     used = np.flatnonzero((batches >= 0).any(axis=1))
     batches = batches[: used[-1] + 1 if len(used) else 1]
-    masked = np.ma.masked_less(batches, 0)
+    masked = np.where(batches < 0, np.nan, batches)
     last = report.timeline.seconds[-1] / 3600
     image = axes.imshow(
         masked, aspect="auto", origin="lower", interpolation="nearest", extent=(0, last, -0.5, len(batches) - 0.5)

@@ -51,4 +51,5 @@ def fit_steps(steps: Sequence[MeasuredStep]) -> FittedTerms:
             break
         active = [index for index, value in zip(active, found, strict=True) if value > 0]
     error = float(np.median(np.abs(columns @ terms / seconds - 1)))
-    return FittedTerms(*(float(term) for term in terms), median_error=error)
+    fixed, row, context, prefill, attention = map(float, terms)
+    return FittedTerms(fixed, row, context, prefill, attention, error)

@@ -69,7 +69,7 @@ def choose_dispatch(options: Iterable[Dispatch]) -> Dispatch | None:
 
 
 def copy_order(blocks: Sequence[tuple[int, int, float]]) -> list[int]:
-    """Blocks (number, shared references, time of resume) in the order of their migration: fewest references, earliest resume."""
+    """Blocks (number, shared references, time of resume) in the order they migrate: fewest references, earliest resume."""
     return [number for number, _, _ in sorted(blocks, key=lambda block: (block[1], block[2], block[0]))]
 
 

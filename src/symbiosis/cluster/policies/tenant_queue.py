@@ -4,8 +4,9 @@ A tenant's counter grows with the seconds of work that engines do for it, divide
 each engine, but of all engines together. The waiting tenant with the least counter is next. A tenant that becomes active is
 lifted to the least counter of the waiting tenants, so that idle time earns no credit.
 
-A request that has waited `timely_s` has missed its objective. It comes after those that can still meet theirs, so that a burst
-makes some requests late instead of all. After `max_wait_s` it precedes them. Migrated requests precede all: a client reads them.
+A request that has waited `timely_s` has missed its objective. It comes after those that can still meet theirs, so that a
+burst makes some requests late instead of all. After `max_wait_s` it precedes them. Migrated requests precede all: a client is
+reading their tokens.
 """
 
 from __future__ import annotations

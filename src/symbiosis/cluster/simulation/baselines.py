@@ -54,9 +54,8 @@ class RayServe:
         self._streak = 0  # ticks in a row that wanted more (positive) or fewer replicas
 
     def add_engine(self, now: float) -> EngineState:
-        cost = self.cost
         self._target = max(self._target, len(self.state.engines) + 1)
-        return self.state.add_engine(kv_tokens=cost.kv_tokens, max_running=1 << 30, slots=cost.slots, now=now)
+        return self.state.add_engine(kv_tokens=self.cost.kv_tokens, max_running=1 << 30, now=now)
 
     def engine_ready(self, number: int, now: float) -> None:
         engine = self.state.engines[number]

@@ -225,7 +225,7 @@ class SimulatedEngine:
         steps = max(1, min(steps, growing))
         first = cost.fixed_s + cost.row_s * rows + cost.context_s * self.context
         growth = cost.context_s * rows
-        budget = cost.max_rows - rows
+        budget: float = cost.max_rows - rows
         if self.prefilling:
             max_chunk = cost.max_chunk
             for request in self.prefilling:

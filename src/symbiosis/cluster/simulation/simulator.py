@@ -128,8 +128,8 @@ class Simulator:
                 waiting = self._unfinished > self._policy.state.num_requests
                 next_retry = at + _RETRY_S if waiting else math.inf
         self._count_engines()
-        for engine in self._engines.values():
-            self._retire(engine)
+        for each in self._engines.values():
+            self._retire(each)
         return SimulationResult(
             trace=trace,
             ttft_s=self.ttft_s,

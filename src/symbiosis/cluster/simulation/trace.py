@@ -1,6 +1,6 @@
 """Traces: arrivals, lengths, adapters and prefixes of requests. Read from public formats, or synthetic.
 
-Formats are told apart by their first line: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens), Mooncake's JSON lines, and
+The first line decides the format: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens), Mooncake's JSON lines, and
 ServeGen's rates (start_s and one column of requests per second for each client), which take lengths from another trace.
 """
 
@@ -133,7 +133,7 @@ def read_trace(
 def poisson_trace(
     *, rate: float, duration: float, prompt: float = 1000, output: float = 200, seed: int = 0, ramp: bool = False
 ) -> Trace:
-    """Poisson arrivals with geometric completion lengths and log-normal prompts. With `ramp`, up and down as in Punica's figure."""
+    """Poisson arrivals, geometric completion lengths, log-normal prompts. With `ramp`, up and down as in Punica's figure."""
     generator = np.random.default_rng(seed)
     count = int(generator.poisson(rate * duration))
     if ramp:
@@ -182,7 +182,7 @@ def _make_trace(path: Path, rows: list[tuple[float, int, int, tuple[int, ...]]])
 
 
 def _read_azure(path: Path, lines: Iterable[tuple[int, str]]) -> Trace:
-    rows = []
+    rows: list[tuple[float, int, int, tuple[int, ...]]] = []
     for number, line in lines:
         fields = line.split(",")
         if len(fields) != 3:
