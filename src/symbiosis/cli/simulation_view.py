@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def print_reports(reports: Sequence[SimulationReport], console: Console) -> None
     table.add_column("")
     for report in reports:
         table.add_column(report.policy, justify="right")
-    rows = {
+    rows: dict[str, Callable[[SimulationReport], str]] = {
         "GPU-hours": lambda each: f"{each.gpu_hours:,.2f}",
         "within the objective": lambda each: f"{each.within:.2%}",
         "TTFT counted from an idle engine's": lambda each: f"{each.within_of_idle:.2%}",

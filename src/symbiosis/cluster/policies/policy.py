@@ -151,7 +151,7 @@ class ClusterPolicy:
             _, length = self.directory.find_owners(blocks, self.state.ready)
             cached = min(length * self.config.block_tokens, request.prompt - 1)
         prefill_s = cost.prompt_s(request.prompt, cached)
-        self.scaling.arrive(prefill_s + cost.completion_s(request.prompt, int(self._mean_output)))
+        self.scaling.arrive(prefill_s, cost.completion_s(request.prompt, int(self._mean_output)))
         self.state.advance(now)
         if not self.queue:
             number = self._place(request, now)
