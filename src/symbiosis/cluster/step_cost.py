@@ -114,8 +114,8 @@ def read_step_cost(name: str) -> StepCost:
         raise BadProfile(f"{name!r:.80} is no profile: expected a file of `symbiosis profile`")
     try:
         return StepCost(**found)
-    except TypeError as error:
-        raise BadProfile(f"{name!r:.80} is no profile: {error}") from None
+    except TypeError:
+        raise BadProfile(f"{name!r:.80} is no profile: fields are missing, expected those of `symbiosis profile`") from None
 
 
 _H200_7B = StepCost(

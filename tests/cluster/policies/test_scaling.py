@@ -32,6 +32,14 @@ def test_engines_leave_after_the_hold_only():
     assert scaling.held == 1
 
 
+def test_a_director_that_starts_keeps_its_engines():
+    scaling = WorkScaling(CONFIG, start_s=40, utilization=0.8)
+    need = run(scaling, 0.8, 10)[-1]
+    assert change_of_engines(need, scaling.held, ready=8, starting=0) == 0
+    run(scaling, 0.8, 20)
+    assert change_of_engines(need, scaling.held, ready=8, starting=0) == -7
+
+
 def arrivals(scaling: WorkScaling, *counts: int) -> list[int]:
     found = []
     for count in counts:

@@ -133,8 +133,8 @@ class WorkScaling:
 
     @property
     def held(self) -> int:
-        """The largest need of the last `hold_s` seconds."""
-        return self._needs[0][1] if self._needs else self.config.min_engines
+        """The largest need of the last `hold_s` seconds. Before that, all engines: a director that starts knows no load yet."""
+        return self._needs[0][1] if self._second >= self.config.hold_s else self.config.max_engines
 
 
 def allowed_utilization(config: ScalingConfig, fixed_s: float) -> float:

@@ -87,7 +87,7 @@ class SimulatedEngine:
             else:
                 self._load_adapter(adapter, now)
         self.waiting.append(request)
-        if not self._steps:
+        if not self._steps or now <= self._time:  # idle, or the span begins now
             self._time = now
             self._plan()
         elif not self._is_full:
