@@ -2,8 +2,8 @@
 
 The objective is the first token within 2 s and 100 ms for each later one, for 99 % of all requests. Ray Serve's router and
 autoscaler get the best of several targets, found on the very trace that is measured; the fixed size is the smallest that keeps
-the objective in the busiest half hour (static), and over the whole trace (static, whole). Symbiosis' settings are its defaults,
-tuned on day 1 of the rates. All policies have the same engines, costs and time to start one, and the same most engines.
+the objective in the busiest half hour (static), and over the whole trace (static, whole). Symbiosis has its defaults, tuned
+on day 1 of the rates; `swept` is the best of several shares of work (`fill`), found on the measured trace as Ray's target is. All policies have the same engines, costs and time to start one, and the same most engines.
 
     python -m benchmarks.cluster_simulation --traces ../shared/traces            # all cases, about 40 minutes
     python -m benchmarks.cluster_simulation --traces ../shared/traces azure-7b   # one case
@@ -17,7 +17,7 @@ import argparse
 import bisect
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from symbiosis.cluster.step_cost import PROFILES, StepCost
 
 QUESTION = "How many GPU-hours does a cluster need to keep its objective, against Ray Serve and a fixed size?"
 SHARE = 0.99
+FILLS = (0.9, 1.0, 1.1)
 DAY_S = 86400.0
 PEAK_S = 1800.0
 
@@ -137,6 +138,12 @@ def measure(name: str, case: Case, trace: Trace, cost: StepCost, folder: Path, c
         fixed = most = case.engines
     ours = run_experiment("symbiosis", trace, cost, most_engines=most)
     print_reports([ours], console)
+    swept = []
+    for fill in FILLS if case.engines is None else ():
+        config = PolicyConfig(scaling=ScalingConfig(fill=fill))
+        report = run_experiment("symbiosis", trace, cost, most_engines=most, config=config)
+        swept.append(replace(report, policy=f"symbiosis, fill {fill:g}"))
+        print_reports(swept[-1:], console)
     ray = []
     for router in case.routers:
         for target in case.targets:
@@ -145,6 +152,7 @@ def measure(name: str, case: Case, trace: Trace, cost: StepCost, folder: Path, c
             ray.append(report)
     good = [report for report in ray if kept(report, case) >= SHARE]
     best = min(good, key=lambda each: each.gpu_hours) if good else max(ray, key=lambda each: kept(each, case))
+    tight = min((each for each in [ours, *swept] if kept(each, case) >= SHARE), key=lambda each: each.gpu_hours, default=ours)
     static = run_experiment(f"static:{fixed}", trace, cost, most_engines=fixed)
     whole, size = static, fixed
     while case.engines is None and size > 1:
@@ -160,15 +168,18 @@ def measure(name: str, case: Case, trace: Trace, cost: StepCost, folder: Path, c
         "requests": len(trace),
         "step_cost": cost.to_json(),
         "scaling": repr(ScalingConfig()),
-        "kept": {report.policy: kept(report, case) for report in [ours, *ray, static, whole]},
-        "gpu_hours": {report.policy: report.gpu_hours for report in [ours, *ray, static, whole]},
+        "kept": {report.policy: kept(report, case) for report in [ours, *swept, *ray, static, whole]},
+        "gpu_hours": {report.policy: report.gpu_hours for report in [ours, *swept, *ray, static, whole]},
         "best_ray_serve": best.policy,
         "ray_serve_keeps_the_objective": bool(good),
         "against_ray_serve": ours.gpu_hours / best.gpu_hours - 1,
+        "swept": tight.policy,
+        "swept_against_ray_serve": tight.gpu_hours / best.gpu_hours - 1,
+        "swept_against_static": tight.gpu_hours / static.gpu_hours - 1,
         "against_static": ours.gpu_hours / static.gpu_hours - 1,
         "against_static_whole": ours.gpu_hours / whole.gpu_hours - 1,
         "simulated_s": ours.seconds,
-        "runs": [report.to_json(timeline=False) for report in [ours, *ray, static, whole]],
+        "runs": [report.to_json(timeline=False) for report in [ours, *swept, *ray, static, whole]],
     }
     path = save(f"cluster-simulation-{name}", QUESTION, {"script": "cluster_simulation", **figures}, folder)
     plot_reports(shown, path.with_suffix(".png"))

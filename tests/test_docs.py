@@ -232,7 +232,7 @@ def test_every_curl_of_the_providers_page_is_answered(tmp_path):
 
 
 def run_bash(text: str, cwd: Path) -> str:
-    commands = text.replace("symbiosis ", f"{sys.executable} -m symbiosis ")
+    commands = re.sub("(?m)^symbiosis ", f"{sys.executable} -m symbiosis ", text)
     done = subprocess.run(["bash", "-ec", commands], cwd=cwd, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
