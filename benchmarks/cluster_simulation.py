@@ -2,8 +2,9 @@
 
 The objective is the first token within 2 s and 100 ms for each later one, for 99 % of all requests. Ray Serve's router and
 autoscaler get the best of several targets, found on the very trace that is measured; the fixed size is the smallest that keeps
-the objective in the busiest half hour (static), and over the whole trace (static, whole). Symbiosis has its defaults, tuned
-on day 1 of the rates; `swept` is the best of several shares of work (`fill`), found on the measured trace as Ray's target is. All policies have the same engines, costs and time to start one, and the same most engines.
+the objective in the busiest half hour (static), and over the whole trace (static, whole). Symbiosis has its defaults, tuned on
+day 1 of the rates; `swept` is the best of several shares of work (`fill`), found on the measured trace as Ray's target is. All
+policies have the same engines, costs and time to start one, the same engines at the start, and the same most engines.
 
     python -m benchmarks.cluster_simulation --traces ../shared/traces            # all cases, about 40 minutes
     python -m benchmarks.cluster_simulation --traces ../shared/traces azure-7b   # one case
