@@ -31,7 +31,7 @@ COST = StepCost(
     slots=4,
     start_s=10.0,
 )
-NAMES = ("symbiosis", "least-loaded", "power-of-two", "ray-serve:4", "ray-serve-prefix:4", "static:3")
+NAMES = ("symbiosis", "largest-working-set", "power-of-two", "ray-serve:4", "ray-serve-prefix:4", "static:3")
 
 
 def trace(seed: int, rate: float = 6, duration: float = 90) -> Trace:

@@ -21,7 +21,7 @@ _TRACE = (
     "poisson:rate=20,duration=600,prompt=1000,output=200 or ramp:… with the same settings."
 )
 _POLICY = (
-    "symbiosis, least-loaded, power-of-two, ray-serve:TARGET, ray-serve-prefix:TARGET or static:ENGINES; repeatable, to "
+    "symbiosis, largest-working-set, power-of-two, ray-serve:TARGET, ray-serve-prefix:TARGET or static:ENGINES; repeatable, to "
     "compare. (default: symbiosis)"
 )
 _EPILOG = (

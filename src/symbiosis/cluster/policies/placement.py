@@ -90,7 +90,8 @@ class PowerOfTwo:
         return found
 
 
-PLACEMENTS = ("largest-working-set", "least-loaded", "power-of-two")
+PLACEMENTS = ("least-loaded", "largest-working-set", "power-of-two")
+"""Names of rules. The first is the default."""
 
 
 def make_placement(name: str, seed: int = 0) -> PlacementRule:

@@ -1,7 +1,8 @@
 """The policy of a cluster: events of requests and engines in, decisions out. Live and simulated directors feed the same code.
 
 A director calls `submit`, `finish_prefill`, `finish` and the engine events as they happen, `dispatch` after events that free
-capacity, and `tick` once a second. Time is an argument: the policy has no clock, no thread and no I/O.
+capacity and ten times a second while requests wait, and `tick` once a second. Time is an argument: the policy has no clock, no
+thread and no I/O.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FADE = 0.995  # of the mean completion length, per completion
 class PolicyConfig:
     """What a cluster's policy does, beyond the cost of its engines."""
 
-    placement: str = "largest-working-set"
+    placement: str = "least-loaded"
     max_pending_prefill_s: float = 0.3
     """An engine with more pending prefill takes no further request."""
     max_ahead_s: float = 0.5

@@ -22,7 +22,7 @@ class ScalingConfig:
 
     min_engines: int = 1
     max_engines: int = 1 << 20
-    fill: float = 0.8
+    fill: float = 0.9
     """Most work on average, as a share of what an engine may take (`max_utilization`)."""
     max_utilization: float = 0.9
     """Most seconds of work per second that an engine may take, whatever the objective allows."""
