@@ -201,8 +201,8 @@ def decisions(engines: int, running: int, count: int, folder: Path, name: str) -
 def time_decisions(engines: int, running: int, count: int, placement: str) -> dict[str, float]:
     """Percentiles of wall-clock time, and of processor time, of one decision."""
     cost = PROFILES["h200-7b"]
-    config = PolicyConfig(placement=placement, max_ahead_s=1e9)
-    policy = ClusterPolicy(config, cost)
+    policy = ClusterPolicy(PolicyConfig(placement=placement), cost)
+    gap_s = 8 / running  # a request takes about 8 s
     for _ in range(engines):
         policy.engine_ready(policy.add_engine(0.0).number, 0.0)
     generator = np.random.default_rng(0)
@@ -211,7 +211,7 @@ def time_decisions(engines: int, running: int, count: int, placement: str) -> di
     placed: list[ClusterRequest] = []
     now, times, cpu_times = 0.0, [], []
     for number in range(running + count):
-        now += 0.001
+        now += gap_s
         request = ClusterRequest(number, adapters[number], adapters[number], prompts[number], now)
         if number >= running:
             index = int(generator.integers(len(placed)))

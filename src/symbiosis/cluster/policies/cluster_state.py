@@ -14,6 +14,8 @@ from enum import Enum
 
 LEVELS = 128
 """Load levels: an engine at this level is full."""
+GROUP = 8
+"""Levels of one group: a search looks at groups first."""
 
 
 class EngineStatus(Enum):
@@ -99,8 +101,8 @@ class ClusterState:
         self.engines: dict[int, EngineState] = {}
         self.by_level = [0] * (LEVELS + 1)
         """Ready engines by load level."""
-        self.levels = 0
-        """Levels that have engines."""
+        self.by_group = [0] * (LEVELS // GROUP + 1)
+        """Ready engines by group of levels."""
         self.ready = 0
         """Engines that take requests."""
         self.open = 0
@@ -224,7 +226,8 @@ class ClusterState:
             assert bool(self.open & engine.bit) == (ready and below)
             found = [level for level, mask in enumerate(self.by_level) if mask & engine.bit]
             assert found == ([self._level(engine)] if ready else [])
-        assert all(bool(self.levels >> level & 1) == bool(mask) for level, mask in enumerate(self.by_level))
+        for group, mask in enumerate(self.by_group):
+            assert mask == sum(self.by_level[GROUP * group : GROUP * (group + 1)]), "an engine is at one level"
 
     @staticmethod
     def _level(engine: EngineState) -> int:
@@ -244,24 +247,23 @@ class ClusterState:
             self.open ^= bit
         level = self._level(engine)
         if level != engine.level:
-            left = self.by_level[engine.level] ^ bit
-            self.by_level[engine.level] = left
-            if not left:
-                self.levels ^= 1 << engine.level
-            self.by_level[level] |= bit
-            self.levels |= 1 << level
+            by_level, before, group = self.by_level, engine.level, level // GROUP
+            by_level[before] ^= bit
+            by_level[level] |= bit
+            if before // GROUP != group:
+                self.by_group[before // GROUP] ^= bit
+                self.by_group[group] |= bit
             engine.level = level
 
     def _index(self, engine: EngineState) -> None:
         engine.level = self._level(engine)
         self.by_level[engine.level] |= engine.bit
-        self.levels |= 1 << engine.level
+        self.by_group[engine.level // GROUP] |= engine.bit
         self._update(engine)
 
     def _unindex(self, engine: EngineState) -> None:
         bit = engine.bit
         self.by_level[engine.level] ^= bit
-        if not self.by_level[engine.level]:
-            self.levels ^= 1 << engine.level
+        self.by_group[engine.level // GROUP] ^= bit
         self.ready &= ~bit
         self.open &= ~bit

@@ -26,11 +26,10 @@ class MigrationConfig:
 def choose_drains(state: ClusterState, count: int) -> list[EngineState]:
     """The engines that are cheapest to empty: the least loaded, ties to the lowest number."""
     found: list[EngineState] = []
-    levels = state.levels
-    while levels and len(found) < count:
-        lowest = levels & -levels
-        found += [state.engines[number] for number in members(state.by_level[lowest.bit_length() - 1])]
-        levels ^= lowest
+    for engines in state.by_level:
+        if len(found) >= count:
+            break
+        found += [state.engines[number] for number in members(engines)]
     return found[:count]
 
 

@@ -1,6 +1,6 @@
 """Placement: the engine of a new request, among those it may go to.
 
-`candidates` and `levels` are masks: engines that may take the request, and load levels at which it fits.
+`candidates` and `levels` are masks: engines that may take the request, and load levels at which it fits, from 0 to some level.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import random
 from typing import Protocol
 
-from symbiosis.cluster.policies.cluster_state import ClusterState
-
-_FEW = 8
+from symbiosis.cluster.policies.cluster_state import GROUP, ClusterState
 
 
 class PlacementRule(Protocol):
@@ -20,31 +18,18 @@ class PlacementRule(Protocol):
         """The number of an engine, or -1 if none fits."""
 
 
-def _fullest(state: ClusterState, candidates: int, levels: int) -> int:
-    """The same one by one: faster than by level for a few engines."""
-    best, chosen = -1, -1
-    while candidates:
-        number = candidates.bit_length() - 1
-        candidates ^= 1 << number
-        level = state.engines[number].level
-        if level > best and levels >> level & 1:
-            best, chosen = level, number
-    return chosen
-
-
 class LargestWorkingSet:
     """Punica's rule: the fullest engine that still fits, ties to the highest number. Other engines become idle."""
 
     def choose(self, state: ClusterState, candidates: int, levels: int) -> int:
-        if candidates.bit_count() <= _FEW:
-            return _fullest(state, candidates, levels)
-        left, by_level = state.levels & levels, state.by_level
-        while left:
-            level = left.bit_length() - 1
-            found = by_level[level] & candidates
-            if found:
-                return found.bit_length() - 1
-            left ^= 1 << level
+        by_group, by_level = state.by_group, state.by_level
+        top = levels.bit_length() - 1
+        for group in range(top // GROUP, -1, -1):
+            if by_group[group] & candidates:
+                for level in range(min(top, GROUP * group + GROUP - 1), GROUP * group - 1, -1):
+                    found = by_level[level] & candidates
+                    if found:
+                        return found.bit_length() - 1
         return -1
 
 
@@ -52,13 +37,14 @@ class LeastLoaded:
     """The emptiest engine, ties to the lowest number."""
 
     def choose(self, state: ClusterState, candidates: int, levels: int) -> int:
-        left, by_level = state.levels & levels, state.by_level
-        while left:
-            lowest = left & -left
-            found = by_level[lowest.bit_length() - 1] & candidates
-            if found:
-                return (found & -found).bit_length() - 1
-            left ^= lowest
+        by_group, by_level = state.by_group, state.by_level
+        top = levels.bit_length() - 1
+        for group in range(top // GROUP + 1):
+            if by_group[group] & candidates:
+                for level in range(GROUP * group, min(top, GROUP * group + GROUP - 1) + 1):
+                    found = by_level[level] & candidates
+                    if found:
+                        return (found & -found).bit_length() - 1
         return -1
 
 
