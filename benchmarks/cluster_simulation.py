@@ -154,7 +154,7 @@ def measure(name: str, case: Case, trace: Trace, cost: StepCost, folder: Path, c
             ray.append(report)
     good = [report for report in ray if kept(report, case) >= SHARE]
     best = min(good, key=lambda each: each.gpu_hours) if good else max(ray, key=lambda each: kept(each, case))
-    punica = run_experiment("largest-working-set", trace, cost, most_engines=most)
+    punica = [run_experiment("largest-working-set", trace, cost, most_engines=most)] if case.engines is None else []
     tight = min((each for each in [ours, *swept] if kept(each, case) >= SHARE), key=lambda each: each.gpu_hours, default=ours)
     static = run_experiment(f"static:{fixed}", trace, cost, most_engines=fixed)
     whole, size = static, fixed
@@ -164,15 +164,15 @@ def measure(name: str, case: Case, trace: Trace, cost: StepCost, folder: Path, c
         if kept(report, case) < SHARE:
             break
         whole = report
-    shown = [ours, punica, best, static]
+    shown = [ours, *punica, best, static]
     figures = {
         "case": {**vars(case)},
         "trace": trace.name,
         "requests": len(trace),
         "step_cost": cost.to_json(),
         "scaling": repr(ScalingConfig()),
-        "kept": {report.policy: kept(report, case) for report in [ours, *swept, punica, *ray, static, whole]},
-        "gpu_hours": {report.policy: report.gpu_hours for report in [ours, *swept, punica, *ray, static, whole]},
+        "kept": {report.policy: kept(report, case) for report in [ours, *swept, *punica, *ray, static, whole]},
+        "gpu_hours": {report.policy: report.gpu_hours for report in [ours, *swept, *punica, *ray, static, whole]},
         "best_ray_serve": best.policy,
         "ray_serve_keeps_the_objective": bool(good),
         "against_ray_serve": ours.gpu_hours / best.gpu_hours - 1,
@@ -182,7 +182,7 @@ def measure(name: str, case: Case, trace: Trace, cost: StepCost, folder: Path, c
         "against_static": ours.gpu_hours / static.gpu_hours - 1,
         "against_static_whole": ours.gpu_hours / whole.gpu_hours - 1,
         "simulated_s": ours.seconds,
-        "runs": [report.to_json(timeline=False) for report in [ours, *swept, punica, *ray, static, whole]],
+        "runs": [report.to_json(timeline=False) for report in [ours, *swept, *punica, *ray, static, whole]],
     }
     path = save(f"cluster-simulation-{name}", QUESTION, {"script": "cluster_simulation", **figures}, folder)
     plot_reports(shown, path.with_suffix(".png"))

@@ -87,10 +87,10 @@ def run_experiment(
     failures = []
     if fail_every_s:
         failures = [at * fail_every_s for at in range(1, int(trace.duration / fail_every_s) + 1)]
-    started = time.perf_counter()
+    started = time.process_time()
     simulator = Simulator(trace, policy, cost, engines=engines, most_engines=max(most_engines, engines), failures=failures)
     result = simulator.run()
-    return make_report(name, result, cost, objective, time.perf_counter() - started)
+    return make_report(name, result, cost, objective, time.process_time() - started)
 
 
 def parse_synthetic(text: str, seed: int) -> Trace:

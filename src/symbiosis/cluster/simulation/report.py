@@ -47,7 +47,7 @@ class SimulationReport:
     preemptions: int
     rejected: int
     seconds: float
-    """Wall-clock time of the simulation."""
+    """Processor time of the simulation."""
     timeline: Timeline
 
     def to_json(self, *, timeline: bool = True) -> dict[str, Any]:
