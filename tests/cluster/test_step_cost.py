@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from symbiosis.cluster.step_cost import PROFILES, BadProfile, StepCost, read_step_cost
+from symbiosis.cluster.step_cost import PROFILES, StepCost, read_step_cost
 from symbiosis.cluster.step_cost_fit import MeasuredStep, fit_steps
+from symbiosis.errors import BadProfile
 
 
 def test_the_fit_finds_the_terms_of_measured_steps():

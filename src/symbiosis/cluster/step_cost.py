@@ -12,13 +12,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import BadProfile
 
 _LIMITS = ("max_rows", "max_chunk", "max_running", "kv_tokens", "slots")
-
-
-class BadProfile(SymbiosisError, code="bad_profile"):
-    """A profile that is no file of `symbiosis profile`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from symbiosis.cluster.simulation.trace import BadTrace, read_trace
+from symbiosis.cluster.simulation.trace import read_trace
+from symbiosis.errors import BadTrace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.0319600,3180,8\n"
 MOONCAKE = "".join(

@@ -12,17 +12,13 @@ from symbiosis.cluster.policies.scaling import ScalingConfig, allowed_utilizatio
 from symbiosis.cluster.simulation.baselines import RayServe, RayServeConfig
 from symbiosis.cluster.simulation.report import Objective, SimulationReport, make_report
 from symbiosis.cluster.simulation.simulator import Simulator
-from symbiosis.cluster.simulation.trace import BadTrace, Trace, poisson_trace
+from symbiosis.cluster.simulation.trace import Trace, poisson_trace
 from symbiosis.cluster.step_cost import StepCost
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import BadTrace, UnknownPolicy
 
 POLICIES = ("symbiosis", *PLACEMENTS[1:], "ray-serve:TARGET", "ray-serve-prefix:TARGET", "static:ENGINES")
 """Names of policies. The first is the default; the next ones are it with another placement."""
 _FIRST_S = 120.0  # of the trace: what the first engines are ready for
-
-
-class UnknownPolicy(SymbiosisError, code="unknown_policy"):
-    """A name that no policy of the simulator has."""
 
 
 def make_policy(

@@ -17,15 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import BadTrace
 
 _BLOCK_TOKENS = 512  # of Mooncake's hashes
 _MAX_TOKENS = 1 << 24
 _NAMESPACE = 1 << 32  # hashes of another copy of the trace
-
-
-class BadTrace(SymbiosisError, code="bad_trace"):
-    """A trace that cannot be read; the message names the line."""
 
 
 @dataclass(slots=True, eq=False)
