@@ -6,8 +6,8 @@ the objective in the busiest half hour (static), and over the whole trace (stati
 day 1 of the rates; `swept` is the best of several shares of work (`fill`), found on the measured trace as Ray's target is. All
 policies have the same engines, costs and time to start one, the same engines at the start, and the same most engines.
 
-    python -m benchmarks.cluster_simulation --traces ../shared/traces            # all cases, about 40 minutes
-    python -m benchmarks.cluster_simulation --traces ../shared/traces azure-7b   # one case
+    python -m benchmarks.cluster_simulation --traces FOLDER            # all cases, about 40 minutes
+    python -m benchmarks.cluster_simulation --traces FOLDER azure-7b   # one case
     python -m benchmarks.cluster_simulation decisions                            # without traces
     python -m benchmarks.cluster_simulation --tiny                               # synthetic, seconds, for the tests
 """
