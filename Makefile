@@ -34,7 +34,7 @@ demo: $(READY)  ## three tenants fine-tune at once on the default model while a 
 QUICK := tests/common tests/adapters/test_safe_regex.py tests/jobs/test_states.py tests/jobs/test_queue.py \
 	tests/jobs/test_plan.py tests/serving/scheduling tests/serving/lora/test_byte_allocator.py tests/serving/test_detokenizer.py \
 	tests/finetuning/scheduling tests/finetuning/loop/test_recipe.py tests/split/executor/test_policies.py \
-	tests/device_sharing tests/transport/test_messages.py tests/server/test_json_budget.py
+	tests/device_sharing tests/cluster/policies tests/transport/test_messages.py tests/server/test_json_budget.py
 PARITY := tests/parity/test_architectures.py -k 'llama-'
 
 quick: $(DEV)  ## lint, types, import contract, tests of pure parts, one parity case per link: under 2 minutes
@@ -124,6 +124,7 @@ bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 co
 	$(BIN)/python -m benchmarks.queueing
 	$(BIN)/python -m benchmarks.wire_compression
 	$(BIN)/python -m benchmarks.http_load default --cpu
+	$(BIN)/python -m benchmarks.cluster_simulation $(if $(TRACES),--traces $(TRACES),decisions)
 
 SEED ?= 1
 delays: $(DEV)  ## the tests with random delays in threads, others with each SEED, about 35 minutes on 2 cores (tests/delays.py)

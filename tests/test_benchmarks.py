@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import (
     adapter_kernels,
+    cluster_simulation,
     colocation,
     decode_attention,
     deferral,
@@ -164,6 +165,15 @@ def test_the_benchmark_of_compression_reports_bytes_and_times(tmp_path):
     wire_compression.main(["--tiny", "--out", str(tmp_path)])
     runs = json.loads((tmp_path / "wire-compression.json").read_text())["runs"]
     assert {run["codec"] for run in runs} == set(wire_compression.CODECS)
+
+
+def test_the_simulation_of_a_cluster_is_compared_with_its_baselines(tmp_path):
+    cluster_simulation.main(["--tiny", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "cluster-simulation-tiny.json").read_text())
+    assert {"symbiosis", "ray-serve:4", "ray-serve:8"} < record["kept"].keys()
+    assert all(hours > 0 for hours in record["gpu_hours"].values())
+    assert (tmp_path / "cluster-simulation-tiny.png").is_file()
+    assert json.loads((tmp_path / "cluster-decisions-tiny.json").read_text())["decisions"] == 50
 
 
 needs_triton = pytest.mark.skipif(

@@ -231,6 +231,28 @@ def test_every_curl_of_the_providers_page_is_answered(tmp_path):
         process.communicate(timeout=60)
 
 
+def run_bash(text: str, cwd: Path) -> str:
+    commands = re.sub("(?m)^symbiosis ", f"{sys.executable} -m symbiosis ", text)
+    done = subprocess.run(["bash", "-ec", commands], cwd=cwd, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_cluster_pages_simulation(tmp_path):
+    simulation, _ = blocks("bash", (ROOT / "docs/cluster.md").read_text())
+    output = run_bash(simulation, tmp_path)
+    assert "GPU-hours" in output
+    assert "static:4" in output
+    assert (tmp_path / "cluster.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.real
+def test_the_cluster_pages_profile(real_cache, tmp_path):
+    _, profile = blocks("bash", (ROOT / "docs/cluster.md").read_text())
+    assert "within the objective" in run_bash(profile, tmp_path)
+    assert json.loads((tmp_path / "profile.json").read_text())["step_cost"]["kv_tokens"] > 0
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_examples_are_short(name):
     assert len((ROOT / "examples" / name).read_text().splitlines()) <= 60

@@ -232,5 +232,17 @@ class CannotOffload(SymbiosisError, code="cannot_offload"):
     """A model or a call of `generate` does not support a KV cache in host memory."""
 
 
+class BadTrace(SymbiosisError, code="bad_trace"):
+    """A trace of requests that cannot be read; the message names the line."""
+
+
+class BadProfile(SymbiosisError, code="bad_profile"):
+    """A profile of an engine that `symbiosis profile` did not write, or whose values are out of range."""
+
+
+class UnknownPolicy(SymbiosisError, code="unknown_policy"):
+    """A name that no policy of the simulator has."""
+
+
 class OutOfHostMemory(SymbiosisError, code="out_of_host_memory"):
     """Host memory is too small for a KV cache."""
