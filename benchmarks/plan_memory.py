@@ -83,6 +83,7 @@ class Case:
 GPU = "cuda:0"
 """As a role: all processes on it."""
 _LORA = "train,lora,r=8,targets=q_proj+v_proj"
+_ALL = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 _HTTP = ("--http", "127.0.0.1:0")
 CPU_CASES = (
     Case(name="executor alone", model="llama", tenants=("generate,context=16",)),
@@ -102,6 +103,8 @@ CPU_CASES = (
          measured=("executor", "tenant")),
     Case(name="Qwen3 in bfloat16, training tenant", model="qwen3", tenants=(f"{_LORA},batch=1x256",), run="train",
          measured=("executor", "tenant")),
+    Case(name="all projections, short sequences", model="llama", tenants=(f"train,lora,r=16,targets={_ALL},batch=4x64",),
+         run="train", measured=("tenant",)),
     Case(name="gradient checkpointing", model="default", tenants=(f"{_LORA},batch=2x256,checkpointing",), run="train",
          measured=("tenant",)),
 )  # fmt: skip

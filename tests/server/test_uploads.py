@@ -7,15 +7,18 @@ import json
 import os
 import pickle
 import random
+import resource
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
 import pytest
 
 from symbiosis.errors import QuotaExceeded, SymbiosisError
+from symbiosis.jobs.errors import StorageFull
 from symbiosis.server.adapter_store import (
     FIELDS,
     METADATA,
@@ -318,6 +321,49 @@ def test_a_disconnect_during_an_upload_leaves_nothing(keyed_server, uploads):
     assert json.loads(keyed_server.ask("GET", "/health").text) == {"status": "ok"}
 
 
+@contextmanager
+def full_disk(server):
+    """No file of an HTTP process may have more than a few bytes: its writes fail as on a full disk."""
+    pids = server.hosting._processes.pids
+    before = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids]
+    try:
+        for pid, (_, hard) in zip(pids, before, strict=True):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, hard))
+        yield
+    finally:
+        for pid, limits in zip(pids, before, strict=True):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_ends_uploads_and_blocks_none_after_it(keyed_server, world, uploads):
+    made = files(world.root / "pirate")
+    with full_disk(keyed_server):
+        for _ in range(4):
+            refused = put(keyed_server, ANN, "mine", made)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_full"), refused.text
+    assert ("mine", "ann") not in listed(keyed_server, ANN)
+    assert not list(uploads.glob("upload-*"))
+    assert put(keyed_server, ANN, "mine", made).status_code == 201
+    assert delete(keyed_server, ANN, "mine").status_code == 200
+
+
+def test_an_adapter_that_cannot_be_stored_is_not_served(tmp_path):
+    store = AdapterStore(tmp_path, StoreLimits())
+    upload = store.open_upload("ann", "mine")
+    for field in FIELDS:
+        upload.write(field, b"12345")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(StorageFull):
+            upload.sync()  # before the engine is asked to serve it
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    upload.abort()
+    assert not list(tmp_path.iterdir())
+    store.open_upload("ann", "mine").abort()
+
+
 def test_a_stored_adapter_is_synced_with_its_folders(tmp_path, monkeypatch):
     """A job succeeds after this: its adapter must survive a power loss."""
     synced = []
@@ -332,7 +378,7 @@ def test_a_stored_adapter_is_synced_with_its_folders(tmp_path, monkeypatch):
     store.add("ann", "mine", folder)
     metadata, *folders = [Path(path).name for path in synced]
     assert metadata.startswith(".served.json.")
-    assert folders == ["upload-made", tmp_path.name]
+    assert folders == ["upload-made", "upload-made", tmp_path.name]
     with pytest.raises(QuotaExceeded):
         store.check_bytes("ann")
     store.check_bytes("bob")

@@ -1,7 +1,8 @@
 """Uploaded and trained adapters on disk: a folder each, with PEFT's two files and `served.json` (owner and name).
 
-`served.json` is written last, after the engine serves the adapter. A folder without it is an incomplete upload and is
-removed at the next start. Imports no web framework: the engine's process reads the store at its start.
+`served.json` gets its name last, after the engine serves the adapter; its content is on disk before, so that a full disk ends
+an upload before anything is served. A folder without it is an incomplete upload and is removed at the next start. Imports no
+web framework: the engine's process reads the store at its start.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import BinaryIO
 
 from symbiosis.adapters.files import CONFIG, TENSORS
 from symbiosis.errors import QuotaExceeded, SymbiosisError, TooManyRequests
-from symbiosis.jobs.atomic_files import sync_to_disk, write_atomic
+from symbiosis.jobs.atomic_files import map_os_errors, sync_to_disk, write_atomic
 
 METADATA = "served.json"
+_PREPARED = "served.json.new"
 FIELDS = {"config": CONFIG, "weights": TENSORS}
 """Form fields of an upload and their files."""
 _MAX_UPLOADS = 2
@@ -112,11 +114,19 @@ class AdapterStore:
         """A path for a new adapter. The next start removes it unless `add` is called."""
         return self._folder / f"upload-{tag}"
 
+    def prepare(self, owner: str | None, name: str, folder: Path) -> None:
+        """Write what `add` would write. Raises `StorageFull`."""
+        write_atomic(folder / _PREPARED, json.dumps({"owner": owner, "name": name}).encode())
+
     def add(self, owner: str | None, name: str, folder: Path) -> None:
         """Store an adapter that the engine serves, in place of an older one of that name. Durable on return."""
-        adapter = StoredAdapter(owner, name, folder, _size(folder))
-        write_atomic(folder / METADATA, json.dumps({"owner": owner, "name": name}).encode())
-        sync_to_disk(folder.parent)
+        if not (folder / _PREPARED).exists():
+            self.prepare(owner, name, folder)
+        with map_os_errors():
+            adapter = StoredAdapter(owner, name, folder, _size(folder))
+            (folder / _PREPARED).rename(folder / METADATA)
+            sync_to_disk(folder)
+            sync_to_disk(folder.parent)
         replaced = self._stored.get((owner, name))
         self._stored[owner, name] = adapter
         if replaced is not None and replaced.folder != folder:
@@ -167,31 +177,32 @@ class AdapterStore:
 
 
 class AdapterUpload:
-    """An adapter being uploaded. Ends with `commit` or `abort`."""
+    """An adapter being uploaded. Ends with `commit` or `abort`. Methods raise `StorageFull` if the disk is full."""
 
     def __init__(self, store: AdapterStore, folder: Path, owner: str | None, name: str) -> None:
         self.folder, self.owner, self.name, self.bytes = folder, owner, name, 0
         self._store = store
         self._files: dict[str, BinaryIO] = {}
-        folder.mkdir(mode=0o700)
+        with map_os_errors():
+            folder.mkdir(mode=0o700)
 
     def write(self, field: str, chunk: bytes) -> None:
         """Raises `QuotaExceeded`, or `SymbiosisError` if the disk fails."""
         self.bytes += len(chunk)
         self._store.check_upload(self)
-        try:
+        with map_os_errors():
             if field not in self._files:
                 self._files[field] = (self.folder / FIELDS[field]).open("xb")
             self._files[field].write(chunk)
-        except OSError as error:
-            raise SymbiosisError(f"the adapter could not be stored: {error.strerror}") from None
 
     def sync(self) -> None:
-        """Sync both files to disk."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+        """All but the name of its metadata is on disk then."""
+        with map_os_errors():
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+        self._store.prepare(self.owner, self.name, self.folder)
 
     def commit(self) -> None:
         """Store the adapter, which the engine serves now."""
@@ -199,9 +210,10 @@ class AdapterUpload:
         self._store.close_upload(self)
 
     def abort(self) -> None:
-        for file in self._files.values():
-            file.close()
         self._store.close_upload(self)
+        for file in self._files.values():
+            with suppress(OSError):  # what it has buffered does not fit on the disk either
+                file.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

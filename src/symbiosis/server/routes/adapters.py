@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from symbiosis.adapters.files import CONFIG
 from symbiosis.adapters.names import qualify_name, split_qualified_name
 from symbiosis.common.fair_executor import KeyedLocks
-from symbiosis.errors import BadAdapter, Forbidden, UnknownAdapter
+from symbiosis.errors import BadAdapter, Forbidden, SymbiosisError, UnknownAdapter
 from symbiosis.server.adapter_store import FIELDS, AdapterStore, AdapterUpload
 from symbiosis.server.auth import Caller
 from symbiosis.server.engine_client import EngineClient
@@ -108,8 +108,16 @@ class AdapterRoutes:
         name = qualify_name(upload.owner, upload.name)
         try:
             async with self._name_locks.of((upload.owner, upload.name)):
+                before = self._store.get(upload.owner, upload.name)
                 loaded = await self._engine.ask("load", name=name, folder=str(upload.folder), replace=True)
-                upload.commit()
+                try:
+                    upload.commit()
+                except SymbiosisError:  # what is not stored is not served
+                    if before is None:
+                        await self._engine.ask("unload", name=name)
+                    else:
+                        await self._engine.ask("load", name=name, folder=str(before.folder), replace=True)
+                    raise
         except BaseException:
             upload.abort()
             raise

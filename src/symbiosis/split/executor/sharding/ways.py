@@ -14,7 +14,8 @@ from statistics import median_low
 
 from symbiosis.common.bounded_dict import evict_oldest
 
-_TRIALS = 2  # the first run of a size allocates: the second counts
+_TRIALS = 3  # runs that count of each way, if they are close
+_CLOSE = 2.0  # ways within this factor are close
 _RECENT = 5  # runs whose median counts: other work on the machine delays single ones
 _RETRY_AFTER, _RETRY_GROWTH = 8, 4
 """The slower way runs again after so many runs of the faster one, then after so many times as many: it costs ever less."""
@@ -32,18 +33,18 @@ class _Times:
     """Runs of one way for one size of call."""
 
     def __init__(self) -> None:
-        self.runs = 0
+        self.runs = -1
+        """That count: not the first one, which allocates."""
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def add(self, seconds: float) -> None:
         self.runs += 1
-        if self.runs <= _TRIALS:
-            self._recent.clear()
-        self._recent.append(seconds)
+        if self.runs:
+            self._recent.append(seconds)
 
     @property
     def seconds(self) -> float:
-        return median_low(self._recent)
+        return median_low(self._recent) if self._recent else 0.0
 
 
 class WayChooser:
@@ -62,14 +63,18 @@ class WayChooser:
         times, size = self._times.get(key), _size(rows)
         if times is None:
             return Way.TENSOR
-        known = {way: found[size] for way, found in times.items() if size in found and found[size].runs >= _TRIALS}
+        known = {way: found[size] for way, found in times.items() if size in found and found[size].runs > 0}
         least = {way: _least(times[way], size) for way in Way}
         best = min(known or Way, key=lambda way: known[way].seconds if way in known else least[way])
         untried = [way for way in Way if way not in known and (not known or least[way] < known[best].seconds)]
         if untried:
             return min(untried, key=lambda way: least[way])
-        for way, slower in known.items():
-            if known[best].runs >= _RETRY_AFTER * _RETRY_GROWTH ** (slower.runs - _TRIALS):
+        for way, found in known.items():
+            is_close = found.seconds < _CLOSE * known[best].seconds
+            if is_close and found.runs < _TRIALS and len(known) > 1:
+                return way
+            extra = max(0, found.runs - (_TRIALS if is_close else 1))
+            if way is not best and known[best].runs >= _RETRY_AFTER * _RETRY_GROWTH**extra:
                 return way
         return best
 
@@ -82,7 +87,7 @@ class WayChooser:
 
 def _least(times: Mapping[int, _Times], size: int) -> float:
     """Seconds that a way takes at least for a size. One slow run of a smaller size does not count."""
-    smaller = sorted(found.seconds for at, found in times.items() if at <= size)
+    smaller = sorted(found.seconds for at, found in times.items() if at <= size and found.runs > 0)
     return smaller[-2] if len(smaller) > 1 else 0.0
 
 
