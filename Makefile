@@ -115,13 +115,17 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 plots: $(DEV)  ## plots of the results of gpubench, on any machine
 	$(BIN)/python -m benchmarks.plots
 
-bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 55 minutes on 2 cores
+bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 100 minutes on 2 cores, as root
 	$(BIN)/python -m benchmarks.policies
 	$(BIN)/python -m benchmarks.independence
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.colocation
 	$(BIN)/python -m benchmarks.queueing
+	$(BIN)/python -m benchmarks.busy_cores
+	$(BIN)/python -m benchmarks.sharding
+	$(BIN)/python -m benchmarks.network
+	$(BIN)/python -m benchmarks.plan_memory
 	$(BIN)/python -m benchmarks.wire_compression
 	$(BIN)/python -m benchmarks.http_load default --cpu
 	$(BIN)/python -m benchmarks.cluster_simulation $(if $(TRACES),--traces $(TRACES),decisions)

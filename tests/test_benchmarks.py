@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import (
     adapter_kernels,
+    busy_cores,
     cluster_simulation,
     colocation,
     decode_attention,
@@ -223,6 +224,12 @@ def test_the_memory_of_shards_is_measured_and_can_be_plotted(tmp_path):
     assert len(two["ranks"]) == 2
     assert 0.5 <= two["share_of_tensors"] < 0.55
     assert plots.draw(written).is_file()
+
+
+def test_an_engine_next_to_busy_processes_is_measured(tmp_path):
+    busy_cores.main(["--tiny", "--repetitions", "1", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "busy-cores.json").read_text())
+    assert {found["0"]["ratio"] for found in record["tokens_per_s_by_busy_processes"].values()} == {1.0}
 
 
 @pytest.mark.slow
