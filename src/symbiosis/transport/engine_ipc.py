@@ -1,7 +1,7 @@
 """Links between the engine process and HTTP processes: bounded messages.
 
 On one host they are sockets in a private folder. Between the hosts of a cluster they are TCP with CURVE: the engine has a key
-pair of its own, and serves whoever has the cluster's client key.
+pair of its own, and serves the holder of the cluster's client key.
 
 A message is a JSON object. The tokens of each step are a binary frame, the same for all processes, over a second socket: the
 engine's stepping thread sends it, so that no other thread of that process wakes for each step.
