@@ -23,7 +23,7 @@ from tests.lora import lora
 def test_jobs_of_a_disconnected_peer_are_aborted_and_released(tmp_path):
     endless = Task("endless", lora(), {"max_steps": 100000})
     with run_service() as here:
-        gone = IpcPeer(here.server.path)
+        gone = IpcPeer(here.server.address.messages)
         gone.send(**train_message(endless, tmp_path, "a"))
         gone.send(**train_message(endless, tmp_path, "b"))
         here.peer.send(**train_message(PLAIN, tmp_path, "mine"))
@@ -41,7 +41,7 @@ def test_a_job_with_the_same_folder_replaces_the_older_one(tmp_path):
     with run_service() as here:
         here.peer.send(**train_message(endless, tmp_path, "job"))
         here.peer.wait_for(lambda: here.peer.events("job", "step"))
-        other = IpcPeer(here.server.path)
+        other = IpcPeer(here.server.address.messages)
         other.send(**{**train_message(PLAIN, tmp_path, "job"), "id": "again"})
         other.wait("again")
         here.peer.wait("job")
