@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.results import FOLDER, save
-from symbiosis.cli.simulation_view import plot_reports, print_reports
+from symbiosis.cli.views.simulation_view import plot_reports, print_reports
 from symbiosis.cluster.policies.cluster_state import ClusterRequest
 from symbiosis.cluster.policies.placement import PLACEMENTS
 from symbiosis.cluster.policies.policy import ClusterPolicy, PolicyConfig

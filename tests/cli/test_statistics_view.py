@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from symbiosis.cli.statistics_view import format_bytes, format_count, render, sparkline
+from symbiosis.cli.views.statistics_view import format_bytes, format_count, render, sparkline
 
 ROW = {
     "calls": 12_345_678, "rows": 99_999_999, "training_rows": 7_654_321, "tokens": 1_234_567, "errors": 12,

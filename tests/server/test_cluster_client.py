@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from symbiosis.errors import EngineLost
-from symbiosis.server.cluster_client import ClusterClient
+from symbiosis.server.engines.cluster_client import ClusterClient
 from symbiosis.serving.engine_messages import Finished, GenerateRequest, Token
 from symbiosis.serving.scheduling.sequence import Sampling
 from symbiosis.transport.engine_ipc import ClusterKey
@@ -141,7 +141,7 @@ def test_without_an_engine_a_request_waits_and_fails(cluster):
 
 
 def test_another_key_is_not_served(cluster, monkeypatch):
-    monkeypatch.setattr("symbiosis.server.cluster_client._CONNECT_S", 1.0)
+    monkeypatch.setattr("symbiosis.server.engines.cluster_client._CONNECT_S", 1.0)
 
     async def ask() -> None:
         client = ClusterClient(ClusterKey.of("a stranger's secret"))

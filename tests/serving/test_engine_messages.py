@@ -92,6 +92,6 @@ def test_a_wrong_request_is_rejected(changes, error):
 
 
 def test_messages_and_detokenizer_import_no_torch():
-    names = "symbiosis.serving.engine_messages, symbiosis.serving.detokenizer, symbiosis.server.engine_client"
+    names = "symbiosis.serving.engine_messages, symbiosis.serving.detokenizer, symbiosis.server.engines.engine_client"
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -57,7 +57,7 @@ _log = logging.getLogger("symbiosis")
 
 
 class TrainingBackend(Protocol):
-    """The engine's process. `server.engine_client` implements and documents it."""
+    """The engine's process. `server.engines.engine_client` implements and documents it."""
 
     async def open(self, body: dict[str, Any], inbox: asyncio.Queue[Any]) -> str: ...
     def forget(self, id: str) -> None: ...

@@ -23,7 +23,7 @@ from symbiosis.server.app import Server
 from symbiosis.server.connections.http_protocol import ConnectionLimits, HttpProtocol
 from symbiosis.server.connections.listener import Listener
 from symbiosis.server.connections.shared_counts import SharedCounts
-from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
 from symbiosis.transport.engine_ipc import EngineAddress, IpcClient

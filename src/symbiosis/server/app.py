@@ -17,7 +17,7 @@ from symbiosis.server.auth import ApiKeys, AuthMiddleware
 from symbiosis.server.connections.control_proxy import ControlProxy
 from symbiosis.server.control import Control
 from symbiosis.server.cors import allow_origins
-from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.metrics.counts import Metrics
 from symbiosis.server.metrics.reporter import MetricsReporter
 from symbiosis.server.openai.errors import BadRequest, error_response

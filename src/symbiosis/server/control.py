@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from symbiosis.server.adapter_store import AdapterStore
-from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.job_service import JobService
 from symbiosis.server.metrics.counts import Metrics
 from symbiosis.server.requests.body import Handler

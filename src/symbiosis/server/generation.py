@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from symbiosis.server.engine_client import ActiveRequests
+from symbiosis.server.engines.engine_client import ActiveRequests
 from symbiosis.server.metrics.counts import Metrics
 from symbiosis.serving.detokenizer import TextStream
 from symbiosis.serving.engine_messages import Finished, GenerateRequest, Token

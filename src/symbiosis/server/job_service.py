@@ -16,7 +16,7 @@ from symbiosis.jobs.layout import JobsLayout
 from symbiosis.jobs.supervisor import Supervisor
 from symbiosis.jobs.uploads import Uploads
 from symbiosis.server.adapter_store import AdapterStore
-from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
 

@@ -53,7 +53,7 @@ def plan(
     with err.status("Planning"):
         import symbiosis.app.http_host  # noqa: F401 - a server's imports are measured
         from symbiosis.app.planning.plan import make_plan
-        from symbiosis.cli.plan_view import print_plan
+        from symbiosis.cli.views.plan_view import print_plan
         from symbiosis.planning.devices import parse_devices, this_machine
         from symbiosis.planning.estimates import read_resident
         from symbiosis.planning.tenants import parse_tenants

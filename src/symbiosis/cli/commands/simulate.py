@@ -61,7 +61,7 @@ def simulate(
 ) -> None:
     """Simulate a cluster of engines on a trace: GPU-hours, times to the first and between tokens, adapters."""
     from symbiosis.cli.loss_plot import check_plot_file
-    from symbiosis.cli.simulation_view import plot_reports, print_reports
+    from symbiosis.cli.views.simulation_view import plot_reports, print_reports
     from symbiosis.cluster.simulation.experiment import parse_synthetic, run_experiment
     from symbiosis.cluster.simulation.report import Objective
     from symbiosis.cluster.simulation.trace import read_trace

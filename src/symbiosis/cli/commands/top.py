@@ -57,6 +57,6 @@ def _fetch(address: str, token: str | None, key: str | None) -> dict[str, Any]:
 
 
 def _view(stats: dict[str, Any], before: dict[str, Any] | None, console: Console) -> RenderableType:
-    from symbiosis.cli.statistics_view import render
+    from symbiosis.cli.views.statistics_view import render
 
     return render(stats, before, console.width)

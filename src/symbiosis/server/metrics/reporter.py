@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from symbiosis.errors import SymbiosisError
-from symbiosis.server.engine_client import EngineClient, Inbox
+from symbiosis.server.engines.engine_client import EngineClient, Inbox
 from symbiosis.server.metrics.counts import Metrics
 
 _INTERVAL_S = 0.25

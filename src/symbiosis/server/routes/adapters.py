@@ -18,7 +18,7 @@ from symbiosis.common.fair_executor import KeyedLocks
 from symbiosis.errors import BadAdapter, Forbidden, SymbiosisError, UnknownAdapter
 from symbiosis.server.adapter_store import FIELDS, AdapterStore, AdapterUpload
 from symbiosis.server.auth import Caller
-from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.job_service import JobService
 from symbiosis.server.model_names import ModelNames
 from symbiosis.server.openai.errors import BadRequest

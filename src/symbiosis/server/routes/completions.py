@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from symbiosis.errors import ContextTooLong, OutOfRange, UnknownAdapter
 from symbiosis.server.auth import Caller
-from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.generation import Generation
 from symbiosis.server.metrics.counts import Metrics
 from symbiosis.server.model_names import ModelNames

@@ -20,7 +20,7 @@ from symbiosis.jobs.database import JobRecord
 from symbiosis.jobs.errors import UnknownFile
 from symbiosis.jobs.states import JobState
 from symbiosis.server.auth import Caller
-from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.job_service import JobService
 from symbiosis.server.model_names import ModelNames
 from symbiosis.server.openai.errors import BadRequest

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from symbiosis.errors import EngineLost
-from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.engines.engine_client import EngineClient
 
 
 class HealthRoute:

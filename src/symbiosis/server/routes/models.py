@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.model_names import ModelNames
 from symbiosis.server.openai.errors import unknown_model
 from symbiosis.server.routes.adapters import visible_adapters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from symbiosis.server.engine_client import EngineClient
+from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.openai.schemas import DetokenizeRequest, TokenizeRequest
 from symbiosis.server.request_gate import RequestGate
 from symbiosis.server.requests.body import read_json
