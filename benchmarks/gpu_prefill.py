@@ -45,8 +45,6 @@ PLANS = {
 class Prefill(Serving):
     """An engine that reads prompts, with and without graphs."""
 
-    prefill_graphs = True
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._graphs = self.core._runner._prefill_graphs

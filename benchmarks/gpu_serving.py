@@ -167,8 +167,6 @@ def transformers_rates(model: Any, plan: Plan, device: str, new: int) -> dict[st
 class Serving:
     """An engine, asked step by step."""
 
-    prefill_graphs = False
-
     def __init__(self, model: Any, plan: Plan, device: str, folder: Path) -> None:
         from symbiosis.models.fuse_projections import fuse_projections
         from symbiosis.serving.engine_core import EngineCore
@@ -182,7 +180,6 @@ class Serving:
             model,
             pages=(plan.requests + 2) * (-(-longest // 16) + 1),
             residency=AdapterCacheConfig(device_bytes=plan.device_bytes, host_bytes=plan.host_bytes),
-            prefill_graphs=self.prefill_graphs,
         )
         self._sampling, self._folder = Sampling, folder
 

@@ -32,9 +32,10 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.gpu import used_bytes
-from benchmarks.http_load.vocabulary import save_tokenizer
+from benchmarks.http_load.vocabulary import save_tokenizer, words
 from benchmarks.results import FOLDER, save
 
+MAX_PASS_ROWS = 4096  # of a trainer on a GPU
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": (
         "Llama",
@@ -273,12 +274,12 @@ def post(url: str, body: bytes, kind: str) -> dict[str, Any]:
         return dict(json.load(reply))
 
 
-def job(url: str, folder: Path, length: int) -> None:
+def job(url: str, folder: Path, length: int, batch: int) -> None:
     """A job of two steps over long texts."""
     data = folder / "texts.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{number} " + "word " * (2 * length)}) + "\n" for number in range(4)))
+    data.write_text("".join(json.dumps({"text": f" {word}" * (2 * length)}) + "\n" for word in words(2 * batch)))
     command = [sys.executable, "-m", "symbiosis", "finetune", str(data), "--hosted", "--connect", url, "--steps", "2"]
-    command += ["--batch-size", "2", "--max-length", str(length), "--rank", "8"]
+    command += ["--batch-size", str(batch), "--max-length", str(length), "--rank", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -318,7 +319,12 @@ def measure(case: Case, model: str | None, device: str, folder: Path) -> list[in
                 name = json.load(reply)["data"][0]["id"]
             requests(addresses["http"], name, 2048, int(options["streams"]))
         elif case.run == "job":
-            job(addresses["http"], folder, int(options["length"]))
+            job(
+                addresses["http"],
+                folder,
+                int(options["length"]),
+                2 if device == "cpu" else MAX_PASS_ROWS // int(options["length"]),
+            )
         time.sleep(0.5)
         if device == "cpu":
             pids = [server.pid, *_children(server.pid)] if "shard" in case.measured else [server.pid]

@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.activations import ACT2FN
 
+from symbiosis.models.patches.gated_mlp import GATED_MLP
 from symbiosis.models.patches.mixin import mix_in
 
+_ATTENTION = "symbiosis_dry"
 _OWN_NORMS = ("Gemma",)
 """Families whose norms the kernel does not compute (`models.rms_norms`)."""
 
@@ -39,6 +43,41 @@ class _Loss(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0])
 
 
+class _SiluMul(torch.autograd.Function):
+    """As `kernels.silu_mul`: gate and up are kept, the activation of the gate is not."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        return torch.empty_like(gate), torch.empty_like(up)
+
+
+class _GatedMlp(nn.Module):
+    """In front of the class of an MLP."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down_proj(_SiluMul.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-untyped-call, operator]
+
+
+class _Attention(torch.autograd.Function):
+    """As flash attention: queries, keys, values and the result are kept. Heads come before rows, in the result after them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+        ctx.save_for_backward(q, k, v, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
+
+
 class _FusedNorm(nn.Module):
     """In front of the class of an RMS norm."""
 
@@ -53,6 +92,21 @@ def use_gpu_kernels(model: Any) -> None:
         if name.endswith("RMSNorm") and not name.startswith(_OWN_NORMS) and weight is not None and weight.dim() == 1:
             mix_in(module, _FusedNorm)
     model.loss_function = lambda logits, *_, **__: fused_loss(logits)
+
+
+def use_packed_kernels(model: Any) -> None:
+    """The same for the gated MLPs and the attention of an engine and a trainer, which run on packed rows."""
+    silu = type(ACT2FN["silu"])
+    for module in list(model.modules()):
+        if {name for name, _ in module.named_children()} == GATED_MLP and type(module.act_fn) is silu:
+            mix_in(module, _GatedMlp)
+    AttentionInterface.register(_ATTENTION, _attend)
+    AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
+    model.set_attn_implementation(_ATTENTION)
+
+
+def _attend(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, *__: object, **___: object) -> tuple[Tensor, None]:
+    return _Attention.apply(query, key, value), None  # type: ignore[no-untyped-call]
 
 
 def fused_loss(logits: Tensor) -> Tensor:

@@ -53,7 +53,6 @@ class EngineCore:
         page_size: int = 16,
         cache_bytes: int | None = None,
         host_cache_bytes: int = 0,
-        prefill_graphs: bool = False,
         residency: AdapterCacheConfig = AdapterCacheConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
         device_share: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - stateless
@@ -62,8 +61,7 @@ class EngineCore:
         """`model` may be the first shard of one.
 
         `pages` is the number of KV-cache blocks, `page_size` the tokens of one; `cache_bytes` replaces `pages`.
-        `host_cache_bytes` is host memory for blocks that do not fit: see `host_tier`. `prefill_graphs`: on a GPU, batches with
-        prefill are CUDA graphs too, as decode is.
+        `host_cache_bytes` is host memory for blocks that do not fit: see `host_tier`.
 
         `residency` configures the adapter cache, `limits` the scheduler. Each batch is computed within `device_share`, which
         co-located work may share.
@@ -111,7 +109,7 @@ class EngineCore:
         )
         if kernels.run_on(model.device):
             max_blocks = min(num_blocks, -(-max_length // block_size), _MAX_GRAPH_BLOCKS)
-            self._runner.use_kernels(self._adapter_cache.slots, max_blocks, prefill_graphs=prefill_graphs)
+            self._runner.use_kernels(self._adapter_cache.slots, max_blocks)
         block_manager = BlockManager(num_blocks, block_size, host_cache_bytes // block_bytes)
         self.host_tier = HostTier(block_manager, kv_cache)
         self.scheduler = Scheduler(config, block_manager, self._adapter_cache.touch)

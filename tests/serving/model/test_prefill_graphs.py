@@ -18,9 +18,9 @@ from symbiosis.serving.model.model_input import InputChunk, ModelInput
 from symbiosis.serving.model.pass_capture import PassCapture
 from symbiosis.serving.model.prefill_graphs import PrefillGraphs, choose_size
 from symbiosis.serving.scheduling.sequence import Sampling
-from tests.parity.architectures import ARCHITECTURES
+from tests.parity.architectures import ARCHITECTURES, MORE
 
-BY_NAME = {a.name: a for a in ARCHITECTURES}
+BY_NAME = {a.name: a for a in [*ARCHITECTURES, *MORE]}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -107,7 +107,7 @@ def make(architecture, folder=None, **limits):
     if folder is not None:
         write_adapters(base, folder)
     fuse_projections(base)
-    core = EngineCore(base, prefill_graphs=True, pages=128, page_size=16, **limits)
+    core = EngineCore(base, pages=128, page_size=16, **limits)
     for number in range(0 if folder is None else 3):
         core.add_adapter(f"a{number}", folder / f"a{number}")
     graphs = core._runner._prefill_graphs
@@ -265,7 +265,7 @@ def test_a_replay_computes_bit_by_bit_what_its_launches_compute(dtype, tmp_path)
     write_adapters(base, tmp_path)
     base = base.to(DEVICE, dtype)
     fuse_projections(base)
-    core = EngineCore(base, prefill_graphs=True, pages=128, page_size=16)
+    core = EngineCore(base, pages=128, page_size=16)
     runner = core._runner
     for number in range(3):
         core.add_adapter(f"a{number}", tmp_path / f"a{number}")

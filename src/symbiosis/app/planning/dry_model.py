@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from symbiosis.app.planning.dry_tenant import add_adapter
 from symbiosis.models.loading import shared_copy
 from symbiosis.planning.adapter_config import build_adapter_config
-from symbiosis.planning.gpu_kernels import fused_loss, use_gpu_kernels
+from symbiosis.planning.gpu_kernels import fused_loss, use_gpu_kernels, use_packed_kernels
 from symbiosis.planning.live_memory import dry_run
 from symbiosis.planning.model_size import ModelSize
 from symbiosis.planning.tenants import TenantLoad
@@ -43,11 +43,13 @@ def run_adapter_pass(size: ModelSize, adapter: PeftConfig, rows: int, device: st
         model = _materialize(size, device)
         model.requires_grad_(False)
         adapted: Any = add_adapter(model, adapter)
+        if device == "cuda" and isinstance(adapter, LoraConfig) and not adapter.use_dora:
+            adapted.to(size.dtype)  # LoRA kernels read the rows as they are; PEFT's layers keep a copy in float32
         parameters = [p for p in adapted.parameters() if p.requires_grad]
         ids = torch.zeros(1, rows, dtype=torch.long)
         before = memory.live
         memory.reset_peak()
-        logits: Tensor = adapted(input_ids=ids, use_cache=False).logits[0, -rows:]
+        logits: Tensor = adapted(input_ids=ids, use_cache=False).logits[:, -rows:].squeeze(0)
         on_cpu = device == "cpu"
         losses = F.cross_entropy(logits.float(), ids[0], reduction="none") if on_cpu else fused_loss(logits)
         del logits
@@ -71,4 +73,5 @@ def _materialize(size: ModelSize, device: str) -> Any:
         module._buffers.update({name: make(b) for name, b in module._buffers.items() if b is not None})
     if device == "cuda":
         use_gpu_kernels(model)
+        use_packed_kernels(model)
     return model

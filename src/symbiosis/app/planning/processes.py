@@ -18,6 +18,8 @@ from symbiosis.types import LayerKind, Limits
 BLOCK_TOKENS = 16
 DEFAULT_BLOCKS = 1024
 """Of the engine's KV cache (`serving.engine_core`)."""
+ADAPTER_POOL, HOST_ADAPTER_POOL = 2 * 10**9, 4 * 10**9
+"""Which a GPU's engine allocates at its start on the GPU and on the host (`serve --adapter-gb --adapter-host-gb`)."""
 STEP_ROWS = 2048
 """Most rows of an engine's step (`serve --max-rows`)."""
 CPU_PASS_ROWS, MAX_PASS_ROWS = 256, 4096
@@ -26,7 +28,10 @@ PARAMETER_BYTES = 16
 """Of a trained parameter with its gradient and AdamW's state in float32."""
 PACKED_SHARE = 0.25
 """As in `serving.lora.lora_layers`."""
-_MIB = 1 << 20
+_WORKSPACE = 32 << 20
+"""Of cuBLAS, for each stream that it is used on."""
+_PASSES = 3
+"""A GPU's engine keeps the memory of three of its largest steps: graphs of decode, graphs of prefill, and steps without."""
 
 
 class ProcessEstimator:
@@ -61,7 +66,7 @@ class ProcessEstimator:
             copies = max(size.client_part, calls) if shards == 1 else calls
             parts = host | {"base weights": weights, "calls": copies}
             return ProcessEstimate(role="executor" if shards == 1 else "shard", device="cpu", parts=parts, loading=loading)
-        parts = {"CUDA context": CUDA_CONTEXT_BYTES, "base weights": weights, "calls": calls + 64 * _MIB}
+        parts = {"CUDA context": CUDA_CONTEXT_BYTES, "base weights": weights, "calls": calls + 2 * _WORKSPACE}
         host |= {"calls": size.client_part}
         return ProcessEstimate(role="executor", device=device, parts=parts, host_parts=host, loading=loading)
 
@@ -84,9 +89,6 @@ class ProcessEstimator:
         jobs: Sequence[TenantLoad] = (),
         split_loads: Sequence[TenantLoad] = (),
         *,
-        cache_bytes: int | None = None,
-        adapter_pool: int = 0,
-        max_rows: int = STEP_ROWS,
         available: int | None = None,
     ) -> ProcessEstimate:
         """The process of `serve --http`: executor, engine and trainer over the same weights.
@@ -94,28 +96,28 @@ class ProcessEstimator:
         `available`: bytes of the host; a CPU engine packs its weights only where they take a small share of what is left.
         """
         size, kind = self.size, device.partition(":")[0]
-        kv_cache = self.kv_cache_bytes(serve) if cache_bytes is None else cache_bytes
         streams = max(1, sum(load.count * load.streams for load in serve))
-        rows = min(max_rows, max([BLOCK_TOKENS, *(load.count * load.streams * load.context for load in serve)]))
-        adapters = max(adapter_pool, sum(load.adapters * self.adapter_bytes(load) for load in serve))
-        parts = {"base weights": size.weights, "KV cache": kv_cache, "adapters": adapters}
-        steps = [run_prefill(size, rows, min(streams, rows), kind)] if serve else []
+        rows = min(STEP_ROWS, max([BLOCK_TOKENS, *(load.count * load.streams * load.context for load in serve)]))
+        adapters = sum(load.adapters * self.adapter_bytes(load) for load in serve)
+        parts = {"base weights": size.weights, "KV cache": self.kv_cache_bytes(serve), "adapters": adapters}
+        step, training = run_prefill(size, rows, min(streams, rows), kind) if serve else 0, 0
         if jobs:
             passes = [self.training_pass(load, kind) for load in jobs]
             states = sum(load.count * parameters * PARAMETER_BYTES for load, (parameters, _) in zip(jobs, passes, strict=True))
             parts["adapter training"] = states
-            steps.append(max(activations for _, activations in passes))
+            training = max(activations for _, activations in passes)
         host = self.base("engine") | {"tokenizer": self._tokenizer}
         if kind == "cpu":
             # Steps and passes use the memory that the copy of the client part had.
             parts |= {"fused copies": size.fused}
-            parts["activations"] = max([size.client_part, self._call_bytes(split_loads), *steps])
+            parts["activations"] = max(size.client_part, self._call_bytes(split_loads), step, training)
             left = None if available is None else available - sum(parts.values()) - sum(host.values())
             parts["packed copies"] = size.packed if left is None or size.packed <= PACKED_SHARE * left else 0
             return ProcessEstimate(role="server", device="cpu", parts=host | parts)
-        largest = max(layer.weight.nbytes for layer in self.size.model.modules() if _is_matrix(layer))
-        parts |= {"CUDA context": CUDA_CONTEXT_BYTES, "activations": max([3 * largest, *steps]) + 64 * _MIB}
-        return ProcessEstimate(role="server", device=device, parts=parts, host_parts=host | {"client part": size.client_part})
+        parts |= {"CUDA context": CUDA_CONTEXT_BYTES, "adapters": max(ADAPTER_POOL, adapters)}
+        parts["activations"] = max(_PASSES * step + training, self._call_bytes(split_loads)) + 2 * _WORKSPACE
+        host |= {"client part": size.client_part, "adapters": HOST_ADAPTER_POOL}
+        return ProcessEstimate(role="server", device=device, parts=parts, host_parts=host)
 
     def training_pass(self, load: TenantLoad, kind: str) -> tuple[int, int]:
         """Parameters of a job's adapter, and bytes of its largest pass."""
@@ -157,14 +159,9 @@ class ProcessEstimator:
         if device == "cpu":
             heap = {"heap": int(heap_share() * sum(parts.values()))}
             return ProcessEstimate(role=role, device="cpu", parts=base | parts | heap, **options)
-        parts = {"CUDA context": CUDA_CONTEXT_BYTES} | parts
+        parts |= {"CUDA context": CUDA_CONTEXT_BYTES, "activations": found.activations + _WORKSPACE}
         return ProcessEstimate(role=role, device=device, parts=parts, host_parts=base, **options)
 
 
 def _rows_of_call(load: TenantLoad) -> int:
     return load.batch * load.length if load.workload is Workload.TRAIN else load.streams * load.context
-
-
-def _is_matrix(module: Any) -> bool:
-    weight = getattr(module, "weight", None)
-    return weight is not None and weight.dim() == 2

@@ -208,7 +208,7 @@ class PackedModel:
                 inputs["inputs_embeds"] = _insert(embeds_RD, batch.embeds)[None]
             keep = 0 if batch.head_rows_N is None else batch.head_rows_N
             output = self._model(**inputs, position_ids=batch.positions_R[None], use_cache=False, logits_to_keep=keep)
-        logits: Tensor = output.logits[0]
+        logits: Tensor = output.logits.squeeze(0)  # whose backward copies nothing, unlike that of [0]
         return logits
 
 

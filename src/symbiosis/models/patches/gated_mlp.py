@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from symbiosis.models.patches.mixin import mix_in
 
-_CHILDREN = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+"""Children of one."""
 _TOLERANCE = 0.02
 
 
@@ -39,7 +40,7 @@ def is_silu(function: Any) -> bool:
 def patch_gated_mlps(model: PreTrainedModel) -> None:
     """Let the MLPs of this model use the kernel."""
     for module in list(model.modules()):
-        if {name for name, _ in module.named_children()} != _CHILDREN or not isinstance(module.gate_proj, nn.Linear):
+        if {name for name, _ in module.named_children()} != GATED_MLP or not isinstance(module.gate_proj, nn.Linear):
             continue
         if not is_silu(module.act_fn):
             continue

@@ -99,14 +99,13 @@ class ModelRunner:
         """Apply adapters by kernels, with weights from this table."""
         self._adapters.table = table
 
-    def use_kernels(self, table: SlotTable, max_blocks: int, *, prefill_graphs: bool = False) -> None:
-        """Apply adapters by kernels, with weights from this table, and decode by CUDA graphs; prefill too, if wanted."""
+    def use_kernels(self, table: SlotTable, max_blocks: int) -> None:
+        """Apply adapters by kernels, with weights from this table, and run batches as CUDA graphs."""
         self.use_table(table)
         arguments, device = (self.model, self.kv_cache, self._adapters, max_blocks), self.model.device
         # memory of their own: a capture that fails may make it unusable
         self._decode_graphs = DecodeGraphs(*arguments, PassCapture(device))
-        if prefill_graphs:
-            self._prefill_graphs = PrefillGraphs(*arguments, PassCapture(device))
+        self._prefill_graphs = PrefillGraphs(*arguments, PassCapture(device))
 
     @torch.inference_mode()
     def compute(self, batch: Batch, adapters: Mapping[str, EngineAdapter]) -> Tensor:

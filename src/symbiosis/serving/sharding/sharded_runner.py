@@ -39,7 +39,7 @@ class ShardedRunner(ModelRunner):
         arguments = encode_numbers(num_blocks, kv_cache.block_size, slots)
         shard.start(START, arguments, lambda: prepare(shard.parallel.model, kv_cache, shard.parallel))
 
-    def use_kernels(self, table: SlotTable, max_blocks: int, *, prefill_graphs: bool = False) -> None:
+    def use_kernels(self, table: SlotTable, max_blocks: int) -> None:
         """Without CUDA graphs: the others do not replay them."""
         self.use_table(table)
 
