@@ -1,4 +1,4 @@
-"""Plans for a GPU, against memory that `benchmarks.gpu_memory` measured on an H200."""
+"""Plans for a GPU, against memory that `benchmarks.gpu_memory` and `benchmarks.plan_memory` measured on an H200."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.plan_memory import GPU_CASES, MODELS
 from benchmarks.results import FOLDER
 from benchmarks.shapes import SHAPES
 from symbiosis.app.planning.processes import ProcessEstimator
@@ -37,3 +38,14 @@ def test_a_training_tenant_that_maps_the_client_part(measured, estimator, tokens
     (load,) = parse_tenants([f"train,r=8,targets=q_proj+k_proj+v_proj+o_proj,batch=2x{tokens}"])
     parts = estimator.tenant(load, "cuda:0", maps=True).parts
     assert sum(parts.values()) - parts["CUDA context"] == pytest.approx(held, rel=0.1)
+
+
+@pytest.mark.parametrize("case", [case for case in GPU_CASES if case.run in ("requests", "job")], ids=lambda case: case.name)
+def test_a_server(case):
+    runs = json.loads((FOLDER / "plan-memory-gpu.json").read_text())["runs"]
+    measured = next(run["measured_bytes"] for run in runs if run["case"] == case.name)
+    family, settings, dtype = MODELS[case.model]
+    size = ModelSize.of(getattr(transformers, f"{family}Config")(**settings), getattr(torch, dtype))
+    loads = parse_tenants(case.tenants)
+    roles = {"serve": loads, "jobs": ()} if case.run == "requests" else {"serve": (), "jobs": loads}
+    assert ProcessEstimator(size, "", 0).engine("cuda:0", **roles).total == pytest.approx(measured, rel=0.1)
