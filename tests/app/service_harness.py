@@ -22,7 +22,7 @@ from symbiosis.finetuning.examples import Example
 from symbiosis.finetuning.trainer import Trainer
 from symbiosis.models.loading import shared_copy
 from symbiosis.serving.engine_core import EngineCore
-from symbiosis.serving.ipc_server import IpcServer
+from symbiosis.serving.engine_service import EngineService
 from symbiosis.transport.engine_ipc import EngineListener
 from symbiosis.transport.shm import runtime_folder
 from tests.finetuning.trainer_reference import Task, base
@@ -107,7 +107,7 @@ def _is_end(event: dict[str, Any]) -> bool:
 
 @dataclass
 class RunningService:
-    server: IpcServer
+    engine: EngineService
     service: TrainingService
     core: EngineCore
     trainer: Trainer
@@ -120,14 +120,14 @@ def run_service(**settings: Any) -> Iterator[RunningService]:
     model, device_share = shared_copy(base()), CpuTimeShare(settings.pop("share", 0.1))
     trainer = Trainer(shared_copy(model), TrainerConfig(**settings), device_share)
     core = EngineCore(model, device_share=device_share)
-    server = IpcServer(core, EngineListener(runtime_folder()))
-    service = TrainingService(server, core, trainer, JobMemory(model))
-    peer = IpcPeer(server.address.messages)
+    engine = EngineService(core, EngineListener(runtime_folder()))
+    service = TrainingService(engine, core, trainer, JobMemory(model))
+    peer = IpcPeer(engine.address.messages)
     try:
-        yield RunningService(server, service, core, trainer, peer)
+        yield RunningService(engine, service, core, trainer, peer)
     finally:
         peer.close()
-        server.close()
+        engine.rpc.close()
 
 
 def write_dataset(path: Path, examples: list[Example]) -> Path:

@@ -23,7 +23,7 @@ from tests.lora import lora
 def test_jobs_of_a_disconnected_peer_are_aborted_and_released(tmp_path):
     endless = Task("endless", lora(), {"max_steps": 100000})
     with run_service() as here:
-        gone = IpcPeer(here.server.address.messages)
+        gone = IpcPeer(here.engine.address.messages)
         gone.send(**train_message(endless, tmp_path, "a"))
         gone.send(**train_message(endless, tmp_path, "b"))
         here.peer.send(**train_message(PLAIN, tmp_path, "mine"))
@@ -41,7 +41,7 @@ def test_a_job_with_the_same_folder_replaces_the_older_one(tmp_path):
     with run_service() as here:
         here.peer.send(**train_message(endless, tmp_path, "job"))
         here.peer.wait_for(lambda: here.peer.events("job", "step"))
-        other = IpcPeer(here.server.address.messages)
+        other = IpcPeer(here.engine.address.messages)
         other.send(**{**train_message(PLAIN, tmp_path, "job"), "id": "again"})
         other.wait("again")
         here.peer.wait("job")
@@ -151,7 +151,7 @@ def test_an_invalid_message_is_rejected_and_leaves_nothing(wrong, tmp_path, ther
     (event,) = there.peer.of(id)
     assert event["refused"]["code"] != "error", event
     assert not there.trainer._registry.sessions()
-    assert there.server.is_alive()
+    assert there.engine.is_alive()
 
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -182,7 +182,7 @@ def test_a_request_after_close_is_rejected_and_the_server_survives():
         here.peer.send(op="check_adapter", id="late", adapter=LORA)
         here.peer.wait_for(lambda: here.peer.of("late"))
         assert here.peer.of("late")[0]["refused"]["code"] == "closed"
-        assert here.server.is_alive()
+        assert here.engine.is_alive()
 
 
 def test_a_missing_field_and_a_second_job_of_the_same_id(tmp_path, there):
@@ -239,8 +239,8 @@ def test_a_checkpoint_of_another_step_is_rejected(tmp_path, there):
 
 def test_a_model_that_cannot_be_trained_rejects_jobs_with_the_reason(tmp_path):
     with run_service() as here:
-        here.server._handlers.clear()
-        NoTrainingService(here.server, CannotTrain("this model cannot be packed"))
+        here.engine.rpc._handlers[1:] = []
+        NoTrainingService(here.engine.rpc, CannotTrain("this model cannot be packed"))
         here.peer.send(**train_message(PLAIN, tmp_path, "job"))
         here.peer.wait("job")
         (event,) = here.peer.of("job")

@@ -42,20 +42,20 @@ def main(secret: str) -> None:
     import torch
 
     from symbiosis.serving.engine_core import EngineCore
-    from symbiosis.serving.ipc_server import IpcServer
+    from symbiosis.serving.engine_service import EngineService
     from symbiosis.transport.engine_ipc import ClusterKey, EngineListener
     from tests.parity.architectures import ARCHITECTURES
 
     torch.set_num_threads(1)
     model = ARCHITECTURES[0].model().eval()
     listener = EngineListener(host="127.0.0.1", clients=ClusterKey.of(secret))
-    server = IpcServer(EngineCore(model, pages=400, page_size=4), listener)
+    engine = EngineService(EngineCore(model, pages=400, page_size=4), listener)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    print(json.dumps(server.address.to_json()), flush=True)
+    print(json.dumps(engine.address.to_json()), flush=True)
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
     stop.wait()
-    server.close()
+    engine.rpc.close()
 
 
 if __name__ == "__main__":

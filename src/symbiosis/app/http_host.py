@@ -48,7 +48,7 @@ from symbiosis.server.model_names import ModelNames
 from symbiosis.server.rate_limits import RequestLimits
 from symbiosis.server.settings import Settings
 from symbiosis.serving.engine_core import EngineCore
-from symbiosis.serving.ipc_server import IpcServer
+from symbiosis.serving.engine_service import EngineService
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.transport.engine_ipc import EngineListener
 from symbiosis.transport.shm import runtime_folder
@@ -143,7 +143,7 @@ class HttpHost:
             self._processes = HttpProcesses(self._socket, count, runtime_folder())
             undo.pop_all()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._ipc: IpcServer | None = None
+        self._engine: EngineService | None = None
         self._trainer: Trainer | None = None
         self._own_statistics: StatisticsSource | None = None
         self._hosted: HostedParts | None = None
@@ -158,45 +158,45 @@ class HttpHost:
             hosted = model if shard is None else shard
             core = EngineCore(hosted, residency=residency or AdapterCacheConfig(), device_share=device_share, **engine_core)
             _load_adapters(core, adapters, self._uploads.path, names)
-            self._ipc = IpcServer(core, EngineListener(runtime_folder()))
-            RateLimitService(self._ipc, settings.request_limits)
+            self._engine = EngineService(core, EngineListener(runtime_folder()))
+            RateLimitService(self._engine.rpc, settings.request_limits)
             values = {**asdict(settings), "max_model_len": core.scheduler.max_model_len}
             service = None
             if isinstance(trainer, Trainer):
-                service = TrainingService(self._ipc, core, trainer, JobMemory(model))
+                service = TrainingService(self._engine, core, trainer, JobMemory(model))
                 values["max_training_len"] = trainer.longest
             else:
-                NoTrainingService(self._ipc, trainer)
+                NoTrainingService(self._engine.rpc, trainer)
                 values["training_error"] = str(trainer)
             self._hosted = HostedParts(
                 core=core,
-                engine_loop=self._ipc.engine_loop,
-                counts=HttpCounts(self._ipc, statistics.collect),
+                engine_loop=self._engine.engine_loop,
+                counts=HttpCounts(self._engine.rpc, statistics.collect),
                 training=service,
                 has_keys=bool(keys or admin_key),
             )
             statistics.attach(self._hosted)
             folder = None if tokenizer is None else str(tokenizer)
             _listen(self._socket, address)  # not before: a connection would wait for the engine
-            self._processes.configure({"engine": self._ipc.address.to_json(), "tokenizer": folder, "settings": values})
-            self._wait_until_connected(self._ipc)
+            self._processes.configure({"engine": self._engine.address.to_json(), "tokenizer": folder, "settings": values})
+            self._wait_until_connected(self._engine)
         except BaseException:
             self.close()
             raise
 
-    def _wait_until_connected(self, ipc: IpcServer) -> None:
+    def _wait_until_connected(self, engine: EngineService) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while ipc.num_joined < len(self._processes):
+        while engine.rpc.num_joined < len(self._processes):
             time.sleep(0.05)
             if not self._processes.are_alive() or time.monotonic() > deadline:
                 raise EngineLost("an HTTP process did not start: see the log above")
 
     def check(self) -> None:
         """Restart an HTTP process that died. Raises `EngineLost` if it keeps dying, or a loop of this process has failed."""
-        assert self._ipc is not None
+        assert self._engine is not None
         if self._shard is not None and self._shard.leader.is_lost:
             raise EngineLost("a shard has ended: see the log above")
-        if not self._ipc.is_alive():
+        if not self._engine.is_alive():
             raise EngineLost("the engine's loop has failed: see the log above")
         if self._trainer is not None and not self._trainer.is_alive():
             raise EngineLost("hosted training has failed on the device: start again, and jobs resume from their checkpoints")
@@ -207,7 +207,8 @@ class HttpHost:
         self._processes.stop()
         if self._hosted is not None:
             self._statistics.detach(self._hosted)
-        for part in (self._own_statistics, self._ipc, self._trainer, self._uploads, self._jobs, self._socket):
+        rpc = None if self._engine is None else self._engine.rpc
+        for part in (self._own_statistics, rpc, self._trainer, self._uploads, self._jobs, self._socket):
             if part is not None:
                 part.close()
         if self._shard is not None:

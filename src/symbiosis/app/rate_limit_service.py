@@ -7,7 +7,7 @@ from typing import Any
 from symbiosis.errors import Closed
 from symbiosis.server.rate_limits import RateLimiter, RequestLimits
 from symbiosis.serving.engine_messages import Result, text_field
-from symbiosis.serving.ipc_server import IpcServer
+from symbiosis.serving.rpc_server import RpcServer
 
 
 class RateLimitService:
@@ -15,11 +15,11 @@ class RateLimitService:
 
     operations = ("acquire", "release")
 
-    def __init__(self, ipc_server: IpcServer, limits: RequestLimits) -> None:
-        self._ipc_server, self._limiter = ipc_server, RateLimiter(limits)
+    def __init__(self, rpc: RpcServer, limits: RequestLimits) -> None:
+        self._rpc, self._limiter = rpc, RateLimiter(limits)
         self._tenants: dict[str, str] = {}  # by id of the place
         self._is_closed = False
-        ipc_server.add_handler(self)
+        rpc.add_handler(self)
 
     def handle(self, id: str, body: dict[str, Any]) -> None:
         if body.get("op") == "release":
@@ -30,7 +30,7 @@ class RateLimitService:
         tenant = text_field(body, "tenant") if body.get("tenant") else ""
         self._limiter.acquire(tenant)
         self._tenants[id] = tenant
-        self._ipc_server.publish([Result(id, {})])
+        self._rpc.publish([Result(id, {})])
 
     def _release(self, id: str) -> None:
         tenant = self._tenants.pop(id, None)

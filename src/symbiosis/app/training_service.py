@@ -19,7 +19,8 @@ from symbiosis.finetuning.loop.recipe import Recipe
 from symbiosis.finetuning.trainer import Trainer
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_messages import JobEvent, Rejected, Result, int_field, text_field
-from symbiosis.serving.ipc_server import IpcServer
+from symbiosis.serving.engine_service import EngineService
+from symbiosis.serving.rpc_server import RpcServer
 
 _MAX_PATH = 4096
 _MAX_COUNT = (1 << 31) - 1
@@ -33,11 +34,11 @@ class TrainingService:
 
     operations = ("train", "stop_training", "check_adapter", "check_job")
 
-    def __init__(self, ipc_server: IpcServer, core: EngineCore, trainer: Trainer, memory: JobMemory) -> None:
-        self._ipc_server, self._core, self._trainer, self._memory = ipc_server, core, trainer, memory
+    def __init__(self, engine: EngineService, core: EngineCore, trainer: Trainer, memory: JobMemory) -> None:
+        self._engine, self._core, self._trainer, self._memory = engine, core, trainer, memory
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-checks")
         self.jobs = JobRunner(trainer, self._send_event, self._serve)
-        ipc_server.add_handler(self)
+        engine.rpc.add_handler(self)
 
     def handle(self, ticket: str, body: dict[str, Any]) -> None:
         if body.get("op") == "stop_training":
@@ -73,25 +74,25 @@ class TrainingService:
             exact = self._trainer.check(adapter)
             if length is not None:
                 self._memory.check(exact, length)
-            self._ipc_server.publish([Result(ticket, {})])
+            self._engine.rpc.publish([Result(ticket, {})])
         except SymbiosisError as error:
-            self._ipc_server.publish([Rejected(ticket, error)])
+            self._engine.rpc.publish([Rejected(ticket, error)])
         except Exception:  # noqa: BLE001 - PEFT may raise anything, and the peer waits for a reply
             _log.exception("an adapter could not be checked")
-            self._ipc_server.publish(
+            self._engine.rpc.publish(
                 [Rejected(ticket, BadAdapter("this adapter cannot be trained: the server's log has the reason"))]
             )
 
     def _serve(self, name: str, adapter: Adapter, folder: Path) -> int:
         """On a job's thread; the engine's thread only changes the name."""
         prepared = self._core.prepare_held(adapter, folder)
-        return self._ipc_server.engine_loop.serve(name, prepared).result().generation
+        return self._engine.engine_loop.serve(name, prepared).result().generation
 
     def _send_event(self, id: str, event: events.Event) -> None:
         if isinstance(event, events.JobRejected):
-            self._ipc_server.publish([Rejected(id, event.error)])
+            self._engine.rpc.publish([Rejected(id, event.error)])
         else:
-            self._ipc_server.publish([JobEvent(id, {"training": events.to_message(event)})])
+            self._engine.rpc.publish([JobEvent(id, {"training": events.to_message(event)})])
 
     def stats(self) -> dict[str, Any]:
         """Totals of passes and jobs since the start. Callable from any thread."""
@@ -108,9 +109,9 @@ class NoTrainingService:
 
     operations = TrainingService.operations
 
-    def __init__(self, ipc_server: IpcServer, reason: SymbiosisError) -> None:
+    def __init__(self, rpc: RpcServer, reason: SymbiosisError) -> None:
         self._reason = reason
-        ipc_server.add_handler(self)
+        rpc.add_handler(self)
 
     def handle(self, ticket: str, body: dict[str, Any]) -> None:
         if body.get("op") != "stop_training":

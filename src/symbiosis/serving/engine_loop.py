@@ -67,6 +67,10 @@ class EngineLoop:
         """Finish a request, or one of its completions; no effect on finished ones."""
         self._put(None, lambda: self._cancel(id, number))
 
+    def cancel_all(self, prefix: str) -> None:
+        """Finish the requests whose ids begin so: their peer is lost."""
+        self._put(None, lambda: self._cancel_all(prefix))
+
     def load(self, id: str, name: str, folder: str | Path, *, replace: bool = False) -> None:
         """Serve the adapter of a folder: `Result` with its hash, generation and seconds, or `Rejected`."""
         self._put_operation(id, lambda: self._begin_load(id, name, Path(folder), replace))
@@ -217,6 +221,13 @@ class EngineLoop:
             if number is None or sequence.number == number:
                 self._core.cancel(sequence)
                 self._finish(sequence)
+
+    def _cancel_all(self, prefix: str) -> None:
+        lost = [id for id in self._requests if id.startswith(prefix)]
+        if lost:
+            _log.warning("a peer is lost: its %d requests are cancelled", len(lost))
+        for id in lost:
+            self._cancel(id, None)
 
     def _finish(self, sequence: Sequence, error: SymbiosisError | None = None) -> None:
         id = self._request_ids.pop(sequence.id, None)

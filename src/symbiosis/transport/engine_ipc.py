@@ -121,9 +121,9 @@ class EngineListener:
 
     @property
     def address(self) -> EngineAddress:
-        """Once both ports are bound."""
+        """Once its ports are bound. A service without tokens has one."""
         key = "" if self._keys is None else self._keys[0].decode()
-        return EngineAddress(self._found["messages"], self._found["tokens"], key)
+        return EngineAddress(self._found["messages"], self._found.get("tokens", ""), key)
 
     def stop(self) -> None:
         """Before the contexts of the ports end."""

@@ -11,7 +11,7 @@ from symbiosis.app.statistics.http_counts import HttpCounts
 from symbiosis.errors import SymbiosisError
 from symbiosis.models.loading import shared_copy
 from symbiosis.serving.engine_core import EngineCore
-from symbiosis.serving.ipc_server import IpcServer
+from symbiosis.serving.engine_service import EngineService
 from symbiosis.transport.engine_ipc import EngineListener
 from symbiosis.transport.shm import runtime_folder
 from tests.app.service_harness import IpcPeer
@@ -20,14 +20,14 @@ from tests.finetuning.trainer_reference import base
 
 @contextmanager
 def running(collect=lambda deliver: deliver({"collected": True})):
-    server = IpcServer(EngineCore(shared_copy(base())), EngineListener(runtime_folder()))
-    counts, peers = HttpCounts(server, collect), [IpcPeer(server.address.messages) for _ in range(2)]
+    engine = EngineService(EngineCore(shared_copy(base())), EngineListener(runtime_folder()))
+    counts, peers = HttpCounts(engine.rpc, collect), [IpcPeer(engine.address.messages) for _ in range(2)]
     try:
-        yield server, counts, peers
+        yield engine, counts, peers
     finally:
         for peer in peers:
             peer.close()
-        server.close()
+        engine.rpc.close()
 
 
 def tokens(count: int) -> list:

@@ -10,7 +10,7 @@ from typing import Any
 from symbiosis.errors import BadMessage, SymbiosisError
 from symbiosis.server.metrics.counts import MetricSums
 from symbiosis.serving.engine_messages import JobEvent, Rejected, Result
-from symbiosis.serving.ipc_server import IpcServer
+from symbiosis.serving.rpc_server import RpcServer
 
 _FLUSH_S = 0.2
 Deliver = Callable[[dict[str, Any] | SymbiosisError], None]
@@ -26,21 +26,21 @@ class HttpCounts:
 
     operations = ("report", "count", "statistics")
 
-    def __init__(self, ipc_server: IpcServer, collect: Callable[[Deliver], None]) -> None:
-        self._ipc_server, self._collect = ipc_server, collect
+    def __init__(self, rpc: RpcServer, collect: Callable[[Deliver], None]) -> None:
+        self._rpc, self._collect = rpc, collect
         self._sums = MetricSums()
         self._jobs: list[tuple[str, str, int]] = []
         self._reports: dict[str, str] = {}  # ids by peer
         self._flushed: dict[str, int] = {}  # number of the last flush by peer
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
-        ipc_server.add_handler(self)
+        rpc.add_handler(self)
 
     def flush(self) -> None:
         """Wait for what every process has counted so far. A process that does not reply in time is left out."""
         with self._changed:
             number, asked = next(self._numbers), dict(self._reports)
-            self._ipc_server.publish([JobEvent(id, {"flush": number}) for id in asked.values()])
+            self._rpc.publish([JobEvent(id, {"flush": number}) for id in asked.values()])
             self._changed.wait_for(
                 lambda: all(peer not in self._reports or self._flushed[peer] >= number for peer in asked), _FLUSH_S
             )
@@ -64,7 +64,7 @@ class HttpCounts:
     def handle(self, id: str, body: dict[str, Any]) -> None:
         peer, op = id.partition(":")[0], body.get("op")
         if op == "statistics":
-            self._collect(lambda result: self._ipc_server.publish([_reply(id, result)]))
+            self._collect(lambda result: self._rpc.publish([_reply(id, result)]))
         elif op == "report":
             with self._changed:
                 self._reports[peer], self._flushed[peer] = id, 0
