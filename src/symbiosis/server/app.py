@@ -17,7 +17,7 @@ from symbiosis.server.auth import ApiKeys, AuthMiddleware
 from symbiosis.server.connections.control_proxy import ControlProxy
 from symbiosis.server.control import Control
 from symbiosis.server.cors import allow_origins
-from symbiosis.server.engines.engine_client import EngineClient
+from symbiosis.server.engines.engine import Engine
 from symbiosis.server.metrics.counts import Metrics
 from symbiosis.server.metrics.reporter import MetricsReporter
 from symbiosis.server.openai.errors import BadRequest, error_response
@@ -39,9 +39,7 @@ class Server:
     None: this is the control process.
     """
 
-    def __init__(
-        self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, control: str | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, tokenizer: ServerTokenizer, settings: Settings, control: str | None = None) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._metrics = Metrics()
         self._reporter = MetricsReporter(engine, self._metrics)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from symbiosis.server.adapter_store import AdapterStore
-from symbiosis.server.engines.engine_client import EngineClient
+from symbiosis.server.engines.engine import Engine
 from symbiosis.server.job_service import JobService
 from symbiosis.server.metrics.counts import Metrics
 from symbiosis.server.requests.body import Handler
@@ -24,7 +24,7 @@ from symbiosis.server.tokenizer import ServerTokenizer
 class Control:
     """The owner of stored adapters and jobs."""
 
-    def __init__(self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, tokenizer: ServerTokenizer, settings: Settings, metrics: Metrics) -> None:
         self._engine, self._settings = engine, settings
         self._store = AdapterStore(Path(settings.uploads), settings.store_limits)
         self._jobs = JobService(engine, tokenizer, settings, self._store, metrics.count_steps)

@@ -16,7 +16,7 @@ from symbiosis.jobs.layout import JobsLayout
 from symbiosis.jobs.supervisor import Supervisor
 from symbiosis.jobs.uploads import Uploads
 from symbiosis.server.adapter_store import AdapterStore
-from symbiosis.server.engines.engine_client import EngineClient
+from symbiosis.server.engines.engine import Engine
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
 
@@ -33,7 +33,7 @@ class JobService:
     admission: Admission
 
     def __init__(
-        self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, store: AdapterStore, count_steps: CountSteps
+        self, engine: Engine, tokenizer: ServerTokenizer, settings: Settings, store: AdapterStore, count_steps: CountSteps
     ) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._store, self._count_steps = store, count_steps

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from symbiosis.server.engines.engine_client import EngineClient
+from symbiosis.server.engines.engine import Engine
 from symbiosis.server.rate_limits import RequestLimits
 
 
 class RequestGate:
     """One per HTTP process. Without limits, nothing is asked."""
 
-    def __init__(self, engine: EngineClient, limits: RequestLimits) -> None:
+    def __init__(self, engine: Engine, limits: RequestLimits) -> None:
         self._engine, self._is_open = engine, limits.is_unlimited
 
     @asynccontextmanager

@@ -286,7 +286,8 @@ class IpcClient:
         self._watchdog: asyncio.Task[None] | None = None
         self.lost = asyncio.Event()
         """Set when the engine is lost."""
-        self._tokens.connect(address.tokens)
+        if address.tokens:
+            self._tokens.connect(address.tokens)
         self._socket.connect(address.messages)
 
     def open(self, on_message: Callable[[Body], None], on_tokens: Callable[[bytes], None]) -> None:

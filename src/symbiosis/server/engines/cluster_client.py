@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from symbiosis.errors import Closed, EngineLost, SymbiosisError
-from symbiosis.server.engines.engine_client import ActiveRequests, EngineClient, Inbox
+from symbiosis.server.engines.engine_client import ActiveRequests, EngineClient
+from symbiosis.server.engines.rpc_client import Inbox
 from symbiosis.serving import engine_messages as messages
 from symbiosis.serving.engine_messages import GenerateRequest
 from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, IpcClient

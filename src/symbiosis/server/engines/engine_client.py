@@ -3,93 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from symbiosis.errors import EngineLost, SymbiosisError
+from symbiosis.errors import SymbiosisError
+from symbiosis.server.engines.rpc_client import Inbox, RpcClient
 from symbiosis.serving import engine_messages as messages
-from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, JobEvent, Rejected, Token
+from symbiosis.serving.engine_messages import Accepted, Finished, GenerateRequest, Rejected, Token
 from symbiosis.transport.engine_ipc import IpcClient
 
-_START_TIMEOUT_S = 60.0
-_HELLO_S = 0.1
-_ids = itertools.count()  # of operations, over all engines of this process
 
-
-class Inbox:
-    """Encoded events of some operations, for one task. None: the engine is lost.
-
-    A token without logprobs is a tuple (id, index of the completion, token).
-    """
-
-    __slots__ = ("_events", "_waiter")
-
-    def __init__(self) -> None:
-        self._events: list[Any] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put_nowait(self, event: Any) -> None:
-        self._events.append(event)
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def take(self) -> list[Any]:
-        """All events there are; waits for the first."""
-        while not self._events:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        events, self._events = self._events, []
-        return events
-
-
-AnyInbox = Inbox | asyncio.Queue[Any]
-
-
-class EngineClient:
-    """One per process. Every method raises `EngineLost` once the engine is gone."""
+class EngineClient(RpcClient):
+    """The engine: completions besides its operations."""
 
     def __init__(self, ipc: IpcClient) -> None:
-        self._ipc = ipc
-        self._inboxes: dict[int, AnyInbox] = {}
-        self._watcher: asyncio.Task[None] | None = None
-        self._peer: int | None = None
-        """This process's number in streams."""
-        self._connected = asyncio.Event()
-        self.lost = asyncio.Event()
-
-    async def start(self) -> None:
-        """Returns when the engine has replied."""
-        self._ipc.open(self._receive, self._receive_tokens)
-        self._watcher = asyncio.create_task(self._watch())
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                while self._peer is None or not self._connected.is_set():  # both sockets must be connected
-                    await self._ipc.send({"op": "hello", "id": "0"})
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._connected.wait(), _HELLO_S)
-        except TimeoutError:
-            raise EngineLost(f"the engine did not reply within {_START_TIMEOUT_S:g} s") from None
-
-    async def close(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()  # operations that have not ended end as if the engine was lost
-            await asyncio.wait({self._watcher})
-        self._ipc.close()
-
-    def is_alive(self) -> bool:
-        return not self.lost.is_set()
-
-    @property
-    def num_open(self) -> int:
-        """Operations that have not ended, requests included."""
-        return len(self._inboxes)
+        super().__init__(ipc)
+        self._connected = False
+        """Whether the socket of the tokens is."""
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[ActiveRequests]:
@@ -112,85 +44,22 @@ class EngineClient:
         """See `Engines`: there is no other engine."""
         return False
 
-    async def ask(self, op: str, **body: Any) -> dict[str, Any]:
-        """The result of an operation, such as load, stats or check_adapter. Raises the engine's error."""
-        inbox = Inbox()
-        id = await self.open({"op": op, **body}, inbox)
-        try:
-            return _result(await inbox.take())
-        finally:
-            self.forget(id)
-
-    async def acquire(self, tenant: str) -> str:
-        """Take a place of the tenant's rate limits; its id. Raises `TooManyRequests`."""
-        inbox = Inbox()
-        id = await self.open({"op": "acquire", "tenant": tenant}, inbox)
-        try:
-            _result(await inbox.take())
-        except asyncio.CancelledError:
-            await asyncio.shield(self.release(id))  # it may be taken by now
-            raise
-        finally:
-            self.forget(id)
-        return id
-
-    async def release(self, id: str) -> None:
-        """Give a place back."""
-        await self.send({"op": "release", "id": id})
-
-    async def send(self, body: dict[str, Any]) -> None:
-        """Send an operation that has no result; nothing happens if the engine is lost."""
-        if not self.lost.is_set():
-            await self._ipc.send(body)
-
-    async def open(self, body: dict[str, Any], inbox: AnyInbox) -> str:
-        """Send an operation with a new id, which is returned; its events go to the inbox."""
-        if self.lost.is_set():
-            raise _lost()
-        id = str(number := next(_ids))
-        self._inboxes[number] = inbox
-        try:
-            await self._ipc.send({**body, "id": id})
-        except BaseException:
-            self.forget(id)
-            raise
-        return id
-
-    def forget(self, id: str) -> None:
-        """Drop further events of this id."""
-        self._inboxes.pop(int(id), None)
-
     async def cancel(self, id: str, number: int | None = None) -> None:
         await self.send({"op": "cancel", "id": id, "number": number})
 
-    async def stop_training(self, id: str, *, at_once: bool = False) -> None:
-        """Stop a job after its current step, or after the current batch; its end goes to its inbox."""
-        await self.send({"op": "stop_training", "id": id, "at_once": at_once})
-
     def _receive_tokens(self, frame: bytes) -> None:
         if not frame:
-            self._connected.set()
+            self._connected = True
+            self._greeted()
         inboxes, own = self._inboxes, self._peer
         for stream, token in messages.decode_tokens(frame):
             peer, id, number = messages.split_stream(stream)
             if peer == own and (inbox := inboxes.get(id)) is not None:
                 inbox.put_nowait((id, number, token))
 
-    def _receive(self, message: dict[str, Any]) -> None:
-        if message.get("beat") is False:
-            self._ipc.lost.set()
-        self._peer = message.get("peer", self._peer)
-        for event in message.get("events", ()):
-            if (inbox := self._inboxes.get(int(event[0] if isinstance(event, list) else event["id"]))) is not None:
-                inbox.put_nowait(event)
-
-    async def _watch(self) -> None:
-        try:
-            await self._ipc.lost.wait()
-        finally:
-            self.lost.set()
-            for inbox in self._inboxes.values():
-                inbox.put_nowait(None)
+    def _greeted(self) -> None:
+        if self._connected and self._peer is not None:  # both sockets must be connected
+            self._replied.set()
 
 
 class Engines(Protocol):
@@ -330,23 +199,3 @@ class ActiveRequests:
             resume = [list(self._tokens[key]) if key in self._tokens else None for key in keys]
             if any(tokens is not None for tokens in resume):
                 await self._place(index, replace(request, resume=resume))
-
-
-def _decode(raw: Any) -> Event | JobEvent:
-    """An event of an inbox. Raises `EngineLost`."""
-    if raw is None:
-        raise _lost()
-    return messages.decode_event(raw)
-
-
-def _result(events: list[Any]) -> dict[str, Any]:
-    """The body of an operation's result. Raises its error."""
-    event = _decode(events[0])
-    if isinstance(event, Rejected):
-        raise event.error
-    assert isinstance(event, messages.Result)
-    return event.body
-
-
-def _lost() -> EngineLost:
-    return EngineLost("the serving engine is gone; it may be restarted")

@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from symbiosis.errors import SymbiosisError
-from symbiosis.server.engines.engine_client import EngineClient, Inbox
+from symbiosis.server.engines.engine import Engine
+from symbiosis.server.engines.rpc_client import Inbox
 from symbiosis.server.metrics.counts import Metrics
 
 _INTERVAL_S = 0.25
@@ -16,7 +17,7 @@ CountJobs = Callable[[], Awaitable[list[tuple[str, str, int]]]]
 
 
 class MetricsReporter:
-    def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._task: asyncio.Task[None] | None = None
 

@@ -18,7 +18,7 @@ from symbiosis.common.fair_executor import KeyedLocks
 from symbiosis.errors import BadAdapter, Forbidden, SymbiosisError, UnknownAdapter
 from symbiosis.server.adapter_store import FIELDS, AdapterStore, AdapterUpload
 from symbiosis.server.auth import Caller
-from symbiosis.server.engines.engine_client import EngineClient
+from symbiosis.server.engines.engine import Engine
 from symbiosis.server.job_service import JobService
 from symbiosis.server.model_names import ModelNames
 from symbiosis.server.openai.errors import BadRequest
@@ -46,7 +46,7 @@ def visible_adapters(caller: Caller, served: dict[str, Any]) -> dict[str, tuple[
 class AdapterRoutes:
     """An adapter belongs to the tenant that uploads it. The admin's are shared by all tenants."""
 
-    def __init__(self, engine: EngineClient, settings: Settings, store: AdapterStore, jobs: JobService) -> None:
+    def __init__(self, engine: Engine, settings: Settings, store: AdapterStore, jobs: JobService) -> None:
         self._engine, self._settings, self._store, self._jobs = engine, settings, store, jobs
         self._names = ModelNames(settings.base, settings.hub_id)
         self._name_locks = KeyedLocks()

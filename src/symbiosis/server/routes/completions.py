@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from symbiosis.errors import ContextTooLong, OutOfRange, UnknownAdapter
 from symbiosis.server.auth import Caller
-from symbiosis.server.engines.engine_client import EngineClient
+from symbiosis.server.engines.engine import Engine
 from symbiosis.server.generation import Generation
 from symbiosis.server.metrics.counts import Metrics
 from symbiosis.server.model_names import ModelNames
@@ -29,7 +29,7 @@ _DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API; a chat has no d
 
 class CompletionRoutes:
     def __init__(
-        self, engine: EngineClient, tokenizer: ServerTokenizer, settings: Settings, gate: RequestGate, metrics: Metrics
+        self, engine: Engine, tokenizer: ServerTokenizer, settings: Settings, gate: RequestGate, metrics: Metrics
     ) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._gate, self._metrics, self._defaults = gate, metrics, settings.default_sampling

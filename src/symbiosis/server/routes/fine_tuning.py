@@ -20,7 +20,7 @@ from symbiosis.jobs.database import JobRecord
 from symbiosis.jobs.errors import UnknownFile
 from symbiosis.jobs.states import JobState
 from symbiosis.server.auth import Caller
-from symbiosis.server.engines.engine_client import EngineClient
+from symbiosis.server.engines.engine import Engine
 from symbiosis.server.job_service import JobService
 from symbiosis.server.model_names import ModelNames
 from symbiosis.server.openai.errors import BadRequest
@@ -35,7 +35,7 @@ _IDEMPOTENCY_KEY = re.compile(r"[\x20-\x7e]{1,255}")
 
 
 class FineTuningRoutes:
-    def __init__(self, engine: EngineClient, settings: Settings, jobs: JobService) -> None:
+    def __init__(self, engine: Engine, settings: Settings, jobs: JobService) -> None:
         self._engine, self._base, self._jobs = engine, settings.base, jobs
         self._names = ModelNames(settings.base, settings.hub_id)
 

@@ -6,11 +6,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from symbiosis.errors import EngineLost
-from symbiosis.server.engines.engine_client import EngineClient
+from symbiosis.server.engines.engine import Engine
 
 
 class HealthRoute:
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def get(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from symbiosis.server.engines.engine_client import EngineClient
+from symbiosis.server.engines.engine import Engine
 from symbiosis.server.model_names import ModelNames
 from symbiosis.server.openai.errors import unknown_model
 from symbiosis.server.routes.adapters import visible_adapters
@@ -16,7 +16,7 @@ from symbiosis.server.settings import Settings
 
 
 class ModelRoutes:
-    def __init__(self, engine: EngineClient, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._base = engine, settings.base
         self._names = ModelNames(settings.base, settings.hub_id)
         self._created = int(time.time())

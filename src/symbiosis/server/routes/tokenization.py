@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from symbiosis.server.engines.engine_client import EngineClient
+from symbiosis.server.engines.engine import Engine
 from symbiosis.server.openai.schemas import DetokenizeRequest, TokenizeRequest
 from symbiosis.server.request_gate import RequestGate
 from symbiosis.server.requests.body import read_json
@@ -13,7 +13,7 @@ from symbiosis.server.tokenizer import ServerTokenizer
 
 
 class TokenizationRoutes:
-    def __init__(self, engine: EngineClient, tokenizer: ServerTokenizer, gate: RequestGate) -> None:
+    def __init__(self, engine: Engine, tokenizer: ServerTokenizer, gate: RequestGate) -> None:
         self._engine, self._tokenizer, self._gate = engine, tokenizer, gate
 
     async def tokenize(self, request: Request) -> Response:
