@@ -28,7 +28,7 @@ def server(tmp_path_factory):
 def test_a_trained_adapter_is_served_over_http_at_once(server, tmp_path):
     _, hosting = server
     task = Task("ann", lora(r=8), {"max_steps": 8, "learning_rate": 0.05})
-    peer = IpcPeer(hosting._ipc.address.messages)
+    peer = IpcPeer(hosting._engine.address.messages)
     peer.send(**train_message(task, tmp_path, "job", serve_as="mine"))
     peer.wait("job")
     assert peer.events("job", "trained")
