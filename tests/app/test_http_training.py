@@ -6,7 +6,7 @@ import httpx2
 import pytest
 
 import symbiosis
-from symbiosis.app.http_host import _make_trainer
+from symbiosis.app.engine_host import _make_trainer
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.errors import CannotTrain
 from symbiosis.finetuning.config import TrainerConfig
@@ -28,7 +28,7 @@ def server(tmp_path_factory):
 def test_a_trained_adapter_is_served_over_http_at_once(server, tmp_path):
     _, hosting = server
     task = Task("ann", lora(r=8), {"max_steps": 8, "learning_rate": 0.05})
-    peer = IpcPeer(hosting._engine.address.messages)
+    peer = IpcPeer(hosting._engine.service.address.messages)
     peer.send(**train_message(task, tmp_path, "job", serve_as="mine"))
     peer.wait("job")
     assert peer.events("job", "trained")
@@ -43,7 +43,7 @@ def test_a_trained_adapter_is_served_over_http_at_once(server, tmp_path):
 def test_the_trainer_shares_the_executors_weights(server):
     executor, hosting = server
     own = {p.untyped_storage().data_ptr() for p in executor._model.parameters()}
-    packed = hosting._trainer._passes._packed._model
+    packed = hosting._engine._trainer._passes._packed._model
     assert {p.untyped_storage().data_ptr() for p in packed.parameters()} == own
 
 

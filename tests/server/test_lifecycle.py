@@ -62,7 +62,7 @@ def test_a_disconnect_cancels_the_request(server, stream):
 
 
 def test_a_request_that_makes_steps_fail_is_500_and_others_complete(server, world):
-    model = server.hosting._engine.engine_loop._core._runner.model
+    model = server.hosting._engine.service.engine_loop._core._runner.model
     poison = 9
 
     def refuse(module, args, kwargs):

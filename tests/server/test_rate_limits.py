@@ -50,7 +50,7 @@ def test_requests_above_the_limits_are_429_in_openais_format(small):
 
 def test_engine_options_take_effect(small):
     block_bytes = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, width, tokens, bytes
-    core = small.hosting._engine.engine_loop._core
+    core = small.hosting._engine.service.engine_loop._core
     assert core.scheduler.block_manager.num_blocks == (1 << 20) // block_bytes
     with pytest.raises(openai.RateLimitError, match="> 8 allowed"):
         small.client(BOB).completions.create(model="tiny", prompt="x", n=9, max_tokens=1)

@@ -42,7 +42,7 @@ def test_a_split_tenant_is_exact_while_adapters_are_served(server, world, mode):
 
 
 def test_the_engine_uses_the_tensors_of_the_executor(server):
-    engine = server.hosting._engine.engine_loop._core._runner.model
+    engine = server.hosting._engine.service.engine_loop._core._runner.model
     held = {weight.data_ptr() for layer in server.executor.split.layers for weight in layer.weights.values()}
     held |= {tensor.data_ptr() for tensor in server.executor.split.client_tensors.values()}
     assert {parameter.data_ptr() for parameter in engine.parameters()} <= held

@@ -12,42 +12,34 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from symbiosis.adapters.names import qualify_name
+from symbiosis.app.engine_host import EngineHost, default_sampling, name_model
 from symbiosis.app.http_processes import HttpProcesses
-from symbiosis.app.planning.job_memory import JobMemory
-from symbiosis.app.rate_limit_service import RateLimitService
-from symbiosis.app.statistics.http_counts import HttpCounts
-from symbiosis.app.statistics.source import HostedParts, StatisticsSource
-from symbiosis.app.training_service import NoTrainingService, TrainingService
+from symbiosis.app.statistics.source import StatisticsSource
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
-from symbiosis.device_sharing.gpu_partition import create_device_share
 from symbiosis.distributed.operations import FirstShard
 from symbiosis.errors import (
     AddressInUse,
     BadAdapter,
     BadAddress,
-    CannotTrain,
     EngineLost,
     InsecureListen,
     SymbiosisError,
-    UnsupportedAdapter,
 )
 from symbiosis.finetuning.config import TrainerConfig
-from symbiosis.finetuning.trainer import Trainer
 from symbiosis.jobs.queue import JobLimits
-from symbiosis.models import default_model
-from symbiosis.models.loading import shared_copy
 from symbiosis.server import adapter_store
 from symbiosis.server.model_names import ModelNames
 from symbiosis.server.rate_limits import RequestLimits
+from symbiosis.server.services.http_counts import HttpCounts
+from symbiosis.server.services.rate_limit_service import RateLimitService
 from symbiosis.server.settings import Settings
-from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_service import EngineService
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.transport.engine_ipc import EngineListener
@@ -102,12 +94,8 @@ class HttpHost:
         **engine_core: Any,
     ) -> None:
         keys, adapters = dict(keys or {}), dict(adapters or {})
-        self._shard = shard = model if isinstance(model, FirstShard) else None
-        if isinstance(model, FirstShard):
-            model = model.parallel.model
-        base = Path(name).name if Path(name).is_dir() else name
-        hub_id = default_model.HUB_ID if base == default_model.NAME else None
-        model.name_or_path = model.config._name_or_path = hub_id or base  # adapters and messages never show the local path
+        whole = model.parallel.model if isinstance(model, FirstShard) else model
+        base, hub_id = name_model(whole, name)
         names = ModelNames(base, hub_id)
         _check_names(names, adapters)
         if adapter_root is not None and not Path(adapter_root).is_dir():
@@ -136,50 +124,40 @@ class HttpHost:
                 client_timeout_s=patience_s,
                 allowed_hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
                 cors_origins=tuple(cors_origins),
-                default_sampling=_default_sampling(model, base, temperature),
+                default_sampling=default_sampling(whole, base, temperature),
             )
-            count = _default_workers(model.device.type) if workers is None else workers
+            count = _default_workers(whole.device.type) if workers is None else workers
             # Their imports take seconds: they run while the engine loads.
             self._processes = HttpProcesses(self._socket, count, runtime_folder())
             undo.pop_all()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._engine: EngineService | None = None
-        self._trainer: Trainer | None = None
-        self._own_statistics: StatisticsSource | None = None
-        self._hosted: HostedParts | None = None
-        if statistics is None:
-            weights = [*model.parameters(), *model.buffers()]
-            statistics = self._own_statistics = StatisticsSource(base, model.device, weights)
-        self._statistics = statistics
+        self._engine: EngineHost | None = None
         try:
-            device_share = device_share or create_device_share(model.device)
-            trainer = _make_trainer(model if shard is None else shard, training, device_share)
-            self._trainer = trainer if isinstance(trainer, Trainer) else None
-            hosted = model if shard is None else shard
-            core = EngineCore(hosted, residency=residency or AdapterCacheConfig(), device_share=device_share, **engine_core)
-            _load_adapters(core, adapters, self._uploads.path, names)
-            self._engine = EngineService(core, EngineListener(runtime_folder()))
-            RateLimitService(self._engine.rpc, settings.request_limits)
-            values = {**asdict(settings), "max_model_len": core.scheduler.max_model_len}
-            service = None
-            if isinstance(trainer, Trainer):
-                service = TrainingService(self._engine, core, trainer, JobMemory(model))
-                values["max_training_len"] = trainer.longest
-            else:
-                NoTrainingService(self._engine.rpc, trainer)
-                values["training_error"] = str(trainer)
-            self._hosted = HostedParts(
-                core=core,
-                engine_loop=self._engine.engine_loop,
-                counts=HttpCounts(self._engine.rpc, statistics.collect),
-                training=service,
-                has_keys=bool(keys or admin_key),
+            engine = self._engine = EngineHost(
+                model,
+                base,
+                EngineListener(runtime_folder()),
+                adapters=adapters,
+                training=training,
+                residency=residency,
+                device_share=device_share,
+                statistics=statistics,
+                **engine_core,
             )
-            statistics.attach(self._hosted)
+            _load_uploads(engine, self._uploads.path, names)
+            rpc = engine.service.rpc
+            RateLimitService(rpc, settings.request_limits)
+            engine.attach_statistics(HttpCounts(rpc, engine.statistics.collect), has_keys=bool(keys or admin_key))
+            values = {
+                **asdict(settings),
+                "max_model_len": engine.max_model_len,
+                "max_training_len": engine.max_training_len,
+                "training_error": None if engine.training_error is None else str(engine.training_error),
+            }
             folder = None if tokenizer is None else str(tokenizer)
             _listen(self._socket, address)  # not before: a connection would wait for the engine
-            self._processes.configure({"engine": self._engine.address.to_json(), "tokenizer": folder, "settings": values})
-            self._wait_until_connected(self._engine)
+            self._processes.configure({"engine": engine.service.address.to_json(), "tokenizer": folder, "settings": values})
+            self._wait_until_connected(engine.service)
         except BaseException:
             self.close()
             raise
@@ -194,25 +172,15 @@ class HttpHost:
     def check(self) -> None:
         """Restart an HTTP process that died. Raises `EngineLost` if it keeps dying, or a loop of this process has failed."""
         assert self._engine is not None
-        if self._shard is not None and self._shard.leader.is_lost:
-            raise EngineLost("a shard has ended: see the log above")
-        if not self._engine.is_alive():
-            raise EngineLost("the engine's loop has failed: see the log above")
-        if self._trainer is not None and not self._trainer.is_alive():
-            raise EngineLost("hosted training has failed on the device: start again, and jobs resume from their checkpoints")
+        self._engine.check()
         self._processes.check()
 
     def close(self) -> None:
         """Stop accepting requests, let running ones finish for half a minute, then stop everything."""
         self._processes.stop()
-        if self._hosted is not None:
-            self._statistics.detach(self._hosted)
-        rpc = None if self._engine is None else self._engine.rpc
-        for part in (self._own_statistics, rpc, self._trainer, self._uploads, self._jobs, self._socket):
+        for part in (self._engine, self._uploads, self._jobs, self._socket):
             if part is not None:
                 part.close()
-        if self._shard is not None:
-            self._shard.leader.stop()
 
     def __enter__(self) -> HttpHost:
         return self
@@ -245,36 +213,13 @@ def _default_workers(device: str) -> int:
     return 1 if device == "cpu" else max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) // 4))
 
 
-def _make_trainer(
-    model: PreTrainedModel | FirstShard, config: TrainerConfig | None, device_share: CpuTimeShare
-) -> Trainer | SymbiosisError:
-    """Hosted training over the model's weights, in its own modules; or the reason why there is none."""
-    if config is None:
-        return CannotTrain("this server does not train")
-    try:
-        if isinstance(model, FirstShard):
-            return Trainer(replace(model, parallel=model.parallel.copy()), config, device_share)
-        return Trainer(shared_copy(model), config, device_share)
-    except CannotTrain as error:
-        _log.warning("hosted training is off: %s", error)
-        return error
-    except Exception as error:  # noqa: BLE001 - a model's code may raise anything; it is still served
-        _log.warning("hosted training is off", exc_info=error)
-        return CannotTrain(f"the model cannot be trained here: {type(error).__name__}")
-
-
-def _load_adapters(core: EngineCore, adapters: Mapping[str, str | Path], uploads: Path, names: ModelNames) -> None:
-    """Stored uploads that do not fit this model are skipped with a warning; any other failure raises."""
-    for name, folder in adapters.items():
-        try:
-            core.add_adapter(name, folder)
-        except (BadAdapter, UnsupportedAdapter) as error:
-            raise type(error)(f"the adapter {name} in {folder}: {error}") from None
+def _load_uploads(engine: EngineHost, uploads: Path, names: ModelNames) -> None:
+    """Stored uploads that do not fit this model are skipped with a warning."""
     for stored in adapter_store.list_stored(uploads):
         try:
             if names.is_base(stored.name):
                 raise BadAdapter("it has a name of the base model")
-            core.add_adapter(qualify_name(stored.owner, stored.name), stored.folder)
+            engine.add_adapter(qualify_name(stored.owner, stored.name), stored.folder)
         except SymbiosisError as error:
             _log.warning("the adapter %s in %s is not served: %s", stored.name, stored.folder, error)
 
@@ -291,19 +236,6 @@ def check_http(address: str, keys: Mapping[str, str]) -> None:
     """Raise what listening at this address would raise now."""
     with closing(_bind(address, keys)) as bound:
         _listen(bound, address)
-
-
-def _default_sampling(model: PreTrainedModel, base: str, temperature: float | None) -> dict[str, float]:
-    """Of requests that name no sampling parameters."""
-    if temperature is None and base == default_model.NAME:
-        temperature = 0.0  # sampled at 1, a model of this size writes nonsense that does not end
-    if temperature is not None:
-        if not 0 <= temperature <= 2:
-            raise SymbiosisError(f"--temperature {temperature:g}: expected 0 to 2")
-        return {"temperature": temperature}
-    config = getattr(model, "generation_config", None)
-    given = config.to_diff_dict() if config is not None and config.do_sample else {}
-    return {name: float(given[name]) for name in ("temperature", "top_p", "min_p") if name in given}
 
 
 def _listen(bound: socket.socket, address: str) -> None:

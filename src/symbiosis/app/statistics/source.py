@@ -19,12 +19,12 @@ from torch import Tensor
 
 from symbiosis.adapters.names import split_qualified_name
 from symbiosis.app.statistics.history import INTERVAL_S, History
-from symbiosis.app.statistics.http_counts import Deliver, HttpCounts
 from symbiosis.app.statistics.memory import CPU, account_memory, count_storages, read_total
 from symbiosis.app.training_service import TrainingService
 from symbiosis.errors import Closed, SymbiosisError
 from symbiosis.jobs.states import JobState
 from symbiosis.server.metrics.counts import TENANT_COUNTERS
+from symbiosis.server.services.http_counts import Deliver, HttpCounts
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_loop import EngineLoop
 from symbiosis.split.executor.service import Service

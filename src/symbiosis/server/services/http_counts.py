@@ -1,4 +1,4 @@
-"""The engine process's RPC handler for statistics: one owner of what the HTTP processes have counted."""
+"""RPC handler for statistics: one owner of what the HTTP processes have counted."""
 
 from __future__ import annotations
 

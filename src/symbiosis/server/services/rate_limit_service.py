@@ -1,4 +1,4 @@
-"""The engine process's RPC handler for rate limits: one owner for all HTTP processes."""
+"""RPC handler for rate limits: one owner for all HTTP processes."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from symbiosis.app.statistics.http_counts import HttpCounts
 from symbiosis.errors import SymbiosisError
 from symbiosis.models.loading import shared_copy
+from symbiosis.server.services.http_counts import HttpCounts
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_service import EngineService
 from symbiosis.transport.engine_ipc import EngineListener
