@@ -1,8 +1,8 @@
 """The director of a cluster: which engines there are, which of them takes a request, which adapters and jobs are where.
 
 No token passes through it. HTTP processes ask it before they send a request to an engine; without it they go on with the
-engines that they know. It keeps the registry of adapters in a file; everything else follows from what engines and HTTP processes send when
-they connect again.
+engines that they know. It keeps the registry of adapters in a file; everything else follows from what engines and HTTP
+processes send when they connect again.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from symbiosis.cluster.policies.cluster_state import ClusterRequest, EngineStatus
@@ -18,6 +19,8 @@ from symbiosis.serving.engine_messages import int_field, text_field
 from symbiosis.transport.engine_ipc import Body
 
 _MAX_TOKENS = 1 << 24
+_UNKNOWN = StepCost(fixed_s=0.01, row_s=1e-4, context_s=0.0, prefill_s=1e-6, attention_s=0.0, start_s=20.0, kv_tokens=1)
+"""Without a profile: requests count, not their seconds."""
 Move = Callable[[str, int], None]
 """Tells a peer that one of its requests has to leave its engine."""
 
@@ -60,10 +63,7 @@ class Placement:
 
     def _make_policy(self, facts: EngineFacts) -> ClusterPolicy:
         if self.policy is None:
-            limits = {"kv_tokens": facts.kv_tokens, "max_running": facts.max_running, "slots": facts.slots}
-            cost = self._cost or StepCost(
-                fixed_s=0.01, row_s=1e-4, context_s=0.0, prefill_s=1e-6, attention_s=0.0, start_s=20.0, **limits
-            )
+            cost = replace(self._cost or _UNKNOWN, kv_tokens=facts.kv_tokens, max_running=facts.max_running, slots=facts.slots)
             self.policy = ClusterPolicy(self._config, cost)
             for _ in range(self._starting):
                 self.policy.add_engine(time.monotonic())

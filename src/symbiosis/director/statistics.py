@@ -29,11 +29,9 @@ Deliver = Callable[[Any], None]
 
 
 class ClusterStatistics:
-    def __init__(
-        self, members: Members, adapters: ClusterAdapters, placement: Placement, counts: HttpCounts | None = None
-    ) -> None:
+    def __init__(self, members: Members, adapters: ClusterAdapters, placement: Placement) -> None:
         self._members, self._adapters, self._placement = members, adapters, placement
-        self.counts = counts
+        self.counts: HttpCounts | None = None
         self._started = time.monotonic()
 
     async def poll(self) -> None:
