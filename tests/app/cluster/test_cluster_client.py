@@ -1,20 +1,19 @@
-"""Engines of a cluster in real processes: whatever dies, each completion has exactly the tokens of an undisturbed run."""
+"""Engines and a director in real processes: whatever dies, each completion has exactly the tokens of an undisturbed run."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import secrets
-import signal
 
 import pytest
 
-from symbiosis.errors import EngineLost
+from symbiosis.errors import EngineLost, UnknownAdapter
 from symbiosis.server.engines.cluster_client import ClusterClient
 from symbiosis.serving.engine_messages import Finished, GenerateRequest, Token
 from symbiosis.serving.scheduling.sequence import Sampling
 from symbiosis.transport.engine_ipc import ClusterKey
-from tests.server.engine_process import EngineProcess
+from tests.app.cluster.running_cluster import RunningCluster
+from tests.tiny_chat import make_tiny_chat
 
 TOKENS = 40
 
@@ -47,45 +46,18 @@ async def complete(client: ClusterClient, request: GenerateRequest) -> tuple[lis
     return tokens, ends
 
 
-class Cluster:
-    """Engines that are replaced when they have been killed or stopped."""
-
-    def __init__(self, count: int) -> None:
-        self.secret = secrets.token_hex(16)
-        self.processes = {f"e{number}": EngineProcess(self.secret) for number in range(count)}
-        self.addresses = {name: process.address() for name, process in self.processes.items()}
-
-    async def disturb(self, client: ClusterClient, name: str, fault: str) -> None:
-        """Kill an engine, stop it, or freeze it until it is replaced by the others, as a broken network would."""
-        old = self.processes[name]
-        if fault == "freeze":
-            old.process.send_signal(signal.SIGSTOP)
-            while name in client.engines:
-                await asyncio.sleep(0.05)
-            old.process.send_signal(signal.SIGCONT)
-            await client.set_engines(self.addresses)
-            return
-        await asyncio.to_thread(old.kill if fault == "kill" else old.stop)
-        self.processes[name] = EngineProcess(self.secret)
-        self.addresses[name] = await asyncio.to_thread(self.processes[name].address)
-        await client.set_engines(self.addresses)
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-
-
-@pytest.fixture
-def cluster():
-    made = Cluster(2)
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    made = RunningCluster(make_tiny_chat(folder / "tiny"), folder / "state", 2)
     yield made
     made.close()
 
 
-async def run(cluster: Cluster, faults: list[str]) -> None:
-    client = ClusterClient(ClusterKey.of(cluster.secret))
-    await client.set_engines(cluster.addresses)
-    assert client.engines == sorted(cluster.addresses)
+async def run(cluster: RunningCluster, faults: list[str]) -> None:
+    client = cluster.client()
+    await client.start()
+    await cluster.wait_for_engines(client)
     expected = await asyncio.gather(*(complete(client, request) for request in requests()))
     assert all(ends == ["length"] * len(tokens) and {len(each) for each in tokens} == {TOKENS} for tokens, ends in expected)
     chosen = random.Random(1)
@@ -104,49 +76,64 @@ async def run(cluster: Cluster, faults: list[str]) -> None:
         try:
             for fault in faults:
                 await asyncio.sleep(chosen.uniform(0.05, 0.4))
-                await cluster.disturb(client, chosen.choice(sorted(cluster.processes)), fault)
+                await cluster.disturb(client, chosen.choice(client.engines), fault)
         finally:
             is_over = True
 
     *counts, _ = await asyncio.gather(*(ask(number) for number in range(len(expected))), disturb())
     assert all(counts)
+    while (stats := (await client.ask("statistics"))["cluster"])["placed"]:  # nothing stays at the director
+        assert not stats["waiting"]
+        await asyncio.sleep(0.1)
     await client.close()
 
 
-def test_no_token_is_lost_or_doubled_when_engines_fail(cluster):
-    asyncio.run(run(cluster, ["kill", "stop", "freeze"]))
+@pytest.mark.timeout(600)
+def test_no_token_is_lost_or_doubled_when_engines_or_the_director_fail(cluster):
+    asyncio.run(run(cluster, ["director", "kill", "stop", "freeze", "director"]))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_a_hundred_faults(cluster):
-    asyncio.run(run(cluster, ["kill", "kill", "stop", "freeze"] * 25))
+    asyncio.run(run(cluster, ["kill", "director", "stop", "freeze"] * 25))
 
 
-def test_without_an_engine_a_request_waits_and_fails(cluster):
+@pytest.mark.timeout(600)
+def test_requests_that_cannot_be_placed_say_why(cluster):
     async def ask() -> None:
-        client = ClusterClient(ClusterKey.of(cluster.secret), patience_s=0.2)
-        with pytest.raises(EngineLost, match="no engine of the cluster"):
-            await complete(client, requests()[0])
-        await client.set_engines({"e0": cluster.addresses["e0"]})
-        task = asyncio.create_task(complete(client, requests()[1]))
-        while client._engines["e0"].num_open == 0:
-            await asyncio.sleep(0)
-        cluster.processes["e0"].kill()
-        with pytest.raises(EngineLost):
-            await task
+        client = cluster.client()
+        await client.start()
+        await cluster.wait_for_engines(client)
+        with pytest.raises(UnknownAdapter, match="no adapter 'nobody'"):
+            await complete(client, GenerateRequest(prompt=[3], adapter="nobody", tenant="ann"))
+        assert (await client.ask("statistics"))["cluster"]["placed"] == 0
         await client.close()
 
     asyncio.run(ask())
 
 
-def test_another_key_is_not_served(cluster, monkeypatch):
-    monkeypatch.setattr("symbiosis.server.engines.cluster_client._CONNECT_S", 1.0)
+def test_a_request_that_ends_while_it_waits_for_an_engine_leaves_the_director(tmp_path):
+    lonely = RunningCluster(tmp_path / "none", tmp_path / "state", 0)
 
     async def ask() -> None:
-        client = ClusterClient(ClusterKey.of("a stranger's secret"))
-        await client.set_engines(cluster.addresses)
-        assert client.engines == []
+        client = lonely.client(patience_s=0.3)
+        await client.start()
+        with pytest.raises(EngineLost, match="no engine of the cluster"):
+            await complete(client, requests()[0])
+        await asyncio.sleep(0.2)
+        assert (await client.ask("statistics"))["cluster"] == {"waiting": 0, "migrations": 0, "placed": 0}
+        await client.close()
+
+    asyncio.run(ask())
+    lonely.close()
+
+
+def test_another_key_is_not_served(cluster):
+    async def ask() -> None:
+        client = ClusterClient(cluster.director.address, ClusterKey.of("a stranger's secret"), patience_s=1.0)
+        with pytest.raises(EngineLost, match="the director of the cluster cannot be reached"):
+            await client.start()
         await client.close()
 
     asyncio.run(ask())
