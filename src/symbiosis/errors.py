@@ -240,6 +240,10 @@ class BadProfile(SymbiosisError, code="bad_profile"):
     """A profile of an engine that `symbiosis profile` did not write, or whose values are out of range."""
 
 
+class UnknownEngine(SymbiosisError, code="unknown_engine"):
+    """The cluster has no engine of this name."""
+
+
 class UnknownPolicy(SymbiosisError, code="unknown_policy"):
     """A name that no policy of the simulator has."""
 

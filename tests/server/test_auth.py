@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from symbiosis.app.http_host import check_http
+from symbiosis.app.front_door import check_http
 from symbiosis.errors import AddressInUse, BadAddress, InsecureListen, SymbiosisError
 from symbiosis.server.app import Server
 from symbiosis.server.auth import OPEN_PATHS, ApiKeys, AuthMiddleware, is_tenant_path

@@ -59,7 +59,7 @@ def check_same(url: str, jobs: list) -> None:
 
 
 def kill(server) -> None:
-    slot = server.hosting._processes._slots[0]
+    slot = server.hosting._door.processes._slots[0]
     slot.process._process.kill()
     slot.process._process.wait()
     slot.deaths = 0  # the test kills it more often than the limit

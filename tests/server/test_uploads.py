@@ -324,7 +324,7 @@ def test_a_disconnect_during_an_upload_leaves_nothing(keyed_server, uploads):
 @contextmanager
 def full_disk(server):
     """No file of an HTTP process may have more than a few bytes: its writes fail as on a full disk."""
-    pids = server.hosting._processes.pids
+    pids = server.hosting._door.processes.pids
     before = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids]
     try:
         for pid, (_, hard) in zip(pids, before, strict=True):

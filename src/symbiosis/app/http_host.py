@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import os
 import re
-import shutil
-import socket
-import tempfile
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +13,13 @@ from transformers import PreTrainedModel
 
 from symbiosis.adapters.names import qualify_name
 from symbiosis.app.engine_host import EngineHost, default_sampling, name_model
-from symbiosis.app.http_processes import HttpProcesses
+from symbiosis.app.front_door import FrontDoor, default_workers
 from symbiosis.app.statistics.source import StatisticsSource
 from symbiosis.device_sharing.cpu_time_share import CpuTimeShare
 from symbiosis.distributed.operations import FirstShard
 from symbiosis.errors import (
-    AddressInUse,
     BadAdapter,
-    BadAddress,
     EngineLost,
-    InsecureListen,
     SymbiosisError,
 )
 from symbiosis.finetuning.config import TrainerConfig
@@ -39,7 +29,6 @@ from symbiosis.server.model_names import ModelNames
 from symbiosis.server.rate_limits import RequestLimits
 from symbiosis.server.services.http_counts import HttpCounts
 from symbiosis.server.services.rate_limit_service import RateLimitService
-from symbiosis.server.settings import Settings
 from symbiosis.serving.engine_service import EngineService
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.transport.engine_ipc import EngineListener
@@ -98,39 +87,21 @@ class HttpHost:
         base, hub_id = name_model(whole, name)
         names = ModelNames(base, hub_id)
         _check_names(names, adapters)
-        if adapter_root is not None and not Path(adapter_root).is_dir():
-            raise SymbiosisError(f"there is no folder {adapter_root}: --adapter-root must be a folder of adapters")
-        with ExitStack() as undo:
-            self._socket = undo.enter_context(closing(_bind(address, keys)))
-            self._uploads = undo.enter_context(closing(_LockedFolder(uploads, "adapters", "--uploads")))
-            adapter_store.remove_incomplete(self._uploads.path)
-            if jobs is not None and Path(jobs).resolve() == self._uploads.path:
-                raise SymbiosisError(f"--uploads and --jobs are both {jobs}: give each a folder of its own")
-            if jobs is None and uploads is not None:
-                jobs = Path(uploads).with_name(f"{Path(uploads).resolve().name}-jobs")
-            self._jobs = undo.enter_context(closing(_LockedFolder(jobs, "fine-tuning jobs", "--jobs")))
-            host, port = self._socket.getsockname()[:2]
-            settings = Settings(
-                base=base,
-                hub_id=hub_id,
-                keys=keys,
-                admin_key=admin_key,
-                adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
-                uploads=str(self._uploads.path),
-                jobs=str(self._jobs.path),
-                job_limits=job_limits or JobLimits(),
-                store_limits=store_limits or adapter_store.StoreLimits(),
-                request_limits=requests or RequestLimits(),
-                client_timeout_s=patience_s,
-                allowed_hosts=None if keys else tuple({"127.0.0.1", "localhost", "[::1]", host}),
-                cors_origins=tuple(cors_origins),
-                default_sampling=default_sampling(whole, base, temperature),
-            )
-            count = _default_workers(whole.device.type) if workers is None else workers
-            # Their imports take seconds: they run while the engine loads.
-            self._processes = HttpProcesses(self._socket, count, runtime_folder())
-            undo.pop_all()
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._door = FrontDoor(
+            address,
+            workers=default_workers(whole.device.type) if workers is None else workers,
+            keys=keys,
+            admin_key=admin_key,
+            adapter_root=adapter_root,
+            uploads=uploads,
+            jobs=jobs,
+            job_limits=job_limits,
+            store_limits=store_limits,
+            requests=requests,
+            patience_s=patience_s,
+            cors_origins=cors_origins,
+        )
+        self.url = self._door.url
         self._engine: EngineHost | None = None
         try:
             engine = self._engine = EngineHost(
@@ -144,19 +115,20 @@ class HttpHost:
                 statistics=statistics,
                 **engine_core,
             )
-            _load_uploads(engine, self._uploads.path, names)
+            _load_uploads(engine, self._door.uploads, names)
             rpc = engine.service.rpc
-            RateLimitService(rpc, settings.request_limits)
-            engine.attach_statistics(HttpCounts(rpc, engine.statistics.collect), has_keys=bool(keys or admin_key))
-            values = {
-                **asdict(settings),
-                "max_model_len": engine.max_model_len,
-                "max_training_len": engine.max_training_len,
-                "training_error": None if engine.training_error is None else str(engine.training_error),
-            }
-            folder = None if tokenizer is None else str(tokenizer)
-            _listen(self._socket, address)  # not before: a connection would wait for the engine
-            self._processes.configure({"engine": engine.service.address.to_json(), "tokenizer": folder, "settings": values})
+            RateLimitService(rpc, self._door.settings.request_limits)
+            engine.attach_statistics(HttpCounts(rpc, engine.statistics.collect), has_keys=self._door.has_keys)
+            self._door.configure(
+                {"engine": engine.service.address.to_json()},
+                None if tokenizer is None else str(tokenizer),
+                base=base,
+                hub_id=hub_id,
+                default_sampling=default_sampling(whole, base, temperature),
+                max_model_len=engine.max_model_len,
+                max_training_len=engine.max_training_len,
+                training_error=None if engine.training_error is None else str(engine.training_error),
+            )
             self._wait_until_connected(engine.service)
         except BaseException:
             self.close()
@@ -164,53 +136,29 @@ class HttpHost:
 
     def _wait_until_connected(self, engine: EngineService) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while engine.rpc.num_joined < len(self._processes):
+        while engine.rpc.num_joined < len(self._door.processes):
             time.sleep(0.05)
-            if not self._processes.are_alive() or time.monotonic() > deadline:
+            if not self._door.processes.are_alive() or time.monotonic() > deadline:
                 raise EngineLost("an HTTP process did not start: see the log above")
 
     def check(self) -> None:
         """Restart an HTTP process that died. Raises `EngineLost` if it keeps dying, or a loop of this process has failed."""
         assert self._engine is not None
         self._engine.check()
-        self._processes.check()
+        self._door.processes.check()
 
     def close(self) -> None:
         """Stop accepting requests, let running ones finish for half a minute, then stop everything."""
-        self._processes.stop()
-        for part in (self._engine, self._uploads, self._jobs, self._socket):
-            if part is not None:
-                part.close()
+        self._door.processes.stop()
+        if self._engine is not None:
+            self._engine.close()
+        self._door.close()
 
     def __enter__(self) -> HttpHost:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _LockedFolder:
-    """A folder of the provider, or a temporary one. Errors name `what` it stores and its `option`."""
-
-    def __init__(self, path: str | Path | None, what: str, option: str) -> None:
-        self._is_temporary = path is None
-        if path is None:
-            adapter_store.remove_abandoned(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
-            path = tempfile.mkdtemp(prefix=_TEMPORARY)
-        self.path = Path(path).resolve()
-        self._lock = adapter_store.lock_folder(self.path, what, option)
-
-    def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-        if self._is_temporary:
-            shutil.rmtree(self.path, ignore_errors=True)
-
-
-def _default_workers(device: str) -> int:
-    """One process serves what a CPU generates; a GPU generates tens of thousands of tokens a second."""
-    return 1 if device == "cpu" else max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) // 4))
 
 
 def _load_uploads(engine: EngineHost, uploads: Path, names: ModelNames) -> None:
@@ -230,47 +178,3 @@ def _check_names(names: ModelNames, adapters: Mapping[str, Any]) -> None:
             raise SymbiosisError(f"an adapter is named {name!r}, like the base model: choose another name")
         if not re.fullmatch(_ADAPTER_NAME, name):
             raise SymbiosisError(f"an adapter is named {name!r}: expected letters, digits, dots, dashes and underscores")
-
-
-def check_http(address: str, keys: Mapping[str, str]) -> None:
-    """Raise what listening at this address would raise now."""
-    with closing(_bind(address, keys)) as bound:
-        _listen(bound, address)
-
-
-def _listen(bound: socket.socket, address: str) -> None:
-    try:
-        bound.listen(2048)
-    except OSError:
-        raise _in_use(address) from None
-
-
-def _in_use(address: str) -> AddressInUse:
-    return AddressInUse(f"{address} is in use, or not of this machine: choose another with --http HOST:PORT (port 0: any)")
-
-
-def _bind(address: str, keys: Mapping[str, str]) -> socket.socket:
-    """A socket at `HOST:PORT` (port 0: any). Raises `BadAddress`, `AddressInUse` or `InsecureListen`."""
-    host, _, port = address.removeprefix("http://").rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise BadAddress(f"{address!r} is not an address for HTTP: expected HOST:PORT, such as 127.0.0.1:8000")
-    try:
-        family, kind, protocol, _, resolved = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
-    except OSError:
-        raise BadAddress(f"{host!r} is not an address of this machine") from None
-    if not keys and not ipaddress.ip_address(resolved[0]).is_loopback:
-        raise InsecureListen(
-            f"{address} is reachable from other machines, and no keys are set: "
-            "give keys (--key NAME=SECRET), or listen at 127.0.0.1"
-        )
-    listening = socket.socket(family, kind, protocol)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(resolved)
-    except OSError as error:
-        listening.close()
-        if isinstance(error, PermissionError):
-            raise BadAddress(f"cannot listen at {address}: {error.strerror}") from None
-        raise _in_use(address) from None
-    return listening

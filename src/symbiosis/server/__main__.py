@@ -23,10 +23,12 @@ from symbiosis.server.app import Server
 from symbiosis.server.connections.http_protocol import ConnectionLimits, HttpProtocol
 from symbiosis.server.connections.listener import Listener
 from symbiosis.server.connections.shared_counts import SharedCounts
+from symbiosis.server.engines.cluster_client import ClusterClient
+from symbiosis.server.engines.engine import Engine
 from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
-from symbiosis.transport.engine_ipc import EngineAddress, IpcClient
+from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, IpcClient
 
 _LOST_S = 2.0
 """After the engine is lost, requests get an error for this long; then the process ends and frees the port."""
@@ -45,10 +47,17 @@ def _load_tokenizer(folder: str) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
+def _make_engine(config: dict[str, Any]) -> Engine:
+    """One engine, or those of a cluster."""
+    if "engine" in config:
+        return EngineClient(IpcClient(EngineAddress.from_json(config["engine"])))
+    return ClusterClient(EngineAddress.from_json(config["director"]), ClusterKey.of(config["secret"]))
+
+
 async def _serve(config: dict[str, Any]) -> None:
     folder = config["tokenizer"]
     tokenizer = None if folder is None else _load_tokenizer(folder)
-    engine = EngineClient(IpcClient(EngineAddress.from_json(config["engine"])))
+    engine = _make_engine(config)
     settings = Settings.from_json(config["settings"])
     max_connections = file_limits.raise_open_file_limit() - _RESERVED_FILES
     counts = None if config["counts"] is None else SharedCounts(**config["counts"])

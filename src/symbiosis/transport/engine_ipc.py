@@ -75,26 +75,44 @@ class EngineAddress:
 
 @dataclass(frozen=True, slots=True)
 class ClusterKey:
-    """The key pair of all clients of a cluster's engines, from the cluster's secret."""
+    """A key pair from the cluster's secret: by default that of all clients of its engines and its director."""
 
     public: bytes
     secret: bytes
 
     @staticmethod
-    def of(secret: str) -> ClusterKey:
+    def of(secret: str, purpose: str = "cluster") -> ClusterKey:
         """`secret`: at least 16 random characters; guessing is bounded by their number only."""
-        raw = z85.encode(hashlib.blake2b(secret.encode(), digest_size=32, person=b"symb cluster").digest())
+        raw = z85.encode(hashlib.blake2b(secret.encode(), digest_size=32, person=f"symb {purpose}".encode()).digest())
         return ClusterKey(zmq.curve_public(raw), raw)
+
+    @staticmethod
+    def of_director(secret: str) -> ClusterKey:
+        """That of the director itself: a restarted director has it again."""
+        return ClusterKey.of(secret, "director")
 
 
 class EngineListener:
     """Where an engine's ports listen: in a private folder, or on a host with encryption."""
 
-    def __init__(self, folder: Path | None = None, *, host: str = "", clients: ClusterKey | None = None) -> None:
-        """`folder` must be private to this user: access to the socket is access to every operation."""
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        host: str = "",
+        port: int = 0,
+        clients: ClusterKey | None = None,
+        keys: ClusterKey | None = None,
+    ) -> None:
+        """`folder` must be private to this user: access to the socket is access to every operation.
+
+        `port` 0: any; another is for a service without tokens. `keys`: its own key pair; None: a new one.
+        """
         self.path = None if folder is None else folder / f"ipc-{os.getpid()}-{secrets.token_hex(4)}"
-        self._host, self._clients = host, clients
-        self._keys = None if clients is None else zmq.curve_keypair()
+        self._host, self._port, self._clients = host, port, clients
+        self._keys: tuple[bytes, bytes] | None = None
+        if clients is not None:
+            self._keys = zmq.curve_keypair() if keys is None else (keys.public, keys.secret)
         if self.path is None and clients is None:
             raise ValueError("an engine that listens on a host needs the key of its clients")
         self._authenticators: list[ThreadAuthenticator] = []
@@ -116,7 +134,7 @@ class EngineListener:
         socket.curve_publickey, socket.curve_secretkey = self._keys
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         socket.setsockopt(zmq.IPV6, int("[" in self._host))
-        socket.bind(f"tcp://{self._host}:0")
+        socket.bind(f"tcp://{self._host}:{self._port or '*'}")
         self._found[name] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property

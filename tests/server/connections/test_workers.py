@@ -124,7 +124,7 @@ def test_a_dead_worker_ends_its_own_connections_only(open_to_all):
         clients = [server.async_client() for _ in range(12)]
         tasks = [asyncio.create_task(stream(client)) for client in clients]
         await asyncio.to_thread(until, lambda: server.metric("symbiosis_requests_running") == 12)
-        os.kill(server.hosting._processes.pids[1], signal.SIGKILL)
+        os.kill(server.hosting._door.processes.pids[1], signal.SIGKILL)
         found = await asyncio.gather(*tasks)
         for client in clients:
             await client.close()
@@ -143,8 +143,8 @@ def test_a_dead_control_process_is_replaced_and_streams_go_on(open_to_all):
     with server.client().completions.create(**STREAM) as stream:
         chunks = iter(stream)
         next(chunks)
-        os.kill(server.hosting._processes.pids[0], signal.SIGKILL)
-        until(lambda: not server.hosting._processes.are_alive())
+        os.kill(server.hosting._door.processes.pids[0], signal.SIGKILL)
+        until(lambda: not server.hosting._door.processes.are_alive())
         server.hosting.check()
         assert sum(1 for _ in chunks) > 100
     until(lambda: server.ask("GET", "/v1/models").status_code == 200, 60)

@@ -152,7 +152,7 @@ def test_counts_are_exact_at_a_scrape_with_two_workers(served):
 
 
 def test_a_stuck_worker_does_not_block_statistics(served):
-    pid = served.hosting._processes.pids[1]
+    pid = served.hosting._door.processes.pids[1]
     os.kill(pid, signal.SIGSTOP)
     try:
         assert served.executor.stats()["serving"]["blocks"] == 1024

@@ -240,7 +240,7 @@ def serve(
         err.print(f"the {what} of {name} is short and can be guessed: use `openssl rand -hex 16`")
     with err.status("Starting"):
         from symbiosis.app.executor import Executor, check_address, check_sharding
-        from symbiosis.app.http_host import check_http
+        from symbiosis.app.front_door import check_http
         from symbiosis.app.shard_processes import ShardProcesses, device_of_shard, listen_address, rank_of_shard
         from symbiosis.cli.provider_folders import check_provider_folders
         from symbiosis.jobs.queue import JobLimits

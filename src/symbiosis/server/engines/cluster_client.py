@@ -1,54 +1,136 @@
-"""The engines of a cluster, seen from an HTTP process: requests go on at another engine if theirs is lost or closes."""
+"""The engines of a cluster, seen from an HTTP process: requests go on at another engine if theirs is lost, closes or leaves.
+
+The director chooses engines. Tokens come from engines directly. Without the director, requests go to the least loaded of the
+engines that are known.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 from symbiosis.errors import Closed, EngineLost, SymbiosisError
+from symbiosis.server.engines.director_link import DirectorLink
 from symbiosis.server.engines.engine_client import ActiveRequests, EngineClient
-from symbiosis.server.engines.rpc_client import Inbox
+from symbiosis.server.engines.rpc_client import AnyInbox, Inbox, RpcClient, lost_error, result_of
 from symbiosis.serving import engine_messages as messages
 from symbiosis.serving.engine_messages import GenerateRequest
 from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, IpcClient
 
 _CONNECT_S = 10.0
 _SILENCE_S = 3.0  # an engine sends a heartbeat every second
+_PROGRESS_S = 0.05
+_KNOWN_S = 2.0
+"""An engine that the director has chosen is known here within this time, or it is gone."""
+_CLOSING_S = 0.05
 _log = logging.getLogger("symbiosis")
 
 
-def least_loaded(request: GenerateRequest, load: Mapping[str, int]) -> str:
-    """The engine with the fewest requests of this process."""
-    return min(load, key=lambda name: (load[name], name))
-
-
 class ClusterClient:
-    """One per HTTP process. `set_engines` follows the cluster; everything else has the interface of `EngineClient`."""
+    """One per HTTP process, with the interface `Engine`."""
 
-    def __init__(
-        self,
-        key: ClusterKey,
-        *,
-        choose: Callable[[GenerateRequest, Mapping[str, int]], str] = least_loaded,
-        patience_s: float = 30.0,
-    ) -> None:
-        """`choose` returns one of the engines, which are given with their numbers of requests. A request waits for an engine
-        for `patience_s`, then it fails with `EngineLost`.
-        """
-        self._key, self._choose, self._patience_s = key, choose, patience_s
+    def __init__(self, director: EngineAddress, key: ClusterKey, *, patience_s: float = 30.0) -> None:
+        """Requests wait for an engine, and operations for the director, for `patience_s`: then they fail with `EngineLost`."""
+        self._key, self._patience_s = key, patience_s
+        self._link = DirectorLink(director, key, self._follow)
         self._engines: dict[str, EngineClient] = {}
         self._addresses: dict[str, EngineAddress] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
+        self._placements: dict[str, tuple[int, Inbox]] = {}
+        """Number at the director, by id; 0 for those it does not know."""
+        self._adapters: dict[tuple[str, str | None], set[str]] = {}
+        """Engines that an adapter of a tenant was used on."""
+        self._first: list[int] = []
+        self._ended: list[tuple[int, int]] = []
+        self._owners: dict[str, RpcClient] = {}
+        """Directors that operations were sent to."""
+        self.lost = asyncio.Event()
+        """Never set: engines and directors come back."""
+
+    async def start(self) -> None:
+        """Returns when the director has replied."""
+        self._link.start()
+        await self._link.get(self._patience_s)
+        self._start_task(self._report_progress())
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._link.close()
+        await self.set_engines({})
+
+    def is_alive(self) -> bool:
+        """Whether an engine is there."""
+        return any(engine.is_alive() for engine in self._engines.values())
 
     @property
     def engines(self) -> list[str]:
         """Names of the engines that take requests."""
         return sorted(self._engines)
+
+    # Operations of the director
+
+    async def ask(self, op: str, **body: Any) -> dict[str, Any]:
+        return await (await self._link.get(self._patience_s)).ask(op, **body)
+
+    async def open(self, body: dict[str, Any], inbox: AnyInbox) -> str:
+        """Its last event is `EngineLost` if this director is lost."""
+        client, last = await self._link.get(self._patience_s), _OpenOperation(inbox)
+        id = last.id = await client.open(body, last)
+        self._owners[id] = client
+        return id
+
+    async def send(self, body: dict[str, Any]) -> None:
+        if self._link.client is not None:
+            await self._link.client.send(body)
+
+    def forget(self, id: str) -> None:
+        if (client := self._owners.pop(id, None)) is not None:
+            client.forget(id)
+
+    async def acquire(self, tenant: str) -> str:
+        client = await self._link.get(self._patience_s)
+        id = await client.acquire(tenant)
+        self._owners[id] = client
+        return id
+
+    async def release(self, id: str) -> None:
+        if (client := self._owners.pop(id, None)) is not None:
+            await client.release(id)
+
+    async def stop_training(self, id: str, *, at_once: bool = False) -> None:
+        if (client := self._owners.get(id)) is not None:
+            await client.stop_training(id, at_once=at_once)
+
+    # Engines
+
+    async def _follow(self, client: RpcClient) -> None:
+        """Keep to the director's table of engines, for as long as it lives."""
+        inbox = Inbox()
+        await client.open({"op": "watch"}, inbox)
+        self._placements.update({id: (0, each) for id, (_, each) in self._placements.items()})  # a new director
+        while client.is_alive():
+            for raw in await inbox.take():
+                if raw is None:
+                    return
+                if "engines" in raw:
+                    addresses = {name: EngineAddress.from_json(each) for name, each in raw["engines"].items()}
+                    self._start_task(self.set_engines(addresses))
+                for number in raw.get("move", ()):
+                    self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        for id, (placement, inbox) in self._placements.items():
+            if placement == number:
+                inbox.put_nowait(id)
 
     async def set_engines(self, addresses: Mapping[str, EngineAddress]) -> None:
         """The engines there are. Returns when the new ones have replied, or cannot be reached."""
@@ -87,8 +169,7 @@ class ClusterClient:
                 self._watchers.pop(name, None)
             await engine.close()  # its requests go on elsewhere
 
-    async def close(self) -> None:
-        await self.set_engines({})
+    # Requests
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[ActiveRequests]:
@@ -100,25 +181,127 @@ class ClusterClient:
         finally:
             await active.close()
 
-    async def place(self, request: GenerateRequest, inbox: Inbox) -> tuple[EngineClient, str]:
+    async def place(self, request: GenerateRequest, inbox: Inbox, moved: str | None = None) -> tuple[EngineClient, str]:
         """See `engine_client.Engines`."""
+        number = 0 if moved is None else self._placements.pop(moved, (0, inbox))[0]
         try:
             async with asyncio.timeout(self._patience_s):
                 while True:
-                    async with self._changed:
-                        await self._changed.wait_for(lambda: any(engine.is_alive() for engine in self._engines.values()))
-                    load = {name: engine.num_open for name, engine in self._engines.items() if engine.is_alive()}
+                    name, number = await self._choose(request, number)
                     try:
-                        engine = self._engines[self._choose(request, load)]
-                        return engine, await engine.open(messages.encode_request(request), inbox)
+                        engine = await self._find(name)
+                        id = await engine.open(messages.encode_request(request), inbox)
                     except EngineLost:
-                        await asyncio.sleep(0)
+                        await asyncio.sleep(_CLOSING_S)
+                        continue
+                    self._placements[id] = number, inbox
+                    if request.adapter is not None:
+                        self._adapters.setdefault((request.tenant, request.adapter), set()).add(name)
+                    return engine, id
         except TimeoutError:
+            self._finish(number, 0)
             raise EngineLost(f"no engine of the cluster took the request within {self._patience_s:g} s") from None
+        except BaseException:
+            self._finish(number, 0)
+            raise
+
+    async def _choose(self, request: GenerateRequest, moved: int) -> tuple[str, int]:
+        """The name of an engine, and the number of the placement."""
+        while True:
+            client = self._link.client
+            if client is not None and client.is_alive():
+                with suppress(EngineLost):
+                    return await self._ask_director(client, request, moved)
+                if client.is_alive():
+                    raise EngineLost("no engine of the cluster is there: try again in a moment")
+            known = self._known(request)
+            if known:
+                return min(known, key=lambda name: (self._engines[name].num_open, name)), 0
+            await asyncio.sleep(_PROGRESS_S)
+
+    def _known(self, request: GenerateRequest) -> list[str]:
+        """Engines that can take the request without the director."""
+        alive = [name for name, engine in self._engines.items() if engine.is_alive()]
+        if request.adapter is None:
+            return alive
+        used = self._adapters.get((request.tenant, request.adapter), set())
+        return [name for name in alive if name in used]
+
+    async def _ask_director(self, client: RpcClient, request: GenerateRequest, moved: int) -> tuple[str, int]:
+        generated = 0 if request.resume is None else max(len(each or ()) for each in request.resume)
+        body = {
+            "op": "place",
+            "tenant": request.tenant,
+            "adapter": request.adapter,
+            "prompt": len(request.prompt),
+            "generated": generated,
+            "moved": moved,
+        }
+        inbox = Inbox()
+        id = await client.open(body, inbox)
+        try:
+            reply = result_of(await inbox.take())
+        except asyncio.CancelledError:
+            await asyncio.shield(client.send({"op": "withdraw", "id": "0", "of": id}))
+            raise
+        finally:
+            client.forget(id)
+        return reply["engine"], reply["placement"]
+
+    async def _find(self, name: str) -> EngineClient:
+        """Raises `EngineLost`."""
+        if name not in self._engines:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_KNOWN_S), self._changed:
+                    await self._changed.wait_for(lambda: name in self._engines)
+        engine = self._engines.get(name)
+        if engine is None:
+            raise EngineLost(f"the engine {name} is gone")
+        return engine
 
     def can_resume(self, error: SymbiosisError) -> bool:
         """See `engine_client.Engines`."""
         return isinstance(error, Closed | EngineLost)
+
+    def begin(self, id: str) -> None:
+        """See `engine_client.Engines`."""
+        if (number := self._placements.get(id, (0,))[0]) > 0:
+            self._first.append(number)
+
+    def end(self, id: str, tokens: int) -> None:
+        """See `engine_client.Engines`."""
+        if (placement := self._placements.pop(id, None)) is not None:
+            self._finish(placement[0], tokens)
+
+    def _finish(self, number: int, tokens: int) -> None:
+        if number > 0:
+            self._ended.append((number, tokens))
+
+    async def _report_progress(self) -> None:
+        """Many events are one message."""
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            if self._first or self._ended:
+                body = {"op": "progress", "id": "0", "first": self._first, "ended": self._ended}
+                self._first, self._ended = [], []
+                await self.send(body)
+
+    def _start_task(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _OpenOperation:
+    """An inbox for which the loss of the director is an event of the operation."""
+
+    def __init__(self, inbox: AnyInbox) -> None:
+        self._inbox, self.id = inbox, ""
+
+    def put_nowait(self, event: Any) -> None:
+        if event is None:
+            event = messages.encode_event(messages.Rejected("", lost_error()), self.id)
+        self._inbox.put_nowait(event)
 
 
 def _with_seed(request: GenerateRequest) -> GenerateRequest:

@@ -36,13 +36,19 @@ class EngineClient(RpcClient):
         finally:
             await active.close()
 
-    async def place(self, request: GenerateRequest, inbox: Inbox) -> tuple[EngineClient, str]:
+    async def place(self, request: GenerateRequest, inbox: Inbox, moved: str | None = None) -> tuple[EngineClient, str]:
         """See `Engines`."""
         return self, await self.open(messages.encode_request(request), inbox)
 
     def can_resume(self, error: SymbiosisError) -> bool:
         """See `Engines`: there is no other engine."""
         return False
+
+    def begin(self, id: str) -> None:
+        """See `Engines`."""
+
+    def end(self, id: str, tokens: int) -> None:
+        """See `Engines`."""
 
     async def cancel(self, id: str, number: int | None = None) -> None:
         await self.send({"op": "cancel", "id": id, "number": number})
@@ -65,11 +71,20 @@ class EngineClient(RpcClient):
 class Engines(Protocol):
     """One engine, or those of a cluster."""
 
-    async def place(self, request: GenerateRequest, inbox: Inbox) -> tuple[EngineClient, str]:
-        """Send a request to an engine; the engine, and the request's id there. Raises `EngineLost` if there is none."""
+    async def place(self, request: GenerateRequest, inbox: Inbox, moved: str | None = None) -> tuple[EngineClient, str]:
+        """Send a request to an engine; the engine, and the request's id there. Raises `EngineLost` if there is none.
+
+        `moved`: its id at the engine that it leaves. The id alone in the inbox means that it has to leave.
+        """
 
     def can_resume(self, error: SymbiosisError) -> bool:
         """Whether requests that ended in this error go on at another engine."""
+
+    def begin(self, id: str) -> None:
+        """A request has its first token from this engine."""
+
+    def end(self, id: str, tokens: int) -> None:
+        """A request leaves the cluster after so many tokens."""
 
 
 class ActiveRequests:
@@ -89,8 +104,12 @@ class ActiveRequests:
         self._ends: dict[tuple[int, int], Finished] = {}
         """That arrived before the last tokens."""
         self._early: list[Token | Finished] = []
+        self._count = 0
+        """Tokens so far."""
         self._pending: set[str] = set()
         """Ids that no engine has accepted yet."""
+        self._silent: set[str] = set()
+        """Ids without a token."""
 
     async def start(self) -> None:
         """Send the requests; returns when all are accepted. Raises why one was rejected."""
@@ -128,7 +147,11 @@ class ActiveRequests:
                     if (tokens := self._tokens.get(key)) is None:
                         continue
                     if isinstance(event, Token):
+                        if event.id in self._silent:
+                            self._silent.discard(event.id)
+                            self._engines.begin(event.id)
                         tokens.append(event.token)
+                        self._count += 1
                         events.append((index, event))
                         end = self._ends.get(key) if self._ends else None
                     else:
@@ -156,6 +179,7 @@ class ActiveRequests:
         unfinished = {index for index, _ in self._tokens}
         for id, (_, engine) in self._placed.items():
             engine.forget(id)
+            self._engines.end(id, self._count)
         left = [engine.cancel(id) for id, (index, engine) in self._placed.items() if index in unfinished]
         if left:
             await asyncio.shield(asyncio.gather(*left))
@@ -167,6 +191,8 @@ class ActiveRequests:
         for raw in await self._inbox.take():
             if type(raw) is tuple:
                 found.append(Token(str(raw[0]), raw[1], raw[2]))
+            elif type(raw) is str:
+                moving.add(raw)
             elif raw is None:
                 moving |= {id for id, (_, engine) in self._placed.items() if not engine.is_alive()}
             else:
@@ -181,21 +207,26 @@ class ActiveRequests:
                     found.append(event)
         return found, moving
 
-    async def _place(self, index: int, request: GenerateRequest) -> None:
-        engine, id = await self._engines.place(request, self._inbox)
+    async def _place(self, index: int, request: GenerateRequest, moved: str | None = None) -> None:
+        engine, id = await self._engines.place(request, self._inbox, moved)
         self._placed[id] = index, engine
         self._pending.add(id)
+        self._silent.add(id)
 
     async def _move(self, ids: set[str]) -> None:
         """Place requests again, each after the tokens of its unfinished completions. Raises `EngineLost`."""
         for id in sorted(ids & self._placed.keys(), key=int):
             index, engine = self._placed.pop(id)
             self._pending.discard(id)
+            self._silent.discard(id)
             engine.forget(id)
+            await engine.cancel(id)  # no effect at an engine that is lost
             request = self._requests[index]
             keys = [(index, number) for number in range(request.n)]
             for key in keys:
                 self._ends.pop(key, None)
             resume = [list(self._tokens[key]) if key in self._tokens else None for key in keys]
             if any(tokens is not None for tokens in resume):
-                await self._place(index, replace(request, resume=resume))
+                await self._place(index, replace(request, resume=resume), id)
+            else:
+                self._engines.end(id, self._count)

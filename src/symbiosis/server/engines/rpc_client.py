@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from symbiosis.errors import EngineLost
 from symbiosis.serving import engine_messages as messages
@@ -47,7 +47,10 @@ class Inbox:
         return events
 
 
-AnyInbox = Inbox | asyncio.Queue[Any]
+class AnyInbox(Protocol):
+    """Where events of an operation go. None: the server is lost."""
+
+    def put_nowait(self, event: Any) -> None: ...
 
 
 class RpcClient:

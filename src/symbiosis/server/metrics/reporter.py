@@ -27,7 +27,7 @@ class MetricsReporter:
 
     async def _run(self, count_jobs: CountJobs | None) -> None:
         inbox = Inbox()
-        await self._engine.open({"op": "report"}, inbox)
+        id = await self._engine.open({"op": "report"}, inbox)
         while True:
             try:
                 async with asyncio.timeout(_INTERVAL_S):
@@ -37,6 +37,10 @@ class MetricsReporter:
                 continue
             if None in requests:  # the engine is lost
                 return
+            if any("refused" in request for request in requests):  # a director is lost, and another one comes
+                self._engine.forget(id)
+                id = await self._engine.open({"op": "report"}, inbox)
+                continue
             flush: dict[str, Any] = {"flush": max(request["flush"] for request in requests)}
             if count_jobs is not None:
                 with suppress(SymbiosisError):  # a full disk: the numbers of the last time stay

@@ -1,0 +1,65 @@
+"""The director's process, which is started again at the same address when it dies."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from typing import Any
+
+from symbiosis.errors import AddressInUse, EngineLost
+from symbiosis.transport.engine_ipc import EngineAddress
+
+_MIN_UPTIME_S, _MAX_DEATHS = 5.0, 10
+_STOP_TIMEOUT_S = 10.0
+_log = logging.getLogger("symbiosis")
+
+
+class DirectorProcess:
+    def __init__(self, config: dict[str, Any]) -> None:
+        """`config` is that of `director.director.DirectorConfig`. Raises `AddressInUse`."""
+        self._config = config
+        self._deaths = 0
+        self.address = self._start()
+        self._config = {**config, "port": int(self.address.messages.rpartition(":")[2])}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _start(self) -> EngineAddress:
+        self._started = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "symbiosis.director"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(self._config).encode() + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise AddressInUse(f"the director cannot listen at {self._config['host']}:{self._config['port']}: see above")
+        return EngineAddress.from_json(json.loads(line))
+
+    def check(self) -> None:
+        """Start it again if it has died. Raises `EngineLost` if it keeps dying."""
+        if self._process.poll() is None:
+            return
+        self._deaths = self._deaths + 1 if time.monotonic() - self._started < _MIN_UPTIME_S else 1
+        if self._deaths >= _MAX_DEATHS:
+            raise EngineLost(f"the director died {_MAX_DEATHS} times within seconds: see the log above")
+        _log.warning("the director has died: starting it again")
+        self._start()
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

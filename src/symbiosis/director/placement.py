@@ -1,0 +1,194 @@
+"""Which engine takes a request: HTTP processes ask before each placement, and say how it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from symbiosis.cluster.policies.cluster_state import ClusterRequest, EngineStatus
+from symbiosis.cluster.policies.policy import ClusterPolicy, PolicyConfig, TickDecisions
+from symbiosis.cluster.step_cost import StepCost
+from symbiosis.director.adapters import ClusterAdapters
+from symbiosis.director.members import EngineFacts, Member, Members
+from symbiosis.errors import BadMessage, EngineLost, SymbiosisError
+from symbiosis.serving.engine_messages import int_field, text_field
+from symbiosis.transport.engine_ipc import Body
+
+_MAX_TOKENS = 1 << 24
+_UNKNOWN = StepCost(fixed_s=0.01, row_s=1e-4, context_s=0.0, prefill_s=1e-6, attention_s=0.0, start_s=20.0, kv_tokens=1)
+"""Without a profile: requests count, not their seconds."""
+Move = Callable[[str, int], None]
+"""Tells a peer that one of its requests has to leave its engine."""
+
+
+class Placement:
+    """Feeds the policy with events of requests and engines."""
+
+    def __init__(
+        self, config: PolicyConfig, cost: StepCost | None, members: Members, adapters: ClusterAdapters, *, engines: int
+    ) -> None:
+        """`cost` None: unknown, and requests count instead of seconds. `engines` are being started."""
+        self._config, self._cost, self._starting = config, cost, engines
+        self._members, self._adapters = members, adapters
+        self.policy: ClusterPolicy | None = None  # once the limits of an engine are known
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, tuple[str, ClusterRequest]] = {}
+        """Peer and request of each placement."""
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._first_engine = asyncio.Event()
+
+    # Engines
+
+    def add_engine(self, member: Member) -> None:
+        policy, now = self._make_policy(member.facts), time.monotonic()
+        starting = [each for each in policy.state.engines.values() if each.status is EngineStatus.STARTING]
+        engine = starting[0] if starting else policy.add_engine(now)
+        member.number = engine.number
+        policy.engine_ready(engine.number, now)
+        self._first_engine.set()
+        self.dispatch()
+
+    def drop_engine(self, member: Member, *, is_replaced: bool) -> None:
+        """Its requests stay with it until their HTTP processes place them again."""
+        assert self.policy is not None
+        now = time.monotonic()
+        if member.number in self.policy.state.engines:
+            self.policy.engine_lost(member.number, now)
+        if is_replaced:
+            self.policy.add_engine(now)
+
+    def _make_policy(self, facts: EngineFacts) -> ClusterPolicy:
+        if self.policy is None:
+            cost = replace(self._cost or _UNKNOWN, kv_tokens=facts.kv_tokens, max_running=facts.max_running, slots=facts.slots)
+            self.policy = ClusterPolicy(self._config, cost)
+            for _ in range(self._starting):
+                self.policy.add_engine(time.monotonic())
+        return self.policy
+
+    # Operations
+
+    async def place(self, id: str, body: Body) -> Body:
+        """The engine of a request, with its adapter loaded there, and the number of this placement."""
+        peer, tenant = id.partition(":")[0], text_field(body, "tenant") if body.get("tenant") else ""
+        adapter = "" if body.get("adapter") is None else self._adapters.resolve(text_field(body, "adapter"), tenant)
+        prompt, generated = _tokens(body, "prompt"), _tokens(body, "generated")
+        await self._first_engine.wait()
+        policy, now = self.policy, time.monotonic()
+        assert policy is not None
+        owner, request = self._requests.get(int_field(body.get("moved", 0), "moved"), ("", None))
+        if request is None or owner != peer:
+            request = ClusterRequest(next(self._numbers), tenant, adapter, max(1, prompt), now, generated=generated)
+            self._requests[request.id] = peer, request
+            policy.submit(request, now)
+        elif request.engine >= 0:
+            policy.requeue(request, now, generated)
+            self.dispatch()
+        try:
+            while True:
+                member = await self._placed(request)
+                try:
+                    await self._adapters.ensure(member, adapter)
+                    break
+                except EngineLost:
+                    policy.requeue(request, time.monotonic(), generated)
+        except (asyncio.CancelledError, SymbiosisError):
+            self._end(request.id, 0)
+            raise
+        return {"engine": member.name, "adapter": adapter or None, "placement": request.id}
+
+    async def _placed(self, request: ClusterRequest) -> Member:
+        """The engine of a request, once the policy has chosen one that is there."""
+        while True:
+            if request.engine < 0:
+                waiting = self._waiting[request.id] = asyncio.get_running_loop().create_future()
+                try:
+                    await waiting
+                finally:
+                    del self._waiting[request.id]
+            member = self._members.by_number.get(request.engine)
+            if member is not None:
+                return member
+            assert self.policy is not None  # the engine was lost meanwhile
+            self.policy.requeue(request, time.monotonic(), request.generated)
+            await asyncio.sleep(0)
+
+    async def progress(self, id: str, body: Body) -> None:
+        """First tokens and ends of placements, a batch at a time."""
+        peer, policy = id.partition(":")[0], self.policy
+        try:
+            first = [int(number) for number in body.get("first", ())]
+            ended = [(int(number), int(tokens)) for number, tokens in body.get("ended", ())]
+        except (TypeError, ValueError):
+            raise BadMessage("progress: expected lists of numbers") from None
+        for number in first:
+            owner, request = self._requests.get(number, ("", None))
+            if request is not None and owner == peer and policy is not None and request.engine >= 0:
+                policy.finish_prefill(request, time.monotonic())
+        for number, tokens in ended:
+            if self._requests.get(number, ("",))[0] == peer:
+                self._end(number, tokens)
+        self.dispatch()
+
+    def drop_peer(self, peer: str) -> None:
+        for number in [number for number, (owner, _) in self._requests.items() if owner == peer]:
+            self._end(number, 0)
+        self.dispatch()
+
+    def _end(self, number: int, tokens: int) -> None:
+        _, request = self._requests.pop(number, ("", None))
+        if request is not None and self.policy is not None:
+            self.policy.finish(request, time.monotonic(), tokens)
+
+    # Decisions
+
+    def dispatch(self) -> None:
+        """Place waiting requests."""
+        if self.policy is not None:
+            self._wake(self.policy.dispatch(time.monotonic()))
+
+    def _wake(self, requests: Iterable[ClusterRequest]) -> None:
+        for request in requests:
+            waiting = self._waiting.get(request.id)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+
+    def tick(self, move: Move) -> TickDecisions:
+        """Once a second. Requests of engines that leave are moved."""
+        if self.policy is None:
+            return TickDecisions()
+        decisions = self.policy.tick(time.monotonic())
+        for request in decisions.migrate:
+            if request.id in self._requests:
+                move(self._requests[request.id][0], request.id)
+        self.dispatch()
+        return decisions
+
+    def drain(self, member: Member, *, is_replaced: bool) -> None:
+        """It takes no further request, and leaves when it has none."""
+        assert self.policy is not None
+        now = time.monotonic()
+        self.policy.drain(member.number, now)
+        if is_replaced:
+            self.policy.add_engine(now)
+
+    def stats(self) -> dict[str, Any]:
+        policy = self.policy
+        if policy is None:
+            return {"waiting": 0, "migrations": 0, "placed": 0}
+        return {"waiting": len(self._waiting), "migrations": policy.num_migrations, "placed": len(self._requests)}
+
+    def status_of(self, member: Member) -> str:
+        assert self.policy is not None
+        engine = self.policy.state.engines.get(member.number)
+        return "leaving" if engine is None else engine.status.name.lower()
+
+
+def _tokens(body: Body, name: str) -> int:
+    value = int_field(body.get(name, 0), name)
+    if not 0 <= value <= _MAX_TOKENS:
+        raise BadMessage(f"{name}: expected 0 to {_MAX_TOKENS}")
+    return value
