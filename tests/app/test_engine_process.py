@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from symbiosis.app.cluster_membership import JoinRejected
 from symbiosis.app.engine_member import EngineMember, MemberConfig
 from symbiosis.errors import BadMessage, EngineLost, SymbiosisError
-from symbiosis.server.engines.cluster_client import ClusterClient
 from symbiosis.server.engines.engine_client import EngineClient
 from symbiosis.server.engines.rpc_client import Inbox, decode
 from symbiosis.serving.engine_messages import Accepted, Finished, GenerateRequest, Result, Token
@@ -35,20 +34,6 @@ START_S = 200.0
 PROMPT, TOKENS = [7, 20, 33], 12
 
 
-class SameAddress(EngineListener):
-    """Listens where a closed listener did."""
-
-    def __init__(self, before: EngineListener) -> None:
-        super().__init__(host="127.0.0.1", clients=KEY)
-        self._keys, self._address = before._keys, before.address.messages
-
-    def bind(self, socket: Any, context: Any, name: str) -> None:
-        super().bind(socket, context, name)
-        socket.unbind(self._found[name])
-        socket.bind(self._address)
-        self._found[name] = self._address
-
-
 class Director:
     """Takes every engine, or none."""
 
@@ -57,11 +42,11 @@ class Director:
     def __init__(self, rejected: SymbiosisError | None = None) -> None:
         self._rejected = rejected
         self.joined: list[dict[str, Any]] = []
-        self._listen(EngineListener(host="127.0.0.1", clients=KEY))
+        self._listen(0)
 
-    def _listen(self, listener: EngineListener) -> None:
-        self._listener = listener
-        self._rpc = RpcServer(listener)
+    def _listen(self, port: int) -> None:
+        self._listener = EngineListener(host="127.0.0.1", port=port, clients=KEY, keys=ClusterKey.of_director(SECRET))
+        self._rpc = RpcServer(self._listener)
         self._rpc.add_handler(self)
 
     @property
@@ -72,7 +57,8 @@ class Director:
         self._rpc.close()
 
     def restart(self) -> None:
-        self._listen(SameAddress(self._listener))
+        """At the same address."""
+        self._listen(int(self.address.messages.rpartition(":")[2]))
 
     def handle(self, id: str, body: dict[str, Any]) -> None:
         if self._rejected is not None:
@@ -138,8 +124,8 @@ def greedy(folder: Path) -> list[int]:
 
 
 async def complete(address: EngineAddress) -> list[int]:
-    client, tokens = ClusterClient(KEY), []
-    await client.set_engines({"e1": address})
+    client, tokens = EngineClient(IpcClient(address, KEY)), []
+    await client.start()
     sampling = Sampling(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     async with client.submit([GenerateRequest(prompt=PROMPT, sampling=sampling)]) as active:
         async for events in active.events():
