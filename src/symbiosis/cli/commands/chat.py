@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
-from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_URL, ConnectExecutor, Key, Name, Token, is_given
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_URL, ConnectExecutor, Key, Name, Token, is_given, is_url
 from symbiosis.errors import SymbiosisError, Unreachable
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def chat(
     if connect is None:
         split = split or is_folder or is_given(ctx, "token")
         connect = _default_address(split, has_adapter=adapter is not None)
-    over_http = connect.startswith(("http://", "https://"))
+    over_http = is_url(connect)
     if over_http and split:
         raise SymbiosisError(f"{connect} is the address of a server: --split expects that of an executor (tcp:// or shm://)")
     if not over_http and adapter is not None and not is_folder:
