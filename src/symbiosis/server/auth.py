@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.errors import Forbidden, SymbiosisError, Unauthorized
-from symbiosis.server.openai.errors import BadRequest, error_response
+from symbiosis.server.openai.errors import BadRequest, error_response, no_such_path
 from symbiosis.server.requests.body import drain_body
 from symbiosis.server.settings import ADMIN
 
@@ -110,7 +110,7 @@ class AuthMiddleware:
         caller = self._keys.authenticate(headers.get("authorization"))
         if not is_tenant_path(path) and not caller.is_admin:
             if path not in ADMIN_PATHS:
-                raise BadRequest(f"there is no {path}", code="not_found", status=404)
+                raise BadRequest(no_such_path(path), code="not_found", status=404)
             raise Forbidden(f"{path} is for the admin: {self._keys.how_to_be_admin()}")
         if self._hosts is not None and _parse_host(headers.get("host", "")) not in self._hosts:
             raise Forbidden("a server without keys accepts only local addresses as Host, such as 127.0.0.1")

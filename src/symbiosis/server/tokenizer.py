@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -47,7 +46,7 @@ class ServerTokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, str] | None = None,
     ) -> list[int]:
-        """`variables` are for the template; one that it does not use is an error. Special tokens in messages are text.
+        """`variables` are for the template; one that it does not use has no effect. Special tokens in messages are text.
 
         Raises `NoTokenizer`, `ContextTooLong`, or `BadRequest` if the template rejects the messages.
         """
@@ -59,9 +58,6 @@ class ServerTokenizer:
         template = getattr(self._require(), "chat_template", None)
         if not template or self._chats is None:
             raise NoTokenizer("this model's tokenizer has no chat template: use /v1/completions")
-        for name in variables:
-            if not re.search(rf"\b{name}\b", str(template)):
-                raise BadRequest(f"{name} has no effect on this model: leave it out", field=name, code="unsupported_parameter")
         try:
             chat = self._chats.render(messages, add_generation_prompt=add_generation_prompt, **variables)
         except OutOfRange as error:

@@ -13,7 +13,6 @@ from symbiosis.server.openai.ignored_fields import (
     IgnoredMessageFields,
     IgnoredPartFields,
     IgnoredStreamOptions,
-    ReasoningEffort,
 )
 from symbiosis.server.openai.strict_model import UNSUPPORTED, Only, StrictModel
 
@@ -145,7 +144,9 @@ class ChatMessage(IgnoredMessageFields):
     @classmethod
     def _check_role(cls, value: Any) -> Any:
         if value in ("tool", "function"):
-            raise PydanticCustomError(UNSUPPORTED, "results of function calls are not supported: leave the message out")
+            raise PydanticCustomError(
+                UNSUPPORTED, "results of function calls are not supported: write them as text of the user"
+            )
         return value
 
     @field_validator("content", mode="before")
@@ -179,8 +180,6 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    """For chat templates that use it."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
