@@ -27,6 +27,7 @@ from symbiosis.cli.local_chat import LocalChat
 from symbiosis.cli.local_finetune import METHODS
 from symbiosis.cli.main import app
 from symbiosis.errors import SymbiosisError
+from symbiosis.models import device_names
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 SECRET = "a-secret-of-ann"
@@ -135,6 +136,26 @@ def test_top_imports_no_torch(server, link):
     assert done.returncode == 0, done.stderr
     assert "mean batch" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("serve", "--device", "cuda"), "no driver is installed"),
+        (("serve", "--http", "127.0.0.1:0", "--uploads", "/dev/null"), "/dev/null cannot store adapters"),
+        (("serve", "./nothing-here"), "there is no folder ./nothing-here"),
+        (("generate", "hi", "--adapter", "/dev"), "/dev has no adapter_config.json"),
+        (("chat", "--adapter", "/dev"), "/dev has no adapter_config.json"),
+        (("generate", "hi", "--connect", "http://127.0.0.1:1"), "is not an address"),
+        (("finetune", "pirate", "--out", "/dev"), "/dev is not empty"),
+    ],
+    ids=str,
+)
+def test_cheap_mistakes_are_reported_before_torch_is_imported(monkeypatch, arguments, said):
+    monkeypatch.setattr(device_names, "_DRIVERS", ("no-such-library.so",))
+    for name in ("symbiosis.app.executor", "symbiosis.cli.local_chat", "symbiosis.cli.local_finetune"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    assert said in fails(*arguments)
 
 
 def test_help_names_every_method_of_fine_tuning():

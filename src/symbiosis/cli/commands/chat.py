@@ -66,8 +66,9 @@ def chat(
 ) -> None:
     """Chat with the model. Lines come from the terminal, or from a pipe.
 
-    A server (`symbiosis serve --http`) computes everything and holds the adapters. With --split,
-    attention and your adapter run in this process, which takes seconds to start.
+    A server (`symbiosis serve --http`) computes everything and holds the adapters.
+
+    With --split, attention and your adapter run in this process, which takes seconds to start.
     """
     from symbiosis.cli import chat
 
@@ -90,6 +91,8 @@ def chat(
         )
     if is_given(ctx, "token" if over_http else "key"):
         raise SymbiosisError(f"{connect} takes {'--key, not --token' if over_http else '--token, not --key'}")
+    if adapter is not None and not over_http:
+        chat.check_adapter_files(Path(adapter))
     with ExitStack() as stack:
         with err.status(f"Connecting to {connect}"):
             backend: ChatBackend
@@ -123,7 +126,14 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text without a chat template.")] = False,
 ) -> None:
     """Generate replies and exit. Only the text goes to stdout."""
+    from symbiosis.cli.chat import check_adapter_files
+    from symbiosis.transport.addresses import address_scheme, not_an_address
+
     sampling = _sampling(max_new_tokens, temperature)
+    if not address_scheme(connect) or is_url(connect):
+        raise not_an_address(connect)
+    if adapter is not None:
+        check_adapter_files(adapter)
     with err.status("Starting"):
         from symbiosis.cli import local_chat
     with ExitStack() as stack:
