@@ -51,10 +51,10 @@ def _check_hub(name: str) -> None:
     except urllib.error.HTTPError:
         return  # the hub replies, and its client explains
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLError):
+        cause: object = getattr(error, "reason", None) or error
+        if isinstance(cause, ssl.SSLError):
             return  # the hub's client may have other certificates
-        why = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        why = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         raise UnknownModel(
             f"{name!r} is not a folder on this machine, and the hub {constants.ENDPOINT} cannot be reached ({why}): pass a "
             "folder as `save_pretrained` writes it, or nothing for the default model"

@@ -60,7 +60,6 @@ class IgnoredMessageFields(NullableModel):
     audio: Annotated[Any, Only((), _TEXT_ONLY)] = None
     function_call: Annotated[Any, Only((), _NO_TOOLS)] = None
     refusal: Annotated[Any, Only((), "a refusal is not supported: move its text to content")] = None
-    tool_calls: Annotated[Any, Only(([],), "function calls are not supported: write them into content as text")] = None
 
 
 class IgnoredStreamOptions(NullableModel):
