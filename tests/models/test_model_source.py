@@ -24,7 +24,7 @@ def test_another_model_is_not_the_default(tmp_path, monkeypatch):
         check_found(NAME)
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "someone/no-such-model"])
+@pytest.mark.parametrize("name", ["no-such-model", "an-owner/no-such-model"])
 def test_a_hub_that_cannot_be_reached_is_reported(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
