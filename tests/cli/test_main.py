@@ -158,6 +158,13 @@ def test_cheap_mistakes_are_reported_before_torch_is_imported(monkeypatch, argum
     assert said in fails(*arguments)
 
 
+def test_help_breaks_lines_only_between_paragraphs():
+    commands = get_command(app).commands
+    for each in (commands["top"], commands["chat"], commands["simulate"], commands["jobs"].commands["watch"]):
+        assert each.help
+        assert "\n" not in each.help.replace("\n\n", "")
+
+
 def test_help_names_every_method_of_fine_tuning():
     shown = run_here("finetune", "--help").output
     assert set(METHODS) <= set(re.findall(r"\w+", shown))
