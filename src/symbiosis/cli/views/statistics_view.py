@@ -95,7 +95,7 @@ def _is_active(row: Stats) -> bool:
 def _headers(is_hosted: bool, is_wide: bool) -> list[str]:
     split = ["split\nsessions", "\ncalls", "\ntokens", "\nwait ms", "\nerrors"] if is_wide else ["split\ncalls", "\ntokens"]
     hosted = ["HTTP\nrequests", "\nprompt", "\ngenerated", "jobs\nopen", "\nsteps", "\ntrained"]
-    return [*split, *(hosted if is_hosted else ["\ntraining rows"]), "\ntokens/s"]
+    return [*split, *(hosted if is_hosted else ["\ntraining rows"]), "all\ntokens/s"]
 
 
 def _cells(row: Stats, is_hosted: bool, is_wide: bool) -> list[str]:
