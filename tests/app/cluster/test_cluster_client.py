@@ -105,8 +105,8 @@ def test_requests_that_cannot_be_placed_say_why(cluster):
         client = cluster.client()
         await client.start()
         await cluster.wait_for_engines(client)
-        with pytest.raises(UnknownAdapter, match="no adapter 'nobody'"):
-            await complete(client, GenerateRequest(prompt=[3], adapter="nobody", tenant="ann"))
+        with pytest.raises(UnknownAdapter, match="no adapter 'missing'"):
+            await complete(client, GenerateRequest(prompt=[3], adapter="missing", tenant="ann"))
         assert (await client.ask("statistics"))["cluster"]["placed"] == 0
         await client.close()
 

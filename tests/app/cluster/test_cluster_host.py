@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -210,7 +212,18 @@ def test_limits_hold_over_all_workers(served):
     for thread in threads:
         thread.join()
     assert refused
-    assert served.ask("GET", "/metrics", ADMIN).status_code == 200
+    metrics = served.ask("GET", "/metrics", ADMIN)
+    assert metrics.status_code == 200
+    assert all(
+        f'symbiosis_cluster_engine_up{{engine="{name}",status="ready"}} 1.0' in metrics.text for name in served.engines()
+    )
+
+
+def test_top_shows_the_engines(served):
+    command = [sys.executable, "-m", "symbiosis", "top", "--once", "--connect", served.host.url, "--key", ADMIN]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120"}).stdout
+    assert all(name in shown for name in served.engines())
+    assert "0 requests wait for an engine" in shown
 
 
 def test_a_job_trains_on_one_engine_and_is_served_by_all(served):
