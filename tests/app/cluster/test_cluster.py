@@ -1,9 +1,11 @@
-"""A whole cluster over HTTP: a front door, a director and two engines in real processes, and ordinary clients."""
+"""A cluster in real processes: whatever dies, each completion has exactly the tokens of an undisturbed run."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,70 +13,147 @@ import threading
 import time
 from pathlib import Path
 
-import httpx2
 import openai
 import pytest
 from transformers import AutoModelForCausalLM
 
-from symbiosis.app.cluster.cluster_host import ClusterHost
-from symbiosis.server.rate_limits import RequestLimits
-from tests.app.cluster.running_cluster import START_S, engine_config
+from symbiosis.app.cluster.director_process import DirectorProcess
+from symbiosis.errors import EngineLost, UnknownAdapter
+from symbiosis.server.engines.cluster_client import ClusterClient
+from symbiosis.serving.engine_messages import Finished, GenerateRequest, Token
+from symbiosis.serving.scheduling.sequence import Sampling
+from symbiosis.transport.engine_ipc import ClusterKey
+from tests.app.cluster.running_cluster import ADMIN, KEYS, RunningCluster
 from tests.lora import ALL_LINEAR, with_random_lora
-from tests.tiny_chat import make_tiny_chat
 
 pytestmark = pytest.mark.timeout(900)
-KEYS = {"ann": "ann-secret", "bob": "bob-secret"}
-ADMIN = "admin-secret"
-
-
-class Served:
-    def __init__(self, folder: Path) -> None:
-        self.model = make_tiny_chat(folder / "tiny")
-        self.host = ClusterHost(
-            "127.0.0.1:0",
-            engine=engine_config(self.model),
-            engines=2,
-            state=folder / "state",
-            keys=KEYS,
-            admin_key=ADMIN,
-            workers=2,
-            requests=RequestLimits(at_once=40),
-        )
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._check)
-        self._thread.start()
-        self.until(lambda: len(self.engines()) == 2)
-
-    def _check(self) -> None:
-        while not self._closing.wait(0.1):
-            self.host.check()
-
-    def client(self, key: str) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.host.url}/v1", api_key=key, max_retries=0, timeout=120)
-
-    def ask(self, method: str, path: str, key: str, **more) -> httpx2.Response:
-        return httpx2.request(method, self.host.url + path, headers={"Authorization": f"Bearer {key}"}, timeout=60, **more)
-
-    def engines(self) -> dict:
-        return self.ask("GET", "/v1/statistics", ADMIN).json()["engines"]
-
-    def until(self, condition) -> None:
-        deadline = time.monotonic() + START_S
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join()
-        self.host.close()
+TOKENS = 40
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    made = Served(tmp_path_factory.mktemp("cluster"))
+    made = RunningCluster(tmp_path_factory.mktemp("cluster"))
     yield made
     made.close()
+
+
+# The client of an HTTP process
+
+
+def requests() -> list[GenerateRequest]:
+    samplings = [
+        Sampling(temperature=0, max_tokens=TOKENS, ignore_eos=True),
+        Sampling(seed=7, max_tokens=TOKENS, ignore_eos=True),
+        Sampling(seed=8, max_tokens=TOKENS, ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.5),
+        Sampling(seed=9, max_tokens=TOKENS, ignore_eos=True, logprobs=2),
+    ]
+    return [
+        GenerateRequest(prompt=[3 + number, 5, 7 + number], sampling=samplings[number % 4], n=1 + 3 * (number % 2))
+        for number in range(8)
+    ]
+
+
+async def generate(client: ClusterClient, request: GenerateRequest) -> tuple[list[list[int]], list[str]]:
+    tokens, ends = [[] for _ in range(request.n)], [""] * request.n
+    async with client.submit([request]) as active:
+        async for events in active.events():
+            for _, event in events:
+                if isinstance(event, Token):
+                    assert not ends[event.number]
+                    tokens[event.number].append(event.token)
+                    assert (event.logprobs is not None) == (request.sampling.logprobs is not None)
+                else:
+                    assert isinstance(event, Finished)
+                    ends[event.number] = event.reason.value
+    return tokens, ends
+
+
+async def run(served: RunningCluster, faults: list[str]) -> None:
+    client = served.link()
+    await client.start()
+    await served.wait_for_engines(client)
+    expected = await asyncio.gather(*(generate(client, request) for request in requests()))
+    assert all(ends == ["length"] * len(tokens) and {len(each) for each in tokens} == {TOKENS} for tokens, ends in expected)
+    chosen = random.Random(1)
+    is_over = False
+
+    async def ask(number: int) -> int:
+        count = 0
+        while not is_over or not count:
+            index = (number + count) % len(expected)
+            assert await generate(client, requests()[index]) == expected[index]
+            count += 1
+        return count
+
+    async def disturb() -> None:
+        nonlocal is_over
+        try:
+            for fault in faults:
+                await asyncio.sleep(chosen.uniform(0.05, 0.4))
+                await served.disturb(client, chosen.choice(client.engines), fault)
+        finally:
+            is_over = True
+
+    *counts, _ = await asyncio.gather(*(ask(number) for number in range(len(expected))), disturb())
+    assert all(counts)
+    while (stats := (await client.ask("statistics"))["cluster"])["placed"]:  # nothing stays at the director
+        assert not stats["waiting"]
+        await asyncio.sleep(0.1)
+    await client.close()
+
+
+def test_no_token_is_lost_or_doubled_when_engines_or_the_director_fail(served):
+    asyncio.run(run(served, ["director", "kill", "stop", "freeze", "director"]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_faults(served):
+    asyncio.run(run(served, ["kill", "director", "stop", "freeze"] * 25))
+
+
+def test_requests_that_cannot_be_placed_say_why(served):
+    async def ask() -> None:
+        client = served.link()
+        await client.start()
+        await served.wait_for_engines(client)
+        with pytest.raises(UnknownAdapter, match="no adapter 'missing'"):
+            await generate(client, GenerateRequest(prompt=[3], adapter="missing", tenant="ann"))
+        assert (await client.ask("statistics"))["cluster"]["placed"] == 0
+        await client.close()
+
+    asyncio.run(ask())
+
+
+def test_a_request_that_ends_while_it_waits_for_an_engine_leaves_the_director(tmp_path):
+    secret = "a secret of nobody else"
+    config = {"host": "127.0.0.1", "port": 0, "secret": secret, "state": str(tmp_path), "engines": 1}
+    director = DirectorProcess(config)
+
+    async def ask() -> None:
+        client = ClusterClient(director.address, ClusterKey.of(secret), patience_s=0.3)
+        await client.start()
+        with pytest.raises(EngineLost, match="no engine of the cluster"):
+            await generate(client, requests()[0])
+        await asyncio.sleep(0.2)
+        assert (await client.ask("statistics"))["cluster"] == {"waiting": 0, "migrations": 0, "placed": 0}
+        await client.close()
+
+    asyncio.run(ask())
+    director.close()
+
+
+def test_another_key_is_not_served(served):
+    async def ask() -> None:
+        client = served.link("a stranger's secret", patience_s=1.0)
+        with pytest.raises(EngineLost, match="the director of the cluster cannot be reached"):
+            await client.start()
+        await client.close()
+
+    asyncio.run(ask())
+
+
+# Over HTTP
 
 
 def save_lora(model: Path, folder: Path, *, seed: int) -> None:
@@ -82,7 +161,7 @@ def save_lora(model: Path, folder: Path, *, seed: int) -> None:
     with_random_lora(base, tuple(ALL_LINEAR), seed=seed).save_pretrained(folder)
 
 
-def upload(served: Served, key: str, folder: Path, name: str) -> None:
+def upload(served: RunningCluster, key: str, folder: Path, name: str) -> None:
     names = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
     files = {field: (folder / file).read_bytes() for field, file in names.items()}
     reply = served.ask("PUT", f"/v1/adapters/{name}", key, files=files)
@@ -214,9 +293,8 @@ def test_limits_hold_over_all_workers(served):
     assert refused
     metrics = served.ask("GET", "/metrics", ADMIN)
     assert metrics.status_code == 200
-    assert all(
-        f'symbiosis_cluster_engine_up{{engine="{name}",status="ready"}} 1.0' in metrics.text for name in served.engines()
-    )
+    for name in served.engines():
+        assert f'symbiosis_cluster_engine_up{{engine="{name}",status="ready"}} 1.0' in metrics.text
 
 
 def test_top_shows_the_engines(served):
