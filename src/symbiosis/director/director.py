@@ -163,6 +163,7 @@ class Director:
     # HTTP processes and launchers: their operations stay open, and events follow
 
     async def _watch(self, id: str, body: Body) -> None:
+        """The table of engines, now and after each change; again if it is asked for with the same id."""
         self._watches[id] = None
         self.rpc.publish([JobEvent(id, self._table())])
 

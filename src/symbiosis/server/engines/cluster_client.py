@@ -28,6 +28,7 @@ _PROGRESS_S = 0.05
 _KNOWN_S = 2.0
 """An engine that the director has chosen is known here within this time, or it is gone."""
 _CLOSING_S = 0.05
+_AGAIN_S = 1.0
 _log = logging.getLogger("symbiosis")
 
 
@@ -46,6 +47,7 @@ class ClusterClient:
         """Number at the director, by id; 0 for those it does not know."""
         self._adapters: dict[tuple[str, str | None], set[str]] = {}
         """Engines that an adapter of a tenant was used on."""
+        self._watch_id = ""
         self._first: list[int] = []
         self._ended: list[tuple[int, int]] = []
         self._owners: dict[str, RpcClient] = {}
@@ -113,7 +115,7 @@ class ClusterClient:
     async def _follow(self, client: RpcClient) -> None:
         """Keep to the director's table of engines, for as long as it lives."""
         inbox = Inbox()
-        await client.open({"op": "watch"}, inbox)
+        self._watch_id = await client.open({"op": "watch"}, inbox)
         self._placements.update({id: (0, each) for id, (_, each) in self._placements.items()})  # a new director
         while client.is_alive():
             for raw in await inbox.take():
@@ -157,6 +159,9 @@ class ClusterClient:
             if self._addresses.get(name) == address:
                 del self._addresses[name]
             await engine.close()  # its requests go on elsewhere
+        await asyncio.sleep(_AGAIN_S)
+        if self._link.client is not None:  # the director may have kept it
+            await self._link.client.send({"op": "watch", "id": self._watch_id})
 
     # Requests
 

@@ -1,0 +1,224 @@
+"""Is a token lost or doubled when processes of a cluster are killed?
+
+A cluster on this host (front door with two workers, director, engines of the default model in float32). Clients stream
+completions with `openai` all the time: eight LoRA adapters, greedy with n = 1 and seeded with n = 4. Meanwhile engines, the
+director and HTTP workers are killed with SIGKILL, one at a time, at random moments; all are replaced. Every completion must
+equal that of an undisturbed run before. A killed worker ends its own connections: those clients ask again, which is counted.
+
+    python -m benchmarks.cluster_kills                   # 100 kills, 20 to 30 minutes on 2 cores
+    python -m benchmarks.cluster_kills --tiny --kills 3  # for the tests: a tiny model
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.results import FOLDER, save
+
+NEW = 24
+ADAPTERS = 8
+SHARES = {"engine": 0.6, "director": 0.25, "worker": 0.15}
+_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def write_adapters(source: str | None, folder: Path) -> dict[str, Path]:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from symbiosis.models.loading import load
+
+    model = load(source).model
+    for number in range(ADAPTERS):
+        torch.manual_seed(number)
+        config = LoraConfig(r=8, target_modules=_TARGETS, init_lora_weights=False, task_type="CAUSAL_LM")
+        adapted: Any = get_peft_model(model, config)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name:
+                    parameter.mul_(0.05)
+        adapted.save_pretrained(folder / f"a{number}")
+        model = adapted.unload()
+    return {f"a{number}": folder / f"a{number}" for number in range(ADAPTERS)}
+
+
+class Clients:
+    """Streams, each of which compares every completion with the undisturbed one."""
+
+    def __init__(self, url: str, streams: int) -> None:
+        import openai
+
+        self._openai = openai
+        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
+        self._cases = [(f"a{number}", n) for number in range(ADAPTERS) for n in (1, 4)]
+        self._expected: dict[tuple[str, int], list[str]] = {}
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(streams)]
+        self.counts: Counter[str] = Counter()
+        self.different: list[str] = []
+        self.gaps: list[float] = []
+        """The longest time without a token of each completion."""
+
+    def learn(self) -> None:
+        for case in self._cases:
+            self._expected[case], _ = self._ask(*case)
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, model: str, n: int) -> tuple[list[str], float]:
+        texts, gap, last = [""] * n, 0.0, 0.0
+        sampling: dict[str, Any] = {"temperature": 0} if n == 1 else {"temperature": 1, "seed": 11}
+        prompt = "The following is a short story about a ship:"
+        stream = self._client.completions.create(
+            model=model, prompt=prompt, max_tokens=NEW, n=n, stream=True, extra_body={"ignore_eos": True}, **sampling
+        )
+        for chunk in stream:
+            now = time.monotonic()
+            gap, last = max(gap, now - last if last else 0.0), now
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        return texts, gap
+
+    def _run(self, number: int) -> None:
+        chosen = random.Random(number)
+        while not self._over.is_set():
+            case = chosen.choice(self._cases)
+            try:
+                texts, gap = self._ask(*case)
+            except (self._openai.APIConnectionError, self._openai.APIError) as error:
+                with self._lock:
+                    self.counts["connections cut" if _is_cut(error) else f"failed: {error}"[:200]] += 1
+                time.sleep(0.2)
+                continue
+            with self._lock:
+                self.counts["requests"] += 1
+                self.counts["completions"] += case[1]
+                self.gaps.append(gap)
+                if texts != self._expected[case]:
+                    self.different.append(f"{case}: {texts} instead of {self._expected[case]}")
+
+
+def _is_cut(error: Exception) -> bool:
+    text = f"{type(error).__name__} {error} {type(error.__cause__).__name__}".lower()
+    return any(word in text for word in ("connection", "remoteprotocol", "readerror", "peer closed", "incomplete"))
+
+
+def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False, seed: int = 0) -> dict[str, Any]:
+    from symbiosis.app.cluster.cluster_host import ClusterHost
+
+    console, chosen, done = Console(width=120), random.Random(seed), Counter[str]()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        source = _tiny_model(folder) if tiny else None
+        engine = {"model": source, "threads": 1, "adapter_gb": 0.2, "adapter_host_gb": 0.2, "training": False}
+        adapters = write_adapters(source, folder / "adapters")
+        with ClusterHost(
+            "127.0.0.1:0", engine=engine, engines=engines, state=folder / "state", workers=2, adapters=adapters
+        ) as host:
+            closing, failure = threading.Event(), list[Exception]()
+
+            def check() -> None:
+                while not closing.wait(0.1):
+                    try:
+                        host.check()
+                    except Exception as error:  # noqa: BLE001 - it ends the run
+                        failure.append(error)
+                        return
+
+            checker = threading.Thread(target=check)
+            checker.start()
+            clients = Clients(host.url, streams)
+            try:
+                _wait_for(host, engines, failure)
+                clients.learn()
+                clients.start()
+                started = time.monotonic()
+                while done.total() < kills:
+                    time.sleep(chosen.uniform(0.5, 4.0))
+                    kind = chosen.choices([*SHARES], [*SHARES.values()])[0]
+                    if kind == "engine":
+                        _wait_for(host, max(2, engines - 1), failure)  # another one is there
+                        joined = host.ask("statistics")["engines"]
+                        pid = chosen.choice([pid for name, pid in host.launcher.pids.items() if name in joined])  # type: ignore[union-attr, attr-defined]
+                    else:
+                        pid = host.director_pid if kind == "director" else chosen.choice(host.http_pids[1:])
+                    os.kill(pid, signal.SIGKILL)
+                    done[kind] += 1
+                    if done.total() % 10 == 0:
+                        console.print(
+                            f"{done.total()} kills, {clients.counts['requests']} requests, {len(clients.different)} differ"
+                        )
+                    if failure:
+                        raise failure[0]
+                _wait_for(host, engines, failure)
+                time.sleep(5.0)
+                seconds = time.monotonic() - started
+            finally:
+                clients.stop()
+                closing.set()
+                checker.join()
+    gaps = sorted(clients.gaps)
+    figures = {
+        "script": "cluster_kills",
+        "engines": engines,
+        "streams": streams,
+        "kills": dict(done),
+        "seconds": seconds,
+        "counts": dict(clients.counts),
+        "different": clients.different[:5],
+        "num_different": len(clients.different),
+        "longest_gap_s": {"p50": statistics.median(gaps), "p99": gaps[int(0.99 * (len(gaps) - 1))], "max": gaps[-1]},
+    }
+    save("cluster-kills", str(__doc__).splitlines()[0], figures, out)
+    console.print(figures)
+    return figures
+
+
+def _wait_for(host: Any, engines: int, failure: Sequence[Exception]) -> None:
+    while len(host.ask("statistics")["engines"]) < engines:
+        if failure:
+            raise failure[0]
+        time.sleep(0.2)
+
+
+def _tiny_model(folder: Path) -> str:
+    from benchmarks.plan_memory import write_model
+
+    write_model("tiny", str(folder / "tiny"))
+    return str(folder / "tiny")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, two engines, eight streams")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    chosen = parser.parse_args(arguments)
+    engines, streams = (2, 8) if chosen.tiny else (chosen.engines, chosen.streams)
+    run(chosen.kills, engines, streams, chosen.out, tiny=chosen.tiny)
+
+
+if __name__ == "__main__":
+    main()
