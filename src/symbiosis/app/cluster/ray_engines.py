@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class RayEngines:
         prefix: str = "engine",
     ) -> None:
         """`gpus` of this host; None: those that Ray finds. Raises `RayMissing`, or an error of `RayNode`."""
-        ray = self._ray = _import_ray()
+        check_installed()
         host = str(config.get("host", "127.0.0.1"))
         is_on_gpu = str(config.get("device") or "cpu").startswith("cuda")
         self._config = {name: value for name, value in config.items() if name not in ("secret", "host")}
@@ -83,9 +84,10 @@ class RayEngines:
         if address is None:
             local_gpus = gpus if is_on_gpu else 0
             self._node = RayNode(str(config["secret"]), secret_file, host=host, port=port, slots=slots, gpus=local_gpus)
-            os.environ.update(self._node.environment)
+            os.environ.update(self._node.environment)  # before the import of Ray, which reads them
         self.address = address if self._node is None else self._node.address
         """Of Ray, where other nodes join."""
+        ray = self._ray = _import_ray()
         try:
             ray.init(
                 address=self.address,
@@ -97,7 +99,7 @@ class RayEngines:
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             if self._node is not None:
                 self._node.close()
-            raise Unreachable(f"cannot connect to Ray at {address}: {_first_line(error)}") from None
+            raise Unreachable(f"cannot connect to Ray at {self.address}: {_first_line(error)}") from None
         needs: dict[str, Any] = {"num_gpus": int(is_on_gpu)}
         if ENGINE_SLOT in ray.cluster_resources():
             needs |= {"num_cpus": 0, "resources": {ENGINE_SLOT: 1}}
@@ -251,11 +253,19 @@ class _EngineActor:
             os._exit(0)
 
 
+def is_installed() -> bool:
+    return find_spec("ray") is not None
+
+
+def check_installed() -> None:
+    """Raises `RayMissing`."""
+    if not is_installed():
+        raise RayMissing("Ray is not installed: pip install 'symbiosis[cluster]', or choose --launcher processes")
+
+
 def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise RayMissing("Ray is not installed: pip install 'symbiosis[cluster]', or use --launcher processes") from None
+    import ray
+
     return ray
 
 
