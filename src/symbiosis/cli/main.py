@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from symbiosis import __version__
-from symbiosis.cli.commands import adapters, chat, demo, finetune, jobs, plan, profile, serve, simulate, top
+from symbiosis.cli.commands import adapters, chat, cluster, demo, finetune, jobs, plan, profile, serve, simulate, top
 from symbiosis.errors import SymbiosisError
 
 err = Console(stderr=True)
@@ -43,7 +43,7 @@ app = typer.Typer(
     "runs fine-tuning jobs: [bold]symbiosis finetune DATA.jsonl --hosted[/bold], then [bold]symbiosis jobs[/bold].",
 )
 
-for command in (serve, plan, chat, finetune, top, demo, adapters, jobs, profile, simulate):  # the order of --help
+for command in (serve, plan, chat, finetune, top, demo, adapters, jobs, profile, simulate, cluster):  # the order of --help
     app.add_typer(command.app)
 
 

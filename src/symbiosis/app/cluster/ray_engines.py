@@ -179,7 +179,9 @@ class RayEngines:
                 return  # `running` ends too
         elif not engine.has_warned and time.monotonic() - engine.created > _PENDING_S:
             engine.has_warned = True
-            _log.warning("the engine %s waits for a node with room: add one with `symbiosis cluster join --ray %s`", name, self.address)
+            _log.warning(
+                "the engine %s waits for a node with room: add one with `symbiosis cluster join --ray %s`", name, self.address
+            )
 
     def _start(self, name: str) -> None:
         actor = self._actor_class.remote()

@@ -44,7 +44,7 @@ class RayNode:
 
         Raises `Unreachable`, `Unauthorized`, `VersionMismatch`, `AddressInUse` or `EngineLost`.
         """
-        self._folder = Path(tempfile.mkdtemp(prefix="symbiosis-ray-", dir="/tmp"))  # noqa: S108 - new; socket paths are short
+        self._folder = Path(tempfile.mkdtemp(prefix="symbiosis-ray-", dir="/tmp"))
         self._lines: deque[str] = deque(maxlen=40)
         self._started = threading.Event()
         try:
@@ -96,8 +96,10 @@ class RayNode:
         if "AuthToken" in text or "AuthenticationError" in text:
             raise Unauthorized(f"the Ray cluster at {join} has another secret: copy the file of `symbiosis cluster up`")
         if "ersion mismatch" in text:
-            raise VersionMismatch(f"the Ray cluster at {join} has another version of Ray or Python: {_line_with(text, 'ersion')}")
-        if "ddress already in use" in text or "port" in text.lower() and "in use" in text:
+            raise VersionMismatch(
+                f"the Ray cluster at {join} has another version of Ray or Python: {_line_with(text, 'ersion')}"
+            )
+        if "ddress already in use" in text or ("port" in text.lower() and "in use" in text):
             raise AddressInUse(f"Ray cannot start here: {self._last_line()}")
         raise EngineLost(f"the Ray node did not start: {self._last_line()}")
 
