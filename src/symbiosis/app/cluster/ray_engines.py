@@ -80,12 +80,13 @@ class RayEngines:
         self._leaving: dict[str, _Engine] = {}
         self._wanted = self._deaths = 0
         self._not_before = 0.0
-        self._node: RayNode | None = None
+        self.node: RayNode | None = None
+        """The head on this host, if it was started here."""
         if address is None:
             local_gpus = gpus if is_on_gpu else 0
-            self._node = RayNode(str(config["secret"]), secret_file, host=host, port=port, slots=slots, gpus=local_gpus)
-            os.environ.update(self._node.environment)  # before the import of Ray, which reads them
-        self.address = address if self._node is None else self._node.address
+            self.node = RayNode(str(config["secret"]), secret_file, host=host, port=port, slots=slots, gpus=local_gpus)
+            os.environ.update(self.node.environment)  # before the import of Ray, which reads them
+        self.address = address if self.node is None else self.node.address
         """Of Ray, where other nodes join."""
         ray = self._ray = _import_ray()
         try:
@@ -97,8 +98,8 @@ class RayEngines:
                 configure_logging=False,
             )
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            if self._node is not None:
-                self._node.close()
+            if self.node is not None:
+                self.node.close()
             raise Unreachable(f"cannot connect to Ray at {self.address}: {_first_line(error)}") from None
         needs: dict[str, Any] = {"num_gpus": int(is_on_gpu)}
         if ENGINE_SLOT in ray.cluster_resources():
@@ -131,8 +132,8 @@ class RayEngines:
         self.check()
 
     def check(self) -> None:
-        if self._node is not None:
-            self._node.check()
+        if self.node is not None:
+            self.node.check()
         for name in self._ended(self._leaving):
             self._remove(self._leaving.pop(name))
         for name in self._ended(self._engines):
@@ -210,8 +211,8 @@ class RayEngines:
         finally:
             self._engines, self._leaving = {}, {}
             self._ray.shutdown()
-            if self._node is not None:
-                self._node.close()
+            if self.node is not None:
+                self.node.close()
 
 
 class _EngineActor:

@@ -44,12 +44,12 @@ class RayNode:
 
         Raises `Unreachable`, `Unauthorized`, `VersionMismatch`, `AddressInUse` or `EngineLost`.
         """
-        self._folder = Path(tempfile.mkdtemp(prefix="symbiosis-ray-", dir="/tmp"))
+        self.folder = Path(tempfile.mkdtemp(prefix="symbiosis-ray-", dir="/tmp"))
         self._lines: deque[str] = deque(maxlen=40)
         self._started = threading.Event()
         try:
-            self.environment = _ray_environment(secret, self._folder / "token")
-            arguments = _arguments(self._folder, host, slots, gpus)
+            self.environment = _ray_environment(secret, self.folder / "token")
+            arguments = _arguments(self.folder, host, slots, gpus)
             if join is None:
                 port = port or _free_port(host)
                 arguments += ["--head", f"--port={port}", "--include-dashboard=false"]
@@ -66,7 +66,7 @@ class RayNode:
                 env={**os.environ, **self.environment, SECRET_FILE: str(secret_file.resolve())},
             )
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise
         self._reader = threading.Thread(target=self._read, name="symbiosis-ray", daemon=True)
         self._reader.start()
@@ -128,7 +128,7 @@ class RayNode:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _ray_environment(secret: str, file: Path) -> dict[str, str]:

@@ -13,12 +13,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from symbiosis.cli.commands.engine_options import (
+    AdapterGb,
+    AdapterHostGb,
+    CacheGb,
+    Device,
+    Dtype,
+    Gpus,
+    HostCacheGb,
+    MaxRows,
+    MaxRunning,
+    ModelOption,
+    NoTraining,
+    Threads,
+    choose_launcher,
+    engine_config,
+)
 from symbiosis.cli.commands.options import DEFAULT_URL, Key
 from symbiosis.cli.commands.serve import DEFAULT_HTTP, Stop, read_adapters, read_tokens
-from symbiosis.cli.tables import print_fitting
+from symbiosis.cli.views.cluster_view import print_cluster
 from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
@@ -27,11 +41,7 @@ if TYPE_CHECKING:
     from symbiosis.app.cluster.engine_launcher import EngineLauncher
 
 _CHECK_S = 0.25
-_ENGINES = "Engines"
 _LIMITS = "Limits of serving over HTTP"
-_COLUMNS = ("engine", "status", "address", "running", "waiting", "KV blocks", "adapters", "jobs", "tokens")
-_OPTIONAL_COLUMNS = ("tokens", "address", "jobs", "adapters")
-"""Columns that a narrow terminal omits, in this order."""
 err = Console(stderr=True)
 
 app = typer.Typer(
@@ -44,16 +54,6 @@ app = typer.Typer(
     epilog="Example: symbiosis cluster up MODEL --engines 2",
 )
 Model = Annotated[str | None, typer.Argument(show_default=False, help="Folder or hub id; none: the default model.")]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="MODEL",
-        show_default=False,
-        help="As given to `up`; none: the default model.",
-        rich_help_panel=_ENGINES,
-    ),
-]
 State = Annotated[
     Path | None,
     typer.Option(
@@ -74,39 +74,8 @@ SecretFile = Annotated[
 ]
 
 
-def _engine_option(name: str, help: str, **more: Any) -> Any:
-    return typer.Option(name, help=help, rich_help_panel=_ENGINES, **more)
-
-
 def _limit(name: str, help: str, *, hidden: bool = False) -> Any:
     return typer.Option(name, min=0, help=help, show_default=not hidden, rich_help_panel=_LIMITS)
-
-
-Device = Annotated[str, _engine_option("--device", "Device of each engine: cpu, cuda …")]
-Dtype = Annotated[
-    str | None,
-    _engine_option("--dtype", "float32, bfloat16 or float16; none: that of the checkpoint.", show_default=False),
-]
-Threads = Annotated[
-    int | None, _engine_option("--threads", "CPU threads of each engine; none: all.", min=1, show_default=False)
-]
-NoTraining = Annotated[bool, _engine_option("--no-training", "No fine-tuning jobs.")]
-CacheGb = Annotated[
-    float | None,
-    _engine_option("--cache-gb", "KV cache of each engine. (default: 1024 blocks of 16 tokens)", min=0, show_default=False),
-]
-HostCacheGb = Annotated[
-    float, _engine_option("--host-cache-gb", "Host memory of each engine for KV cache blocks that do not fit.", min=0)
-]
-AdapterGb = Annotated[float, _engine_option("--adapter-gb", "Device memory of each engine's adapter cache.", min=0)]
-AdapterHostGb = Annotated[
-    float, _engine_option("--adapter-host-gb", "Host memory of each engine for adapters ready to be copied to a GPU.", min=0)
-]
-MaxRows = Annotated[int, _engine_option("--max-rows", "Most tokens in one step of an engine.", min=1)]
-MaxRunning = Annotated[int, _engine_option("--max-running", "Most sequences running at once on an engine.", min=1)]
-Gpus = Annotated[
-    int | None, _engine_option("--gpus", "GPUs of this host for Ray; none: those that it finds.", min=0, show_default=False)
-]
 
 
 @app.command(
@@ -228,10 +197,10 @@ def up(
     if max_engines is not None and max_engines < engines:
         raise SymbiosisError(f"--max-engines {max_engines} is less than --engines {engines}")
     keys, adapters = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key"), read_adapters(adapter or [])
-    launcher = _chosen_launcher(launcher)
+    launcher = choose_launcher(launcher)
     if launcher != "ray" and (ray_address is not None or ray_port or here is not None):
         raise SymbiosisError("--here, --ray-address and --ray-port apply to Ray: add --launcher ray")
-    engine = _engine_config(
+    engine = engine_config(
         model, device, dtype, threads, no_training, cache_gb, host_cache_gb, adapter_gb, adapter_host_gb, max_rows, max_running
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -382,7 +351,7 @@ def join(
         finally:
             node.close()
         return
-    engine = _engine_config(
+    engine = engine_config(
         model, device, dtype, threads, no_training, cache_gb, host_cache_gb, adapter_gb, adapter_host_gb, max_rows, max_running
     )
 
@@ -428,12 +397,7 @@ def status(
     if as_json:
         typer.echo(json.dumps({"model": statistics["model"], "cluster": cluster, "engines": engines}, indent=2))
         return
-    print_fitting(lambda without: _status_table(engines, without), _OPTIONAL_COLUMNS)
-    ready = sum(engine["status"] == "ready" for engine in engines.values())
-    typer.echo(
-        f"{statistics['model']}: {ready} engines ready, {cluster.get('wanted', ready)} wanted; "
-        f"{cluster['placed']} requests, {cluster['waiting']} of them waiting for an engine; {cluster['migrations']} migrations"
-    )
+    print_cluster(statistics)
 
 
 @app.command(epilog="Example: symbiosis cluster down")
@@ -447,69 +411,6 @@ def down(
     with err.status("Stopping"):
         pid = stop_cluster(state or default_state_folder(), timeout)
     typer.echo(f"the cluster has ended (process {pid})")
-
-
-def _status_table(engines: dict[str, Any], without: tuple[str, ...]) -> Table:
-    table = Table(caption=None if engines else "no engine has joined yet")
-    for name in (each for each in _COLUMNS if each not in without):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("engine", "status", "address") else "right")
-    for name, engine in sorted(engines.items()):
-        cells = {
-            "engine": escape(name),
-            "status": engine["status"],
-            "address": escape(engine["address"].removeprefix("tcp://")),
-            "running": str(engine["running"]),
-            "waiting": str(engine["waiting"]),
-            "KV blocks": f"{engine['blocks'] - engine['blocks_free']:,} of {engine['blocks']:,}",
-            "adapters": str(engine["adapters"]),
-            "jobs": str(engine["jobs"]),
-            "tokens": f"{engine['tokens']:,}",
-        }
-        table.add_row(*(cell for column, cell in cells.items() if column not in without))
-    return table
-
-
-def _chosen_launcher(given: str | None) -> str:
-    from importlib.util import find_spec
-
-    if given not in (None, "ray", "processes"):
-        raise SymbiosisError(f"--launcher {given}: expected ray or processes")
-    if given == "ray":
-        from symbiosis.app.cluster.ray_engines import check_installed
-
-        check_installed()
-    return given or ("processes" if find_spec("ray") is None else "ray")
-
-
-def _engine_config(
-    model: str | None,
-    device: str,
-    dtype: str | None,
-    threads: int | None,
-    no_training: bool,
-    cache_gb: float | None,
-    host_cache_gb: float,
-    adapter_gb: float,
-    adapter_host_gb: float,
-    max_rows: int,
-    max_running: int,
-) -> dict[str, Any]:
-    """Fields of `app.engine_member.MemberConfig`."""
-    if model is not None and Path(model).is_dir():
-        model = str(Path(model).resolve())  # engines have folders of their own
-    return {
-        "model": model,
-        "device": device,
-        "dtype": dtype,
-        "threads": threads,
-        "training": not no_training,
-        "cache_gb": cache_gb,
-        "host_cache_gb": host_cache_gb,
-        "adapter_gb": adapter_gb,
-        "adapter_host_gb": adapter_host_gb,
-        "max_rows": max_rows,
-        "max_running": max_running,
-    }
 
 
 def _stop_on_signals() -> Stop:
