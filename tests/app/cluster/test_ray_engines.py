@@ -105,7 +105,7 @@ def test_the_secret_is_not_in_the_files_of_ray(ray):
 
 
 def test_a_node_that_cannot_join_is_one_line(ray):
-    with pytest.raises(Unreachable, match="no Ray cluster at 127.0.0.1:1 "):
+    with pytest.raises(Unreachable, match=r"no Ray cluster at 127\.0\.0\.1:1 "):
         RayNode(ray.secret, ray.secret_file, host="127.0.0.1", join="127.0.0.1:1", slots=1, gpus=0)
 
 
@@ -117,7 +117,10 @@ def test_engines_of_a_lost_node_are_placed_on_another(ray):
     ray.until_joined(2)
     nodes = {facts["node"] for facts in launcher.nodes.values()}
     assert len(nodes) == 2
+    processes = [psutil.Process(pid) for pid in launcher.pids.values()]
     node.close()
+    gone, _ = psutil.wait_procs(processes, timeout=10)
+    assert len(gone) == 1
     second = RayNode(ray.secret, ray.secret_file, host="127.0.0.1", join=launcher.address, slots=2, gpus=0)
     try:
         ray.until(lambda: {facts["node"] for facts in launcher.nodes.values()} - nodes != set())
@@ -139,8 +142,8 @@ def test_engines_that_cannot_start_end_in_an_error(ray):
     launcher = ray.launcher
     config, launcher._config = launcher._config, {**launcher._config, "model": "/nonexistent"}
     try:
+        launcher.keep(9, ())
         with pytest.raises(EngineLost, match="engines died 5 times at their start: there is no folder /nonexistent"):
-            launcher.keep(5, ())
             ray.until(lambda: False)
     finally:
         launcher._config = config

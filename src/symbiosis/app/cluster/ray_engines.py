@@ -28,6 +28,7 @@ _MIN_UPTIME_S, _MAX_DEATHS = 10.0, 5
 _BACKOFF_S = 1.0
 _STOP_TIMEOUT_S = 30.0
 _PENDING_S = 30.0
+_FOLLOW_S = 0.5
 _THREADS = 4  # of an actor: `run`, `stop` and `describe` at once
 _log = logging.getLogger("symbiosis")
 
@@ -221,6 +222,17 @@ class _EngineActor:
     def __init__(self) -> None:
         self._stopped = threading.Event()
         self._is_serving = False
+        threading.Thread(target=self._follow_node, args=(os.getppid(),), name="symbiosis-node", daemon=True).start()
+
+    def _follow_node(self, raylet: int) -> None:
+        """End with the node: Ray places another engine elsewhere, and lets this process wait for `run`."""
+        while os.getppid() == raylet:
+            time.sleep(_FOLLOW_S)
+        self._stopped.set()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while self._is_serving and time.monotonic() < deadline:
+            time.sleep(_FOLLOW_S)
+        os._exit(1)
 
     def describe(self) -> dict[str, Any]:
         import socket
@@ -247,6 +259,8 @@ class _EngineActor:
                 member.run(self._stopped)
         except SymbiosisError as error:
             return (_REFUSED if isinstance(error, JoinRejected) else _FAILED), str(error)
+        finally:
+            self._is_serving = False
         return _ENDED, ""
 
     def stop(self) -> None:

@@ -1,6 +1,6 @@
 """A Ray node on this host: `ray start`, which ends when the process that started it does.
 
-`python -m symbiosis.app.cluster.ray_node ARGUMENTS` is that process. Ray's token comes from the cluster's secret, so only
+`python -m symbiosis.app.cluster.ray_node FOLDER ARGUMENTS` is that process. Ray's token comes from the cluster's secret: only
 holders of the secret can add a node or an actor. The secret itself never passes through Ray: each node names its own file.
 """
 
@@ -57,7 +57,7 @@ class RayNode:
                 _check_reachable(join)
                 arguments += [f"--address={join}"]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, *arguments],
+                [sys.executable, "-m", __name__, str(self.folder), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -183,7 +183,8 @@ def _line_with(text: str, part: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """`ray start`, until SIGTERM or the end of stdin. Its exit status."""
+    """`ray start`, until SIGTERM or the end of stdin. Its exit status. The first argument is a folder to remove then."""
+    folder, *arguments = arguments
     process = subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", "start", *arguments], start_new_session=True)
 
     def follow_launcher() -> None:
@@ -197,6 +198,7 @@ def main(arguments: list[str]) -> int:
     status = process.wait()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # what it may have left
+    shutil.rmtree(folder, ignore_errors=True)
     return status
 
 
