@@ -90,9 +90,9 @@ def test_an_engine_that_dies_or_leaves_is_replaced(ray):
     ((second, pid),) = launcher.pids.items()
     assert second != name
     process = psutil.Process(pid)
-    launcher.keep(1, [second])
-    ray.until_joined(1)
-    assert second not in launcher.pids
+    launcher.keep(0, [second])
+    ray.until(lambda: not ray.members())
+    assert not launcher.pids
     psutil.wait_procs([process], timeout=10)
     assert not process.is_running()
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from symbiosis.app.cluster.ray_node import ENGINE_SLOT, SECRET_FILE, RayNode
+from symbiosis.app.cluster.ray_node import ENGINE_SLOT, NODE_FOLDER, SECRET_FILE, RayNode, leaving_file
 from symbiosis.app.cluster.secret_file import read_secret
 from symbiosis.errors import EngineLost, SymbiosisError, Unreachable
 from symbiosis.version import VERSION
@@ -225,8 +225,9 @@ class _EngineActor:
         threading.Thread(target=self._follow_node, args=(os.getppid(),), name="symbiosis-node", daemon=True).start()
 
     def _follow_node(self, raylet: int) -> None:
-        """End with the node: Ray places another engine elsewhere, and lets this process wait for `run`."""
-        while os.getppid() == raylet:
+        """End when the node leaves, or has died: Ray waits for engines, and does not end those of a dead node."""
+        folder = os.environ.get(NODE_FOLDER)
+        while os.getppid() == raylet and not (folder and leaving_file(Path(folder)).exists()):
             time.sleep(_FOLLOW_S)
         self._stopped.set()
         deadline = time.monotonic() + _STOP_TIMEOUT_S
@@ -261,7 +262,7 @@ class _EngineActor:
             return (_REFUSED if isinstance(error, JoinRejected) else _FAILED), str(error)
         finally:
             self._is_serving = False
-        return _ENDED, ""
+        return _ENDED, "its node leaves"
 
     def stop(self) -> None:
         """End `run`: the engine closes. Without an engine yet, the process ends."""

@@ -24,11 +24,14 @@ from symbiosis.errors import AddressInUse, BadAddress, EngineLost, Unauthorized,
 
 SECRET_FILE = "SYMBIOSIS_CLUSTER_SECRET_FILE"  # noqa: S105 - the name of a variable
 """Variable of a node: the file with the cluster's secret there."""
+NODE_FOLDER = "SYMBIOSIS_RAY_NODE"
+"""Variable of a node: its folder."""
 ENGINE_SLOT = "engine"
 """Ray's name for the place of one engine on a node."""
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum: no tensor and no token goes through it
 _START_TIMEOUT_S = 180.0
-_STOP_TIMEOUT_S = 15.0
+_STOP_TIMEOUT_S = 30.0
+_KILL_S = 15.0
 _CONNECT_S = 5.0
 _STARTED = "Ray runtime started"
 _STDIN = 0
@@ -63,7 +66,7 @@ class RayNode:
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
-                env={**os.environ, **self.environment, SECRET_FILE: str(secret_file.resolve())},
+                env={**os.environ, **self.environment, SECRET_FILE: str(secret_file.resolve()), NODE_FOLDER: str(self.folder)},
             )
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -178,6 +181,11 @@ def _free_port(host: str) -> int:
         raise BadAddress(f"{host} is not an address of this host: {error.strerror}") from None
 
 
+def leaving_file(folder: Path) -> Path:
+    """It is there once the node of this folder leaves."""
+    return folder / "leaving"
+
+
 def _line_with(text: str, part: str) -> str:
     return next((line for line in text.splitlines() if part in line), "")[-300:]
 
@@ -187,17 +195,28 @@ def main(arguments: list[str]) -> int:
     folder, *arguments = arguments
     process = subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", "start", *arguments], start_new_session=True)
 
+    def kill() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def stop() -> None:
+        with suppress(OSError):
+            leaving_file(Path(folder)).touch()  # engines end: Ray waits for them
+        process.terminate()
+        timer = threading.Timer(_KILL_S, kill)
+        timer.daemon = True
+        timer.start()
+
     def follow_launcher() -> None:
         while os.read(_STDIN, 4096):
             pass
-        process.terminate()
+        stop()
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    signal.signal(signal.SIGTERM, lambda *_: stop())
     threading.Thread(target=follow_launcher, daemon=True).start()
     status = process.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it may have left
+    kill()  # what it may have left
     shutil.rmtree(folder, ignore_errors=True)
     return status
 
