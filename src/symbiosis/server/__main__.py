@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, IpcClient
 
 _LOST_S = 2.0
 """After the engine is lost, requests get an error for this long; then the process ends and frees the port."""
+_PARENT_S = 1.0
 _RESERVED_FILES = 128
 """File descriptors that are not for connections."""
 _SHUTDOWN_S = 30
@@ -52,6 +54,14 @@ def _make_engine(config: dict[str, Any]) -> Engine:
     if "engine" in config:
         return EngineClient(IpcClient(EngineAddress.from_json(config["engine"])))
     return ClusterClient(EngineAddress.from_json(config["director"]), ClusterKey.of(config["secret"]))
+
+
+async def _wait_for_loss(engine: Engine, parent: int | None) -> None:
+    """Returns when the engine is lost, or the parent process has ended: a cluster's engines may outlive it."""
+    while parent is None or os.getppid() == parent:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(engine.lost.wait(), _PARENT_S)
+            return
 
 
 async def _serve(config: dict[str, Any]) -> None:
@@ -77,7 +87,7 @@ async def _serve(config: dict[str, Any]) -> None:
         counts,
     )
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=config["fd"])]))
-    lost = asyncio.create_task(engine.lost.wait())
+    lost = asyncio.create_task(_wait_for_loss(engine, os.getppid() if "director" in config else None))
     await asyncio.wait({serving, lost}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         await asyncio.wait({serving}, timeout=_LOST_S)
