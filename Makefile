@@ -11,20 +11,24 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
-# what `serve` and `demo` need
+# What `serve` and `demo` need. torch is first and by itself: a plain requirement would pull gigabytes of CUDA packages.
 $(READY): pyproject.toml constraints.txt $(wildcard src/symbiosis/kernels/cpu/*.[ch])
+	@echo 'Creating .venv'
 	$(PYTHON) -m venv $(VENV)
-	# torch first and by itself: a plain requirement would pull gigabytes of CUDA packages
+	@echo 'Installing torch (0.6 GB): 1 to 2 minutes'
 	$(INSTALL) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	@echo 'Installing the other packages and compiling the CPU kernels: about a minute'
 	$(INSTALL) -c constraints.txt -e .
 	touch $@
 
 # linters, test tools and the libraries that tests compare with
 $(DEV): $(READY)
+	@echo 'Installing linters and test tools: about a minute'
 	$(INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@
 
 serve: $(READY)  ## serve the embedded default model: to tenants at tcp://127.0.0.1:7777, over HTTP at 127.0.0.1:8000
+	@echo 'Starting the server: some 20 seconds until it listens'
 	$(BIN)/symbiosis serve --http $(ARGS)
 
 demo: $(READY)  ## three tenants fine-tune at once on the default model while a fourth chats
@@ -62,6 +66,7 @@ docs: $(VENV)/.docs  ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 $(VENV)/.docs: $(DEV)
+	@echo 'Installing the tools of the documentation site: about half a minute'
 	$(INSTALL) -c constraints.txt -e '.[docs]'
 	touch $@
 

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from symbiosis.cli.local_chat import LocalChat
 from symbiosis.cli.local_finetune import METHODS
 from symbiosis.cli.main import app
 from symbiosis.errors import SymbiosisError
+from symbiosis.models import device_names
 from tests.tiny_chat import make_tiny_chat, tiny_tokenizer
 
 SECRET = "a-secret-of-ann"
@@ -120,6 +123,46 @@ def test_help_imports_no_torch_and_every_command_shows_an_example():
     for name in ("serve", "chat", "generate", "finetune", "top", "demo"):
         shown = run_here(name, "--help").output
         assert f"Example: symbiosis {name}" in shown
+
+
+@pytest.mark.parametrize("link", [0, 1], ids=["tcp", "shm"])
+def test_top_imports_no_torch(server, link):
+    script = (
+        "import sys; from symbiosis.cli.main import app; app(sys.argv[1:], standalone_mode=False)\n"
+        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", script, "top", "--once", "--connect", server[link]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert "mean batch" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("serve", "--device", "cuda"), "no driver is installed"),
+        (("serve", "--http", "127.0.0.1:0", "--uploads", "/dev/null"), "/dev/null cannot store adapters"),
+        (("serve", "./nothing-here"), "there is no folder ./nothing-here"),
+        (("generate", "hi", "--adapter", "/dev"), "/dev has no adapter_config.json"),
+        (("chat", "--adapter", "/dev"), "/dev has no adapter_config.json"),
+        (("generate", "hi", "--connect", "http://127.0.0.1:1"), "is not an address"),
+        (("finetune", "pirate", "--out", "/dev"), "/dev is not empty"),
+    ],
+    ids=str,
+)
+def test_cheap_mistakes_are_reported_before_torch_is_imported(monkeypatch, arguments, said):
+    monkeypatch.setattr(device_names, "_DRIVERS", ("no-such-library.so",))
+    for name in ("symbiosis.app.executor", "symbiosis.cli.local_chat", "symbiosis.cli.local_finetune"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    assert said in fails(*arguments)
+
+
+def test_help_breaks_lines_only_between_paragraphs():
+    commands = get_command(app).commands
+    for each in (commands["top"], commands["chat"], commands["simulate"], commands["jobs"].commands["watch"]):
+        assert each.help
+        assert "\n" not in each.help.replace("\n\n", "")
 
 
 def test_help_names_every_method_of_fine_tuning():
@@ -254,6 +297,27 @@ def test_an_address_without_a_server_is_reported(name):
 @pytest.mark.parametrize("address", ["localhost:7777", "http://x:1", "tcp://nowhere", "shm://a/b"])
 def test_what_is_no_address_is_reported(address):
     assert "is not an address: expected" in fails("generate", "hi", "--connect", address)
+
+
+@pytest.mark.parametrize("name", ["chat", "top"])
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "localhost", "ftp://127.0.0.1:8000"])
+def test_commands_that_take_both_kinds_of_address_name_both(name, address):
+    said = fails(name, "--connect", address)
+    assert all(each in said for each in ("http://HOST:PORT", "tcp://HOST:PORT", "shm://NAME"))
+    assert ("is it http://127.0.0.1:8000?" in said) == ("127" in address)
+
+
+@pytest.mark.parametrize("name", ["generate", "top"])
+def test_a_port_of_http_is_recognized(name):
+    prompt = ["hi"] if name == "generate" else []
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:
+        http.daemon_threads = True
+        thread = Thread(target=http.serve_forever, daemon=True)
+        thread.start()
+        said = fails(name, *prompt, "--connect", f"tcp://127.0.0.1:{http.server_port}")
+        http.shutdown()
+        thread.join()
+    assert "is a port of HTTP, not of an executor" in said
 
 
 def test_a_wrong_or_missing_token_is_reported(guarded):

@@ -154,3 +154,10 @@ def test_a_server_that_is_none_of_ours_is_detected(said):
 def test_tenants_own_address_is_not_waited_for(serve):
     """Who listens there greets at once, in no line, and waits for a greeting."""
     assert "does not speak HTTP" in fails("jobs", "list", "--connect", serve("tcp").address.replace("tcp://", "http://"))
+
+
+def test_top_with_a_tenants_key_says_what_the_tenant_can_do(keyed_server):
+    said = fails("top", "--once", "--connect", keyed_server.url, "--key", ANN)
+    assert "this key is a tenant's" in said
+    assert "Pass it as --key; or see your own row at the executor" in said
+    assert run("top", "--once", "--connect", keyed_server.url, "--key", CHIEF).exit_code == 0

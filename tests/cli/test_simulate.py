@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 
+from symbiosis.cli.views.simulation_view import format_duration
 from tests.cli.test_main import fails, run_here
 from tests.tiny_chat import make_tiny_chat
 
@@ -16,6 +18,8 @@ def test_policies_are_compared_in_a_table_and_a_plot(tmp_path):
     assert result.exit_code == 0, result.output
     for shown in ("GPU-hours", "within the objective", "TTFT p99", "TPOT p99", "adapters loaded", "ray-serve:4"):
         assert shown in result.stdout
+    assert re.search(r"ramp: [\d,]+ requests in (\d+ s|\d\.\d min), engines: h200-7b", result.stdout)
+    assert "TTFT: time to the first token" in result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -60,3 +64,7 @@ def test_a_profile_of_the_real_engine_drives_the_simulator(tmp_path):
     simulated = run_here("simulate", "--trace", "poisson:rate=1,duration=20,prompt=50,output=5", "--profile", out, "--json")
     assert simulated.exit_code == 0, simulated.output
     assert json.loads(simulated.stdout)["step_cost"]["source"].startswith("tiny on cpu")
+
+
+def test_durations_have_a_readable_unit():
+    assert [format_duration(seconds / 3600) for seconds in (45, 288, 36_000)] == ["45 s", "4.8 min", "10.00 h"]

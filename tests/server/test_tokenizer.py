@@ -8,6 +8,7 @@ import pytest
 
 from symbiosis.errors import ContextTooLong
 from symbiosis.server.openai.errors import BadRequest
+from symbiosis.server.openai.schemas import ChatMessage
 from symbiosis.server.tokenizer import ServerTokenizer
 from tests.tiny_chat import tiny_tokenizer
 
@@ -48,7 +49,7 @@ def test_cancelled_and_failed_calls_block_no_other():
     assert asyncio.run(run()) == [True, False, True, False, True]
 
 
-def test_a_variable_reaches_a_template_that_uses_it_and_is_rejected_otherwise():
+def test_a_variable_reaches_a_template_that_uses_it_and_has_no_effect_otherwise():
     chat = [{"role": "user", "content": "hi"}]
 
     def encode(template: str, **variables: str) -> int:
@@ -58,6 +59,38 @@ def test_a_variable_reaches_a_template_that_uses_it_and_is_rejected_otherwise():
     using = "{{ messages[0].content }}{{ reasoning_effort or 'medium' }}"
     assert encode(using) == len("himedium")
     assert encode(using, reasoning_effort="low") == len("hilow")
-    with pytest.raises(BadRequest, match="reasoning_effort has no effect on this model") as caught:
-        encode("{{ messages[0].content }}", reasoning_effort="low")
-    assert caught.value.field == "reasoning_effort"
+    assert encode("{{ messages[0].content }}", reasoning_effort="low") == len("hi")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": [2, "<end>"], "<end>": 1}'}}
+HISTORY = [
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "3"},
+]
+WITH_TOOLS = (
+    "{% for m in messages %}<{{ 'user' if m.role == 'tool' else m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or () %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}<end>"
+    "{% endfor %}"
+)
+
+
+def encode_history(template: str, history: list[dict[str, object]]) -> tuple[list[int], str]:
+    tokens = ServerTokenizer(tiny_tokenizer(template), 1 << 10)
+    messages = [ChatMessage.model_validate(each).to_dict() for each in history]
+    ids = asyncio.run(tokens.encode_chat("ann", messages))
+    return ids, tokens.tokenizer.decode(ids)
+
+
+def test_function_calls_of_a_history_reach_a_template_that_uses_them():
+    ids, text = encode_history(WITH_TOOLS, HISTORY)
+    assert text == '<assistant>add{"x": [2, "<end>"], "<end>": 1}<end><user>3<end>'
+    assert ids.count(1) == 2, "<end> in the arguments is text"
+    broken = {**CALL, "function": {"name": "add", "arguments": "{"}}
+    assert 'add"{"' in encode_history(WITH_TOOLS, [{"role": "assistant", "tool_calls": [broken]}])[1]
+
+
+@pytest.mark.parametrize(("at", "field"), [(0, "messages.0.tool_calls"), (1, "messages.0.role")])
+def test_function_calls_that_a_template_would_drop_are_errors(at, field):
+    with pytest.raises(BadRequest, match="are not supported by this model's chat template") as caught:
+        encode_history("{{ messages[0].content }}", HISTORY[at:])
+    assert caught.value.field == field

@@ -12,8 +12,9 @@ import pytest
 import symbiosis
 from symbiosis.errors import AddressInUse, BadAddress, InsecureListen, Unreachable
 from symbiosis.transport import zmq_client
-from symbiosis.transport.shm import ShmPort, runtime_folder
-from symbiosis.transport.tcp import TcpPort, is_loopback
+from symbiosis.transport.addresses import is_loopback, runtime_folder
+from symbiosis.transport.shm import ShmPort
+from symbiosis.transport.tcp import TcpPort
 from tests.conftest import Serve
 
 INVALID = [

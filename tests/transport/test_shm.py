@@ -12,9 +12,9 @@ import torch
 
 from symbiosis.errors import BadMessage
 from symbiosis.split.executor.policies import NoBatching
+from symbiosis.transport.addresses import runtime_folder
 from symbiosis.transport.messages import Kind, Message
 from symbiosis.transport.shared_memory import SharedMemory, open_shared
-from symbiosis.transport.shm import runtime_folder
 from symbiosis.transport.zmq_client import ConnectionCut
 from tests.conftest import Serve
 

@@ -10,10 +10,10 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 import symbiosis
-from symbiosis.app.connect import fetch_stats
 from symbiosis.errors import Unauthorized
 from symbiosis.transport import curve_keys
 from symbiosis.transport.messages import Kind, Message, decode, encode
+from symbiosis.transport.statistics_client import fetch_statistics
 from symbiosis.transport.tcp import TcpLink
 from symbiosis.transport.zmq_client import Connection
 from tests.conftest import TOKENS, Serve
@@ -167,6 +167,6 @@ def test_a_tenant_sees_only_its_own_stats_and_the_provider_all(tiny):
         address = executor.listen()
         models = [symbiosis.connect(address, token=secrets[name]) for name in ("ann", "bob")]
         assert set(models[0].symbiosis.stats()["tenants"]) == {"ann"}
-        assert {"ann", "bob"} <= set(fetch_stats(address, token=secrets["provider"])["tenants"])
+        assert {"ann", "bob"} <= set(fetch_statistics(address, token=secrets["provider"])["tenants"])
         for model in models:
             model.symbiosis.close()

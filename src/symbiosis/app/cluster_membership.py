@@ -14,6 +14,7 @@ from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, IpcClient
 
 _SILENCE_S = 3.0  # the director sends a heartbeat every second
 _RETRY_S = 0.5
+_AGAIN_S = 2.0
 _CLOSE_S = 10.0
 _log = logging.getLogger("symbiosis")
 
@@ -83,7 +84,11 @@ class ClusterMembership:
                 await director.start()
             await director.ask("join", **self._facts)
             _log.info("joined the director at %s", self._director.messages)
-            await director.lost.wait()
+            while director.is_alive():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(director.lost.wait(), _AGAIN_S)
+                    break
+                await director.ask("join", **self._facts)  # the director may have lost this engine for a while
             _log.warning("the link to the director is lost: joining again")
         except (EngineLost, Closed, TimeoutError):
             pass  # it may be starting, or restarting

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from symbiosis.app.executor import Executor, address_scheme
+from symbiosis.app.executor import Executor
 from symbiosis.errors import BadAddress, SymbiosisError
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
 from symbiosis.split.client.assemble import MODES, assemble
+from symbiosis.transport.addresses import address_scheme, not_an_address
 from symbiosis.transport.base import Link
-from symbiosis.transport.messages import Kind, Message
 from symbiosis.transport.shm import ShmLink
 from symbiosis.transport.tcp import TcpLink
 from symbiosis.transport.wire_format import WireFormat
@@ -83,22 +83,8 @@ def _open_link(address: str | Sequence[str], wire: WireFormat, **options: Any) -
         return TcpLink(address, wire=wire, **options)
     kind = _LINKS.get(address_scheme(address))
     if kind is None:
-        is_http = address.startswith("http")
-        hint = "; http:// is for OpenAI's API, `symbiosis serve` prints the address of its executor too" if is_http else ""
-        raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT or shm://NAME{hint}")
+        raise not_an_address(address)
     if kind is TcpLink:
         return TcpLink(address, wire=wire, **options)
     _require_exact(wire, address)
     return kind(address, **options)
-
-
-def fetch_stats(address: str, *, token: str | None = None) -> dict[str, Any]:
-    """Statistics of an executor, without building a model: what `symbiosis top` shows."""
-    kind = _LINKS.get(address_scheme(address))
-    if kind is None:
-        raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT or shm://NAME")
-    link = kind(address, token=token, hello={"name": "top"}, grace_s=10.0)
-    try:
-        return link.request(Message(Kind.STATS)).body
-    finally:
-        link.close()

@@ -18,7 +18,7 @@ from symbiosis.device_sharing.gpu_partition import create_device_share
 from symbiosis.distributed.mesh import ShardMesh
 from symbiosis.distributed.operations import FirstShard, OperationFollower, OperationLeader
 from symbiosis.distributed.parallel_model import ParallelModel
-from symbiosis.errors import BadAddress, Closed, SymbiosisError
+from symbiosis.errors import Closed, SymbiosisError
 from symbiosis.finetuning.sharding.worker import TrainingWorker
 from symbiosis.models.client_part import describe_model, load_weights, store_bytes, store_weights, unpack_tokenizer
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
@@ -32,6 +32,7 @@ from symbiosis.split.executor.policies import POLICIES, Policy
 from symbiosis.split.executor.service import Service
 from symbiosis.split.executor.sharding.layers import Shards
 from symbiosis.split.executor.sharding.ways import Way
+from symbiosis.transport.addresses import address_scheme, not_an_address
 from symbiosis.transport.base import Link, Port
 from symbiosis.transport.inproc import InprocLink, InprocPort
 from symbiosis.transport.shm import ShmPort
@@ -286,13 +287,8 @@ def check_address(address: str, tokens: Mapping[str, str]) -> None:
 def _port(address: str, tokens: Mapping[str, str], limits: Limits) -> Port:
     kind = _PORTS.get(address_scheme(address))
     if kind is None:
-        raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT or shm://NAME")
+        raise not_an_address(address)
     return kind(address, tokens=tokens, max_bytes=limits.max_bytes)
-
-
-def address_scheme(address: str) -> str:
-    """`tcp` or `shm` of an address; empty if it has none."""
-    return address.partition("://")[0] if isinstance(address, str) and "://" in address else ""
 
 
 def _policy(policy: str | Policy, max_wait_ms: float | None, training_share: float | None) -> Policy:

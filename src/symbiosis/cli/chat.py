@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from symbiosis.adapters.files import CONFIG, TENSORS, parse_strict_json
 from symbiosis.cli.http_client import HttpClient
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import BadAdapter, SymbiosisError
 
 Write = Callable[[str], None]
 
@@ -31,6 +33,14 @@ class ChatSampling:
             raise BadPrompt(f"max new tokens is {self.max_new_tokens}: expected at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise BadPrompt(f"temperature is {self.temperature}: expected 0 (greedy) or more")
+
+
+def check_adapter_files(folder: Path) -> None:
+    """Raise `BadAdapter` if a file is missing: before torch is imported, which takes seconds."""
+    for file in (CONFIG, TENSORS):
+        if not (folder / file).is_file():
+            raise BadAdapter(f"{folder} has no {file}: expected a folder as `symbiosis finetune --out` or PEFT writes it")
+    parse_strict_json((folder / CONFIG).read_bytes(), str(folder / CONFIG))
 
 
 class ChatBackend(Protocol):

@@ -24,9 +24,13 @@ _JOBS = "/v1/fine_tuning/jobs"
 
 
 class HttpError(SymbiosisError):
-    """An error response of the server."""
+    """An error response of the server; `status` is 0 if the response could not be read."""
 
     code = "refused"
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class HttpClient:
@@ -206,7 +210,7 @@ class HttpClient:
         except (ValueError, KeyError, TypeError, OSError, HTTPException):
             message = f"{self._url} returned {response.status} {response.reason}"
         hint = ": give your key with --key or SYMBIOSIS_KEY" if response.status == 401 else ""
-        return HttpError(f"{message}{hint}")
+        return HttpError(f"{message}{hint}", response.status)
 
 
 def _read_chunks(parts: list[bytes | BinaryIO]) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from transformers import TextStreamer
 
 from symbiosis.adapters.files import CONFIG, TENSORS, parse_strict_json
 from symbiosis.app.connect import connect
-from symbiosis.cli.chat import BadPrompt, ChatSampling
+from symbiosis.cli.chat import BadPrompt, ChatSampling, check_adapter_files
 from symbiosis.errors import BadAdapter, SymbiosisError
 
 
@@ -93,9 +93,7 @@ def open_local_chat(
 
 
 def check_adapter(folder: Path) -> None:
-    for file in (CONFIG, TENSORS):
-        if not (folder / file).is_file():
-            raise BadAdapter(f"{folder} has no {file}: expected a folder as `symbiosis finetune --out` or PEFT writes it")
+    check_adapter_files(folder)
     kind = parse_strict_json((folder / CONFIG).read_bytes(), str(folder / CONFIG)).get("peft_type")
     if not isinstance(kind, str) or kind not in set(PeftType):
         raise BadAdapter(f"{folder / CONFIG} sets peft_type to {kind!r:.60}: expected one of {', '.join(PeftType)}")

@@ -1,4 +1,4 @@
-"""Whether the loss rose over a fine-tuning run."""
+"""Whether a fine-tuning run was long enough, and its loss did not rise."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import math
 from collections.abc import Sequence
 
 _MIN_RISE = 1.1
+_MIN_STEPS = 10
+"""An adapter begins without effect; fewer steps hardly change it at the default learning rates."""
 
 
-def loss_warning(losses: Sequence[float]) -> str | None:
-    """A warning if training made the model worse; None otherwise.
+def training_warning(losses: Sequence[float]) -> str | None:
+    """A warning if a run of these losses, one for each step, made the model worse or was very short; None otherwise."""
+    if (warning := _rise_warning(losses)) is not None:
+        return warning
+    if 0 < len(losses) < _MIN_STEPS:
+        steps = "1 optimizer step" if len(losses) == 1 else f"{len(losses)} optimizer steps"
+        return (
+            f"with {steps} the adapter hardly changes the replies: train on more examples (about 50 show an effect), or longer "
+            "with --steps or --epochs"
+        )
+    return None
 
-    Compares the first step, whose loss is that of the model before training, with the mean of the last quarter, since
+
+def _rise_warning(losses: Sequence[float]) -> str | None:
+    """Compares the first step, whose loss is that of the model before training, with the mean of the last quarter, since
     single batches are noisy.
     """
     if len(losses) < 2:

@@ -43,7 +43,15 @@ app = typer.Typer(
     "runs fine-tuning jobs: [bold]symbiosis finetune DATA.jsonl --hosted[/bold], then [bold]symbiosis jobs[/bold].",
 )
 
+
+def _unwrap_lines(docstring: str) -> str:
+    """Typer prints the line breaks of a docstring. The terminal's width decides where lines break; paragraphs stay."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.split("\n\n"))
+
+
 for command in (serve, plan, chat, finetune, top, demo, adapters, jobs, profile, simulate, cluster):  # the order of --help
+    for each in command.app.registered_commands:
+        each.help = _unwrap_lines(each.help or getattr(each.callback, "__doc__", None) or "")
     app.add_typer(command.app)
 
 

@@ -24,6 +24,18 @@ _SUMMED = (
     "blocks_cached", "host_blocks", "host_blocks_used", "host_blocks_stored", "host_blocks_restored", "preemptions", "steps",
     "rows", "tokens",
 )  # fmt: skip
+_CACHE = ("device", "device_bytes", "device_held", "device_evictions", "host", "host_limit", "loading", "loads", "load_s")
+_IDLE = {
+    "calls": 0,
+    "rows": 0,
+    "training_rows": 0,
+    "tokens": 0,
+    "errors": 0,
+    "mean_wait_ms": 0.0,
+    "sessions": 0,
+    "last_seen_s": None,
+}
+"""Of a tenant: a cluster has no split tenants."""
 _SHOWN = ("running", "waiting", "blocks", "blocks_free", "adapters_resident", "adapter_loads", "steps", "tokens")
 Deliver = Callable[[Any], None]
 
@@ -90,7 +102,7 @@ class ClusterStatistics:
         served = dict(self._adapters.served)
         sums["adapters"] = {name: each.hash for name, each in served.items()}
         sums["adapters_pinned"] = sorted(name for name, each in served.items() if each.pinned)
-        sums["adapter_cache"] = _add([stats["adapter_cache"] for stats in known])
+        sums["adapter_cache"] = {name: sum(stats["adapter_cache"].get(name, 0) for stats in known) for name in _CACHE}
         sums["block_size"] = known[0]["block_size"] if known else 0
         sums["max_model_len"] = min((member.facts.max_model_len for member in members), default=0)
         return sums
@@ -107,14 +119,10 @@ class ClusterStatistics:
                 adapters.setdefault(owner, []).append(name)
         return {
             tenant: {
+                **_IDLE,
                 **counts.get(tenant, dict.fromkeys(TENANT_COUNTERS, 0)),
                 "jobs": own.get(tenant, {}),
                 "adapters": sorted(adapters.get(tenant, ())),
             }
             for tenant in dict.fromkeys((*counts, *own, *adapters))
         }
-
-
-def _add(dictionaries: list[dict[str, Any]]) -> dict[str, Any]:
-    names = dictionaries[0] if dictionaries else {}
-    return {name: sum(each.get(name, 0) for each in dictionaries) for name in names if isinstance(names[name], int | float)}

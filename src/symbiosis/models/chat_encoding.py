@@ -44,11 +44,11 @@ class ChatEncoder:
         is_normalized = any(token.special and token.normalized for token in added.values())
         self._normalizer = backend.normalizer if is_normalized and backend is not None else None
 
-    def encode(self, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+    def encode(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Render and tokenize. Raises what the template raises, or `OutOfRange`."""
         return self.tokenize(self.render(messages, **options))
 
-    def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> RenderedChat:
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
         """`options` are those of `apply_chat_template`. Raises what the template raises, or `OutOfRange`."""
         hidden = _HiddenTexts()
         hides = [self._hide(message, hidden) for message in messages]
@@ -77,8 +77,18 @@ class ChatEncoder:
             raise self._refuse()
         return [original_ids.get(id, id) for id in ids]
 
-    def _hide(self, message: Mapping[str, str], hidden: _HiddenTexts) -> dict[str, str]:
-        return {key: value if key == "role" else self._hide_special(value, hidden) for key, value in message.items()}
+    def _hide(self, message: Mapping[str, Any], hidden: _HiddenTexts) -> dict[str, Any]:
+        return {key: value if key == "role" else self._hide_all(value, hidden) for key, value in message.items()}
+
+    def _hide_all(self, value: Any, hidden: _HiddenTexts) -> Any:
+        """In texts at any depth: arguments of function calls are objects."""
+        if isinstance(value, str):
+            return self._hide_special(value, hidden)
+        if isinstance(value, list):
+            return [self._hide_all(each, hidden) for each in value]
+        if isinstance(value, dict):
+            return {self._hide_all(key, hidden): self._hide_all(each, hidden) for key, each in value.items()}
+        return value
 
     def _hide_special(self, text: str, hidden: _HiddenTexts) -> str:
         """Hide special tokens, and separate the text from the template where both together could form one."""

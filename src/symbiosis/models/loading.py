@@ -24,6 +24,7 @@ from symbiosis.models.default_model import NAME as DEFAULT_NAME
 from symbiosis.models.default_model import default_model_folder
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
 from symbiosis.models.fuse_projections import fuse_projections
+from symbiosis.models.model_source import check_found, is_default
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModelSource: TypeAlias = PreTrainedModel | str | PathLike[str] | None
@@ -51,7 +52,7 @@ def load(source: ModelSource, *, device: torch.device, dtype: torch.dtype | None
         return LoadedModel(model, name, _pack_tokenizer(tokenizer), borrowed=True)
     model, found = load_model_and_tokenizer(source, device=device, dtype=dtype)
     return LoadedModel(
-        model, DEFAULT_NAME if source is None else str(source), _pack_tokenizer(tokenizer or found), borrowed=False
+        model, DEFAULT_NAME if is_default(source) else str(source), _pack_tokenizer(tokenizer or found), borrowed=False
     )
 
 
@@ -71,7 +72,7 @@ def load_model_and_tokenizer(
             f"{what} is no model: expected a transformers model without adapters, a folder as `save_pretrained` writes it, "
             "a hub id, or None for the default model"
         )
-    folder = str(default_model_folder()) if source is None else str(source)
+    folder = str(default_model_folder()) if is_default(source) else str(source)
     return _load_pretrained(folder, device, dtype), _load_tokenizer(folder)
 
 
@@ -101,8 +102,8 @@ def frozen_copy(model: ModuleT) -> ModuleT:
 
 def load_config(source: str | PathLike[str] | None) -> Any:
     """The config of a model that is not loaded. Raises `UnknownModel`."""
-    name = str(default_model_folder()) if source is None else str(source)
-    _check_folder(name)
+    name = str(default_model_folder()) if is_default(source) else str(source)
+    check_found(name)
     with _unknown_model(name):
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
@@ -121,16 +122,8 @@ def build_meta_model(config: Any, dtype: torch.dtype | None = None) -> PreTraine
     return model.eval()
 
 
-def _check_folder(name: str) -> None:
-    path = Path(name)
-    if path.exists() and not (path / "config.json").is_file():
-        raise UnknownModel(f"{name} has no config.json: expected a folder as `save_pretrained` writes it")
-    if not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        raise UnknownModel(f"there is no folder {name}: pass one as `save_pretrained` writes it, or a hub id")
-
-
 def _load_pretrained(name: str, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
-    _check_folder(name)
+    check_found(name)
     with _unknown_model(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         model: PreTrainedModel = model_class_of(config).from_pretrained(

@@ -20,7 +20,7 @@ from symbiosis.server.cors import allow_origins
 from symbiosis.server.engines.engine import Engine
 from symbiosis.server.metrics.counts import Metrics
 from symbiosis.server.metrics.reporter import MetricsReporter
-from symbiosis.server.openai.errors import BadRequest, error_response
+from symbiosis.server.openai.errors import BadRequest, error_response, no_such_path
 from symbiosis.server.request_gate import RequestGate
 from symbiosis.server.requests.body import Handler, cancel_on_disconnect
 from symbiosis.server.routes.completions import CompletionRoutes
@@ -113,5 +113,5 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     """Starlette's own errors: an unknown path, or a wrong method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = request.url.path
-    message = f"there is no {path}" if status == 404 else f"{path} does not support {request.method}"
+    message = no_such_path(path) if status == 404 else f"{path} does not support {request.method}"
     return error_response(BadRequest(message, code="not_found" if status == 404 else "method_not_allowed", status=status))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.errors import Forbidden, SymbiosisError, Unauthorized
-from symbiosis.server.openai.errors import BadRequest, error_response
+from symbiosis.server.openai.errors import BadRequest, error_response, no_such_path
 from symbiosis.server.requests.body import drain_body
 from symbiosis.server.settings import ADMIN
 
@@ -51,6 +51,7 @@ class ApiKeys:
 
     def __init__(self, tenants: Mapping[str, str], admin: str | None = None) -> None:
         self._callers = [(_digest(secret), Caller(name, False)) for name, secret in tenants.items()]
+        self._has_admin = admin is not None
         if admin is not None:
             self._callers.append((_digest(admin), Caller(ADMIN, True)))
         self._anonymous = None if tenants else Caller("", admin is None)
@@ -69,6 +70,11 @@ class ApiKeys:
         if given is None:
             raise Unauthorized("no key: send `Authorization: Bearer KEY`")
         raise Unauthorized("unknown key")
+
+    def how_to_be_admin(self) -> str:
+        if self._has_admin:
+            return "this key is a tenant's; send the admin key, which the provider set with `serve --admin-key`"
+        return "this server has no admin key, so it admits no caller here; its provider sets one with `serve --admin-key`"
 
 
 def _digest(secret: str) -> bytes:
@@ -104,8 +110,8 @@ class AuthMiddleware:
         caller = self._keys.authenticate(headers.get("authorization"))
         if not is_tenant_path(path) and not caller.is_admin:
             if path not in ADMIN_PATHS:
-                raise BadRequest(f"there is no {path}", code="not_found", status=404)
-            raise Forbidden("this route needs the admin key (--admin-key)")
+                raise BadRequest(no_such_path(path), code="not_found", status=404)
+            raise Forbidden(f"{path} is for the admin: {self._keys.how_to_be_admin()}")
         if self._hosts is not None and _parse_host(headers.get("host", "")) not in self._hosts:
             raise Forbidden("a server without keys accepts only local addresses as Host, such as 127.0.0.1")
         origin = headers.get("origin")

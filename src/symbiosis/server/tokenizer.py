@@ -42,26 +42,24 @@ class ServerTokenizer:
     async def encode_chat(
         self,
         tenant: str,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, str] | None = None,
     ) -> list[int]:
-        """`variables` are for the template; one that it does not use is an error. Special tokens in messages are text.
+        """`variables` are for the template; one that it does not use has no effect. Special tokens in messages are text.
 
         Raises `NoTokenizer`, `ContextTooLong`, or `BadRequest` if the template rejects the messages.
         """
         return await self._worker.run(tenant, lambda: self._encode_chat(messages, add_generation_prompt, variables or {}))
 
     def _encode_chat(
-        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool, variables: Mapping[str, str]
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, str]
     ) -> list[int]:
         template = getattr(self._require(), "chat_template", None)
         if not template or self._chats is None:
             raise NoTokenizer("this model's tokenizer has no chat template: use /v1/completions")
-        for name in variables:
-            if not re.search(rf"\b{name}\b", str(template)):
-                raise BadRequest(f"{name} has no effect on this model: leave it out", field=name, code="unsupported_parameter")
+        _check_tools(messages, str(template))
         try:
             chat = self._chats.render(messages, add_generation_prompt=add_generation_prompt, **variables)
         except OutOfRange as error:
@@ -95,3 +93,19 @@ class ServerTokenizer:
         if self.tokenizer is None:
             raise NoTokenizer("this model is served without a tokenizer: text and chats are not supported")
         return self.tokenizer
+
+
+def _check_tools(messages: Sequence[dict[str, Any]], template: str) -> None:
+    """Raise `BadRequest` for a function call in the history that the template would drop without a word."""
+    for index, message in enumerate(messages):
+        field, what, instead = f"messages.{index}.", "", ""
+        if "tool_calls" in message and "tool_calls" not in template:
+            field, what, instead = f"{field}tool_calls", "function calls", "into content"
+        elif message["role"] == "tool" and not re.search(r"""['"]tool['"]""", template):
+            field, what, instead = f"{field}role", "results of function calls", "into a message of the user"
+        if what:
+            raise BadRequest(
+                f"{field}: {what} are not supported by this model's chat template: write them {instead} as text",
+                field=field,
+                code="unsupported_parameter",
+            )

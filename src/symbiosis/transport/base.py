@@ -9,13 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from symbiosis.errors import DirectRefused, SymbiosisError
 from symbiosis.transport.messages import Message
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +94,8 @@ def flatten_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def unflatten_rows(rows: tuple[Tensor, ...], leading: torch.Size) -> tuple[Tensor, ...]:
     """Matrices of rows with the leading dimensions restored. Not views to autograd: adapters add to results in place."""
+    import torch  # on first use: see `messages`
+
     return tuple([torch.ops.aten._unsafe_view(each, (*leading, each.shape[-1])) for each in rows])
 
 

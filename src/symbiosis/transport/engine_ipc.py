@@ -318,6 +318,7 @@ class IpcClient:
         self._watchdog = asyncio.create_task(self._watch())
         self._receive()
         self._receive_tokens()
+        self._check_monitor()  # a socket whose state was never asked for does not signal
 
     async def send(self, body: Body) -> None:
         frame = encode(body)

@@ -5,6 +5,8 @@
 `decode` trusts nothing: it checks every count, dimension and offset against its bound and the frame's size before it uses
 a byte. Tensors are matrices of rows. With an arena (shared memory) the tensor bytes are in the arena, and the descriptor's
 offset points into it instead of into the frame. An arena is a tensor of bytes on the device that both ends share.
+
+torch is imported with the first tensor: a client of statistics alone starts without it.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from symbiosis.errors import BadCall, BadMessage, SymbiosisError, TooLarge, VersionMismatch, from_code
 from symbiosis.types import Direction
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 PROTOCOL = 5
 MAGIC = b"SYMB"
@@ -36,11 +39,21 @@ _HEADER = struct.Struct("<4sBBBBQBBHI")  # magic, version, kind, flags, tensors,
 _LAYER = struct.Struct("<I")
 _TENSOR = struct.Struct("<BBHIQQQ")  # dtype, place, 0, 0, rows, width, offset
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-"""The dtypes of tensors that a message can carry."""
+DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8")
+"""The dtypes of tensors that a message can carry. The index is the code in a descriptor."""
 _IN_FRAME, _IN_ARENA = 0, 1
+
+
+@cache
+def _dtypes() -> tuple[torch.dtype, ...]:
+    import torch
+
+    return tuple(getattr(torch, name) for name in DTYPE_NAMES)
+
+
+@cache
+def _dtype_codes() -> dict[torch.dtype, int]:
+    return {dtype: code for code, dtype in enumerate(_dtypes())}
 
 
 class Kind(IntEnum):
@@ -118,7 +131,7 @@ def _write_tensors(tensors: Sequence[Tensor], target: Tensor, start: int = 0) ->
 def encode(message: Message, arena: Tensor | None = None) -> bytearray:
     """The frame of a message. With an arena, the tensor bytes are written there. Raises `TooLarge`, `BadCall`."""
     for tensor in message.tensors:
-        if tensor.dtype not in _DTYPE_CODES:
+        if tensor.dtype not in _dtype_codes():
             raise BadCall(f"links carry {', '.join(DTYPE_NAMES)}, got rows of {tensor.dtype}: cast them")
     body = json.dumps(message.body, separators=(",", ":")).encode() if message.body else b""
     fixed = _HEADER.size + _LAYER.size * len(message.layers) + _TENSOR.size * len(message.tensors)
@@ -128,6 +141,8 @@ def encode(message: Message, arena: Tensor | None = None) -> bytearray:
     frame = bytearray(end)
     offsets: list[int] = []
     if message.tensors:
+        import torch
+
         target = torch.frombuffer(frame, dtype=torch.uint8) if arena is None else arena
         offsets = _write_tensors(message.tensors, target, payload if arena is None else 0)
     place = _IN_FRAME if arena is None else _IN_ARENA
@@ -141,7 +156,7 @@ def encode(message: Message, arena: Tensor | None = None) -> bytearray:
         at += _LAYER.size
     for tensor, offset in zip(message.tensors, offsets, strict=True):
         rows, width = tensor.shape
-        _TENSOR.pack_into(frame, at, _DTYPE_CODES[tensor.dtype], place, 0, 0, rows, width, offset)
+        _TENSOR.pack_into(frame, at, _dtype_codes()[tensor.dtype], place, 0, 0, rows, width, offset)
         at += _TENSOR.size
     frame[at : at + len(body)] = body
     return frame
@@ -188,12 +203,15 @@ def is_call(frame: memoryview) -> bool:
 
 
 def _read_tensor(frame: memoryview, at: int, arena: Tensor | None, max_bytes: int) -> Tensor:
+    import numpy as np
+    import torch
+
     code, place, zero, zero2, rows, width, offset = _TENSOR.unpack_from(frame, at)
-    if code >= len(_DTYPES) or place not in (_IN_FRAME, _IN_ARENA) or zero or zero2:
+    if code >= len(DTYPE_NAMES) or place not in (_IN_FRAME, _IN_ARENA) or zero or zero2:
         raise BadMessage(f"unknown dtype {code} or place {place} of a tensor")
     if rows > MAX_DIM or width > MAX_DIM:
         raise TooLarge(f"a tensor of {rows} x {width} exceeds the largest dimension of {MAX_DIM}")
-    dtype = _DTYPES[code]
+    dtype = _dtypes()[code]
     size = rows * width * dtype.itemsize  # Python integers: no overflow
     if size > max_bytes:
         raise TooLarge(f"a tensor of {rows} x {width} {dtype} exceeds the {max_bytes} bytes left for this message")
@@ -204,7 +222,7 @@ def _read_tensor(frame: memoryview, at: int, arena: Tensor | None, max_bytes: in
         raise BadMessage(f"a tensor of {size} bytes at {offset} lies outside its buffer of {len(source)}")
     if size == 0:
         return torch.empty(rows, width, dtype=dtype)
-    if isinstance(source, Tensor):
+    if isinstance(source, torch.Tensor):
         return source[offset : offset + size].view(dtype).view(rows, width)
     tensor = torch.empty(rows, width, dtype=dtype)
     tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(source, dtype=np.uint8, count=size, offset=offset)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import secrets
-import stat
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,8 +19,9 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from symbiosis.errors import AddressInUse, BadAddress, Closed, HelloFirst, SymbiosisError, TooLarge, TooManyCalls
+from symbiosis.errors import AddressInUse, Closed, HelloFirst, SymbiosisError, TooLarge, TooManyCalls
 from symbiosis.gpu import driver
+from symbiosis.transport.addresses import parse_shm_address, runtime_folder, shm_endpoint
 from symbiosis.transport.base import Peer
 from symbiosis.transport.gpu_channel import REQUEST, GpuCaller, GpuChannel, ProcessWatcher
 from symbiosis.transport.messages import Kind, Message, is_call
@@ -30,27 +29,8 @@ from symbiosis.transport.shared_memory import SharedMemory, open_shared
 from symbiosis.transport.zmq_client import ZmqLink
 from symbiosis.transport.zmq_server import ZmqPort
 
+__all__ = ["ShmLink", "ShmPort", "runtime_folder"]
 _log = logging.getLogger("symbiosis")
-_NAME = re.compile(r"(?!.*\.lock$)[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
-
-
-def parse_address(address: str) -> str:
-    """The name in `shm://NAME`; empty if the executor is to choose one. Raises `BadAddress`."""
-    name = address.removeprefix("shm://").removesuffix("/")
-    if not address.startswith("shm://") or (name and not _NAME.fullmatch(name)):
-        raise BadAddress(f"{address!r} is not an address: expected shm://NAME, with letters, digits, '.', '_' and '-'")
-    return name
-
-
-def runtime_folder() -> Path:
-    """This user's folder for sockets, closed to all other users. Raises `BadAddress`."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 - a folder of this user in it, checked below
-    folder = Path(base) / f"symbiosis-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise BadAddress(f"{folder} belongs to another user or is open to others: remove it and try again")
-    return folder
 
 
 def _halves(memory: Any) -> tuple[Tensor, Tensor]:
@@ -77,7 +57,7 @@ class ShmPort(ZmqPort):
     same_host = True
 
     def __init__(self, address: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
-        name = parse_address(address) or f"executor-{os.getpid()}-{secrets.token_hex(4)}"
+        name = parse_shm_address(address) or f"executor-{os.getpid()}-{secrets.token_hex(4)}"
         folder = runtime_folder()
         self._channels: dict[Peer, GpuChannel] = {}
         self._lock = _lock_name(folder / f"{name}.lock", f"shm://{name}")
@@ -164,15 +144,13 @@ class ShmPort(ZmqPort):
 
 class ShmLink(ZmqLink):
     def __init__(self, address: str, *, token: str | None, hello: dict[str, Any], grace_s: float) -> None:
-        name = parse_address(address)
+        endpoint = shm_endpoint(address)
         self._gpu: torch.device | None = None
         self._executor_gpu = torch.device("cuda")
         self._callers: dict[int, tuple[GpuCaller, ProcessWatcher]] = {}  # by stream
         self._opening = threading.Lock()
         self._is_closing = False
-        if not name:
-            raise BadAddress("shm:// needs the name that the executor's listen() returned")
-        super().__init__([(address, f"ipc://{runtime_folder() / name}")], token=token, hello=hello, grace_s=grace_s)
+        super().__init__([(address, endpoint)], token=token, hello=hello, grace_s=grace_s)
 
     def open_arenas(self, welcome: Message) -> tuple[Tensor, Tensor]:
         memory, self._executor_pid = open_shared(welcome.body.get("arena"))

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import ipaddress
-import re
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from symbiosis.errors import BadAddress, InsecureListen, Unreachable
+from symbiosis.errors import InsecureListen
+from symbiosis.transport.addresses import is_loopback, parse_tcp_address, tcp_endpoint
 from symbiosis.transport.base import flatten_rows, unflatten_rows
 from symbiosis.transport.messages import Message
 from symbiosis.transport.wire_format import WireFormat
 from symbiosis.transport.zmq_client import ZmqLink
 from symbiosis.transport.zmq_server import ZmqPort
 
-_ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})/?")
-
 _MAX_IN_FLIGHT = 4  # calls between two hosts: one is sent while another is computed and a third one is received
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of `tcp://HOST:PORT`. Raises `BadAddress`."""
-    match = _ADDRESS.fullmatch(address)
-    if not match or int(match["port"]) > 65535:
-        raise BadAddress(f"{address!r} is not an address: expected tcp://HOST:PORT (0 to 65535), such as tcp://127.0.0.1:7777")
-    host = "127.0.0.1" if match["host"] == "localhost" else match["host"]
-    return host, int(match["port"])
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class TcpPort(ZmqPort):
     def __init__(self, address: str, *, tokens: Mapping[str, str], max_bytes: int) -> None:
-        host, port = parse_address(address)
+        host, port = parse_tcp_address(address)
         if not tokens and not is_loopback(host):
             raise InsecureListen(
                 f"{address} can be reached from other machines, and no tenant has a token: "
@@ -62,9 +42,9 @@ class TcpLink(ZmqLink):
     ) -> None:
         """Several addresses are those of executors of the same model: one replaces the other."""
         addresses = [address] if isinstance(address, str) else address
-        places = [(each, _endpoint(each)) for each in addresses]
+        places = [(each, tcp_endpoint(each)) for each in addresses]
         self.wire = wire
-        if not all(is_loopback(parse_address(each)[0]) for each in addresses):
+        if not all(is_loopback(parse_tcp_address(each)[0]) for each in addresses):
             self.max_in_flight = _MAX_IN_FLIGHT
         super().__init__(places, token=token, hello=hello, grace_s=grace_s)
 
@@ -80,14 +60,3 @@ class TcpLink(ZmqLink):
         if first.is_floating_point() and self.wire is not WireFormat.EXACT:
             replies = [tuple([each.to(first.dtype) for each in reply]) for reply in replies]
         return [unflatten_rows(reply, leading) for reply, leading in zip(replies, leadings, strict=True)]
-
-
-def _endpoint(address: str) -> str:
-    host, port = parse_address(address)
-    if port == 0:
-        raise BadAddress(f"{address!r} has port 0: use the address that the executor's listen() returned")
-    try:
-        socket.getaddrinfo(host.strip("[]"), port)
-    except socket.gaierror as error:
-        raise Unreachable(f"there is no host {host!r} ({error.strerror}): is {address} right?") from None
-    return f"tcp://{host}:{port}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from symbiosis.errors import DtypeMissing, SymbiosisError
 from symbiosis.transport.messages import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAX_DTYPES = 16  # an untrusted list, shown in an error
 
@@ -33,6 +34,8 @@ class WireFormat(StrEnum):
         """The rows as they are sent."""
         if self is WireFormat.EXACT or not rows.is_floating_point() or rows.element_size() <= 2:
             return rows
+        import torch  # on first use: see `messages`
+
         return rows.to(torch.bfloat16)
 
     def check_peer(self, address: str, dtypes: object) -> None:

@@ -18,14 +18,14 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
-from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from symbiosis.errors import (
     BadAddress,
+    BadMessage,
     Closed,
     ExecutorLost,
     HelloFirst,
@@ -35,9 +35,13 @@ from symbiosis.errors import (
     Unreachable,
 )
 from symbiosis.transport import curve_keys
+from symbiosis.transport.addresses import speaks_http
 from symbiosis.transport.base import Link, Traffic
 from symbiosis.transport.messages import Kind, Message, decode, encode
 from symbiosis.transport.wire_format import WireFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CONNECT_TIMEOUT_S = 5.0
 _PING_AFTER_S = 0.5
@@ -259,9 +263,14 @@ class ZmqLink(Link):
         self._traffic = Traffic()
         try:
             self._free.append(self._connect(_CONNECT_TIMEOUT_S))
-        except BaseException:
+        except BaseException as error:
             self.closed = True
             self.context.term()
+            if isinstance(error, BadMessage | Unauthorized | Unreachable) and speaks_http(self.address):
+                raise BadAddress(
+                    f"{self.address} is a port of HTTP, not of an executor: expected the tcp:// or shm:// address that "
+                    "`symbiosis serve` prints (port 7777 by default)"
+                ) from None
             raise
 
     @property

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.app.connect import fetch_stats
+from symbiosis.transport.statistics_client import fetch_statistics
 from tests.server.conftest import ANN, BOB, CHIEF, RunningServer
 from tests.server.job_client import FAST, created, until
 
@@ -114,14 +114,14 @@ def test_prometheus_has_every_part(served, used):
 def test_a_tenant_sees_its_own_row_and_nothing_of_others(used):
     address, _ = used
     for own, other in (("ann", "bob"), ("bob", "ann")):
-        seen = fetch_stats(address, token=TOKENS[own])
+        seen = fetch_statistics(address, token=TOKENS[own])
         assert set(seen["tenants"]) == {own}
         text = json.dumps(seen)
         assert f'"{other}' not in text
         assert "pirate" not in text
         assert not {"serving", "http", "jobs", "training", "history", "memory"} & seen.keys()
     assert seen["tenants"]["bob"]["generated_tokens"] == 8
-    everything = fetch_stats(address, token=TOKENS["provider"])
+    everything = fetch_statistics(address, token=TOKENS["provider"])
     assert {"ann", "bob"} <= everything["tenants"].keys()
     assert everything["serving"]["adapters"].keys() >= {"pirate"}
 
@@ -131,13 +131,13 @@ def test_without_tokens_a_link_shows_nothing_that_needs_a_key(world):
         with executor.host("127.0.0.1:0", keys={"ann": ANN}, adapters={"pirate": world.root / "pirate"}, workers=1) as hosting:
             server = RunningServer(hosting.url, hosting, executor)
             server.client(ANN).completions.create(model="tiny", **EXACT)
-            seen = fetch_stats(executor.listen())
+            seen = fetch_statistics(executor.listen())
             assert "ann" not in json.dumps(seen)
             assert "pirate" not in json.dumps(seen)
             assert seen["calls"] == 0
         assert executor.stats()["serving"] == {}, "the host is closed"
     with symbiosis.Executor(world.folder) as executor:
-        seen = fetch_stats(executor.listen())
+        seen = fetch_statistics(executor.listen())
         assert seen["memory"]["cpu"]["base_weights"] >= seen["bytes_held"]
         assert seen["http"] is None
 
@@ -157,7 +157,7 @@ def test_a_stuck_worker_does_not_block_statistics(served):
     try:
         assert served.executor.stats()["serving"]["blocks"] == 1024
         address = served.executor.listen()
-        assert fetch_stats(address, token=TOKENS["provider"])["serving"]["blocks"] == 1024
+        assert fetch_statistics(address, token=TOKENS["provider"])["serving"]["blocks"] == 1024
     finally:
         os.kill(pid, signal.SIGCONT)
     served.client(ANN).completions.create(model="tiny", **EXACT)

@@ -27,6 +27,8 @@ HARMLESS = [
     {"prompt_cache_key": "x", "safety_identifier": "y", "user": "z"},
     {"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit", "ttl": "30m"}},
     {"modalities": ["text"], "verbosity": "medium"},
+    {"verbosity": "low", "reasoning_effort": "low"},
+    {"chat_template_kwargs": {}, "add_generation_prompt": True, "continue_final_message": False},
     {"prediction": {"type": "content", "content": "x"}},
     {"response_format": {"type": "text"}},
     {"stop": []},

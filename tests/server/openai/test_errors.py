@@ -68,9 +68,12 @@ def test_an_error_names_the_invalid_field(server, change, field):
         {"audio": {"voice": "alloy", "format": "wav"}},
         {"web_search_options": {}},
         {"moderation": {"model": "omni-moderation-latest"}},
-        {"verbosity": "low"},
+        {"verbosity": "loud"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
         {"service_tier": "priority"},
-        {"reasoning_effort": "low"},
+        {"reasoning_effort": "most"},
         {"messages": [{"role": "function", "name": "f", "content": "x"}]},
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}]},
         {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
@@ -133,7 +136,25 @@ def test_invalid_bodies_and_methods_are_rejected(server):
     huge = b'{"model": "' + b"x" * (17 << 20) + b'"}'
     assert server.ask("POST", "/v1/completions", content=huge, headers=JSON).status_code == 413
     assert server.ask("GET", "/v1/completions").status_code == 405
-    assert server.ask("GET", "/v1/nothing").json()["error"]["code"] == "not_found"
+    nothing = server.ask("GET", "/v1/nothing").json()["error"]
+    assert nothing["code"] == "not_found"
+    assert nothing["message"] == "there is no /v1/nothing: GET /openapi.json lists the paths of this server"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": ...}, "model is missing: add it; /openapi.json describes the fields of each route"),
+        ({"messages": []}, "messages has 0 items: expected at least 1"),
+        ({"model": ""}, "model is too short: expected at least 1 characters"),
+        ({"model": "x" * 300}, "model is too long: expected at most 256 characters"),
+        ({"stop": ["x"] * 17}, "stop has too many items: expected at most 16"),
+    ],
+    ids=["missing", "empty", "short", "long", "many"],
+)
+def test_an_error_says_what_was_expected(server, change, said):
+    body = {key: value for key, value in {"model": "tiny", "messages": CHAT, **change}.items() if value is not ...}
+    assert server.ask("POST", "/v1/chat/completions", json=body).json()["error"]["message"] == said
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from symbiosis.errors import EngineLost
 
-_MIN_UPTIME_S, _MAX_DEATHS = 10.0, 5
+_MIN_UPTIME_S, _MAX_FAILURES = 60.0, 3
 _BACKOFF_S = 1.0
 _STOP_TIMEOUT_S = 30.0
 _REFUSED = 2
@@ -42,7 +42,7 @@ class EngineProcesses:
         self._processes: dict[str, _EngineProcess] = {}
         self._leaving: list[_EngineProcess] = []
         self._wanted = 0
-        self._deaths = 0
+        self._failures = 0
         self._not_before = 0.0
 
     @property
@@ -65,13 +65,12 @@ class EngineProcesses:
             del self._processes[name]
             if status == _REFUSED:
                 raise EngineLost(f"the cluster does not take the engine {name}: see the log above")
-            uptime_s = time.monotonic() - process.started
-            self._deaths = self._deaths + 1 if uptime_s < _MIN_UPTIME_S else 1
-            if self._deaths >= _MAX_DEATHS:
-                raise EngineLost(f"engines died {_MAX_DEATHS} times within seconds: see the log above")
-            _log.warning("the engine %s has died: starting another", name)
-            if self._deaths > 1:
+            if status > 0:  # by itself, and not by a signal
+                self._failures = self._failures + 1 if time.monotonic() - process.started < _MIN_UPTIME_S else 1
                 self._not_before = time.monotonic() + _BACKOFF_S
+                if self._failures >= _MAX_FAILURES:
+                    raise EngineLost(f"engines failed {_MAX_FAILURES} times at their start: see the log above")
+            _log.warning("the engine %s has ended: starting another", name)
         self._leaving = [process for process in self._leaving if process.poll() is None]
         while len(self._processes) < self._wanted and time.monotonic() >= self._not_before:
             name = f"{self._prefix}-{secrets.token_hex(4)}"

@@ -9,6 +9,7 @@ from typing import Any
 from symbiosis.app.planning.dry_model import run_prefill, run_training_pass
 from symbiosis.app.planning.dry_tenant import TenantMemory, run_tenant
 from symbiosis.models.default_model import default_model_folder
+from symbiosis.models.model_source import is_default
 from symbiosis.planning.devices import CUDA_CONTEXT_BYTES
 from symbiosis.planning.estimates import GROWTH, ProcessEstimate, heap_share, tokenizer_bytes
 from symbiosis.planning.model_size import ModelSize
@@ -40,7 +41,7 @@ class ProcessEstimator:
     def __init__(self, size: ModelSize, source: Any, imports: int) -> None:
         """`source`: where the model comes from. `imports`: bytes of a process after its imports."""
         self.size, self._imports = size, imports
-        self._source = default_model_folder() if source is None else source
+        self._source = default_model_folder() if is_default(source) else source
         self.run_tenant = cache(lambda load, kind: run_tenant(self.size, load, kind))
         self._run_pass = cache(lambda load, rows, kind: run_training_pass(self.size, load, rows, kind))
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
-from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_URL, ConnectExecutor, Key, Name, Token, is_given
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_URL, ConnectExecutor, Key, Name, Token, is_given, is_url
 from symbiosis.errors import SymbiosisError, Unreachable
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ def chat(
 ) -> None:
     """Chat with the model. Lines come from the terminal, or from a pipe.
 
-    A server (`symbiosis serve --http`) computes everything and holds the adapters. With --split,
-    attention and your adapter run in this process, which takes seconds to start.
+    A server (`symbiosis serve --http`) computes everything and holds the adapters.
+
+    With --split, attention and your adapter run in this process, which takes seconds to start.
     """
     from symbiosis.cli import chat
 
@@ -80,7 +81,7 @@ def chat(
     if connect is None:
         split = split or is_folder or is_given(ctx, "token")
         connect = _default_address(split, has_adapter=adapter is not None)
-    over_http = connect.startswith(("http://", "https://"))
+    over_http = is_url(connect)
     if over_http and split:
         raise SymbiosisError(f"{connect} is the address of a server: --split expects that of an executor (tcp:// or shm://)")
     if not over_http and adapter is not None and not is_folder:
@@ -90,6 +91,8 @@ def chat(
         )
     if is_given(ctx, "token" if over_http else "key"):
         raise SymbiosisError(f"{connect} takes {'--key, not --token' if over_http else '--token, not --key'}")
+    if adapter is not None and not over_http:
+        chat.check_adapter_files(Path(adapter))
     with ExitStack() as stack:
         with err.status(f"Connecting to {connect}"):
             backend: ChatBackend
@@ -123,7 +126,14 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text without a chat template.")] = False,
 ) -> None:
     """Generate replies and exit. Only the text goes to stdout."""
+    from symbiosis.cli.chat import check_adapter_files
+    from symbiosis.transport.addresses import address_scheme, not_an_address
+
     sampling = _sampling(max_new_tokens, temperature)
+    if not address_scheme(connect) or is_url(connect):
+        raise not_an_address(connect)
+    if adapter is not None:
+        check_adapter_files(adapter)
     with err.status("Starting"):
         from symbiosis.cli import local_chat
     with ExitStack() as stack:

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from symbiosis.cli.commands import jobs
-from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_URL, Key, Name, Token, check_out, is_given
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, DEFAULT_URL, Key, Name, Token, check_out, is_given, is_url
 from symbiosis.cli.demo_data import find_data
-from symbiosis.cli.loss_trend import loss_warning
+from symbiosis.cli.loss_trend import training_warning
 from symbiosis.errors import SymbiosisError
+from symbiosis.transport.addresses import address_scheme, not_an_address
 
 if TYPE_CHECKING:
     from symbiosis.cli.local_finetune import StepReport
@@ -141,6 +142,9 @@ def finetune(
             raise SymbiosisError(f"--{option} applies to training on a server: add --hosted")
     if out is None:
         raise SymbiosisError("no output folder: add --out FOLDER")
+    check_out(out)
+    if not address_scheme(connect or DEFAULT_ADDRESS) or is_url(connect or DEFAULT_ADDRESS):
+        raise not_an_address(connect)
     from symbiosis.app.connect import connect as connect_to
     from symbiosis.cli.local_finetune import FinetuneConfig, read_samples
     from symbiosis.cli.local_finetune import finetune as train
@@ -159,7 +163,6 @@ def finetune(
         seed=seed,
     )
     samples = read_samples(data)  # before connecting, so that bad data is reported at once
-    check_out(out)
     model = connect_to(connect or DEFAULT_ADDRESS, token=token, name=name)
     session: Any = model.symbiosis
     try:
@@ -173,7 +176,7 @@ def finetune(
         highlight=False,
     )
     typer.echo(f"adapter written to {out}")
-    if (warning := loss_warning(result.losses)) is not None:
+    if (warning := training_warning(result.losses)) is not None:
         err.print(f"warning: {warning}", soft_wrap=True, highlight=False)
 
 

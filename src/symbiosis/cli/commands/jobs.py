@@ -20,7 +20,7 @@ from rich.table import Table
 from symbiosis.cli.commands.options import DEFAULT_URL, ConnectServer, Key, check_out
 from symbiosis.cli.http_client import HttpClient
 from symbiosis.cli.loss_plot import check_plot_file, plot_losses
-from symbiosis.cli.loss_trend import loss_warning
+from symbiosis.cli.loss_trend import training_warning
 from symbiosis.cli.tables import print_fitting
 from symbiosis.errors import SymbiosisError, Unreachable
 
@@ -343,10 +343,12 @@ def _progress(job: dict[str, Any]) -> str:
 
 
 def _warning(client: HttpClient, job: dict[str, Any]) -> str | None:
-    """A warning if the loss of a finished job rose."""
+    """A warning if a finished job was very short, or its loss rose."""
     if job["status"] != "succeeded" or job["progress"]["total_steps"] > _MAX_CHECKED_STEPS:
         return None
-    return loss_warning([event["data"]["train_loss"] for event in client.events(job["id"]) if "train_loss" in event["data"]])
+    return training_warning(
+        [event["data"]["train_loss"] for event in client.events(job["id"]) if "train_loss" in event["data"]]
+    )
 
 
 def _plot(client: HttpClient, id: str, file: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import BadAddress, SymbiosisError
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:7777"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -31,6 +31,19 @@ Key = Annotated[
         "--key", metavar="SECRET", envvar="SYMBIOSIS_KEY", show_default=False, help="Your key, if the server requires one."
     ),
 ]
+
+
+def is_url(address: str) -> bool:
+    """Whether an address is that of HTTP; otherwise it is an executor's. Raises `BadAddress` if it is neither."""
+    scheme, mark, _ = address.partition("://")
+    if not mark or scheme not in ("http", "https", "tcp", "shm"):
+        host_and_port = address.rpartition("://")[2]
+        raise BadAddress(
+            f"{address!r} is not an address: expected http://HOST:PORT for a server over HTTP (port 8000 by default), or "
+            "tcp://HOST:PORT (port 7777 by default) or shm://NAME for its executor"
+            + (f"; is it http://{host_and_port}?" if ":" in host_and_port else "")
+        )
+    return scheme in ("http", "https")
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:

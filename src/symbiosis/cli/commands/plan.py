@@ -50,7 +50,7 @@ def plan(
     rate = parse_rate(link, "bit/s")
     if rate is None:
         raise SymbiosisError(f"--link {link!r:.40}: expected a rate such as 10Gbit/s")
-    with err.status("Planning"):
+    with err.status("Importing torch and transformers, whose memory is part of the plan: some 10 s") as status:
         import symbiosis.app.http_host  # noqa: F401 - a server's imports are measured
         from symbiosis.app.planning.plan import make_plan
         from symbiosis.cli.views.plan_view import print_plan
@@ -58,6 +58,7 @@ def plan(
         from symbiosis.planning.estimates import read_resident
         from symbiosis.planning.tenants import parse_tenants
 
+        status.update("Planning")
         imports = read_resident()  # of processes like this one, before a model is built
         loads = parse_tenants(tenants or ["train", "serve"])
         found = parse_devices(devices) if devices else this_machine()

@@ -80,8 +80,8 @@ def serve(
         float | None,
         typer.Option(
             show_default=False,
-            help="Share of training while other sessions decode: of the time (default: 0.25; 0.1 with --http on a CPU), "
-            "or, with --http on a GPU, of its multiprocessors (default: by --training-slowdown).",
+            help="Share that training gets while other sessions decode. Of the time: by default 0.25, or 0.1 with --http on a "
+            "CPU. With --http on a GPU: of its multiprocessors, by default as many as keep to --training-slowdown.",
         ),
     ] = None,
     training_slowdown: Annotated[
@@ -95,8 +95,9 @@ def serve(
         list[str] | None,
         typer.Option(
             "--token",
-            metavar="NAME=SECRET",
-            help="A tenant's token; repeatable. Also from SYMBIOSIS_TOKENS, comma-separated, which `ps` does not show.",
+            metavar="[NAME=]SECRET",
+            help="A tenant's token, or SECRET alone for a tenant named tenant-1, tenant-2 …; repeatable. Also from "
+            "SYMBIOSIS_TOKENS, comma-separated, which `ps` does not show.",
         ),
     ] = None,
     host_head: Annotated[bool, typer.Option("--host-head", help="Host the LM head too.")] = False,
@@ -133,8 +134,9 @@ def serve(
         list[str] | None,
         typer.Option(
             "--key",
-            metavar="NAME=SECRET",
-            help="A tenant's key for HTTP; repeatable. Also from SYMBIOSIS_KEYS.",
+            metavar="[NAME=]SECRET",
+            help="A tenant's key for HTTP, or SECRET alone for a tenant named tenant-1, tenant-2 …; repeatable. Also from "
+            "SYMBIOSIS_KEYS.",
         ),
     ] = None,
     admin_key: Annotated[
@@ -239,27 +241,36 @@ def serve(
     for what, name in ((what, name) for what, name, secret in secrets if len(secret) < _SHORT_SECRET):
         err.print(f"the {what} of {name} is short and can be guessed: use `openssl rand -hex 16`")
     with err.status("Starting"):
+        from symbiosis.models import blob_store  # the first checks need no torch, whose import takes seconds
+        from symbiosis.models.device_names import check_driver
+        from symbiosis.models.model_source import check_found, is_default
+
+        if http is not None:
+            from symbiosis.cli.provider_folders import check_provider_folders
+            from symbiosis.server.settings import check_cors_origins
+
+            check_cors_origins(cors_origin or [], keys)
+            check_provider_folders(uploads=uploads, jobs=jobs, adapters=adapters, adapter_root=adapter_root)
+        blob_store.check_writable()
+        check_driver(device)
+        if model is not None and not is_default(model):
+            check_found(model)
+        if is_given(ctx, "sharding") and shards is None:
+            raise SymbiosisError("--sharding applies to shards: add --shards N")
+
         from symbiosis.app.executor import Executor, check_address, check_sharding
         from symbiosis.app.front_door import check_http
         from symbiosis.app.shard_processes import ShardProcesses, device_of_shard, listen_address, rank_of_shard
-        from symbiosis.cli.provider_folders import check_provider_folders
         from symbiosis.jobs.queue import JobLimits
-        from symbiosis.models import blob_store
         from symbiosis.models.device_dtype import resolve_device, resolve_dtype
         from symbiosis.planning.memory_check import check_server
         from symbiosis.planning.model_size import ModelSize
         from symbiosis.server.adapter_store import StoreLimits
         from symbiosis.server.rate_limits import RequestLimits
-        from symbiosis.server.settings import check_cors_origins
         from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 
         if http is not None:
             check_http(http, keys)
-            check_cors_origins(cors_origin or [], keys)
-            check_provider_folders(uploads=uploads, jobs=jobs, adapters=adapters, adapter_root=adapter_root)
-        blob_store.check_writable()
-        if is_given(ctx, "sharding") and shards is None:
-            raise SymbiosisError("--sharding applies to shards: add --shards N")
         listen = listen or [DEFAULT_ADDRESS]
         rank = rank_of_shard() if shards is not None else 0
         listen = [listen_address(address, rank) for address in listen]

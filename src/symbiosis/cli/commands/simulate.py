@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -50,8 +51,10 @@ def simulate(
         int, typer.Option(min=0, max=1_000_000, help="Adapters of a trace without tenants; 0: the base model only.")
     ] = 0,
     zipf: Annotated[float, typer.Option(min=0, max=10, help="Popularity of these adapters.")] = 1.5,
-    ttft: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Objective for the first token.")] = 2.0,
-    tpot: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Objective for each later token, in the mean.")] = 0.1,
+    ttft: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Objective for the first token (TTFT).")] = 2.0,
+    tpot: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Objective for each later token, in the mean (TPOT).")
+    ] = 0.1,
     fail_every: Annotated[
         float | None, typer.Option(metavar="SECONDS", min=1, show_default=False, help="Lose the fullest engine as often.")
     ] = None,
@@ -59,7 +62,11 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw the runs over time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Simulate a cluster of engines on a trace: GPU-hours, times to the first and between tokens, adapters."""
+    """Simulate a cluster of engines on a trace: GPU-hours, times to the first and between tokens, adapters.
+
+    Nothing is loaded and no GPU is needed: an engine is a cost model, by default that of a 7B model on an H200 (--profile).
+    TTFT is the time to the first token of a request, TPOT the mean time of each later token.
+    """
     from symbiosis.cli.loss_plot import check_plot_file
     from symbiosis.cli.views.simulation_view import plot_reports, print_reports
     from symbiosis.cluster.simulation.experiment import parse_synthetic, run_experiment
@@ -73,7 +80,8 @@ def simulate(
         raise SymbiosisError(f"--end {end:g} is not after --begin {begin:g}")
     cost = read_step_cost(profile)
     if trace.partition(":")[0] in ("poisson", "ramp"):
-        requests = parse_synthetic(trace, seed).scaled(rate_scale, seed)
+        synthetic = replace(parse_synthetic(trace, seed), name=trace.partition(":")[0])
+        requests = synthetic.scaled(rate_scale, seed)
     else:
         until = math.inf if end is None else end * 3600
         requests = read_trace(trace, lengths=lengths, rate_scale=rate_scale, begin_s=begin * 3600, end_s=until, seed=seed)
@@ -95,6 +103,6 @@ def simulate(
     if as_json:
         typer.echo(json.dumps({"step_cost": cost.to_json(), "runs": [report.to_json() for report in reports]}, indent=2))
     else:
-        print_reports(reports, Console())
+        print_reports(reports, Console(), profile)
     if plot is not None:
         plot_reports(reports, plot)

@@ -11,9 +11,12 @@ import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from symbiosis.cli.commands.options import DEFAULT_ADDRESS, Key, Token
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, Key, Token, is_url
+
+err = Console(stderr=True)
 
 app = typer.Typer()
+_FORBIDDEN = 403
 
 
 @app.command(epilog="Example: symbiosis top --interval 2")
@@ -29,9 +32,14 @@ def top(
 ) -> None:
     """Watch a server: tenants, batches, tokens/s, jobs, adapters, memory by owner. Ctrl-C stops.
 
-    With tokens, a tenant sees its own row; the tenant named `provider` sees all. Over HTTP, the admin's key is needed.
+    With tokens, a tenant sees its own row; the tenant named `provider` sees all. Over HTTP, --key must be the admin's key.
+
+    "all tokens/s" adds up the columns of tokens: split, prompt, generated and trained. It is the mean since the last
+    refresh; at first, and with --once, since the server started. "packed weights" are a second copy of the base weights, in
+    the layout that a CPU multiplies fastest.
     """
-    stats = _fetch(connect, token, key)
+    with err.status(f"Connecting to {connect}"):
+        stats = _fetch(connect, token, key)
     if as_json:
         typer.echo(json.dumps(stats, indent=2))
         return
@@ -47,13 +55,22 @@ def top(
 
 
 def _fetch(address: str, token: str | None, key: str | None) -> dict[str, Any]:
-    if address.startswith(("http://", "https://")):
-        from symbiosis.cli.http_client import HttpClient
+    if is_url(address):
+        from symbiosis.cli.http_client import HttpClient, HttpError
 
-        return HttpClient(address, key).statistics()
-    from symbiosis.app.connect import fetch_stats
+        try:
+            return HttpClient(address, key).statistics()
+        except HttpError as error:
+            if error.status != _FORBIDDEN:
+                raise
+            raise HttpError(
+                f"{error}. Pass it as --key; or see your own row at the executor, with your token: "
+                "symbiosis top --connect tcp://HOST:PORT --token SECRET",
+                error.status,
+            ) from None
+    from symbiosis.transport.statistics_client import fetch_statistics  # without torch, whose import takes seconds
 
-    return fetch_stats(address, token=token)
+    return fetch_statistics(address, token=token)
 
 
 def _view(stats: dict[str, Any], before: dict[str, Any] | None, console: Console) -> RenderableType:

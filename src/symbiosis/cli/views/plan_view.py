@@ -28,6 +28,10 @@ def print_plan(plan: Plan) -> None:
         lengths = ", ".join(f"{format_tokens(length)} {format_bytes(held)}" for length, held in plan.kv_cache.items())
         console.print(f"KV cache of a sequence: {lengths}")
     console.print(_time_table(plan))
+    console.print(
+        "Times follow from the operations and bytes of a step and the speed of the devices (a roofline):\n"
+        "overheads and other tenants come on top.\n"
+    )
     for note in plan.placement.notes:
         console.print(f"note: {note}")
     console.print("\nRun it:")
@@ -43,7 +47,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = _table("Memory by process", "process", "on", "part", "bytes of one")
+    table = _table("Memory by process", "process", "on", "part", "memory each")
     for process in _distinct(plan.placement.processes):
         name = f"{process.count} x {process.role}" if process.count > 1 else process.role
         where = f"{process.device}{' (remote)' if process.remote else ''}"
@@ -83,7 +87,7 @@ def _device_table(plan: Plan) -> Table:
 
 
 def _time_table(plan: Plan) -> Table:
-    table = _table("Time of one tenant alone (roofline)", "tenant", "part on", "step", "tokens/s", "calls", "traffic")
+    table = _table("Time of one tenant alone, at best", "tenant", "part on", "step", "tokens/s", "calls", "traffic")
     for (load, device), time in zip(plan.placement.loads, plan.times, strict=True):
         unit = {Workload.TRAIN: "step", Workload.JOB: "pass"}.get(load.workload, "token")
         table.add_row(

@@ -15,16 +15,16 @@ from symbiosis.cluster.simulation.report import SimulationReport
 _COLORS = ("#1a73e8", "#e8710a", "#34a853", "#c58af9", "#9aa0a6", "#d93025")
 
 
-def print_reports(reports: Sequence[SimulationReport], console: Console) -> None:
-    """One column for each policy."""
+def print_reports(reports: Sequence[SimulationReport], console: Console, profile: str) -> None:
+    """One column for each policy. `profile` names the simulated engine."""
     first = reports[0]
-    title = f"{first.trace}: {first.requests:,} requests in {first.hours:.2f} h"
+    title = f"{first.trace}: {first.requests:,} requests in {format_duration(first.hours)}, engines: {profile}"
     table = Table(title=title, box=box.SIMPLE, title_justify="left", pad_edge=False)
     table.add_column("")
     for report in reports:
         table.add_column(report.policy, justify="right")
     rows: dict[str, Callable[[SimulationReport], str]] = {
-        "GPU-hours": lambda each: f"{each.gpu_hours:,.2f}",
+        "GPU-hours": lambda each: f"{each.gpu_hours:,.{2 if each.gpu_hours >= 1 else 4}f}",
         "within the objective": lambda each: f"{each.within:.2%}",
         "TTFT counted from an idle engine's": lambda each: f"{each.within_of_idle:.2%}",
         "TTFT p50": lambda each: f"{each.ttft_p50_s:.3f} s",
@@ -43,8 +43,16 @@ def print_reports(reports: Sequence[SimulationReport], console: Console) -> None
     for name, shown in rows.items():
         table.add_row(name, *(shown(report) for report in reports))
     console.print(table)
+    console.print("TTFT: time to the first token of a request. TPOT: mean time of each later token.")
     if first.attainable < 1:
         console.print(f"An idle engine has the first token of {first.attainable:.2%} of the requests in time.")
+
+
+def format_duration(hours: float) -> str:
+    """In the unit that gives a readable number."""
+    if hours >= 2:
+        return f"{hours:.2f} h"
+    return f"{hours * 60:.1f} min" if hours * 60 >= 2 else f"{hours * 3600:.0f} s"
 
 
 def plot_reports(reports: Sequence[SimulationReport], file: Path) -> None:

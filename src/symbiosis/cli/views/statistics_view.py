@@ -95,7 +95,7 @@ def _is_active(row: Stats) -> bool:
 def _headers(is_hosted: bool, is_wide: bool) -> list[str]:
     split = ["split\nsessions", "\ncalls", "\ntokens", "\nwait ms", "\nerrors"] if is_wide else ["split\ncalls", "\ntokens"]
     hosted = ["HTTP\nrequests", "\nprompt", "\ngenerated", "jobs\nopen", "\nsteps", "\ntrained"]
-    return [*split, *(hosted if is_hosted else ["\ntraining rows"]), "\ntokens/s"]
+    return [*split, *(hosted if is_hosted else ["\ntraining rows"]), "all\ntokens/s"]
 
 
 def _cells(row: Stats, is_hosted: bool, is_wide: bool) -> list[str]:
@@ -118,6 +118,9 @@ def _cells(row: Stats, is_hosted: bool, is_wide: bool) -> list[str]:
 def _details(stats: Stats) -> Iterator[RenderableType]:
     rows = stats["tenants"].values()
     counts = stats["jobs"] if "jobs" in stats else next((row.get("jobs", {}) for row in rows), {})  # a tenant's own
+    if "engines" in stats:
+        yield engine_table(stats)
+        yield Text()
     if jobs := [f"{count} {state}" for state, count in counts.items() if count]:
         yield Text(f"jobs: {', '.join(jobs)}")
     if training := stats.get("training"):
@@ -133,6 +136,22 @@ def _details(stats: Stats) -> Iterator[RenderableType]:
         yield memory_table(memory)
     if history := stats.get("history"):
         yield from _history(history)
+
+
+def engine_table(stats: Stats) -> Table:
+    """One row for each engine of a cluster."""
+    cluster = stats["cluster"]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, caption_justify="left")
+    table.add_column("engine", overflow="fold")
+    for header in ("status", "running", "waiting", "KV blocks", "adapters", "jobs", "tokens"):
+        table.add_column(header, justify="right")
+    for name, row in sorted(stats["engines"].items()):
+        used = f"{row['blocks'] - row['blocks_free']:,}/{row['blocks']:,}"
+        counts = (format_count(row[field]) for field in ("running", "waiting"))
+        more = (format_count(row[field]) for field in ("adapters", "jobs", "tokens"))
+        table.add_row(escape(name), row["status"], *counts, used, *more)
+    table.caption = f"{cluster['waiting']} requests wait for an engine · {cluster['migrations']} went on at another one"
+    return table
 
 
 def _adapters(serving: Stats) -> Iterator[RenderableType]:

@@ -40,7 +40,6 @@ class ClusterClient:
         self._link = DirectorLink(director, key, self._follow)
         self._engines: dict[str, EngineClient] = {}
         self._addresses: dict[str, EngineAddress] = {}
-        self._watchers: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._placements: dict[str, tuple[int, Inbox]] = {}
@@ -65,7 +64,6 @@ class ClusterClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._link.close()
-        await self.set_engines({})
 
     def is_alive(self) -> bool:
         """Whether an engine is there."""
@@ -123,7 +121,7 @@ class ClusterClient:
                     return
                 if "engines" in raw:
                     addresses = {name: EngineAddress.from_json(each) for name, each in raw["engines"].items()}
-                    self._start_task(self.set_engines(addresses))
+                    self._add_engines(addresses)
                 for number in raw.get("move", ()):
                     self._leave(number)
 
@@ -132,41 +130,32 @@ class ClusterClient:
             if placement == number:
                 inbox.put_nowait(id)
 
-    async def set_engines(self, addresses: Mapping[str, EngineAddress]) -> None:
-        """The engines there are. Returns when the new ones have replied, or cannot be reached."""
-        for name in [name for name, address in self._addresses.items() if addresses.get(name) != address]:
-            self._addresses.pop(name)
-            if (watcher := self._watchers.pop(name, None)) is not None:
-                watcher.cancel()
-                await asyncio.wait({watcher})
-        new = {name: address for name, address in addresses.items() if name not in self._addresses}
-        self._addresses |= new
-        await asyncio.gather(*(self._connect(name, address) for name, address in new.items()))
+    def _add_engines(self, addresses: Mapping[str, EngineAddress]) -> None:
+        """Connect to new engines. The others stay until their link is lost: a director that has just started knows none."""
+        for name, address in addresses.items():
+            if self._addresses.get(name) != address:
+                self._addresses[name] = address
+                self._start_task(self._use(name, address))
 
-    async def _connect(self, name: str, address: EngineAddress) -> None:
+    async def _use(self, name: str, address: EngineAddress) -> None:
+        """An engine, until it is lost."""
         engine = EngineClient(IpcClient(address, self._key, timeout_s=_SILENCE_S))
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await engine.start()
         except (EngineLost, TimeoutError):
             _log.warning("engine %s at %s cannot be reached: it takes no requests", name, address.messages)
-            self._addresses.pop(name, None)
-            await engine.close()
-            return
-        self._watchers[name] = asyncio.create_task(self._watch(name, engine))
-        async with self._changed:
-            self._engines[name] = engine
-            self._changed.notify_all()
-
-    async def _watch(self, name: str, engine: EngineClient) -> None:
-        """Until the engine is lost, or leaves the cluster."""
-        try:
+        else:
+            async with self._changed:
+                self._engines[name] = engine
+                self._changed.notify_all()
             await engine.lost.wait()
             _log.warning("engine %s is lost", name)
         finally:
-            del self._engines[name]
-            if self._addresses.pop(name, None) is not None:
-                self._watchers.pop(name, None)
+            if self._engines.get(name) is engine:
+                del self._engines[name]
+            if self._addresses.get(name) == address:
+                del self._addresses[name]
             await engine.close()  # its requests go on elsewhere
 
     # Requests

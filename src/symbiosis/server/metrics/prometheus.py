@@ -61,6 +61,23 @@ _ENGINE = {
 }
 
 
+_ENGINES = {
+    "running": ("symbiosis_cluster_engine_running", "Sequences that hold KV cache blocks, by engine."),
+    "waiting": ("symbiosis_cluster_engine_waiting", "Sequences in the queue, by engine."),
+    "blocks": ("symbiosis_cluster_engine_kv_blocks", "Blocks of the KV cache, by engine."),
+    "blocks_free": ("symbiosis_cluster_engine_kv_blocks_free", "Blocks that can be allocated, by engine."),
+    "adapters": ("symbiosis_cluster_engine_adapters", "Adapters that were loaded, by engine."),
+    "jobs": ("symbiosis_cluster_engine_jobs", "Fine-tuning jobs that run, by engine."),
+    "steps": ("symbiosis_cluster_engine_steps", "Steps so far, by engine."),
+    "tokens": ("symbiosis_cluster_engine_tokens", "Sampled tokens so far, by engine."),
+}
+_CLUSTER = {
+    "waiting": ("symbiosis_cluster_requests_waiting", "Requests that wait for an engine."),
+    "placed": ("symbiosis_cluster_requests", "Requests of the cluster."),
+    "migrations": ("symbiosis_cluster_migrations", "Requests that went on at another engine so far."),
+}
+
+
 class _Families(Collector):
     def __init__(self, statistics: Statistics | None) -> None:
         self._is_up, self._statistics = statistics is not None, statistics or {}
@@ -72,6 +89,8 @@ class _Families(Collector):
         yield from self._split()
         yield from self._training()
         yield self._memory()
+        if "engines" in self._statistics:
+            yield from self._cluster()
         yield GaugeMetricFamily(
             "symbiosis_engine_up", "Whether the engine is reachable.", value=int(self._is_up and bool(self._serving))
         )
@@ -79,6 +98,20 @@ class _Families(Collector):
             group, _, field = key.rpartition(".")
             values = self._serving.get(group, {}) if group else self._serving
             yield GaugeMetricFamily(name, text, value=values.get(field, 0))
+
+    def _cluster(self) -> Iterator[Metric]:
+        engines, cluster = self._statistics["engines"], self._statistics["cluster"]
+        status = GaugeMetricFamily("symbiosis_cluster_engine_up", "Engines, with their status.", labels=["engine", "status"])
+        for name, row in engines.items():
+            status.add_metric([name, row["status"]], 1)
+        yield status
+        for field, (name, text) in _ENGINES.items():
+            family = GaugeMetricFamily(name, text, labels=["engine"])
+            for engine, row in engines.items():
+                family.add_metric([engine], row[field])
+            yield family
+        for field, (name, text) in _CLUSTER.items():
+            yield GaugeMetricFamily(name, text, value=cluster[field])
 
     def _http(self) -> Iterator[Metric]:
         http = self._statistics.get("http") or {}

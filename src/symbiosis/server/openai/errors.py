@@ -13,6 +13,15 @@ from symbiosis.jobs import errors as job_errors
 from symbiosis.server.openai.strict_model import UNSUPPORTED
 
 _SHOULD_BE = "Input should be "  # pydantic
+_SENTENCES = {
+    "missing": "is missing: add it; /openapi.json describes the fields of each route",
+    "too_short": "has {actual_length} items: expected at least {min_length}",
+    "too_long": "has too many items: expected at most {max_length}",
+    "string_too_short": "is too short: expected at least {min_length} characters",
+    "string_too_long": "is too long: expected at most {max_length} characters",
+    "string_pattern_mismatch": "does not match the pattern {pattern}",
+}
+"""By pydantic's type of an error, what is said in place of its message."""
 _MAX_ERRORS = 1000
 """pydantic lists all errors of a body or none, and listing is slow."""
 _log = logging.getLogger("symbiosis")
@@ -83,6 +92,10 @@ def unknown_model(model: str) -> errors.UnknownAdapter:
     return errors.UnknownAdapter(f"there is no model {model!r} here: GET /v1/models (`symbiosis adapters list`) lists yours")
 
 
+def no_such_path(path: str) -> str:
+    return f"there is no {path:.200}: GET /openapi.json lists the paths of this server"
+
+
 def to_bad_request(error: ValidationError) -> BadRequest:
     """pydantic's errors as one sentence about the first field."""
     if error.error_count() > _MAX_ERRORS:
@@ -96,8 +109,12 @@ def to_bad_request(error: ValidationError) -> BadRequest:
         return BadRequest(f"{field}: {first['msg']}", field=field, code="unsupported_parameter")
     if first["type"] == "json_invalid":
         return BadRequest(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
-    # A field of a union type has an error for each branch.
-    messages = (each["msg"].removeprefix("Value error, ") for each in found if _join_location(each["loc"]) == field)
+    # A field of a union type has an error for each branch. One about its size is of the branch that the value is meant for.
+    same = [each for each in found if _join_location(each["loc"]) == field]
+    for each in same:
+        if (sentence := _SENTENCES.get(each["type"])) is not None:
+            return BadRequest(f"{field or 'the body'} {sentence.format(**each.get('ctx', {}))}", field=field)
+    messages = (each["msg"].removeprefix("Value error, ") for each in same)
     shown, name = list(dict.fromkeys(messages))[:3], field or "the body"
     if all(message.startswith(_SHOULD_BE) for message in shown):
         return BadRequest(f"{name} must be {', or '.join(message[len(_SHOULD_BE) :] for message in shown)}", field=field)

@@ -1,6 +1,7 @@
 """Fields that clients of OpenAI send and that do not change a completion here.
 
-Most have no effect. Of a feature that this server does not have, only the value that turns it off is accepted.
+Most have no effect; a chat template may use some.
+Of a feature that this server does not have, only the value that turns it off is accepted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _TEXT_ONLY = "only text is supported: leave it out"
 class IgnoredFields(NullableModel):
     """Of completions and chats."""
 
+    add_generation_prompt: Annotated[Any, Only((True,), "the reply is always generated: leave it out")] = None
     audio: Annotated[Any, Only((), _TEXT_ONLY)] = None
+    chat_template_kwargs: Annotated[Any, Only(({},), "variables of chat templates are not supported: leave it out")] = None
+    continue_final_message: Annotated[Any, Only((False,), "a message cannot be continued: leave it out")] = None
     function_call: Annotated[Any, Only(("none", "auto"), _NO_TOOLS)] = None
     functions: Annotated[Any, Only(([],), _NO_TOOLS)] = None
     metadata: Metadata | None = None
@@ -34,6 +38,8 @@ class IgnoredFields(NullableModel):
     prompt_cache_options: Options | None = None
     prompt_cache_retention: Label | None = None
     """The prefix cache is automatic."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """For chat templates that use it."""
     response_format: Annotated[Any, Only(({"type": "text"},), "JSON modes are not supported: expected the type text")] = None
     safety_identifier: Label | None = None
     service_tier: Annotated[Any, Only(("auto", "default"), "there is one service tier: expected auto or default")] = None
@@ -42,7 +48,8 @@ class IgnoredFields(NullableModel):
     tool_choice: Annotated[Any, Only(("none", "auto"), _NO_TOOLS)] = None
     tools: Annotated[Any, Only(([],), _NO_TOOLS)] = None
     user: Label | None = None
-    verbosity: Annotated[Any, Only(("medium",), "the model has no verbosity setting: leave it out")] = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """For chat templates that use it."""
     web_search_options: Annotated[Any, Only((), "web search is not supported: leave it out")] = None
 
 
@@ -53,7 +60,6 @@ class IgnoredMessageFields(NullableModel):
     audio: Annotated[Any, Only((), _TEXT_ONLY)] = None
     function_call: Annotated[Any, Only((), _NO_TOOLS)] = None
     refusal: Annotated[Any, Only((), "a refusal is not supported: move its text to content")] = None
-    tool_calls: Annotated[Any, Only(([],), _NO_TOOLS)] = None
 
 
 class IgnoredStreamOptions(NullableModel):
@@ -64,6 +70,3 @@ class IgnoredPartFields(NullableModel):
     """Of a text part."""
 
     prompt_cache_breakpoint: Options | None = None
-
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -13,9 +14,8 @@ from symbiosis.server.openai.ignored_fields import (
     IgnoredMessageFields,
     IgnoredPartFields,
     IgnoredStreamOptions,
-    ReasoningEffort,
 )
-from symbiosis.server.openai.strict_model import UNSUPPORTED, Only, StrictModel
+from symbiosis.server.openai.strict_model import UNSUPPORTED, NullableModel, Only, StrictModel
 
 _MAX_CHARACTERS = 8 << 20
 _MAX_TOKENS = 1 << 20
@@ -131,21 +131,48 @@ class TextPart(IgnoredPartFields):
     text: Text
 
 
+class CalledFunction(NullableModel):
+    name: Name
+    arguments: Annotated[str, Field(max_length=1 << 20)]
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(NullableModel):
+    """A function call in the history of a chat. This server makes none."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def to_dict(self) -> dict[str, Any]:
+        """Chat templates expect the arguments as an object. Arguments that are not JSON stay a text."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class ChatMessage(IgnoredMessageFields):
     """A message of a request, or one of a response as `model_dump` gives it."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """`tool` and `tool_calls` are for chat templates that use them."""
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast=True)] | None = None
     """Null only for the assistant."""
     name: Name | None = None
     reasoning_content: Text | None = None
     """Of the assistant, for templates that use it."""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    tool_call_id: Name | None = None
 
     @field_validator("role", mode="before")
     @classmethod
     def _check_role(cls, value: Any) -> Any:
-        if value in ("tool", "function"):
-            raise PydanticCustomError(UNSUPPORTED, "results of function calls are not supported: leave the message out")
+        if value == "function":
+            raise PydanticCustomError(
+                UNSUPPORTED, "results of function calls are not supported: write them as text of the user"
+            )
         return value
 
     @field_validator("content", mode="before")
@@ -160,13 +187,17 @@ class ChatMessage(IgnoredMessageFields):
     def _check_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"the {self.role}'s message has no content: expected a text")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"the {self.role}'s message has tool_calls: expected them in messages of the assistant")
         return self
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
-        return {"role": self.role, "content": content} | {key: value for key, value in optional.items() if value is not None}
+        optional = {"name": self.name, "reasoning_content": self.reasoning_content, "tool_call_id": self.tool_call_id}
+        calls = {"tool_calls": [call.to_dict() for call in self.tool_calls]} if self.tool_calls else {}
+        given = {key: value for key, value in optional.items() if value is not None}
+        return {"role": self.role, "content": content, **given, **calls}
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -179,8 +210,6 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    """For chat templates that use it."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:

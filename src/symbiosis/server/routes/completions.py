@@ -56,7 +56,8 @@ class CompletionRoutes:
 
         async def encode() -> list[list[int]]:
             messages = [message.to_dict() for message in body.messages]
-            variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+            settings = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+            variables = {name: value for name, value in settings.items() if value is not None}
             return [await self._tokenizer.encode_chat(tenant, messages, variables=variables)]
 
         return await self._generate(request, body, encode, sampling, formatter)
