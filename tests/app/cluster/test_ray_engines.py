@@ -143,7 +143,7 @@ def test_engines_that_cannot_start_end_in_an_error(ray):
     config, launcher._config = launcher._config, {**launcher._config, "model": "/nonexistent"}
     try:
         launcher.keep(9, ())
-        with pytest.raises(EngineLost, match="engines died 5 times at their start: there is no folder /nonexistent"):
+        with pytest.raises(EngineLost, match="engines failed 3 times at their start: there is no folder /nonexistent"):
             ray.until(lambda: False)
     finally:
         launcher._config = config

@@ -24,7 +24,7 @@ from symbiosis.version import VERSION
 
 _ENDED, _FAILED, _REFUSED = 0, 1, 2
 """As the exit status of `app.engine_process`."""
-_MIN_UPTIME_S, _MAX_DEATHS = 10.0, 5
+_MIN_UPTIME_S, _MAX_FAILURES = 60.0, 3
 _BACKOFF_S = 1.0
 _STOP_TIMEOUT_S = 30.0
 _PENDING_S = 30.0
@@ -46,6 +46,7 @@ class _Engine:
     created: float = field(default_factory=time.monotonic)
     facts: dict[str, Any] | None = None
     """Where it runs, once Ray has placed it."""
+    placed: float | None = None
     has_warned: bool = False
 
 
@@ -79,7 +80,7 @@ class RayEngines:
         self._secret_file, self._prefix = secret_file.resolve(), prefix
         self._engines: dict[str, _Engine] = {}
         self._leaving: dict[str, _Engine] = {}
-        self._wanted = self._deaths = 0
+        self._wanted = self._failures = 0
         self._not_before = 0.0
         self.node: RayNode | None = None
         """The head on this host, if it was started here."""
@@ -152,23 +153,21 @@ class RayEngines:
         return [names[each] for each in ended]
 
     def _bury(self, name: str, engine: _Engine) -> None:
-        """Count the death of an engine. Raises `EngineLost` if the cluster does not take it, or if engines keep dying."""
+        """Raises `EngineLost` if the cluster does not take it, or if engines keep failing at their start."""
         try:
             status, reason = self._ray.get(engine.running)
-        except self._ray.exceptions.RayError as error:
-            status, reason = _FAILED, _first_line(error)
-            is_early = engine.facts is None or time.monotonic() - engine.created < _MIN_UPTIME_S
-        else:
-            is_early = status == _FAILED
+        except self._ray.exceptions.RayError as error:  # killed, or its node is lost
+            status, reason = _ENDED, _first_line(error)
         self._remove(engine)
         if status == _REFUSED:
             raise EngineLost(f"the cluster does not take the engine {name}: {reason}")
-        self._deaths = self._deaths + 1 if is_early else 1
-        if self._deaths >= _MAX_DEATHS:
-            raise EngineLost(f"engines died {_MAX_DEATHS} times at their start: {reason}")
-        _log.warning("the engine %s has died (%s): starting another", name, reason)
-        if self._deaths > 1:
+        if status == _FAILED:
+            uptime_s = 0.0 if engine.placed is None else time.monotonic() - engine.placed
+            self._failures = self._failures + 1 if uptime_s < _MIN_UPTIME_S else 1
             self._not_before = time.monotonic() + _BACKOFF_S
+            if self._failures >= _MAX_FAILURES:
+                raise EngineLost(f"engines failed {_MAX_FAILURES} times at their start: {reason}")
+        _log.warning("the engine %s has ended (%s): starting another", name, reason)
 
     def _follow(self, name: str, engine: _Engine) -> None:
         if engine.facts is not None:
@@ -176,7 +175,7 @@ class RayEngines:
         ready, _ = self._ray.wait([engine.description], timeout=0)
         if ready:
             try:
-                engine.facts = self._ray.get(engine.description)
+                engine.facts, engine.placed = self._ray.get(engine.description), time.monotonic()
             except self._ray.exceptions.RayError:
                 return  # `running` ends too
         elif not engine.has_warned and time.monotonic() - engine.created > _PENDING_S:
