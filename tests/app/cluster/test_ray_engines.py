@@ -142,7 +142,9 @@ def test_engines_that_cannot_start_end_in_an_error(ray):
     launcher = ray.launcher
     config, launcher._config = launcher._config, {**launcher._config, "model": "/nonexistent"}
     try:
-        launcher.keep(9, ())
+        launcher.keep(0, list(launcher.pids))
+        ray.until(lambda: not ray.members())
+        launcher.keep(1, ())
         with pytest.raises(EngineLost, match="engines failed 3 times at their start: there is no folder /nonexistent"):
             ray.until(lambda: False)
     finally:

@@ -142,6 +142,9 @@ class RayEngines:
             self._bury(name, self._engines.pop(name))
         for name, engine in self._engines.items():
             self._follow(name, engine)
+        waiting = [name for name, engine in self._engines.items() if engine.facts is None]
+        for name in waiting[: max(0, len(self._engines) - self._wanted)]:
+            self._remove(self._engines.pop(name))
         while len(self._engines) < self._wanted and time.monotonic() >= self._not_before:
             self._start(f"{self._prefix}-{secrets.token_hex(4)}")
 

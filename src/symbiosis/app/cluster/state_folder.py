@@ -40,10 +40,9 @@ class StateFolder:
         """Note this process and the facts. Raises `NotStored`."""
         try:
             write_atomic(self.path / _RECORD, json.dumps({"pid": os.getpid(), **facts}).encode())
-        except OSError as error:
-            raise NotStored(
-                f"{self.path} cannot store a cluster: {error.strerror}; choose another with --state FOLDER"
-            ) from None
+        except (OSError, SymbiosisError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise NotStored(f"{self.path} cannot store a cluster: {reason}; choose another with --state FOLDER") from None
 
     def __enter__(self) -> StateFolder:
         return self
