@@ -64,7 +64,7 @@ async def _wait_for_loss(engine: Engine, parent: int | None) -> None:
             return
 
 
-async def _serve(config: dict[str, Any]) -> None:
+async def _serve(config: dict[str, Any], parent: int) -> None:
     folder = config["tokenizer"]
     tokenizer = None if folder is None else _load_tokenizer(folder)
     engine = _make_engine(config)
@@ -87,20 +87,24 @@ async def _serve(config: dict[str, Any]) -> None:
         counts,
     )
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=config["fd"])]))
-    lost = asyncio.create_task(_wait_for_loss(engine, os.getppid() if "director" in config else None))
+    lost = asyncio.create_task(_wait_for_loss(engine, parent if "director" in config else None))
     await asyncio.wait({serving, lost}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         await asyncio.wait({serving}, timeout=_LOST_S)
         server.should_exit = True
+        if not server.started:  # it waits for engines
+            serving.cancel()
     lost.cancel()
-    await serving
+    with suppress(asyncio.CancelledError):
+        await serving
 
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    parent = os.getppid()
     line = sys.stdin.readline()
     if line:  # else the parent process has died
-        uvloop.run(_serve(json.loads(line)))
+        uvloop.run(_serve(json.loads(line), parent))
 
 
 if __name__ == "__main__":
