@@ -23,11 +23,11 @@ from symbiosis.director.members import Member, Members
 from symbiosis.director.operations import Operations
 from symbiosis.director.placement import Placement
 from symbiosis.director.statistics import ClusterStatistics
-from symbiosis.errors import EngineLost, UnknownEngine
+from symbiosis.errors import BadMessage, EngineLost, UnknownEngine
 from symbiosis.server.rate_limits import RequestLimits
 from symbiosis.server.services.http_counts import HttpCounts
 from symbiosis.server.services.rate_limit_service import RateLimitService
-from symbiosis.serving.engine_messages import JobEvent, text_field
+from symbiosis.serving.engine_messages import JobEvent, int_field, text_field
 from symbiosis.serving.rpc_server import RpcServer
 from symbiosis.transport.engine_ipc import Body, ClusterKey, EngineListener
 
@@ -35,6 +35,7 @@ _DISPATCH_S = 0.1
 _TICK_S = 1.0
 _SETTLE_S = 10.0
 """After its start engines have this long to join again, before their number is changed."""
+_MAX_JOINED = 4096
 _log = logging.getLogger("symbiosis")
 
 
@@ -78,14 +79,15 @@ class Director:
         self._statistics = ClusterStatistics(self._members, self._adapters, self._placement)
         self._operations = Operations(self.rpc)
         self._watches: dict[str, None] = {}
-        self._launchers: dict[str, None] = {}
+        self._launchers: dict[str, int] = {}
+        """With the engines that each keeps running by itself, such as those of another host."""
         self.wanted = config.engines
         """Engines that launchers keep running."""
         self._leaving: set[str] = set()
         self._started = time.monotonic()
         self._add_operations()
         RateLimitService(self.rpc, RequestLimits(at_once=config.at_once, per_minute=config.per_minute))
-        collect = HttpCounts(self.rpc, lambda deliver: deliver(self._statistics.snapshot(config.has_keys)))
+        collect = HttpCounts(self.rpc, lambda deliver: deliver(self._snapshot()))
         self._statistics.counts = collect
 
     def _add_operations(self) -> None:
@@ -141,7 +143,7 @@ class Director:
     def _drop_engine(self, member: Member) -> None:
         is_replaced = member.name not in self._leaving
         self._leaving.discard(member.name)
-        self._placement.drop_engine(member, is_replaced=is_replaced)
+        self._placement.drop_engine(member, expected=self._expected if is_replaced else 0)
 
     async def _drain(self, id: str, body: Body) -> Body:
         """An engine leaves: its requests end or move, and it is replaced. Raises if there is no such engine."""
@@ -168,8 +170,26 @@ class Director:
         self.rpc.publish([JobEvent(id, self._table())])
 
     async def _launch(self, id: str, body: Body) -> None:
-        self._launchers[id] = None
+        engines = int_field(body.get("engines", 0), "engines")
+        if not 0 <= engines <= _MAX_JOINED:
+            raise BadMessage(f"engines: expected 0 to {_MAX_JOINED}")
+        self._launchers[id] = engines
+        self._resize()
         self._tell_launchers()
+
+    def _resize(self) -> None:
+        config, joined = self._config, sum(self._launchers.values())
+        most = config.max_engines or config.engines
+        self._placement.resize(min_engines=config.engines + joined, max_engines=most + joined, expected=self._expected)
+
+    @property
+    def _expected(self) -> int:
+        return self.wanted + sum(self._launchers.values())
+
+    def _snapshot(self) -> dict[str, Any]:
+        statistics = self._statistics.snapshot(self._config.has_keys)
+        statistics["cluster"]["wanted"] = self._expected
+        return statistics
 
     def _changed(self) -> None:
         self.rpc.publish([JobEvent(id, self._table()) for id in self._watches])
@@ -198,7 +218,8 @@ class Director:
         }
 
     def _drop_peer(self, peer: str) -> None:
-        for open_ in (self._watches, self._launchers):
-            for id in [id for id in open_ if id.startswith(f"{peer}:")]:
-                del open_[id]
+        for id in [id for id in self._watches if id.startswith(f"{peer}:")]:
+            del self._watches[id]
+        if any([self._launchers.pop(id) for id in list(self._launchers) if id.startswith(f"{peer}:")]):
+            self._resize()
         self._placement.drop_peer(peer)

@@ -128,7 +128,10 @@ class Members:
 
     def _leave(self, member: Member) -> None:
         del self.by_name[member.name]
-        del self.by_number[member.number]
+        if self.by_number.get(member.number) is member:
+            del self.by_number[member.number]
+        else:  # the policy has released it, and has given its number to another
+            member.number = -1
         self.on_lost(member)
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from symbiosis.cluster.policies.cluster_state import ClusterRequest, EngineStatus
+from symbiosis.cluster.policies.cluster_state import ClusterRequest, EngineState, EngineStatus
 from symbiosis.cluster.policies.policy import ClusterPolicy, PolicyConfig, TickDecisions
 from symbiosis.cluster.step_cost import StepCost
 from symbiosis.director.adapters import ClusterAdapters
@@ -52,14 +52,37 @@ class Placement:
         self._first_engine.set()
         self.dispatch()
 
-    def drop_engine(self, member: Member, *, is_replaced: bool) -> None:
-        """Its requests stay with it until their HTTP processes place them again."""
+    def drop_engine(self, member: Member, *, expected: int) -> None:
+        """Its requests stay with it until their HTTP processes place them again.
+
+        Another is starting if there are fewer than `expected`.
+        """
         assert self.policy is not None
         now = time.monotonic()
         if member.number in self.policy.state.engines:
             self.policy.engine_lost(member.number, now)
-        if is_replaced:
+        if len(self._there(self.policy)) < expected:
             self.policy.add_engine(now)
+
+    def resize(self, *, min_engines: int, max_engines: int, expected: int) -> None:
+        """Other bounds of their number; `expected` of them are there or starting."""
+        scaling = replace(self._config.scaling, min_engines=min_engines, max_engines=max_engines)
+        self._config = replace(self._config, scaling=scaling)
+        if self.policy is None:
+            self._starting = expected
+            return
+        policy, now, there = self.policy, time.monotonic(), self._there(self.policy)
+        policy.scaling.config = scaling
+        for _ in range(len(there), expected):
+            policy.add_engine(now)
+        starting = [engine for engine in there if engine.status is EngineStatus.STARTING]
+        for engine in starting[: max(0, len(there) - expected)]:
+            policy.engine_lost(engine.number, now)
+
+    def _there(self, policy: ClusterPolicy) -> list[EngineState]:
+        """Starting, or members; not those that were lost with requests."""
+        there, engines = self._members.by_number, policy.state.engines.values()
+        return [each for each in engines if each.status is EngineStatus.STARTING or each.number in there]
 
     def _make_policy(self, facts: EngineFacts) -> ClusterPolicy:
         if self.policy is None:

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, IpcClient
 
 _LOST_S = 2.0
 """After the engine is lost, requests get an error for this long; then the process ends and frees the port."""
+_PARENT_S = 1.0
 _RESERVED_FILES = 128
 """File descriptors that are not for connections."""
 _SHUTDOWN_S = 30
@@ -54,7 +56,15 @@ def _make_engine(config: dict[str, Any]) -> Engine:
     return ClusterClient(EngineAddress.from_json(config["director"]), ClusterKey.of(config["secret"]))
 
 
-async def _serve(config: dict[str, Any]) -> None:
+async def _wait_for_loss(engine: Engine, parent: int | None) -> None:
+    """Returns when the engine is lost, or the parent process has ended: a cluster's engines may outlive it."""
+    while parent is None or os.getppid() == parent:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(engine.lost.wait(), _PARENT_S)
+            return
+
+
+async def _serve(config: dict[str, Any], parent: int) -> None:
     folder = config["tokenizer"]
     tokenizer = None if folder is None else _load_tokenizer(folder)
     engine = _make_engine(config)
@@ -77,20 +87,24 @@ async def _serve(config: dict[str, Any]) -> None:
         counts,
     )
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=config["fd"])]))
-    lost = asyncio.create_task(engine.lost.wait())
+    lost = asyncio.create_task(_wait_for_loss(engine, parent if "director" in config else None))
     await asyncio.wait({serving, lost}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         await asyncio.wait({serving}, timeout=_LOST_S)
         server.should_exit = True
+        if not server.started:  # it waits for engines
+            serving.cancel()
     lost.cancel()
-    await serving
+    with suppress(asyncio.CancelledError):
+        await serving
 
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    parent = os.getppid()
     line = sys.stdin.readline()
     if line:  # else the parent process has died
-        uvloop.run(_serve(json.loads(line)))
+        uvloop.run(_serve(json.loads(line), parent))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class ClusterHost:
 
     `engine` is the configuration of `app.engine_process`; `engines` run on this host, or more by the director's choice, up to
     `max_engines`. `host` is where director and engines listen; `secret` is what engines of other hosts join with. `state` keeps
-    the registry of adapters. `front_door` are options of `FrontDoor`.
+    the registry of adapters. `launcher` is called with the configuration of engines. `front_door` are options of `FrontDoor`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ClusterHost:
         adapters: Mapping[str, str | Path] | None = None,
         workers: int = 1,
         requests: RequestLimits | None = None,
-        launcher: EngineLauncher | None = None,
+        launcher: Callable[[Mapping[str, Any]], EngineLauncher] = EngineProcesses,
         **front_door: Any,
     ) -> None:
         secret = secrets.token_hex(16) if secret is None else secret
@@ -63,7 +63,7 @@ class ClusterHost:
         self.url = self._door.url
         self._director: DirectorProcess | None = None
         self.launcher: EngineLauncher | None = None
-        self._link: _HostLink | None = None
+        self._link: HostLink | None = None
         try:
             self._director = DirectorProcess(
                 {
@@ -80,9 +80,9 @@ class ClusterHost:
                 }
             )
             config = {**engine, "host": host, "secret": secret, "director": self.director.to_json()}
-            self.launcher = EngineProcesses(config) if launcher is None else launcher
+            self.launcher = launcher(config)
             self.launcher.keep(engines, ())
-            self._link = _HostLink(self.director, ClusterKey.of(secret))
+            self._link = HostLink(self.director, ClusterKey.of(secret))
             table = self._wait_for_engine()
             self._load_adapters(dict(adapters or {}))
             facts, model = table["facts"][0], table["model"]
@@ -174,10 +174,14 @@ class ClusterHost:
         self.close()
 
 
-class _HostLink:
-    """This process at the director: which engines there are, and which are wanted. On a thread of its own."""
+class HostLink:
+    """This process at the director: which engines there are, and which are wanted. On a thread of its own.
 
-    def __init__(self, director: EngineAddress, key: ClusterKey) -> None:
+    `engines` is how many engines this process keeps running by itself, more than the director wants.
+    """
+
+    def __init__(self, director: EngineAddress, key: ClusterKey, engines: int = 0) -> None:
+        self._engines = engines
         self.table: dict[str, Any] | None = None
         self._wish: tuple[int, list[str]] | None = None
         self._loop = asyncio.new_event_loop()
@@ -193,7 +197,7 @@ class _HostLink:
     async def _follow(self, client: RpcClient) -> None:
         inbox = Inbox()
         await client.open({"op": "watch"}, inbox)
-        await client.open({"op": "launch"}, inbox)
+        await client.open({"op": "launch", "engines": self._engines}, inbox)
         while True:
             for raw in await inbox.take():
                 if raw is None:

@@ -317,7 +317,7 @@ def serve(
                 progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
             )
         stack.enter_context(executor)
-        stopped = _Stop()
+        stopped = Stop()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stopped)
         hosting = None
@@ -411,7 +411,7 @@ def read_tokens(given: list[str], environment: str, what: str = "token") -> dict
     return tokens
 
 
-class _Stop:
+class Stop:
     """Set by signals. A second signal can interrupt the handler (`make` forwards signals), so it takes no lock."""
 
     def __init__(self) -> None:

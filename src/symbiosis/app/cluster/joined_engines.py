@@ -1,0 +1,104 @@
+"""Engines of this host that join the cluster of another: processes here, and a link to the director there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from symbiosis.app.cluster.cluster_host import HostLink
+from symbiosis.app.cluster.engine_launcher import EngineProcesses
+from symbiosis.app.cluster.ray_node import split_address
+from symbiosis.errors import BadAddress, EngineLost, Unauthorized, Unreachable
+from symbiosis.server.engines.rpc_client import RpcClient
+from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, IpcClient
+
+_CONNECT_S = 5.0
+_log = logging.getLogger("symbiosis")
+
+
+def director_address(address: str, secret: str) -> EngineAddress:
+    """From HOST:PORT: the director's key follows from the secret. Raises `BadAddress`."""
+    host, port = split_address(address)
+    host = f"[{host}]" if ":" in host else host
+    return EngineAddress(f"tcp://{host}:{port}", "", ClusterKey.of_director(secret).public.decode())
+
+
+def check_director(address: str, secret: str) -> None:
+    """Raises `BadAddress`, `Unreachable`, or `Unauthorized` if it has another secret."""
+    try:
+        socket.create_connection(split_address(address), _CONNECT_S).close()
+    except OSError as error:
+        raise Unreachable(
+            f"no director at {address} ({error.strerror or error}): expected the address that `symbiosis cluster up` printed"
+        ) from None
+
+    async def greet() -> None:
+        client = RpcClient(IpcClient(director_address(address, secret), ClusterKey.of(secret)))
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await client.start()
+        finally:
+            await client.close()
+
+    try:
+        asyncio.run(greet())
+    except (TimeoutError, EngineLost):
+        raise Unauthorized(
+            f"the director at {address} does not reply to this secret: copy the secret file of `symbiosis cluster up`, "
+            "and check that the address is that of the director"
+        ) from None
+
+
+def own_host_towards(address: str) -> str:
+    """This host's address on the way to another. Raises `BadAddress`."""
+    host, port = split_address(address)
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise BadAddress(f"there is no way to {host}: {error.strerror}") from None
+
+
+class JoinedEngines:
+    """`engines` processes, until closed. Engines that the director lets go are not replaced. A context manager."""
+
+    def __init__(
+        self, address: str, secret: str, *, engine: Mapping[str, Any], engines: int, host: str, joined: Callable[[str], None]
+    ) -> None:
+        """`engine` is the configuration of `app.engine_process`; `joined` is called with the name of each that has joined."""
+        director = director_address(address, secret)
+        self._wanted, self._joined = engines, joined
+        self._known: set[str] = set()
+        self._link = HostLink(director, ClusterKey.of(secret), engines)
+        prefix = f"{socket.gethostname().partition('.')[0][:60]}-engine"
+        config = {**engine, "host": host, "secret": secret, "director": director.to_json()}
+        self.launcher = EngineProcesses(config, prefix)
+        self.launcher.keep(engines, ())
+
+    def check(self) -> int:
+        """How many engines still run here. Raises `EngineLost` if the cluster does not take them, or if they keep dying."""
+        own = self.launcher.pids
+        if (wish := self._link.take_wish()) is not None and (leave := [name for name in wish[1] if name in own]):
+            self._wanted -= len(leave)
+            self.launcher.keep(self._wanted, leave)
+        self.launcher.check()
+        table = self._link.table
+        for name in sorted(set() if table is None else table["engines"].keys() & own.keys() - self._known):
+            self._known.add(name)
+            self._joined(name)
+        return self._wanted
+
+    def close(self) -> None:
+        self.launcher.close()
+        self._link.close()
+
+    def __enter__(self) -> JoinedEngines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
