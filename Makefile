@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: serve demo quick test lint unit docs workers gpu kills gpubench plots bench delays soak clean help
+.PHONY: serve demo quick test lint unit docs workers gpu kills gpubench plots bench delays cluster soak clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -138,6 +138,10 @@ bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 100 minutes on 2 c
 SEED ?= 1
 delays: $(DEV)  ## the tests with random delays in threads, others with each SEED, about 35 minutes on 2 cores (tests/delays.py)
 	SYMBIOSIS_DELAYS_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.delays -n 4 --dist worksteal -m 'not slow and not gpu' $(ARGS)
+
+cluster: $(DEV)  ## kill processes of a cluster, with Ray and without, about an hour on 2 cores
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/app/cluster tests/cli/test_cluster.py
+	$(BIN)/python -m benchmarks.cluster_kills
 
 soak: $(DEV)  ## long proofs: the demo on the real model, faults by the thousand, HTTP with stalled readers
 	$(BIN)/pytest -m slow

@@ -6,7 +6,7 @@ director and HTTP workers are killed with SIGKILL, one at a time, at random mome
 equal that of an undisturbed run before. A killed worker ends its own connections: those clients ask again, which is counted.
 
     python -m benchmarks.cluster_kills                   # 100 kills, 20 to 30 minutes on 2 cores
-    python -m benchmarks.cluster_kills --tiny --kills 3  # for the tests: a tiny model
+    python -m benchmarks.cluster_kills --tiny --kills 3  # to try it: a tiny model
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from symbiosis.app.cluster.ray_node import ENGINE_SLOT, NODE_FOLDER, SECRET_FILE, RayNode, leaving_file
+from symbiosis.app.cluster.ray_node import ENGINE_SLOT, NODE_FOLDER, SECRET_FILE, RayNode, check_reachable, leaving_file
 from symbiosis.app.cluster.secret_file import read_secret
 from symbiosis.errors import EngineLost, SymbiosisError, Unreachable
 from symbiosis.version import VERSION
@@ -90,6 +90,8 @@ class RayEngines:
             os.environ.update(self.node.environment)  # before the import of Ray, which reads them
         self.address = address if self.node is None else self.node.address
         """Of Ray, where other nodes join."""
+        if address is not None:
+            check_reachable(address)
         ray = self._ray = _import_ray()
         try:
             ray.init(

@@ -57,7 +57,7 @@ class RayNode:
                 port = port or _free_port(host)
                 arguments += ["--head", f"--port={port}", "--include-dashboard=false"]
             else:
-                _check_reachable(join)
+                check_reachable(join)
                 arguments += [f"--address={join}"]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(self.folder), *arguments],
@@ -162,8 +162,8 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _check_reachable(address: str) -> None:
-    """Ray itself tries for a minute."""
+def check_reachable(address: str) -> None:
+    """Ray itself tries for a minute. Raises `BadAddress` or `Unreachable`."""
     try:
         socket.create_connection(split_address(address), _CONNECT_S).close()
     except OSError as error:
