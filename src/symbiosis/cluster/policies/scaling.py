@@ -36,14 +36,14 @@ class ScalingConfig:
     """Arrivals of this time are, where there are significantly more."""
     mean_s: float = 180.0
     """Time constant of the mean work of a request."""
-    hold_s: float = 90.0
-    """No engine leaves that was needed within this time."""
+    hold_s: float = 40.0
+    """No engine leaves that was needed within this time. As long as a start takes: to keep one costs no more than a new one."""
     significance: float = 4.0
     """Standard deviations of a number of arrivals that make a jump, or a trend."""
-    deviations: float = 2.0
-    """Standard deviations of the prefill work in `burst_s` that engines are kept ready for."""
-    burst_s: float = 5.0
-    """Bursts shorter than this wait in queues."""
+    wait_s: float = 1.0
+    """Time that requests of a burst may wait: well below the objective for the first token."""
+    late_share: float = 0.005
+    """Most requests that wait longer."""
     drain_s: float = 10.0
     """Time that the backlog of the cluster's queue is worked off in."""
 
@@ -120,8 +120,9 @@ class WorkScaling:
         arrivals.roll()
         rate, rise = arrivals.rate(config.significance)
         rate += rise * (self._start_s + config.window_s / 2)
-        burst = config.deviations * math.sqrt(rate * arrivals.mean_square_s / config.burst_s)
-        by_work = (rate * arrivals.mean_work_s + burst + backlog_s / config.drain_s) / (self.utilization * config.fill)
+        work_s, square_s = arrivals.mean_work_s, arrivals.mean_square_s
+        margin = margin_for_bursts(work_s, square_s, wait_s=config.wait_s, late_share=config.late_share)
+        by_work = (rate * work_s + margin + backlog_s / config.drain_s) / (self.utilization * config.fill)
         need = math.ceil(max(by_work, kv_share / config.kv_share) - 1e-9)
         need = min(config.max_engines, max(config.min_engines, need))
         while self._needs and self._needs[-1][1] <= need:
@@ -140,6 +141,17 @@ class WorkScaling:
 def allowed_utilization(config: ScalingConfig, fixed_s: float) -> float:
     """Work per second at which steps of `fixed_s` and that work take no longer than the objective for a token."""
     return max(0.1, min(config.max_utilization, 1 - fixed_s / config.tpot_s))
+
+
+def margin_for_bursts(mean_work_s: float, mean_square_s: float, *, wait_s: float, late_share: float) -> float:
+    """Work per second to keep free, so that at most `late_share` of all requests wait longer than `wait_s`.
+
+    The tail of a queue's wait is exponential: exp(−wait × 2 × margin × mean work / mean square). It is that of one fast server,
+    whatever the rate of arrivals.
+    """
+    if mean_work_s <= 0:
+        return 0.0
+    return math.log(1 / late_share) * mean_square_s / (2 * wait_s * mean_work_s)
 
 
 def change_of_engines(need: int, held: int, *, ready: int, starting: int) -> int:

@@ -244,8 +244,7 @@ class SimulatedEngine:
         steps = 1 << 40
         if rows:
             steps = min((self._ends[0] >> _NUMBER_BITS) - self.decode_steps, (cost.kv_tokens - self.kv_used) // rows)
-            if steps < 1:
-                steps = 1
+            steps = max(steps, 1)
         first = cost.fixed_s + cost.row_s * rows + context_s * self.context
         growth = context_s * rows
         budget: float = cost.max_rows - rows
@@ -253,16 +252,13 @@ class SimulatedEngine:
             max_chunk = cost.max_chunk
             for request in prefilling:
                 chunk = remaining = request.remaining
-                if chunk > max_chunk:
-                    chunk = max_chunk
-                if chunk > budget:
-                    chunk = budget
+                chunk = min(chunk, max_chunk)
+                chunk = min(chunk, budget)
                 request.chunk = chunk
                 if chunk > 0:
                     budget -= chunk
                     needed = math.ceil(remaining / chunk)
-                    if needed < steps:
-                        steps = needed
+                    steps = min(steps, needed)
             attention_s, prefill_s = cost.attention_s, cost.prefill_s
             for request in prefilling:
                 chunk = request.chunk
