@@ -66,7 +66,9 @@ class Case:
 CASES = {
     "tuning-7b": Case(profile="h200-7b", day=1, hours=1.5, rate_scale=0.3),
     "azure-7b": Case(profile="h200-7b", day=10, hours=3, rate_scale=0.25, targets=(12, 16, 20, 24, 32)),
-    "azure-code-7b": Case(profile="h200-7b", day=9, hours=1, rate_scale=0.25, lengths="azure_code.csv.gz", targets=(2, 4, 8)),
+    "azure-code-7b": Case(
+        profile="h200-7b", day=9, hours=1, rate_scale=0.25, lengths="azure_code.csv.gz", targets=(2, 4, 8, 12, 16)
+    ),
     "azure-70b": Case(profile="h200-70b", day=10, hours=12, rate_scale=0.08, targets=(2, 3, 4, 6)),
     "mooncake-7b": Case(
         profile="h200-7b",
