@@ -30,7 +30,7 @@ from symbiosis.cli.views.simulation_view import plot_reports, print_reports
 from symbiosis.cluster.policies.cluster_state import ClusterRequest
 from symbiosis.cluster.policies.placement import PLACEMENTS
 from symbiosis.cluster.policies.policy import ClusterPolicy, PolicyConfig
-from symbiosis.cluster.policies.scaling import ScalingConfig
+from symbiosis.cluster.policies.scaling import ScalingConfig, allowed_utilization
 from symbiosis.cluster.simulation.experiment import parse_synthetic, run_experiment
 from symbiosis.cluster.simulation.report import SimulationReport
 from symbiosis.cluster.simulation.trace import Trace, read_trace
@@ -41,6 +41,7 @@ SHARE = 0.99
 FILLS = (0.8, 1.0, 1.1)
 DAY_S = 86400.0
 PEAK_S = 1800.0
+ORACLE_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,9 @@ class Case:
 CASES = {
     "tuning-7b": Case(profile="h200-7b", day=1, hours=1.5, rate_scale=0.3),
     "azure-7b": Case(profile="h200-7b", day=10, hours=3, rate_scale=0.25, targets=(12, 16, 20, 24, 32)),
-    "azure-code-7b": Case(profile="h200-7b", day=9, hours=1, rate_scale=0.25, lengths="azure_code.csv.gz", targets=(2, 4, 8)),
+    "azure-code-7b": Case(
+        profile="h200-7b", day=9, hours=1, rate_scale=0.25, lengths="azure_code.csv.gz", targets=(2, 4, 8, 12, 16)
+    ),
     "azure-70b": Case(profile="h200-70b", day=10, hours=12, rate_scale=0.08, targets=(2, 3, 4, 6)),
     "mooncake-7b": Case(
         profile="h200-7b",
@@ -127,6 +130,23 @@ def work_bound(trace: Trace, cost: StepCost) -> float:
     return work / max(1.0, trace.duration)
 
 
+def oracle_gpu_hours(trace: Trace, cost: StepCost) -> float | None:
+    """In each ten minutes, the fewest engines that do its work, as busy as the objective allows; their start takes no time.
+
+    None for a trace with prefixes: caches save a part of its work.
+    """
+    if trace.blocks:
+        return None
+    work_s = np.zeros(int(trace.duration // ORACLE_S) + 1)
+    for at, prompt, output in zip(trace.arrivals, trace.prompts, trace.outputs, strict=True):
+        work_s[int(at // ORACLE_S)] += cost.prompt_s(prompt) + cost.completion_s(prompt, output)
+    seconds = np.full(len(work_s), ORACLE_S)
+    seconds[-1] = trace.duration - ORACLE_S * (len(work_s) - 1)
+    utilization = allowed_utilization(ScalingConfig(), cost.fixed_s)
+    engines = np.maximum(1, np.ceil(work_s / np.maximum(1.0, seconds) / utilization))
+    return float((engines * seconds).sum() / 3600)
+
+
 def measure(name: str, case: Case, trace: Trace, cost: StepCost, folder: Path, console: Console) -> dict[str, Any]:
     """All policies on one trace."""
     peak = busiest(trace, min(PEAK_S, trace.duration / 2))
@@ -179,6 +199,7 @@ def measure(name: str, case: Case, trace: Trace, cost: StepCost, folder: Path, c
         "swept_against_static": tight.gpu_hours / static.gpu_hours - 1,
         "against_static": ours.gpu_hours / static.gpu_hours - 1,
         "against_static_whole": ours.gpu_hours / whole.gpu_hours - 1,
+        "oracle_gpu_hours": oracle_gpu_hours(trace, cost),
         "simulated_s": ours.seconds,
         "runs": [report.to_json(timeline=False) for report in [ours, *swept, *punica, *ray, static, whole]],
     }

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from symbiosis.cluster.policies.scaling import ScalingConfig, WorkScaling, allowed_utilization, change_of_engines
+import numpy as np
+import pytest
 
-CONFIG = ScalingConfig(fill=1.0, deviations=0.0, hold_s=30, window_s=10, mean_s=10)
+from symbiosis.cluster.policies.scaling import (
+    ScalingConfig,
+    WorkScaling,
+    allowed_utilization,
+    change_of_engines,
+    margin_for_bursts,
+)
+
+CONFIG = ScalingConfig(fill=1.0, late_share=1.0, hold_s=30, window_s=10, mean_s=10)
 
 
 def run(scaling: WorkScaling, work_per_s: float, seconds: int, **state: float) -> list[int]:
@@ -52,20 +61,20 @@ def arrivals(scaling: WorkScaling, *counts: int) -> list[int]:
 def test_a_jump_is_seen_within_seconds_and_chance_is_none():
     steady = arrivals(WorkScaling(CONFIG, start_s=40, utilization=0.8), *[10, 8, 12, 9, 11] * 20)
     assert set(steady[10:]) <= {2, 3, 4}
-    scaling = WorkScaling(ScalingConfig(fill=1.0, deviations=0.0), start_s=40, utilization=0.8)
+    scaling = WorkScaling(ScalingConfig(fill=1.0, late_share=1.0), start_s=40, utilization=0.8)
     found = arrivals(scaling, *[10] * 120, *[40] * 8)
     assert found[119] == 3
     assert found[-1] >= 10
 
 
 def test_a_rise_is_seen_ahead():
-    scaling = WorkScaling(ScalingConfig(fill=1.0, deviations=0.0, window_s=60), start_s=40, utilization=0.8)
+    scaling = WorkScaling(ScalingConfig(fill=1.0, late_share=1.0, window_s=60), start_s=40, utilization=0.8)
     found = arrivals(scaling, *[20 + second // 2 for second in range(200)])
     assert found[-1] > 0.2 * 120 / 0.8
 
 
 def test_one_long_prompt_is_no_rise():
-    scaling = WorkScaling(ScalingConfig(fill=1.0, deviations=0.0, mean_s=180), start_s=40, utilization=0.8)
+    scaling = WorkScaling(ScalingConfig(fill=1.0, late_share=1.0, mean_s=180), start_s=40, utilization=0.8)
     before = arrivals(scaling, *[10] * 200)[-1]
     scaling.arrive(8.0, 0.0)
     assert arrivals(scaling, 10)[0] <= before + 1
@@ -95,3 +104,19 @@ def test_the_objective_bounds_the_utilization():
     assert allowed_utilization(config, 0.02) == 0.75
     assert allowed_utilization(config, 0.001) == 0.9
     assert allowed_utilization(config, 1.0) == 0.1
+
+
+@pytest.mark.parametrize(("rate", "mean_s"), [(20, 0.05), (50, 0.2), (10, 0.5)])
+def test_the_margin_for_bursts_keeps_waits_short(rate, mean_s):
+    """A queue with exponential work, Poisson arrivals, and the margin as its only spare capacity."""
+    generator, work = np.random.default_rng(0), rate * mean_s
+    capacity = work + margin_for_bursts(work, rate * 2 * mean_s**2, wait_s=1.0, late_share=0.01)
+    work_s, gap_s = generator.exponential(mean_s, 400_000), generator.exponential(1 / rate, 400_000)
+    balance = np.cumsum(work_s - capacity * gap_s)
+    wait_s = (balance - np.minimum.accumulate(balance)) / capacity
+    assert 0.002 < (wait_s > 1.0).mean() < 0.03
+
+
+def test_short_or_no_work_needs_no_margin():
+    assert margin_for_bursts(0.0, 0.0, wait_s=1.0, late_share=0.01) == 0
+    assert margin_for_bursts(5.0, 0.02, wait_s=1.0, late_share=0.01) < 0.05

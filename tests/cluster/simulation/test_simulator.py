@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symbiosis.cluster.policies.cluster_state import ClusterRequest
+from symbiosis.cluster.policies.placement import PLACEMENTS
 from symbiosis.cluster.policies.policy import ClusterPolicy, PolicyConfig
 from symbiosis.cluster.policies.replica_sets import ReplicaConfig
 from symbiosis.cluster.policies.scaling import ScalingConfig
@@ -58,6 +59,34 @@ def test_the_same_seed_gives_the_same_run(name):
         run_experiment(name, trace(1), COST, most_engines=6, seed=3).to_json() | {"seconds": 0.0} for _ in range(2)
     )
     assert first == second
+
+
+PREFIXES = [tuple(range(chat * 100, chat * 100 + 2)) for chat in range(40)]
+FIGURES = {  # sums of TTFT and TPOT, engine-seconds, migrations: recorded with the first version of the simulator
+    ("least-loaded", False): (61.493853227818285, 11.494532700434249, 341.76044046135564, 10),
+    ("least-loaded", True): (62.50407294023155, 11.343236895502118, 341.6835421573557, 17),
+    ("largest-working-set", False): (72.94806655907905, 14.386720380498224, 341.76044046135564, 20),
+    ("largest-working-set", True): (64.14408519794698, 12.201937101096977, 341.6835421573557, 18),
+    ("power-of-two", False): (65.93707342999157, 11.791379844318655, 341.76044046135564, 11),
+    ("power-of-two", True): (60.79926232916362, 10.780865266118344, 341.6835421573557, 12),
+    ("ray-serve:4", False): (87.52108532691867, 10.175450966962531, 444.6007341022595, 7),
+    ("ray-serve:4", True): (72.63149069740186, 9.667433250881196, 444.47257026225947, 6),
+    ("ray-serve-prefix:4", False): (87.52108532691867, 10.175450966962531, 444.6007341022595, 7),
+    ("ray-serve-prefix:4", True): (65.06456867956346, 10.065578339591285, 444.47257026225947, 9),
+}
+
+
+@pytest.mark.parametrize(("name", "has_prefixes"), list(FIGURES))
+def test_runs_give_the_recorded_figures(name, has_prefixes):
+    """Engines are lost, and adapters exceed the slots. The number of engines does not depend on scaling."""
+    requests = trace(7, rate=9)
+    if has_prefixes:
+        requests.blocks, requests.block_tokens = [PREFIXES[number % 40] for number in range(len(requests))], 128
+    config = PolicyConfig(placement=name, scale=False, block_tokens=requests.block_tokens)
+    policy = ClusterPolicy(config, COST) if name in PLACEMENTS else make_policy(name, COST, most_engines=6)
+    result = Simulator(requests, policy, COST, engines=5, most_engines=6, failures=[25.0, 50.0]).run()
+    found = (sum(result.ttft_s), sum(result.tpot_s), result.engine_s, result.migrations)
+    assert found == pytest.approx(FIGURES[name, has_prefixes], rel=1e-9)
 
 
 def test_the_policy_is_consistent_throughout_a_run():

@@ -27,6 +27,9 @@ class EngineStatus(Enum):
     GONE = "gone"
 
 
+_READY = EngineStatus.READY  # a global is read faster than a member
+
+
 @dataclass(slots=True, eq=False)
 class ClusterRequest:
     """One request of the cluster: `prompt` tokens in, an unknown number of tokens out."""
@@ -74,10 +77,11 @@ class EngineState:
     work_until: float = 0.0
     """Time at which the work it has taken is done, at the utilization that the objective allows."""
     level: int = 0
+    bit: int = field(init=False)
+    """Its mask: one bit, at its number."""
 
-    @property
-    def bit(self) -> int:
-        return 1 << self.number
+    def __post_init__(self) -> None:
+        self.bit = 1 << self.number
 
     def load(self) -> float:
         """Share of its capacity in use: of sequences or of the KV cache, whichever is larger."""
@@ -142,13 +146,13 @@ class ClusterState:
         while heap and heap[0][0] <= now:
             number = heapq.heappop(heap)[1]
             engine = self.engines.get(number)
-            if engine is None or not self._busy >> number & 1:
+            if engine is None or not self._busy & engine.bit:
                 continue
             if engine.work_until - now > self.max_ahead_s:
                 heapq.heappush(heap, (engine.work_until - self.max_ahead_s, number))
                 continue
-            self._busy ^= 1 << number
-            self._update(engine)
+            self._busy ^= engine.bit
+            self._update_open(engine)
 
     def place(
         self,
@@ -169,8 +173,8 @@ class ClusterState:
         self.kv_reserved += reserved
         engine.pending_prefill_s += prefill_s
         engine.work_until = max(now, engine.work_until) + work_s
-        if engine.work_until - now > self.max_ahead_s and not self._busy >> engine.number & 1:
-            self._busy |= 1 << engine.number
+        if engine.work_until - now > self.max_ahead_s and not self._busy & engine.bit:
+            self._busy |= engine.bit
             heapq.heappush(self._reopening, (engine.work_until - self.max_ahead_s, engine.number))
         self.num_requests += 1
         self._update(engine)
@@ -180,7 +184,7 @@ class ClusterState:
         engine = self.engines[request.engine]
         engine.pending_prefill_s -= request.prefill_s
         request.prefill_s = 0.0
-        self._update(engine)
+        self._update_open(engine)
 
     def remove(self, request: ClusterRequest) -> EngineState:
         """A request has left its engine; it may be placed again."""
@@ -231,23 +235,32 @@ class ClusterState:
 
     @staticmethod
     def _level(engine: EngineState) -> int:
-        if len(engine.requests) >= engine.max_running:
+        running = len(engine.requests)
+        if running >= engine.max_running:
             return LEVELS
-        rows = LEVELS * len(engine.requests) // engine.max_running
+        rows = LEVELS * running // engine.max_running
         kv = -(-LEVELS * engine.kv_reserved // engine.kv_tokens)
-        return min(LEVELS, max(rows, kv))
+        level = rows if rows > kv else kv
+        return level if level < LEVELS else LEVELS
 
-    def _update(self, engine: EngineState) -> None:
-        if engine.status is not EngineStatus.READY:
+    def _update_open(self, engine: EngineState) -> None:
+        """After a change of its pending prefill or its work."""
+        if engine.status is not _READY:
             return
-        bit = 1 << engine.number
+        bit = engine.bit
         if engine.pending_prefill_s < self.max_pending_prefill_s and not self._busy & bit:
             self.open |= bit
         elif self.open & bit:
             self.open ^= bit
+
+    def _update(self, engine: EngineState) -> None:
+        """After a change of its requests."""
+        if engine.status is not _READY:
+            return
+        self._update_open(engine)
         level = self._level(engine)
         if level != engine.level:
-            by_level, before, group = self.by_level, engine.level, level // GROUP
+            bit, by_level, before, group = engine.bit, self.by_level, engine.level, level // GROUP
             by_level[before] ^= bit
             by_level[level] |= bit
             if before // GROUP != group:

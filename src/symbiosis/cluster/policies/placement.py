@@ -22,6 +22,8 @@ class LargestWorkingSet:
     """Punica's rule: the fullest engine that still fits, ties to the highest number. Other engines become idle."""
 
     def choose(self, state: ClusterState, candidates: int, levels: int) -> int:
+        if not candidates:
+            return -1
         by_group, by_level = state.by_group, state.by_level
         top = levels.bit_length() - 1
         for group in range(top // GROUP, -1, -1):
@@ -37,14 +39,19 @@ class LeastLoaded:
     """The emptiest engine, ties to the lowest number."""
 
     def choose(self, state: ClusterState, candidates: int, levels: int) -> int:
-        by_group, by_level = state.by_group, state.by_level
+        if not candidates:
+            return -1
+        by_level = state.by_level
         top = levels.bit_length() - 1
-        for group in range(top // GROUP + 1):
-            if by_group[group] & candidates:
-                for level in range(GROUP * group, min(top, GROUP * group + GROUP - 1) + 1):
+        for group, engines in enumerate(state.by_group):
+            if engines & candidates:
+                first = GROUP * group
+                for level in range(first, min(top + 1, first + GROUP)):
                     found = by_level[level] & candidates
                     if found:
                         return (found & -found).bit_length() - 1
+                if first + GROUP > top:
+                    break
         return -1
 
 

@@ -247,7 +247,8 @@ class ClusterPolicy:
         state, config = self.state, self.config
         if not state.open and not request.blocks:
             return -1
-        reserved = request.tokens + int(self._mean_output)
+        tokens, expected = request.tokens, int(self._mean_output)
+        reserved = tokens + expected
         overdue = now - request.arrival >= config.timely_s  # any engine, whatever its KV cache
         levels = state.levels_for(0 if overdue else reserved, self.cost.kv_tokens)
         number, cached = self._find_owner(request, levels) if request.blocks else (-1, 0)
@@ -263,8 +264,8 @@ class ClusterPolicy:
                 return -1
         engine = state.engines[number]
         request.cached = cached
-        prefill_s = self.cost.prompt_s(request.tokens, cached)
-        work_s = prefill_s + self.cost.completion_s(request.tokens, int(self._mean_output))
+        prefill_s = self.cost.prompt_s(tokens, cached)
+        work_s = prefill_s + self.cost.completion_s(tokens, expected)
         state.place(
             request,
             engine,

@@ -63,7 +63,7 @@ class ReplicaSets:
         return 1 + self.config.spare + replicas.running // self.config.requests_per_replica
 
     def can_grow(self, replicas: ReplicaSet) -> bool:
-        return replicas.mask.bit_count() < self.bound(replicas)
+        return len(replicas.last_used) < self.bound(replicas)
 
     def place(self, replicas: ReplicaSet, number: int, now: float) -> None:
         """A request of the adapter goes to an engine, which joins the set. Beyond the bound, another one leaves it."""

@@ -36,14 +36,14 @@ class ScalingConfig:
     """Arrivals of this time are, where there are significantly more."""
     mean_s: float = 180.0
     """Time constant of the mean work of a request."""
-    hold_s: float = 90.0
+    hold_s: float = 60.0
     """No engine leaves that was needed within this time."""
     significance: float = 4.0
     """Standard deviations of a number of arrivals that make a jump, or a trend."""
-    deviations: float = 2.0
-    """Standard deviations of the prefill work in `burst_s` that engines are kept ready for."""
-    burst_s: float = 5.0
-    """Bursts shorter than this wait in queues."""
+    wait_s: float = 1.0
+    """Time that requests of a burst may wait: well below the objective for the first token."""
+    late_share: float = 0.003
+    """Most requests that wait longer."""
     drain_s: float = 10.0
     """Time that the backlog of the cluster's queue is worked off in."""
 
@@ -120,8 +120,9 @@ class WorkScaling:
         arrivals.roll()
         rate, rise = arrivals.rate(config.significance)
         rate += rise * (self._start_s + config.window_s / 2)
-        burst = config.deviations * math.sqrt(rate * arrivals.mean_square_s / config.burst_s)
-        by_work = (rate * arrivals.mean_work_s + burst + backlog_s / config.drain_s) / (self.utilization * config.fill)
+        work, variance = rate * arrivals.mean_work_s, rate * arrivals.mean_square_s
+        margin = margin_for_bursts(work, variance, wait_s=config.wait_s, late_share=config.late_share)
+        by_work = (work + margin + backlog_s / config.drain_s) / (self.utilization * config.fill)
         need = math.ceil(max(by_work, kv_share / config.kv_share) - 1e-9)
         need = min(config.max_engines, max(config.min_engines, need))
         while self._needs and self._needs[-1][1] <= need:
@@ -140,6 +141,16 @@ class WorkScaling:
 def allowed_utilization(config: ScalingConfig, fixed_s: float) -> float:
     """Work per second at which steps of `fixed_s` and that work take no longer than the objective for a token."""
     return max(0.1, min(config.max_utilization, 1 - fixed_s / config.tpot_s))
+
+
+def margin_for_bursts(work: float, variance: float, *, wait_s: float, late_share: float) -> float:
+    """Work per second to keep free, so that at most `late_share` of all requests wait longer than `wait_s`.
+
+    In heavy traffic the backlog of a queue is exponential with the mean variance / (2 × margin). Engines work off
+    wait_s × (work + margin) of it within the wait: margin × (work + margin) follows.
+    """
+    product = math.log(1 / late_share) * variance / (2 * wait_s)
+    return (math.sqrt(work * work + 4 * product) - work) / 2
 
 
 def change_of_engines(need: int, held: int, *, ready: int, starting: int) -> int:

@@ -74,21 +74,22 @@ class TenantQueue:
             found.append(late)
             late = None
         seen: list[tuple[float, int, str]] = []
-        while self._heap and len(seen) < most:
-            entry = heapq.heappop(self._heap)
-            tenant = entry[2]
-            lane, current = self._lanes.get(tenant), self._counters.get(tenant, 0.0)
+        heap, lanes, counters = self._heap, self._lanes, self._counters
+        while heap and len(seen) < most:
+            counter, number, tenant = heap[0]
+            lane, current = lanes.get(tenant), counters.get(tenant, 0.0)
             if lane is None:
+                heapq.heappop(heap)
                 self._queued.discard(tenant)
-            elif entry[0] < current:  # served since
-                heapq.heappush(self._heap, (current, entry[1], tenant))
+            elif counter < current:  # served since
+                heapq.heapreplace(heap, (current, number, tenant))
             else:
-                seen.append(entry)
+                seen.append(heapq.heappop(heap))
                 found.append(next(iter(lane.values())))
         if seen:
             self._virtual_time = max(self._virtual_time, seen[0][0])
         for entry in seen:
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(heap, entry)
         if late is not None:
             found.append(late)
         return found

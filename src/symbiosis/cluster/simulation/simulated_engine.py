@@ -16,6 +16,8 @@ from symbiosis.cluster.policies.cluster_state import ClusterRequest
 from symbiosis.cluster.step_cost import StepCost
 
 _NEVER = math.inf
+_NUMBER_BITS = 40  # of a request
+_NUMBER_MASK = (1 << _NUMBER_BITS) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,10 @@ class SpanResult:
     """Blocks added to the prefix cache."""
     evicted: list[int] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        """Whether anything has happened."""
+        return bool(self.prefilled or self.finished or self.preempted or self.cached or self.evicted)
+
 
 class SimulatedEngine:
     """One engine. `wake` is the time of its next event."""
@@ -59,19 +65,21 @@ class SimulatedEngine:
         """Changes with `wake`."""
         self.waiting: deque[SimulatedRequest] = deque()
         self.prefilling: list[SimulatedRequest] = []
-        self.decoding: list[tuple[int, int, SimulatedRequest]] = []
-        """A heap by the decode step of the last token."""
+        self.decoding: dict[int, SimulatedRequest] = {}
+        """By number."""
         self.decode_steps = 0
         self.context = 0
         """Tokens in the KV cache of decoding requests."""
         self.kv_used = 0
         """KV cache tokens of running requests."""
-        self.adapters: OrderedDict[str, float] = OrderedDict()
+        self.adapters: dict[str, float] = {}
         """Time from which each adapter is resident, least recently used first."""
         self.adapter_loads = 0
         self.preemptions = 0
         self.busy_s = 0.0
         self._blocks: OrderedDict[int, None] = OrderedDict()  # the prefix cache, least recently used first
+        self._ends: list[int] = []
+        """A heap of decoding requests: the decode step of the last token, and the number in the low bits."""
         self._result = SpanResult()
         self._time = 0.0  # start of the span
         self._steps = 0
@@ -82,10 +90,11 @@ class SimulatedEngine:
         """A request arrives."""
         adapter = request.adapter
         if adapter:
-            if adapter in self.adapters:
-                self.adapters.move_to_end(adapter)
-            else:
+            resident_at = self.adapters.pop(adapter, None)
+            if resident_at is None:
                 self._load_adapter(adapter, now)
+            else:
+                self.adapters[adapter] = resident_at
         self.waiting.append(request)
         if not self._steps or now <= self._time:  # idle, or the span begins now
             self._time = now
@@ -95,9 +104,11 @@ class SimulatedEngine:
 
     def advance(self) -> SpanResult:
         """Complete the span that ends at `wake`, and begin the next."""
-        self._complete(self._steps, self._result)
+        result = self._result
+        self._complete(self._steps, result)
         self._plan()
-        result, self._result = self._result, SpanResult()
+        if result:
+            self._result = SpanResult()
         return result
 
     def cancel(self, request: SimulatedRequest, now: float) -> int:
@@ -113,9 +124,8 @@ class SimulatedEngine:
             self.kv_used -= request.used
         else:
             generated = self.decode_steps - request.start + 1
-            self.decoding = [entry for entry in self.decoding if entry[2] is not request]
-            heapq.heapify(self.decoding)
             self._leave(request)
+            self._drop_end(request)
         self._plan()
         return generated
 
@@ -126,7 +136,7 @@ class SimulatedEngine:
         self.adapter_loads += 1
         if len(self.adapters) >= self.cost.slots:
             used = {request.adapter for request in (*self.waiting, *self.prefilling)}
-            used |= {request.adapter for _, _, request in self.decoding}
+            used |= {request.adapter for request in self.decoding.values()}
             victim = next((name for name in self.adapters if name not in used), None)
             if victim is not None:
                 del self.adapters[victim]
@@ -142,11 +152,13 @@ class SimulatedEngine:
             return 0
         guess = elapsed / first
         steps = int(elapsed / (first + growth * guess / 2)) if growth else int(guess)
-        while steps and self._seconds(steps) > elapsed:
+        seconds = self._seconds(steps)
+        while steps and seconds > elapsed:
             steps -= 1
-        while self._seconds(steps + 1) <= elapsed:
-            steps += 1
-        return steps if completed or self._seconds(steps) >= elapsed else steps + 1
+            seconds = self._seconds(steps)
+        while (after := self._seconds(steps + 1)) <= elapsed:
+            steps, seconds = steps + 1, after
+        return steps if completed or seconds >= elapsed else steps + 1
 
     def _cut(self, now: float) -> None:
         """End the span with the step that runs at `now`."""
@@ -162,23 +174,24 @@ class SimulatedEngine:
             return
         seconds = self._seconds(steps)
         self.busy_s += seconds
-        self._time += seconds
-        rows = len(self.decoding)
-        self.context += rows * steps
-        self.kv_used += rows * steps
-        self.decode_steps += steps
+        self._time = now = self._time + seconds
+        decoding = self.decoding
+        grown = len(decoding) * steps
+        self.context += grown
+        self.kv_used += grown
+        self.decode_steps = decode_steps = self.decode_steps + steps
         self._first_s += self._growth_s * steps
         self._steps -= steps
-        now, decode_steps, decoding = self._time, self.decode_steps, self.decoding
-        while decoding and decoding[0][0] <= decode_steps:
-            request = heapq.heappop(decoding)[2]
+        ends = self._ends
+        while ends and ends[0] >> _NUMBER_BITS <= decode_steps:
+            request = decoding[heapq.heappop(ends) & _NUMBER_MASK]
             self._leave(request)
             self._finish(request, result)
         if self.prefilling:
             still = []
             for request in self.prefilling:
-                request.remaining -= request.chunk * steps
-                if request.remaining > 1e-6:
+                request.remaining = remaining = request.remaining - request.chunk * steps
+                if remaining > 1e-6:
                     still.append(request)
                     continue
                 if request.first_s < 0:
@@ -191,14 +204,20 @@ class SimulatedEngine:
                     self._finish(request, result)
                 else:
                     self.context += request.base
-                    heapq.heappush(decoding, (decode_steps + left, request.id, request))
+                    decoding[request.id] = request
+                    heapq.heappush(ends, (decode_steps + left) << _NUMBER_BITS | request.id)
             self.prefilling = still
 
     def _leave(self, request: SimulatedRequest) -> None:
         """A decoding request frees its KV cache."""
+        del self.decoding[request.id]
         grown = self.decode_steps - request.start
         self.context -= request.base + grown
         self.kv_used -= request.used + grown
+
+    def _drop_end(self, request: SimulatedRequest) -> None:
+        self._ends = [end for end in self._ends if end & _NUMBER_MASK != request.id]
+        heapq.heapify(self._ends)
 
     def _finish(self, request: SimulatedRequest, result: SpanResult) -> None:
         result.finished.append(request)
@@ -214,47 +233,55 @@ class SimulatedEngine:
             self._preempt(result)
             rows = len(self.decoding)
         self.version += 1
-        if not rows and not self.prefilling:
+        prefilling = self.prefilling
+        if not rows and not prefilling:
             self._steps = 0
             self.wake = adapter_at
             if adapter_at < _NEVER:
                 self._time = self.wake
             return
-        steps = self.decoding[0][0] - self.decode_steps if rows else 1 << 40
-        growing = (cost.kv_tokens - self.kv_used) // rows if rows else steps
-        steps = max(1, min(steps, growing))
-        first = cost.fixed_s + cost.row_s * rows + cost.context_s * self.context
-        growth = cost.context_s * rows
+        context_s = cost.context_s
+        steps = 1 << 40
+        if rows:
+            steps = min((self._ends[0] >> _NUMBER_BITS) - self.decode_steps, (cost.kv_tokens - self.kv_used) // rows)
+            steps = max(steps, 1)
+        first = cost.fixed_s + cost.row_s * rows + context_s * self.context
+        growth = context_s * rows
         budget: float = cost.max_rows - rows
-        if self.prefilling:
+        if prefilling:
             max_chunk = cost.max_chunk
-            for request in self.prefilling:
-                chunk = min(request.remaining, max_chunk, budget)
+            for request in prefilling:
+                chunk = remaining = request.remaining
+                chunk = min(chunk, max_chunk)
+                chunk = min(chunk, budget)
                 request.chunk = chunk
                 if chunk > 0:
                     budget -= chunk
-                    steps = min(steps, math.ceil(request.remaining / chunk))
-            attention, prefill = cost.attention_s, cost.prefill_s
-            for request in self.prefilling:
+                    needed = math.ceil(remaining / chunk)
+                    steps = min(steps, needed)
+            attention_s, prefill_s = cost.attention_s, cost.prefill_s
+            for request in prefilling:
                 chunk = request.chunk
                 if chunk > 0:
-                    if chunk * steps > request.remaining:  # the last chunk is shorter: the mean of all
-                        chunk = request.chunk = request.remaining / steps
-                    before = request.prompt + request.generated - request.remaining
-                    first += chunk * (prefill + attention * (before + chunk / 2))
-                    growth += attention * chunk * chunk
-        self._is_full = budget <= 0 or rows + len(self.prefilling) >= cost.max_running
+                    remaining = request.remaining
+                    if chunk * steps > remaining:  # the last chunk is shorter: the mean of all
+                        chunk = request.chunk = remaining / steps
+                    before = request.prompt + request.generated - remaining
+                    first += chunk * (prefill_s + attention_s * (before + chunk / 2))
+                    growth += attention_s * chunk * chunk
+        self._is_full = budget <= 0 or rows + len(prefilling) >= cost.max_running
         self._steps, self._first_s, self._growth_s = steps, first, growth
-        self.wake = self._time + self._seconds(steps)
+        self.wake = self._time + steps * (first + growth * (steps - 1) / 2)
         if adapter_at < self.wake:
             self._cut(adapter_at)
 
     def _admit(self, result: SpanResult) -> float:
         """Move waiting requests to prefill; the time at which the next adapter is resident."""
-        cost, now, adapter_at, skipped = self.cost, self._time, _NEVER, []
+        cost, now, adapter_at, waiting = self.cost, self._time, _NEVER, self.waiting
+        skipped: list[SimulatedRequest] = []
         running = len(self.decoding) + len(self.prefilling)
-        while self.waiting and running < cost.max_running:
-            request = self.waiting[0]
+        while waiting and running < cost.max_running:
+            request = waiting[0]
             if request.adapter:
                 at = self.adapters.get(request.adapter)
                 if at is None:
@@ -262,30 +289,29 @@ class SimulatedEngine:
                     at = self.adapters[request.adapter]
                 if at > now + 1e-9:
                     adapter_at = min(adapter_at, at)
-                    skipped.append(self.waiting.popleft())
+                    skipped.append(waiting.popleft())
                     continue
             tokens = request.prompt + request.generated
             cached = self._find_cached(request.blocks, tokens) if request.blocks else 0
             used = tokens - cached
             if running and self.kv_used + used + len(self.decoding) > cost.kv_tokens:
                 break
-            self.waiting.popleft()
+            waiting.popleft()
             request.used, request.remaining = used, used
             self.kv_used += used
             self.prefilling.append(request)
             running += 1
             if self._blocks:
                 self._evict_blocks(result)
-        self.waiting.extendleft(reversed(skipped))
+        if skipped:
+            waiting.extendleft(reversed(skipped))
         return adapter_at
 
     def _preempt(self, result: SpanResult) -> None:
         """The youngest decoding request gives its KV cache back, and prefills its tokens again."""
-        youngest = max(self.decoding, key=lambda entry: (entry[2].arrival, entry[1]))
-        self.decoding.remove(youngest)
-        heapq.heapify(self.decoding)
-        request = youngest[2]
+        request = max(self.decoding.values(), key=lambda each: (each.arrival, each.id))
         self._leave(request)
+        self._drop_end(request)
         request.generated += self.decode_steps - request.start + 1
         self.preemptions += 1
         self.waiting.appendleft(request)

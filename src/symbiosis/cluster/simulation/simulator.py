@@ -101,32 +101,33 @@ class Simulator:
         next_arrival = arrivals[0] if count else math.inf
         next_tick = 0.0
         next_retry = math.inf
+        engines, state = self._engines, self._policy.state
         while number < count or self._unfinished:
-            at = min(next_arrival, events[0][0] if events else math.inf, next_tick, next_retry)
-            self._now = at
+            at = min(next_arrival, next_tick, next_retry)
             if events and events[0][0] <= at:
-                _, _, engine, version = heapq.heappop(events)
+                self._now, _, engine, version = heapq.heappop(events)
                 if version < 0:
                     self._make_ready(engine)
                 else:
-                    found = self._engines.get(engine)
+                    found = engines.get(engine)
                     if found is not None and found.version == version:
                         self._advance(found)
-            elif next_arrival <= at:
+                continue
+            self._now = at
+            if next_arrival <= at:
                 self._arrive(number)
                 number += 1
                 next_arrival = arrivals[number] if number < count else math.inf
-                if next_retry == math.inf and self._unfinished > self._policy.state.num_requests:
+                if next_retry == math.inf and self._unfinished > state.num_requests:
                     next_retry = at + _RETRY_S
             elif next_tick <= at:
                 self._tick(number)
                 next_tick = at + _TICK_S
-                if next_retry == math.inf and self._unfinished > self._policy.state.num_requests:
+                if next_retry == math.inf and self._unfinished > state.num_requests:
                     next_retry = at + _RETRY_S
             else:
                 self._dispatch()
-                waiting = self._unfinished > self._policy.state.num_requests
-                next_retry = at + _RETRY_S if waiting else math.inf
+                next_retry = at + _RETRY_S if self._unfinished > state.num_requests else math.inf
         self._count_engines()
         for each in self._engines.values():
             self._retire(each)
@@ -175,20 +176,21 @@ class Simulator:
 
     def _advance(self, engine: SimulatedEngine) -> None:
         result, policy, now = engine.advance(), self._policy, self._now
+        ttft_s, tpot_s, number = self.ttft_s, self.tpot_s, engine.number
         for request in result.prefilled:
-            if request.engine == engine.number:
+            if request.engine == number:
                 policy.finish_prefill(request, now)
                 self._cached += request.tokens - request.used
         for request in result.finished:
             policy.finish(request, now, request.output)
             self._unfinished -= 1
             first = request.first_s
-            self.ttft_s[request.id] = first - request.arrival
+            ttft_s[request.id] = first - request.arrival
             if request.output > 1:
-                self.tpot_s[request.id] = (now - first) / (request.output - 1)
-        self._report(engine, result)
-        if engine.wake < math.inf:
-            self._schedule(engine)
+                tpot_s[request.id] = (now - first) / (request.output - 1)
+        if result.cached or result.evicted or result.preempted:
+            self._report(engine, result)
+        self._schedule(engine)
         if result.finished or result.prefilled:
             self._dispatch()
 
