@@ -157,18 +157,18 @@ def measure(name: str, case: Case, trace: Trace, cost: StepCost, folder: Path, c
     else:
         fixed = most = case.engines
     ours = run_experiment("symbiosis", trace, cost, most_engines=most)
-    print_reports([ours], console)
+    print_reports([ours], console, case.profile)
     swept = []
     for fill in FILLS if case.engines is None else ():
         config = PolicyConfig(scaling=ScalingConfig(fill=fill))
         report = run_experiment("symbiosis", trace, cost, most_engines=most, config=config)
         swept.append(replace(report, policy=f"symbiosis, fill {fill:g}"))
-        print_reports(swept[-1:], console)
+        print_reports(swept[-1:], console, case.profile)
     ray = []
     for router in case.routers:
         for target in case.targets:
             report = run_experiment(f"{router}:{target:g}", trace, cost, most_engines=most)
-            print_reports([report], console)
+            print_reports([report], console, case.profile)
             ray.append(report)
     good = [report for report in ray if kept(report, case) >= SHARE]
     best = min(good, key=lambda each: each.gpu_hours) if good else max(ray, key=lambda each: kept(each, case))
@@ -205,7 +205,7 @@ def measure(name: str, case: Case, trace: Trace, cost: StepCost, folder: Path, c
     }
     path = save(f"cluster-simulation-{name}", QUESTION, {"script": "cluster_simulation", **figures}, folder)
     plot_reports(shown, path.with_suffix(".png"))
-    print_reports(shown, console)
+    print_reports(shown, console, case.profile)
     return figures
 
 

@@ -252,7 +252,8 @@ def serve(
             check_cors_origins(cors_origin or [], keys)
             check_provider_folders(uploads=uploads, jobs=jobs, adapters=adapters, adapter_root=adapter_root)
         blob_store.check_writable()
-        check_driver(device)
+        if shards is None or device in ("cpu", "cuda"):  # another device of shards is wrong everywhere
+            check_driver(device)
         if model is not None and not is_default(model):
             check_found(model)
         if is_given(ctx, "sharding") and shards is None:
