@@ -31,6 +31,7 @@ from benchmarks.results import FOLDER, save
 NEW = 24
 ADAPTERS = 8
 SHARES = {"engine": 0.6, "director": 0.25, "worker": 0.15}
+_PROMPT = "The following is a short story about a ship:"
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -40,7 +41,7 @@ def write_adapters(source: str | None, folder: Path) -> dict[str, Path]:
 
     from symbiosis.models.loading import load
 
-    model = load(source).model
+    model = load(source, device=torch.device("cpu"), dtype=None).model
     for number in range(ADAPTERS):
         torch.manual_seed(number)
         config = LoraConfig(r=8, target_modules=_TARGETS, init_lora_weights=False, task_type="CAUSAL_LM")
@@ -57,10 +58,10 @@ def write_adapters(source: str | None, folder: Path) -> dict[str, Path]:
 class Clients:
     """Streams, each of which compares every completion with the undisturbed one."""
 
-    def __init__(self, url: str, streams: int) -> None:
+    def __init__(self, url: str, streams: int, prompt: str) -> None:
         import openai
 
-        self._openai = openai
+        self._openai, self._prompt = openai, prompt
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
         self._cases = [(f"a{number}", n) for number in range(ADAPTERS) for n in (1, 4)]
         self._expected: dict[tuple[str, int], list[str]] = {}
@@ -83,14 +84,14 @@ class Clients:
     def stop(self) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # it has started
+                thread.join()
 
     def _ask(self, model: str, n: int) -> tuple[list[str], float]:
         texts, gap, last = [""] * n, 0.0, 0.0
         sampling: dict[str, Any] = {"temperature": 0} if n == 1 else {"temperature": 1, "seed": 11}
-        prompt = "The following is a short story about a ship:"
         stream = self._client.completions.create(
-            model=model, prompt=prompt, max_tokens=NEW, n=n, stream=True, extra_body={"ignore_eos": True}, **sampling
+            model=model, prompt=self._prompt, max_tokens=NEW, n=n, stream=True, extra_body={"ignore_eos": True}, **sampling
         )
         for chunk in stream:
             now = time.monotonic()
@@ -147,7 +148,7 @@ def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False
 
             checker = threading.Thread(target=check)
             checker.start()
-            clients = Clients(host.url, streams)
+            clients = Clients(host.url, streams, " aaab aaac aaad" if tiny else _PROMPT)
             try:
                 _wait_for(host, engines, failure)
                 clients.learn()

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from symbiosis.app.child_process import wait_or_kill
 from symbiosis.errors import EngineLost, SymbiosisError
 from symbiosis.server.connections.shared_counts import create_counts
 
@@ -150,8 +151,4 @@ class _HttpProcess:
 
     def wait(self, deadline: float) -> None:
         """Kill it at the deadline."""
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, deadline - time.monotonic())

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+from symbiosis.app.child_process import wait_or_kill
 from symbiosis.errors import AddressInUse, EngineLost
 from symbiosis.transport.engine_ipc import EngineAddress
 
@@ -58,8 +59,4 @@ class DirectorProcess:
 
     def close(self) -> None:
         self._process.terminate()
-        try:
-            self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, _STOP_TIMEOUT_S)

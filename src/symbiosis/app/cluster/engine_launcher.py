@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
+from symbiosis.app.child_process import wait_or_kill
 from symbiosis.errors import EngineLost
 
 _MIN_UPTIME_S, _MAX_FAILURES = 60.0, 3
@@ -110,8 +111,4 @@ class _EngineProcess:
 
     def wait(self, deadline: float) -> None:
         """Kill it at the deadline."""
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, deadline - time.monotonic())

@@ -20,6 +20,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
+from symbiosis.app.child_process import wait_or_kill
 from symbiosis.errors import AddressInUse, BadAddress, EngineLost, Unauthorized, Unreachable, VersionMismatch
 
 SECRET_FILE = "SYMBIOSIS_CLUSTER_SECRET_FILE"  # noqa: S105 - the name of a variable
@@ -126,11 +127,7 @@ class RayNode:
         """End Ray's processes of this node, and engines on it."""
         if self._process.poll() is None:
             self._process.terminate()
-        try:
-            self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, _STOP_TIMEOUT_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
