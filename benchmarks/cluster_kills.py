@@ -131,7 +131,14 @@ def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         source = _tiny_model(folder) if tiny else None
-        engine = {"model": source, "threads": 1, "adapter_gb": 0.2, "adapter_host_gb": 0.2, "training": False}
+        engine = {
+            "model": source,
+            "dtype": "float32",
+            "threads": 1,
+            "adapter_gb": 0.2,
+            "adapter_host_gb": 0.2,
+            "training": False,
+        }
         adapters = write_adapters(source, folder / "adapters")
         with ClusterHost(
             "127.0.0.1:0", engine=engine, engines=engines, state=folder / "state", workers=2, adapters=adapters
