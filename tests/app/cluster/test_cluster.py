@@ -262,7 +262,7 @@ def test_a_drained_engine_is_replaced_without_an_error(served):
     assert complete(ann, "tiny", "Drain") == expected
 
 
-def test_a_killed_worker_ends_its_own_connections_only(served):
+def test_a_killed_worker_is_replaced(served):
     ann = served.client(KEYS["ann"])
     os.kill(served.host.http_pids[1], signal.SIGKILL)
     served.until(served.host._door.processes.are_alive)
@@ -304,7 +304,7 @@ def test_top_shows_the_engines(served):
     assert "0 requests wait for an engine" in shown
 
 
-def test_a_job_trains_on_one_engine_and_is_served_by_all(served):
+def test_a_job_trains_and_its_adapter_is_served(served):
     bob = served.client(KEYS["bob"])
     lines = [json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo" * 8}]})] * 12
     data = bob.files.create(file=("chats.jsonl", "\n".join(lines).encode()), purpose="fine-tune")

@@ -156,6 +156,8 @@ class ClusterClient:
         finally:
             if self._engines.get(name) is engine:
                 del self._engines[name]
+                for names in self._adapters.values():
+                    names.discard(name)
             if self._addresses.get(name) == address:
                 del self._addresses[name]
             await engine.close()  # its requests go on elsewhere
