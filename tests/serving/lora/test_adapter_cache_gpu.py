@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 
 import pytest
 import torch
@@ -37,18 +35,11 @@ def large(value: float) -> PackedAdapter:
     )
 
 
-def test_a_copy_from_the_host_pool_takes_less_than_10_ms():
+def test_a_copy_from_the_host_pool_arrives_whole():
     _, packed = pinned(large(1.0))
     device = CudaPool(packed.nbytes, CUDA)
-    device.copy_in(packed, 0, device.record_fence())
-    seconds = []
-    for _ in range(9):
-        begun = time.perf_counter()
-        on_device = device.copy_in(packed, 0, device.record_fence())
-        seconds.append(time.perf_counter() - begun)
+    on_device = device.copy_in(packed, 0, device.record_fence())
     assert torch.equal(on_device.memory.cpu(), packed.memory)
-    print(f"{packed.nbytes / 1e6:.0f} MB in {statistics.median(seconds) * 1e3:.2f} ms")
-    assert statistics.median(seconds) < 0.010
 
 
 def test_a_copy_waits_for_launched_work_that_reads_the_memory():
@@ -94,8 +85,7 @@ def test_more_adapters_than_fit_are_served_through_the_slot_table(tiny, tmp_path
     assert not residency.slots.table_SM4.any()
 
 
-def test_loads_do_not_delay_steps(tiny, tmp_path):
-    """Step times of a running sequence with and without concurrent loads and evictions."""
+def test_a_running_sequence_gets_a_token_a_step_while_adapters_are_loaded(tiny, tmp_path):
     world = make_world(tiny, tmp_path, 4, same_kind=True)
     size = EngineCore(copy.deepcopy(tiny)).prepare(world.path("a0")).packed.nbytes
     core = EngineCore(
@@ -106,21 +96,15 @@ def test_loads_do_not_delay_steps(tiny, tmp_path):
     )
     for number in range(4):
         core.add_adapter(f"a{number}", world.path(f"a{number}"))
-    core.add([1, 2, 3], Sampling(temperature=0.0, max_tokens=600, ignore_eos=True))
+    running = core.add([1, 2, 3], Sampling(temperature=0.0, max_tokens=600, ignore_eos=True))
+    core.step()
 
-    def steps(count: int, *, moving: bool) -> list[float]:
-        seconds = []
-        for number in range(count):
-            if moving:
-                core.add([5, 6], Sampling(temperature=0.0, max_tokens=2, ignore_eos=True), adapter=f"a{number % 4}")
-            begun = time.perf_counter()
-            core.step()
-            seconds.append(time.perf_counter() - begun)
-        return seconds
-
-    steps(50, moving=False)
-    quiet, moving = steps(100, moving=False), steps(200, moving=True)
-    loads = core.adapter_stats().loads
-    print(f"{loads} loads; a step {statistics.median(quiet) * 1e3:.2f} ms, the longest {max(moving) * 1e3:.2f} ms with loads")
-    assert loads > 10
-    assert sorted(moving)[-4] < 3 * statistics.median(moving) + 0.005
+    stepped_while_loading = 0
+    for number in range(200):
+        core.add([5, 6], Sampling(temperature=0.0, max_tokens=2, ignore_eos=True), adapter=f"a{number % 4}")
+        loading = core.adapter_stats().loading
+        emitted = [sequence for sequence, *_ in core.step()]
+        assert running in emitted, f"step {number}"
+        stepped_while_loading += loading > 0
+    assert stepped_while_loading > 0
+    assert core.adapter_stats().loads > 10
