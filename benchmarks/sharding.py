@@ -2,7 +2,7 @@
 
 A layer of a Llama model is divided among 2 and 4 processes of this machine. For 1 to 8,192 rows, forward and backward of an
 attention projection and of the MLP run in both ways; then the executor chooses. Reported are seconds and bytes of each way,
-and for how many cells the choice is the faster way, or within a tenth of it.
+and for how many cells the way that it takes for the faster one is so, or within a tenth of it. It tries the other now and then.
 
     python -m benchmarks.sharding              # about 10 minutes on 2 cores
     python -m benchmarks.sharding --tiny       # seconds, for the tests
@@ -69,7 +69,7 @@ def measure(shards: Any, rows_of_calls: Sequence[int]) -> list[dict[str, Any]]:
                 x = tuple(torch.randn(rows, width) for width in layer.input_widths(direction))
                 times: dict[Way, list[float]] = {way: [] for way in Way}
                 moved: dict[Way, int] = {}
-                for _ in range(2 if rows > 1024 else 4):
+                for _ in range(2 if rows > 1024 else 4 if rows > 64 else 16):
                     for way in Way:  # in turns, since the machine's speed varies
                         shards.chooser = WayChooser(way)
                         for number in range(3):
@@ -86,7 +86,7 @@ def measure(shards: Any, rows_of_calls: Sequence[int]) -> list[dict[str, Any]]:
                     with torch.no_grad():
                         run((layer,), direction, x)
                 key = (direction is Direction.BACKWARD, (layer.spec.kind, layer.spec.in_width, layer.spec.out_width))
-                choice = learning.choose(key, rows)
+                choice = learning.best(key, rows)
                 fastest = min(found["seconds"] for found in ways.values())
                 is_right = ways[choice]["seconds"] <= CLOSE * fastest
                 cells.append(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symbiosis.serving.model import sampler
-from symbiosis.serving.model.sampler import sample, uniform
+from symbiosis.serving.model.sampler import noise_keys, sample
 from symbiosis.serving.scheduling.sequence import Sampling
 from tests.serving.scheduling.test_sequence import sequence
 
@@ -154,12 +154,40 @@ def test_top_logprobs_are_ordered_and_ties_go_by_id():
     assert [token for token, _ in got.top] == [2, 4, 0, 1, 3, 6, 5]
 
 
-def test_uniform_numbers_are_uniform_and_never_change():
-    numbers = torch.tensor([uniform(seed, 0, position) for seed in range(100) for position in range(100)], dtype=torch.float64)
-    assert torch.allclose(numbers.float().histc(10, 0, 1) / 1e4, torch.full((10,), 0.1), atol=0.02)
-    assert numbers.unique().numel() == 10_000
-    assert uniform(42, 0, 0) == 0.7323182967329349
-    assert uniform(-1, 3, 7) == 0.1553865868150177
+def test_keys_of_noise_never_change():
+    assert noise_keys(42, 0, 0) == (-1158011463, -1149684161)
+    assert noise_keys(-1, 3, 7) == (-1685490006, 667380309)
+    keys = {noise_keys(seed, number, position) for seed in range(20) for number in range(5) for position in range(100)}
+    assert len(keys) == 10_000
+
+
+def test_noise_is_exponential_and_independent_of_its_neighbours():
+    """Over token ids, positions and completions; a race of equals is won equally often by each."""
+    keys = torch.tensor([noise_keys(1, number, position) for number in range(4) for position in range(500)], dtype=torch.int32)
+    key_b1, factor_b1 = keys.unsqueeze(-1).unbind(1)
+    times_bn = sampler._race_times(torch.arange(200, dtype=torch.int32), key_b1, factor_b1).double().exp()
+    assert times_bn.mean().item() == pytest.approx(1, abs=0.01)
+    uniform_bn = 1 - (-times_bn).exp()
+    shares = uniform_bn.float().histc(50, 0, 1) / uniform_bn.numel()
+    assert torch.allclose(shares, torch.full((50,), 0.02), atol=1e-3)
+    centred_bn = uniform_bn - 0.5
+    for a, b in ((centred_bn[:, 1:], centred_bn[:, :-1]), (centred_bn[1:], centred_bn[:-1])):
+        assert abs((a * b).mean().item() * 12) < 0.01
+    wins = times_bn.argmin(-1).bincount(minlength=200).double()
+    assert ((wins - 10) ** 2 / 10).sum().item() < 270  # chi square of 199 degrees of freedom: 1 in 1,700
+
+
+def test_rounding_of_logits_changes_a_token_only_where_two_are_that_close():
+    """A flat row of a large vocabulary, where rounding in cumulative probabilities would add up."""
+    row = torch.randn(1, 50_000, generator=torch.Generator().manual_seed(0)) * 0.1
+    nearly = row + 1e-5 * torch.randn(1, 50_000, generator=torch.Generator().manual_seed(1))
+    sequences = [one(seed=seed) for seed in range(2000)]
+    drawn, again = (
+        [token for part in range(0, 2000, 100) for token in sample(x.expand(100, -1), sequences[part : part + 100]).tokens]
+        for x in (row, nearly)
+    )
+    assert len(set(drawn)) > 1900
+    assert sum(a != b for a, b in zip(drawn, again, strict=True)) <= 1
 
 
 def test_equal_seeds_draw_equally_and_forks_and_positions_do_not():

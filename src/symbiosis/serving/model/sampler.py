@@ -2,8 +2,13 @@
 
 A row's token depends only on the row and its sequence, not on the other rows, their number or their order. Every operation
 is therefore either exact in any order (maxima, integer sums) or elementwise. Float sums are neither: a GPU adds one row in
-another order than sixty-four. So probabilities are integers here (2**40 for the most likely token). A token is drawn by one
-uniform number: a hash of seed, completion number and position, equal on every machine and after every preemption.
+another order than sixty-four. So top-p sums integers (2**40 for the most likely token).
+
+A token is drawn as the winner of an exponential race: each token has a random number of its own, a hash of seed, completion
+number, position and token id, and the largest `logit / temperature - log(exponential)` wins (Gumbel-max). The numbers are
+equal on every machine and after every preemption. Logits that differ by rounding, as those of another device or of a prompt
+in place of single steps do, change the token only where two tokens are that close. A number that selects from cumulative
+probabilities would not do: rounding of all tokens before the selected one adds up.
 
 Ties go to the lower token id.
 
@@ -32,6 +37,8 @@ _MAX_LOGITS = 1 << 23
 """Most logits processed at once: bounds the memory of copies."""
 _NUM_LIKELY = 512
 """Top-k and top-p sort this many tokens first, and all only if these do not suffice."""
+_UNIT = 2.0**-31
+_BELOW_1 = 1 - 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +51,11 @@ class SampledBatch:
     """None where not requested, and where there is no token."""
 
 
-def uniform(seed: int, number: int, position: int) -> float:
-    """A number in [0, 1), a function of its arguments alone."""
+def noise_keys(seed: int, number: int, position: int) -> tuple[int, int]:
+    """Two int32, a function of the arguments alone; the second is odd."""
     digest = hashlib.blake2b(struct.pack("<qqq", seed, number, position), digest_size=8, person=b"symbiosis").digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    key, factor = struct.unpack("<ii", digest)
+    return key, factor | 1
 
 
 def sample(logits_BV: Tensor, sequences: Seq[Sequence]) -> SampledBatch:
@@ -171,7 +179,6 @@ def _count_tokens(sequences: Seq[Sequence], vocabulary: int, device: torch.devic
 def _select(x_bV: Tensor, sequences: Seq[Sequence]) -> Tensor:
     tokens_b = _argmax(x_bV)
     random = [row for row, one in enumerate(sequences) if not one.sampling.is_greedy]
-    # A row's own parameters decide whether it is sorted: sorted and unsorted, one number draws different tokens.
     for truncated in (False, True):
         rows = [row for row in random if _is_truncated(sequences[row]) == truncated]
         if rows:
@@ -187,45 +194,48 @@ def _is_truncated(sequence: Sequence) -> bool:
 
 def _draw(x_bV: Tensor, sequences: Seq[Sequence], *, truncated: bool) -> Tensor:
     """A random token of each row, by weight; if `truncated`, of those that `top_k` and `top_p` leave."""
-    params = [(one.sampling.temperature, one.sampling.min_p, one.sampling.top_k, one.sampling.top_p) for one in sequences]
-    numbers = [uniform(one.seed, one.number, one.output_length) for one in sequences]
-    values = [(*each, number) for each, number in zip(params, numbers, strict=True)]
-    values_b51 = _to_device(values, torch.float64, x_bV.device).unsqueeze(-1)
-    temperature_b1, min_p_b1, top_k_b1, top_p_b1, number_b1 = values_b51.unbind(1)
+    values = [(one.sampling.temperature, one.sampling.min_p, one.sampling.top_p) for one in sequences]
+    temperature_b1, min_p_b1, top_p_b1 = _to_device(values, torch.float64, x_bV.device).unsqueeze(-1).unbind(1)
+    integers = [(*noise_keys(one.seed, one.number, one.output_length), one.sampling.top_k) for one in sequences]
+    key_b1, factor_b1, top_k_b1 = _to_device(integers, torch.int32, x_bV.device).unsqueeze(-1).unbind(1)
 
     best_b1 = x_bV.amax(dim=-1, keepdim=True)
     valid_b1 = best_b1.isfinite()
-    x_bV = torch.where(valid_b1, x_bV - best_b1, 0.0)
-    weight_bV = _weights(x_bV, temperature_b1, min_p_b1)
+    x_bV = torch.where(valid_b1, x_bV - best_b1, 0.0).div_(temperature_b1.float())
+    x_bV.masked_fill_(x_bV < min_p_b1.log().float(), -math.inf)
     if not truncated:
-        return torch.where(valid_b1, _find_index(weight_bV, number_b1), -1).squeeze(1)
+        tokens_V = torch.arange(x_bV.shape[1], dtype=torch.int32, device=x_bV.device)
+        score_bV = x_bV.sub_(_race_times(tokens_V, key_b1, factor_b1))
+        return torch.where(valid_b1, score_bV.argmax(dim=-1, keepdim=True), -1).squeeze(1)
     top_k_b1 = torch.where(top_k_b1 == 0, x_bV.shape[1], top_k_b1)
-    chosen_b1, exact_b1 = _draw_truncated(_NUM_LIKELY, x_bV, weight_bV, top_k_b1, top_p_b1, number_b1)
+    arguments = (x_bV, top_k_b1, top_p_b1, key_b1, factor_b1)
+    chosen_b1, exact_b1 = _draw_truncated(_NUM_LIKELY, *arguments)
     inexact_c = (valid_b1 & ~exact_b1).squeeze(1).nonzero().squeeze(1)
     if inexact_c.numel():
-        again = (each.index_select(0, inexact_c) for each in (x_bV, weight_bV, top_k_b1, top_p_b1, number_b1))
+        again = (each.index_select(0, inexact_c) for each in arguments)
         chosen_b1.index_copy_(0, inexact_c, _draw_truncated(x_bV.shape[1], *again)[0])
     return torch.where(valid_b1, chosen_b1, -1).squeeze(1)
 
 
-def _weights(x_bV: Tensor, temperature_b1: Tensor, min_p_b1: Tensor) -> Tensor:
-    """Probabilities as integers, up to a factor; `x_bV` is 0 for the most likely token."""
-    ratio_bV = (x_bV / temperature_b1.float()).exp_()
-    return ratio_bV.mul_(ratio_bV >= min_p_b1.float()).mul_(_ONE).long()
+def _race_times(tokens_n: Tensor, key_b1: Tensor, factor_b1: Tensor) -> Tensor:
+    """Logarithms of exponential numbers, one of each token id and row: independent, as far as a hash of 32 bits is."""
+    hash_bn = _mix(_mix(tokens_n.clone()) * factor_b1 ^ key_b1)
+    # Small numbers win, so these are the precise ones: 31 bits, scaled, and below 1, where the logarithm is finite.
+    uniform_bn = (hash_bn & 0x7FFFFFFF).float().add_(0.5).mul_(_UNIT).clamp_(max=_BELOW_1)
+    return uniform_bn.neg_().log1p_().neg_().log_()
 
 
-def _find_index(weight_bV: Tensor, number_b1: Tensor) -> Tensor:
-    """The index that the number selects from the cumulative weights."""
-    sums_bV = weight_bV.cumsum(dim=-1)
-    total_b1 = sums_bV[:, -1:]
-    target_b1 = torch.minimum((number_b1 * total_b1.double()).long(), total_b1 - 1)
-    return torch.searchsorted(sums_bV, target_b1, right=True)
+def _mix(x: Tensor) -> Tensor:
+    """In place: every bit of an int32 depends on all its bits (the last step of MurmurHash3). Shifts are logical."""
+    x.bitwise_xor_((x >> 16) & 0xFFFF).mul_(-0x7A143595)
+    x.bitwise_xor_((x >> 13) & 0x7FFFF).mul_(-0x3D4D51CB)
+    return x.bitwise_xor_((x >> 16) & 0xFFFF)
 
 
 def _draw_truncated(
-    n: int, x_bV: Tensor, weight_bV: Tensor, top_k_b1: Tensor, top_p_b1: Tensor, number_b1: Tensor
+    n: int, x_bV: Tensor, top_k_b1: Tensor, top_p_b1: Tensor, key_b1: Tensor, factor_b1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A token of the `top_k` most likely, and of these of the most likely that sum to `top_p`.
+    """A token of the `top_k` most likely, and of these of the most likely that sum to `top_p`; `x_bV` is at most 0.
 
     Only the `n` most likely tokens are sorted. The second result says whether the token is exact, that is, no other token
     could have been in the selection.
@@ -237,11 +247,10 @@ def _draw_truncated(
         tokens_bn = tokens_bn.gather(1, order_bn)
     else:
         x_bn, tokens_bn = x_bV.sort(dim=-1, descending=True, stable=True)
-    weight_bn = weight_bV.gather(1, tokens_bn)
     index_n = torch.arange(x_bn.shape[1], device=x_bV.device)
-    weight_bn = torch.where(index_n < top_k_b1, weight_bn, 0)
+    weight_bn = torch.where(index_n < top_k_b1, _weights(x_bn), 0)
     sums_bn = weight_bn.cumsum(dim=-1)
-    total_b1 = torch.where(top_k_b1 < vocabulary, sums_bn[:, -1:], weight_bV.sum(dim=-1, keepdim=True))
+    total_b1 = torch.where(top_k_b1 < vocabulary, sums_bn[:, -1:], _weights(x_bV).sum(dim=-1, keepdim=True))
     enough_b1 = (top_p_b1 * total_b1.double()).long().clamp_(min=1)
     # The token that reaches top_p is the last: the sum before it is smaller.
     nucleus_bn = (sums_bn - weight_bn < enough_b1) & (weight_bn > 0)
@@ -251,8 +260,14 @@ def _draw_truncated(
         )
     else:
         exact_b1 = torch.ones_like(top_k_b1, dtype=torch.bool)
-    index_b1 = _find_index(torch.where(nucleus_bn, weight_bn, 0), number_b1)
-    return tokens_bn.gather(1, index_b1.clamp(max=x_bn.shape[1] - 1)), exact_b1
+    score_bn = x_bn - _race_times(tokens_bn.int(), key_b1, factor_b1)
+    index_b1 = score_bn.masked_fill_(~nucleus_bn, -math.inf).argmax(dim=-1, keepdim=True)
+    return tokens_bn.gather(1, index_b1), exact_b1
+
+
+def _weights(x: Tensor) -> Tensor:
+    """Probabilities as integers, up to a factor."""
+    return x.exp().mul_(_ONE).long()
 
 
 def _logprobs(logits_BV: Tensor, sequences: Seq[Sequence], tokens: Seq[int]) -> list[Logprobs | None]:

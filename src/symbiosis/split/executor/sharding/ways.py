@@ -58,14 +58,12 @@ class WayChooser:
         self._times: dict[Hashable, dict[Way, dict[int, _Times]]] = {}  # by key, way and size
 
     def choose(self, key: Hashable, rows: int) -> Way:
-        if self._fixed is not None:
-            return self._fixed
+        """The way of the next call: the best one, or one that has to be tried."""
+        best = self.best(key, rows)
         times, size = self._times.get(key), _size(rows)
-        if times is None:
-            return Way.TENSOR
-        known = {way: found[size] for way, found in times.items() if size in found and found[size].runs > 0}
-        least = {way: _least(times[way], size) for way in Way}
-        best = min(known or Way, key=lambda way: known[way].seconds if way in known else least[way])
+        if self._fixed is not None or times is None:
+            return best
+        known, least = _known(times, size), _least_of_ways(times, size)
         untried = [way for way in Way if way not in known and (not known or least[way] < known[best].seconds)]
         if untried:
             return min(untried, key=lambda way: least[way])
@@ -78,11 +76,30 @@ class WayChooser:
                 return way
         return best
 
+    def best(self, key: Hashable, rows: int) -> Way:
+        """The faster way, as far as is known."""
+        if self._fixed is not None:
+            return self._fixed
+        times, size = self._times.get(key), _size(rows)
+        if times is None:
+            return Way.TENSOR
+        known, least = _known(times, size), _least_of_ways(times, size)
+        return min(known or Way, key=lambda way: known[way].seconds if way in known else least[way])
+
     def observe(self, key: Hashable, way: Way, rows: int, seconds: float) -> None:
         if key not in self._times:
             evict_oldest(self._times, _MAX_KEYS)
             self._times[key] = {way: {} for way in Way}
         self._times[key][way].setdefault(_size(rows), _Times()).add(seconds)
+
+
+def _known(times: Mapping[Way, Mapping[int, _Times]], size: int) -> dict[Way, _Times]:
+    """The ways with a run of this size that counts."""
+    return {way: found[size] for way, found in times.items() if size in found and found[size].runs > 0}
+
+
+def _least_of_ways(times: Mapping[Way, Mapping[int, _Times]], size: int) -> dict[Way, float]:
+    return {way: _least(times[way], size) for way in Way}
 
 
 def _least(times: Mapping[int, _Times], size: int) -> float:
