@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 import time
@@ -21,10 +22,14 @@ _log = logging.getLogger("symbiosis")
 class DirectorProcess:
     def __init__(self, config: dict[str, Any]) -> None:
         """`config` is that of `director.director.DirectorConfig`. Raises `AddressInUse`."""
-        self._config = config
+        self._reserved = _reserve(config["host"], config["port"])
+        self._config = {**config, "port": self._reserved.getsockname()[1]}
         self._deaths = 0
-        self.address = self._start()
-        self._config = {**config, "port": int(self.address.messages.rpartition(":")[2])}
+        try:
+            self.address = self._start()
+        except BaseException:
+            self._reserved.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -60,3 +65,23 @@ class DirectorProcess:
     def close(self) -> None:
         self._process.terminate()
         wait_or_kill(self._process, _STOP_TIMEOUT_S)
+        self._reserved.close()
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """Binds the address without listening, so that it remains the director's while it starts again.
+
+    Otherwise the system may give the port to an outgoing connection, even to one that looks for the director.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        reserved = socket.socket(family, kind)
+    except OSError as error:
+        raise AddressInUse(f"the director cannot listen at {host}:{port}: {error}") from error
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
+    except OSError as error:
+        reserved.close()
+        raise AddressInUse(f"the director cannot listen at {host}:{port}: {error}") from error
+    return reserved
