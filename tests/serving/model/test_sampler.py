@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from symbiosis.kernels import token_draw_reference
 from symbiosis.serving.model import sampler
 from symbiosis.serving.model.sampler import noise_keys, sample
 from symbiosis.serving.scheduling.sequence import Sampling
@@ -44,7 +45,7 @@ def test_temperature_0_takes_the_most_likely_and_of_equals_the_first():
 
 
 def test_a_greedy_batch_is_one_argmax(monkeypatch):
-    for name in ("_apply_penalties_and_bias", "_select", "_top"):
+    for name in ("_apply_penalties_and_bias", "_draw", "_top"):
         monkeypatch.setattr(sampler, name, None)
     assert sample(logits(), [one(temperature=0) for _ in range(4)]).logprobs == [None] * 4
 
@@ -165,7 +166,7 @@ def test_noise_is_exponential_and_independent_of_its_neighbours():
     """Over token ids, positions and completions; a race of equals is won equally often by each."""
     keys = torch.tensor([noise_keys(1, number, position) for number in range(4) for position in range(500)], dtype=torch.int32)
     key_b1, factor_b1 = keys.unsqueeze(-1).unbind(1)
-    times_bn = sampler._race_times(torch.arange(200, dtype=torch.int32), key_b1, factor_b1).double().exp()
+    times_bn = token_draw_reference._race_times(torch.arange(200, dtype=torch.int32), key_b1, factor_b1).double().exp()
     assert times_bn.mean().item() == pytest.approx(1, abs=0.01)
     uniform_bn = 1 - (-times_bn).exp()
     shares = uniform_bn.float().histc(50, 0, 1) / uniform_bn.numel()
@@ -250,10 +251,10 @@ def test_sorting_only_the_most_likely_changes_nothing(seed):
     rows[rng.randrange(8)] = rng.choice([math.nan, -math.inf, 0.0])
     sequences = [one(**{**requests(rng), "top_k": rng.choice([0, 1, 3, 5, 59, 60, 61])}) for _ in range(8)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "_NUM_LIKELY", 1000)
+        patch.setattr(token_draw_reference, "NUM_LIKELY", 1000)
         everything = sample(rows, sequences).tokens
         for few in (1, 2, 5, 30, 59):
-            patch.setattr(sampler, "_NUM_LIKELY", few)
+            patch.setattr(token_draw_reference, "NUM_LIKELY", few)
             assert sample(rows, sequences).tokens == everything
 
 

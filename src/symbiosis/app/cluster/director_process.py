@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from symbiosis.app.child_process import wait_or_kill
@@ -21,8 +22,8 @@ _log = logging.getLogger("symbiosis")
 
 class DirectorProcess:
     def __init__(self, config: dict[str, Any]) -> None:
-        """`config` is that of `director.director.DirectorConfig`. Raises `AddressInUse`."""
-        self._reserved = _reserve(config["host"], config["port"])
+        """`config` is that of `director.director.DirectorConfig`. Raises `AddressInUse` or `EngineLost`."""
+        self._reserved = _reserve(config["host"], config.get("port", 0))
         self._config = {**config, "port": self._reserved.getsockname()[1]}
         self._deaths = 0
         try:
@@ -49,7 +50,8 @@ class DirectorProcess:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise AddressInUse(f"the director cannot listen at {self._config['host']}:{self._config['port']}: see above")
+            self._process.wait()
+            raise EngineLost("the director ended while it started: see the log above")
         return EngineAddress.from_json(json.loads(line))
 
     def check(self) -> None:
@@ -60,7 +62,8 @@ class DirectorProcess:
         if self._deaths >= _MAX_DEATHS:
             raise EngineLost(f"the director died {_MAX_DEATHS} times within seconds: see the log above")
         _log.warning("the director has died: starting it again")
-        self._start()
+        with suppress(EngineLost):  # it died again: the next check sees it
+            self._start()
 
     def close(self) -> None:
         self._process.terminate()

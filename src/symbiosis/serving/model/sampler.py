@@ -1,16 +1,11 @@
 """Samples the next token of each sequence from its row of logits.
 
 A row's token depends only on the row and its sequence, not on the other rows, their number or their order. Every operation
-is therefore either exact in any order (maxima, integer sums) or elementwise. Float sums are neither: a GPU adds one row in
-another order than sixty-four. So top-p sums integers (2**40 for the most likely token).
+is therefore either exact in any order (maxima, sums of integers) or elementwise. Float sums are neither: a GPU adds one row in
+another order than sixty-four.
 
-A token is drawn as the winner of an exponential race: each token has a random number of its own, a hash of seed, completion
-number, position and token id, and the largest `logit / temperature - log(exponential)` wins (Gumbel-max). The numbers are
-equal on every machine and after every preemption. Logits that differ by rounding, as those of another device or of a prompt
-in place of single steps do, change the token only where two tokens are that close. A number that selects from cumulative
-probabilities would not do: rounding of all tokens before the selected one adds up.
-
-Ties go to the lower token id.
+Random tokens are drawn by `kernels.token_draw`, with random numbers that are functions of seed, completion number, position
+and token id: equal on every machine and after every preemption. Ties go to the lower token id.
 
 Logprobs are those of the model: log softmax of the raw logits, before penalties, bias, temperature and top-k/top-p/min-p
 (as in OpenAI's API and vLLM's `raw_logprobs`). The sampled token is reported even if it is not among the most likely.
@@ -29,16 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis.serving.scheduling.sequence import Logprobs, Sequence
+from symbiosis import kernels
+from symbiosis.kernels import token_draw_reference
+from symbiosis.serving.scheduling.sequence import Logprobs, Sampling, Sequence
 
-_ONE = float(1 << 40)
-"""The weight of the most likely token. 2**40 times 2**22 tokens still fits an int64."""
 _MAX_LOGITS = 1 << 23
 """Most logits processed at once: bounds the memory of copies."""
-_NUM_LIKELY = 512
-"""Top-k and top-p sort this many tokens first, and all only if these do not suffice."""
-_UNIT = 2.0**-31
-_BELOW_1 = 1 - 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +59,26 @@ def sample_tokens(logits_BV: Tensor, sequences: Seq[Sequence]) -> SampledTokens:
     """The tokens, on their way to the host; -1 where none can be sampled."""
     if logits_BV.dim() != 2 or logits_BV.shape[0] != len(sequences):
         raise ValueError(f"logits of shape {tuple(logits_BV.shape)} for {len(sequences)} sequences")
-    tokens_B = _argmax(logits_BV)
+    best = logits_BV.max(dim=-1)  # NaN counts as the largest
+    tokens_B = _finite(best)
     special = [row for row, sequence in enumerate(sequences) if not sequence.is_plain]
+    adjusted = [row for row in special if _is_adjusted(sequences[row])]
+    random = [row for row in special if not (sequences[row].sampling.is_greedy or _is_adjusted(sequences[row]))]
+    if random:
+        _draw(random, logits_BV, best.values, sequences, tokens_B)
     max_rows = max(1, _MAX_LOGITS // logits_BV.shape[1])
-    for start in range(0, len(special), max_rows):
-        rows = special[start : start + max_rows]
+    for start in range(0, len(adjusted), max_rows):
+        rows = adjusted[start : start + max_rows]
         some = [sequences[row] for row in rows]
         rows_b = _to_device(rows, torch.int64, logits_BV.device)
         x_bV = logits_BV.index_select(0, rows_b).float()
         _apply_penalties_and_bias(x_bV, some)
-        tokens_B.index_copy_(0, rows_b, _select(x_bV, some))
+        best = x_bV.max(dim=-1)
+        tokens_b = _finite(best)
+        random = [row for row, sequence in enumerate(some) if not sequence.sampling.is_greedy]
+        if random:
+            _draw(random, x_bV, best.values, some, tokens_b)
+        tokens_B.index_copy_(0, rows_b, tokens_b)
     return SampledTokens(tokens_B)
 
 
@@ -118,10 +119,15 @@ def _to_device(values: Seq[float] | Seq[Seq[float]], dtype: torch.dtype, device:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _argmax(x_bV: Tensor) -> Tensor:
+def _finite(best: torch.return_types.max) -> Tensor:
     """The argmax of each row, the first of equals; -1 where the maximum is not finite."""
-    best = x_bV.max(dim=-1)  # NaN counts as the largest
     return torch.where(best.values.isfinite(), best.indices, -1)
+
+
+def _is_adjusted(sequence: Sequence) -> bool:
+    """Whether its logits are changed before a token is selected."""
+    sampling = sequence.sampling
+    return sampling.is_penalised or bool(sampling.logit_bias) or sequence.output_length < sampling.min_tokens
 
 
 def _apply_penalties_and_bias(x_bV: Tensor, sequences: Seq[Sequence]) -> None:
@@ -176,98 +182,26 @@ def _count_tokens(sequences: Seq[Sequence], vocabulary: int, device: torch.devic
     return counts.view(len(sequences), vocabulary)
 
 
-def _select(x_bV: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    tokens_b = _argmax(x_bV)
-    random = [row for row, one in enumerate(sequences) if not one.sampling.is_greedy]
-    for truncated in (False, True):
-        rows = [row for row in random if _is_truncated(sequences[row]) == truncated]
-        if rows:
-            rows_c = _to_device(rows, torch.int64, x_bV.device)
-            x_cV = x_bV if len(rows) == len(sequences) else x_bV.index_select(0, rows_c)
-            tokens_b.index_copy_(0, rows_c, _draw(x_cV, [sequences[row] for row in rows], truncated=truncated))
-    return tokens_b
+def _draw(rows: Seq[int], x_RV: Tensor, best_R: Tensor, sequences: Seq[Sequence], tokens_R: Tensor) -> None:
+    """Set the tokens of these rows to random ones."""
+    device, some = x_RV.device, [sequences[row] for row in rows]
+    rows_b = _to_device(rows, torch.int64, device)
+    floats_b3 = _to_device([_floats(each.sampling) for each in some], torch.float64, device)
+    integers = [(*noise_keys(each.seed, each.number, each.output_length), each.sampling.top_k) for each in some]
+    integers_b3 = _to_device(integers, torch.int32, device)
+    if kernels.run_on(device) and x_RV.is_cuda:
+        from symbiosis.kernels.token_draw import draw
+
+        tokens_R.index_copy_(0, rows_b, draw(x_RV, rows_b, best_R, floats_b3, integers_b3))
+        return
+    max_rows = max(1, _MAX_LOGITS // x_RV.shape[1])
+    for part in (slice(start, start + max_rows) for start in range(0, len(rows), max_rows)):
+        drawn_b = token_draw_reference.draw(x_RV, rows_b[part], best_R, floats_b3[part], integers_b3[part])
+        tokens_R.index_copy_(0, rows_b[part], drawn_b)
 
 
-def _is_truncated(sequence: Sequence) -> bool:
-    return sequence.sampling.top_k > 0 or sequence.sampling.top_p < 1
-
-
-def _draw(x_bV: Tensor, sequences: Seq[Sequence], *, truncated: bool) -> Tensor:
-    """A random token of each row, by weight; if `truncated`, of those that `top_k` and `top_p` leave."""
-    values = [(one.sampling.temperature, one.sampling.min_p, one.sampling.top_p) for one in sequences]
-    temperature_b1, min_p_b1, top_p_b1 = _to_device(values, torch.float64, x_bV.device).unsqueeze(-1).unbind(1)
-    integers = [(*noise_keys(one.seed, one.number, one.output_length), one.sampling.top_k) for one in sequences]
-    key_b1, factor_b1, top_k_b1 = _to_device(integers, torch.int32, x_bV.device).unsqueeze(-1).unbind(1)
-
-    best_b1 = x_bV.amax(dim=-1, keepdim=True)
-    valid_b1 = best_b1.isfinite()
-    x_bV = torch.where(valid_b1, x_bV - best_b1, 0.0).div_(temperature_b1.float())
-    x_bV.masked_fill_(x_bV < min_p_b1.log().float(), -math.inf)
-    if not truncated:
-        tokens_V = torch.arange(x_bV.shape[1], dtype=torch.int32, device=x_bV.device)
-        score_bV = x_bV.sub_(_race_times(tokens_V, key_b1, factor_b1))
-        return torch.where(valid_b1, score_bV.argmax(dim=-1, keepdim=True), -1).squeeze(1)
-    top_k_b1 = torch.where(top_k_b1 == 0, x_bV.shape[1], top_k_b1)
-    arguments = (x_bV, top_k_b1, top_p_b1, key_b1, factor_b1)
-    chosen_b1, exact_b1 = _draw_truncated(_NUM_LIKELY, *arguments)
-    inexact_c = (valid_b1 & ~exact_b1).squeeze(1).nonzero().squeeze(1)
-    if inexact_c.numel():
-        again = (each.index_select(0, inexact_c) for each in arguments)
-        chosen_b1.index_copy_(0, inexact_c, _draw_truncated(x_bV.shape[1], *again)[0])
-    return torch.where(valid_b1, chosen_b1, -1).squeeze(1)
-
-
-def _race_times(tokens_n: Tensor, key_b1: Tensor, factor_b1: Tensor) -> Tensor:
-    """Logarithms of exponential numbers, one of each token id and row: independent, as far as a hash of 32 bits is."""
-    hash_bn = _mix(_mix(tokens_n.clone()) * factor_b1 ^ key_b1)
-    # Small numbers win, so these are the precise ones: 31 bits, scaled, and below 1, where the logarithm is finite.
-    uniform_bn = (hash_bn & 0x7FFFFFFF).float().add_(0.5).mul_(_UNIT).clamp_(max=_BELOW_1)
-    return uniform_bn.neg_().log1p_().neg_().log_()
-
-
-def _mix(x: Tensor) -> Tensor:
-    """In place: every bit of an int32 depends on all its bits (the last step of MurmurHash3). Shifts are logical."""
-    x.bitwise_xor_((x >> 16) & 0xFFFF).mul_(-0x7A143595)
-    x.bitwise_xor_((x >> 13) & 0x7FFFF).mul_(-0x3D4D51CB)
-    return x.bitwise_xor_((x >> 16) & 0xFFFF)
-
-
-def _draw_truncated(
-    n: int, x_bV: Tensor, top_k_b1: Tensor, top_p_b1: Tensor, key_b1: Tensor, factor_b1: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A token of the `top_k` most likely, and of these of the most likely that sum to `top_p`; `x_bV` is at most 0.
-
-    Only the `n` most likely tokens are sorted. The second result says whether the token is exact, that is, no other token
-    could have been in the selection.
-    """
-    vocabulary = x_bV.shape[1]
-    if n < vocabulary:
-        tokens_bn = x_bV.topk(n, dim=-1).indices.sort(dim=-1).values  # by id first: ties go to the lower id
-        x_bn, order_bn = x_bV.gather(1, tokens_bn).sort(dim=-1, descending=True, stable=True)
-        tokens_bn = tokens_bn.gather(1, order_bn)
-    else:
-        x_bn, tokens_bn = x_bV.sort(dim=-1, descending=True, stable=True)
-    index_n = torch.arange(x_bn.shape[1], device=x_bV.device)
-    weight_bn = torch.where(index_n < top_k_b1, _weights(x_bn), 0)
-    sums_bn = weight_bn.cumsum(dim=-1)
-    total_b1 = torch.where(top_k_b1 < vocabulary, sums_bn[:, -1:], _weights(x_bV).sum(dim=-1, keepdim=True))
-    enough_b1 = (top_p_b1 * total_b1.double()).long().clamp_(min=1)
-    # The token that reaches top_p is the last: the sum before it is smaller.
-    nucleus_bn = (sums_bn - weight_bn < enough_b1) & (weight_bn > 0)
-    if n < vocabulary:  # a token with the last one's logit may tie with one that was not sorted
-        exact_b1 = ~(nucleus_bn & (x_bn == x_bn[:, -1:])).any(dim=-1, keepdim=True) & (
-            (top_k_b1 < n) | (top_k_b1 >= vocabulary)
-        )
-    else:
-        exact_b1 = torch.ones_like(top_k_b1, dtype=torch.bool)
-    score_bn = x_bn - _race_times(tokens_bn.int(), key_b1, factor_b1)
-    index_b1 = score_bn.masked_fill_(~nucleus_bn, -math.inf).argmax(dim=-1, keepdim=True)
-    return tokens_bn.gather(1, index_b1), exact_b1
-
-
-def _weights(x: Tensor) -> Tensor:
-    """Probabilities as integers, up to a factor."""
-    return x.exp().mul_(_ONE).long()
+def _floats(sampling: Sampling) -> tuple[float, float, float]:
+    return sampling.temperature, math.log(sampling.min_p) if sampling.min_p else -math.inf, sampling.top_p
 
 
 def _logprobs(logits_BV: Tensor, sequences: Seq[Sequence], tokens: Seq[int]) -> list[Logprobs | None]:
