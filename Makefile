@@ -104,6 +104,7 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_prefill 1b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_prefill qwen4b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.decode_attention
+	PYTHONPATH=src $(PYTHON) -m benchmarks.token_draw
 	PYTHONPATH=src $(PYTHON) -m benchmarks.long_context 7b_long
 	PYTHONPATH=src $(PYTHON) -m benchmarks.engine_host_blocks 7b_long
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b

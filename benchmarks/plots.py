@@ -258,6 +258,18 @@ def decode_attention(record: dict[str, Any], axes: Sequence[Any]) -> None:
     bars(axes[0], groups, {name: [each["gb_per_s"].get(name) for each in record["cases"]] for name in names}, "GB/s")
 
 
+def token_draw(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    for spread, each in zip((3.0, 0.1), axes, strict=True):
+        cells = [cell for cell in record["results"] if cell["spread"] == spread]
+        names = list(cells[0]["samplings"])
+        series = {
+            f"{cell['rows']} x {cell['vocabulary']}, {case}": [cell["samplings"][name][case]["median"] * 1e3 for name in names]
+            for cell in cells[-2:]
+            for case in ("kernel", "reference")
+        }
+        bars(each, names, series, f"ms, logits of deviation {spread:g}")
+
+
 def network(record: dict[str, Any], axes: Sequence[Any]) -> None:
     short = [cell for cell in record["runs"] if cell["tokens"] == record["plan"]["tokens"]]
     panels = ((("step", "micro_batches"), 1.0, "fine-tuning step, s"), (("decode",), 1e-3, "decode, ms per token"))
@@ -296,6 +308,7 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = 
     "long_context": (long_context, 2),
     "engine_host_blocks": (engine_host_blocks, 2),
     "decode_attention": (decode_attention, 1),
+    "token_draw": (token_draw, 2),
     "network": (network, 2),
 }
 

@@ -39,6 +39,7 @@ from benchmarks import (
     sharding,
     sharing,
     small_and_large,
+    token_draw,
     wire_compression,
 )
 from benchmarks.http_load import benchmark as http_load
@@ -83,6 +84,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         pytest.param(long_context, [], marks=pytest.mark.slow),
         (engine_host_blocks, []),
         (decode_attention, ["--repetitions", "1"]),
+        (token_draw, ["--repetitions", "1"]),
         pytest.param(gpu_training, ["--seconds", "0.1"], marks=pytest.mark.slow),
         pytest.param(gpu_training, ["--seconds", "0.1", "--scale"], marks=pytest.mark.slow),
         pytest.param(gpu_training, ["--seconds", "0.1", "--fair"], marks=pytest.mark.slow),
@@ -108,6 +110,7 @@ def test_a_benchmark_runs_and_writes_its_figures_with_machine_and_versions(bench
         "long_context",
         "engine_host_blocks",
         "decode_attention",
+        "token_draw",
         "gpu_training",
         "scale",
         "fair",
