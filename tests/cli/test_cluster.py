@@ -131,7 +131,7 @@ def test_engines_of_another_process_join_and_leave(up, tmp_path):
     assert joining.wait(60) == 0
     assert not ready.exists()
     until(lambda: len(up.status()["engines"]) == 1, up.process, log)
-    assert up.status()["cluster"]["wanted"] == 1
+    until(lambda: up.status()["cluster"]["wanted"] == 1, up.process, log)
 
 
 @pytest.mark.slow
