@@ -11,8 +11,20 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SCANNED = ("src", "tests", "benchmarks", "examples", "docs", "tools", "README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile")
-SUFFIXES = {".py", ".md", ".c", ".h", ""}
+SCANNED = (
+    "src",
+    "tests",
+    "deploy",
+    "benchmarks",
+    "examples",
+    "docs",
+    "tools",
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "Makefile",
+)
+SUFFIXES = {".py", ".md", ".c", ".h", ".yaml", ".tpl", ""}
 
 # Components are not people.
 PEOPLE = r"nobody|somebody|whoever|anybody|everybody|everyone|someone|is told|are told|may know|who has|who is"

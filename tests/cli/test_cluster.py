@@ -117,8 +117,11 @@ def test_join_needs_the_address_and_the_secret(up, tmp_path):
 
 @pytest.mark.slow
 def test_engines_of_another_process_join_and_leave(up, tmp_path):
-    log = tmp_path / "join.log"
-    joining = start(log, "join", up.director, "--state", up.state, "--model", up.model, *_ENGINE)
+    log, ready = tmp_path / "join.log", tmp_path / "ready"
+    ready.touch()  # of a process that was killed
+    joining = start(log, "join", up.director, "--state", up.state, "--model", up.model, "--ready-file", ready, *_ENGINE)
+    until(lambda: not ready.exists(), joining, log)
+    until(ready.exists, joining, log)
     until(lambda: "has joined" in log.read_text(), joining, log)
     until(lambda: len(up.status()["engines"]) == 2, joining, log)
     time.sleep(12)  # the director looks at their number ten seconds after its start
@@ -126,8 +129,9 @@ def test_engines_of_another_process_join_and_leave(up, tmp_path):
     assert {engine["status"] for engine in up.status()["engines"].values()} == {"ready"}
     joining.terminate()
     assert joining.wait(60) == 0
+    assert not ready.exists()
     until(lambda: len(up.status()["engines"]) == 1, up.process, log)
-    assert up.status()["cluster"]["wanted"] == 1
+    until(lambda: up.status()["cluster"]["wanted"] == 1, up.process, log)
 
 
 @pytest.mark.slow

@@ -140,9 +140,11 @@ def test_a_dead_engine_gives_503_on_requests_and_health(world):
 
         found = asyncio.run(run())
         assert all(isinstance(error, openai.InternalServerError) and error.status_code == 503 for error in found), found
-        answer = server.ask("GET", "/health")
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "engine_lost"
+        for path in ("/health", "/ready"):
+            answer = server.ask("GET", path)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "engine_lost"
+        assert server.ask("GET", "/live").status_code == 200
         assert server.ask("POST", "/v1/completions", json={"model": "tiny", "prompt": "x"}).status_code == 503
 
 
@@ -181,4 +183,26 @@ def test_a_stopped_server_finishes_running_requests(world):
         made = asyncio.run(run())
         assert not isinstance(made, Exception), made
         assert made.usage.completion_tokens == 16 * 250
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stopped_server_is_not_ready_and_serves_during_the_shutdown_delay(world, workers):
+    with serving(world.folder, "--shutdown-delay", 5, "--http-workers", workers) as (process, server):
+        assert server.ask("GET", "/ready").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        until(lambda: all(server.ask("GET", "/ready").status_code == 503 for _ in range(4 * workers)), 4)
+        answer = server.ask("GET", "/ready")
+        assert answer.json()["error"]["code"] == "closed"
+        assert "shutting down" in answer.json()["error"]["message"]
+        assert server.ask("GET", "/live").status_code == server.ask("GET", "/health").status_code == 200
+        assert server.client().completions.create(model="tiny", prompt="x", max_tokens=2).choices
+        assert process.wait(timeout=60) == 0
+
+
+def test_a_second_signal_ends_the_shutdown_delay(world):
+    with serving(world.folder, "--shutdown-delay", 600) as (process, server):
+        process.send_signal(signal.SIGTERM)
+        until(lambda: server.ask("GET", "/ready").status_code == 503)
+        os.kill(http_process(process.pid), signal.SIGTERM)
         assert process.wait(timeout=60) == 0

@@ -32,7 +32,7 @@ class FrontDoor:
     load adapters from. Uploaded adapters are stored in `uploads` and fine-tuning jobs in `jobs` (default: `uploads` with the
     suffix -jobs); a later server with these folders continues with them. Without `uploads` both are removed at `close`.
     `workers` is the number of processes that serve completions. `patience_s` is the time for a client to send a request's head.
-    Web pages of `cors_origins` may send requests.
+    Web pages of `cors_origins` may send requests. `close` serves for `shutdown_delay_s` as before, without being ready.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class FrontDoor:
         requests: RequestLimits | None = None,
         patience_s: float = 20.0,
         cors_origins: Collection[str] = (),
+        shutdown_delay_s: float = 0.0,
     ) -> None:
         keys = dict(keys or {})
         if adapter_root is not None and not Path(adapter_root).is_dir():
@@ -80,7 +81,7 @@ class FrontDoor:
                 cors_origins=tuple(cors_origins),
             )
             # Their imports take seconds: they run while the engine loads.
-            self.processes = HttpProcesses(self._socket, workers, runtime_folder())
+            self.processes = HttpProcesses(self._socket, workers, runtime_folder(), shutdown_delay_s)
             undo.pop_all()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -50,7 +50,7 @@ class HttpHost:
     them. Without `uploads` both are removed at `close`. `workers` is the number of processes that serve completions (default:
     one with a CPU, up to four with a GPU). `patience_s` is the time for a client to send a request's head. Web pages of
     `cors_origins` may send requests. `temperature` is for requests that name none (default: that of the model's generation
-    config, else 1; the small default model is greedy).
+    config, else 1; the small default model is greedy). `close` serves for `shutdown_delay_s` as before, without being ready.
     `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
     `device_share` is shared by everything that computes on this device. `statistics` is the executor's source of statistics;
     None: a new one. `engine_core` are further options of `EngineCore`.
@@ -76,6 +76,7 @@ class HttpHost:
         workers: int | None = None,
         patience_s: float = 20.0,
         cors_origins: Collection[str] = (),
+        shutdown_delay_s: float = 0.0,
         temperature: float | None = None,
         training: TrainerConfig | None = TrainerConfig(),  # noqa: B008 - frozen
         device_share: CpuTimeShare | None = None,
@@ -100,6 +101,7 @@ class HttpHost:
             requests=requests,
             patience_s=patience_s,
             cors_origins=cors_origins,
+            shutdown_delay_s=shutdown_delay_s,
         )
         self.url = self._door.url
         self._engine: EngineHost | None = None

@@ -30,18 +30,19 @@ class HttpProcesses:
     Each starts at once and serves after `configure`. Their sockets are inherited: a new process can replace a dead one.
     """
 
-    def __init__(self, listening: socket.socket, workers: int, folder: Path) -> None:
-        """`folder` is private to this user."""
+    def __init__(self, listening: socket.socket, workers: int, folder: Path, shutdown_delay_s: float = 0.0) -> None:
+        """`folder` is private to this user. At `stop` they serve for `shutdown_delay_s` as before, without being ready."""
         if not 1 <= workers <= _MAX_WORKERS:
             raise SymbiosisError(f"{workers} HTTP workers: expected 1 to {_MAX_WORKERS}")
         self._config: dict[str, Any] = {}
         self._control_path: Path | None = None
         self._control_socket: socket.socket | None = None
         self._counts_fd: int | None = None
+        self._shutdown_delay_s = shutdown_delay_s
         self._slots: list[_Slot] = []
         try:
             if workers == 1:
-                self._slots.append(_Slot(listening.fileno()))
+                self._slots.append(_Slot(listening.fileno(), shutdown_delay_s))
             else:
                 self._start_several(listening.fileno(), workers, folder)
         except BaseException:
@@ -54,10 +55,10 @@ class HttpProcesses:
         self._control_socket.bind(str(self._control_path))
         self._control_socket.listen(_BACKLOG)
         self._counts_fd = create_counts()
-        self._slots.append(_Slot(self._control_socket.fileno()))
+        self._slots.append(_Slot(self._control_socket.fileno(), 0.0))
         for own in range(workers):
             counts = {"fd": self._counts_fd, "own": own, "workers": workers}
-            self._slots.append(_Slot(fd, str(self._control_path), counts))
+            self._slots.append(_Slot(fd, self._shutdown_delay_s, str(self._control_path), counts))
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -93,7 +94,7 @@ class HttpProcesses:
         for group in (self._slots[1:], self._slots[:1]):
             for slot in group:
                 slot.process.terminate()
-            deadline = time.monotonic() + _STOP_TIMEOUT_S
+            deadline = time.monotonic() + self._shutdown_delay_s + _STOP_TIMEOUT_S
             for slot in group:
                 slot.process.wait(deadline)
         if self._control_socket is not None:
@@ -108,8 +109,10 @@ class HttpProcesses:
 class _Slot:
     """A place for one process after the other."""
 
-    def __init__(self, fd: int, control: str | None = None, counts: dict[str, int] | None = None) -> None:
-        self._options = {"fd": fd, "control": control, "counts": counts}
+    def __init__(
+        self, fd: int, shutdown_delay_s: float, control: str | None = None, counts: dict[str, int] | None = None
+    ) -> None:
+        self._options = {"fd": fd, "shutdown_delay_s": shutdown_delay_s, "control": control, "counts": counts}
         self._fds = [fd, *([] if counts is None else [counts["fd"]])]
         self.deaths = 0
         self.restart()

@@ -84,6 +84,8 @@ class Director:
         self.wanted = config.engines
         """Engines that launchers keep running."""
         self._leaving: set[str] = set()
+        self._lost = 0
+        """Engines that ended without having been let go."""
         self._started = time.monotonic()
         self._add_operations()
         RateLimitService(self.rpc, RequestLimits(at_once=config.at_once, per_minute=config.per_minute))
@@ -143,6 +145,7 @@ class Director:
     def _drop_engine(self, member: Member) -> None:
         is_replaced = member.name not in self._leaving
         self._leaving.discard(member.name)
+        self._lost += is_replaced
         self._placement.drop_engine(member, expected=self._expected if is_replaced else 0)
 
     async def _drain(self, id: str, body: Body) -> Body:
@@ -188,7 +191,7 @@ class Director:
 
     def _snapshot(self) -> dict[str, Any]:
         statistics = self._statistics.snapshot(self._config.has_keys)
-        statistics["cluster"]["wanted"] = self._expected
+        statistics["cluster"] |= {"wanted": self._expected, "lost": self._lost}
         return statistics
 
     def _changed(self) -> None:

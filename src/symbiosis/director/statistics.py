@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from symbiosis.adapters.names import split_qualified_name
 from symbiosis.director.adapters import ClusterAdapters
@@ -88,8 +89,10 @@ class ClusterStatistics:
             member.name: {
                 "status": self._placement.status_of(member),
                 "address": member.address.messages,
+                "node": urlsplit(member.address.messages).hostname or "",
                 "jobs": member.jobs,
                 "adapters": len(member.loaded),
+                "adapter_names": sorted(member.loaded),
                 **{name: member.stats.get(name, 0) for name in _SHOWN},
             }
             for member in list(self._members.by_name.values())

@@ -72,9 +72,10 @@ async def _serve(config: dict[str, Any], parent: int) -> None:
     max_connections = file_limits.raise_open_file_limit() - _RESERVED_FILES
     counts = None if config["counts"] is None else SharedCounts(**config["counts"])
     limits = ConnectionLimits(timeout_s=settings.client_timeout_s, max_connections=max_connections, counts=counts)
+    app = Server(engine, ServerTokenizer(tokenizer, settings.max_model_len), settings, config["control"])
     server = Listener(
         uvicorn.Config(
-            Server(engine, ServerTokenizer(tokenizer, settings.max_model_len), settings, config["control"]).app(),
+            app.app(),
             http=partial(HttpProtocol, limits=limits),  # type: ignore[arg-type]  # uvicorn only calls it
             log_config=None,
             access_log=False,
@@ -85,6 +86,8 @@ async def _serve(config: dict[str, Any], parent: int) -> None:
             timeout_keep_alive=75,
         ),
         counts,
+        app.drain,
+        config["shutdown_delay_s"],
     )
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=config["fd"])]))
     lost = asyncio.create_task(_wait_for_loss(engine, parent if "director" in config else None))

@@ -24,7 +24,7 @@ from symbiosis.server.openai.errors import BadRequest, error_response, no_such_p
 from symbiosis.server.request_gate import RequestGate
 from symbiosis.server.requests.body import Handler, cancel_on_disconnect
 from symbiosis.server.routes.completions import CompletionRoutes
-from symbiosis.server.routes.health import HealthRoute
+from symbiosis.server.routes.health import HealthRoutes
 from symbiosis.server.routes.tokenization import TokenizationRoutes
 from symbiosis.server.settings import Settings
 from symbiosis.server.tokenizer import ServerTokenizer
@@ -41,6 +41,7 @@ class Server:
 
     def __init__(self, engine: Engine, tokenizer: ServerTokenizer, settings: Settings, control: str | None = None) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
+        self._health = HealthRoutes(engine)
         self._metrics = Metrics()
         self._reporter = MetricsReporter(engine, self._metrics)
         self._proxy = None if control is None else ControlProxy(control)
@@ -54,8 +55,10 @@ class Server:
         completions = CompletionRoutes(engine, tokenizer, settings, gate, self._metrics)
         tokenization = TokenizationRoutes(engine, tokenizer, gate)
         table: list[tuple[str, str, Handler]] = [
-            ("GET", "/health", HealthRoute(engine).get),
-            ("GET", "/ping", HealthRoute(engine).get),
+            ("GET", "/live", self._health.live),
+            ("GET", "/ready", self._health.ready),
+            ("GET", "/health", self._health.health),
+            ("GET", "/ping", self._health.health),
             ("POST", "/tokenize", tokenization.tokenize),
             ("POST", "/detokenize", tokenization.detokenize),
             ("POST", "/v1/completions", completions.complete),
@@ -72,6 +75,10 @@ class Server:
         hosts = None if settings.allowed_hosts is None else frozenset(settings.allowed_hosts)
         guard = AuthMiddleware(app, ApiKeys(settings.keys, settings.admin_key), hosts, settings.cors_origins)
         return allow_origins(guard, settings.cors_origins)
+
+    def drain(self) -> None:
+        """Not ready from now on; requests are served as before."""
+        self._health.is_draining = True
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:

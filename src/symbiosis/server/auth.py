@@ -14,8 +14,8 @@ from symbiosis.server.openai.errors import BadRequest, error_response, no_such_p
 from symbiosis.server.requests.body import drain_body
 from symbiosis.server.settings import ADMIN
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
-"""Need no key, and tell nothing but liveness."""
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
+"""Need no key, and tell nothing but liveness and readiness."""
 TENANT_PATHS = frozenset(
     {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
     | {"/v1/adapters", "/v1/files", "/v1/fine_tuning/jobs"}

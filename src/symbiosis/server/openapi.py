@@ -41,6 +41,8 @@ class Operation:
 
 
 _OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("GET", "/live"): Operation(summary="Whether the server responds."),
+    ("GET", "/ready"): Operation(summary="Whether it takes requests: 503 without an engine, and while it shuts down."),
     ("GET", "/health"): Operation(summary="Whether the engine responds."),
     ("GET", "/ping"): Operation(summary="The same as /health."),
     ("GET", "/version"): Operation(summary="Version of the server."),

@@ -62,6 +62,10 @@ class RunningCluster:
     def engines(self) -> dict:
         return self.ask("GET", "/v1/statistics", ADMIN).json()["engines"]
 
+    def metric(self, name: str) -> float:
+        lines = self.ask("GET", "/metrics", ADMIN).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
     def until(self, condition) -> None:
         deadline = time.monotonic() + START_S
         while not condition():

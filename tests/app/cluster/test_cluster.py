@@ -294,7 +294,21 @@ def test_limits_hold_over_all_workers(served):
     metrics = served.ask("GET", "/metrics", ADMIN)
     assert metrics.status_code == 200
     for name in served.engines():
-        assert f'symbiosis_cluster_engine_up{{engine="{name}",status="ready"}} 1.0' in metrics.text
+        assert f'symbiosis_cluster_engine_up{{engine="{name}",node="127.0.0.1",status="ready"}} 1.0' in metrics.text
+
+
+def test_it_is_live_and_not_ready_without_engines(served):
+    def status(path: str) -> int:
+        return served.ask("GET", path, "none").status_code
+
+    served.until(lambda: status("/ready") == 200)
+    failed = served.metric("symbiosis_cluster_engines_lost")
+    for pid in served.host.launcher.pids.values():
+        os.kill(pid, signal.SIGKILL)
+    served.until(lambda: status("/ready") == 503)
+    assert status("/live") == 200
+    served.until(lambda: status("/ready") == 200 and len(served.engines()) == served.count)
+    assert served.metric("symbiosis_cluster_engines_lost") == failed + served.count
 
 
 def test_top_shows_the_engines(served):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from symbiosis.app.cluster.cluster_host import HostLink
@@ -68,12 +69,24 @@ class JoinedEngines:
     """`engines` processes, until closed. Engines that the director lets go are not replaced. A context manager."""
 
     def __init__(
-        self, address: str, secret: str, *, engine: Mapping[str, Any], engines: int, host: str, joined: Callable[[str], None]
+        self,
+        address: str,
+        secret: str,
+        *,
+        engine: Mapping[str, Any],
+        engines: int,
+        host: str,
+        joined: Callable[[str], None],
+        ready_file: Path | None = None,
     ) -> None:
-        """`engine` is the configuration of `app.engine_process`; `joined` is called with the name of each that has joined."""
+        """`engine` is the configuration of `app.engine_process`; `joined` is called with the name of each that has joined.
+
+        `ready_file` exists while all of them are in the cluster.
+        """
         director = director_address(address, secret)
-        self._wanted, self._joined = engines, joined
+        self._wanted, self._joined, self._ready_file = engines, joined, ready_file
         self._known: set[str] = set()
+        self._set_ready(False)  # what a process that was killed has left
         self._link = HostLink(director, ClusterKey.of(secret), engines)
         prefix = f"{socket.gethostname().partition('.')[0][:60]}-engine"
         config = {**engine, "host": host, "secret": secret, "director": director.to_json()}
@@ -88,12 +101,23 @@ class JoinedEngines:
             self.launcher.keep(self._wanted, leave)
         self.launcher.check()
         table = self._link.table
-        for name in sorted(set() if table is None else table["engines"].keys() & own.keys() - self._known):
+        there = set() if table is None else table["engines"].keys() & own.keys()
+        for name in sorted(there - self._known):
             self._known.add(name)
             self._joined(name)
+        self._set_ready(len(there) >= self._wanted)
         return self._wanted
 
+    def _set_ready(self, is_ready: bool) -> None:
+        if self._ready_file is None:
+            return
+        if is_ready:
+            self._ready_file.touch()
+        else:
+            self._ready_file.unlink(missing_ok=True)
+
     def close(self) -> None:
+        self._set_ready(False)
         self.launcher.close()
         self._link.close()
 

@@ -30,7 +30,7 @@ from symbiosis.cli.commands.engine_options import (
     choose_launcher,
     engine_config,
 )
-from symbiosis.cli.commands.options import DEFAULT_URL, Key
+from symbiosis.cli.commands.options import DEFAULT_URL, Key, ReadyFile, ShutdownDelay
 from symbiosis.cli.commands.serve import DEFAULT_HTTP, Stop, read_adapters, read_tokens
 from symbiosis.cli.views.cluster_view import print_cluster
 from symbiosis.errors import SymbiosisError
@@ -181,6 +181,7 @@ def up(
     tenant_rate: Annotated[
         int | None, _limit("--tenant-rate", "Most requests of one tenant in a minute. (default: no limit)", hidden=True)
     ] = None,
+    shutdown_delay: ShutdownDelay = 0.0,
     device: Device = "cpu",
     dtype: Dtype = None,
     threads: Threads = None,
@@ -262,6 +263,7 @@ def up(
                 adapter_root=adapter_root,
                 uploads=uploads,
                 job_limits=JobLimits(running=running_jobs),
+                shutdown_delay_s=shutdown_delay,
             )
         stopped = _stop_on_signals()
         with cluster:
@@ -306,6 +308,7 @@ def join(
             help="Where the engines listen. (default: this host's address on the way)",
         ),
     ] = None,
+    ready_file: ReadyFile = None,
     model: ModelOption = None,
     device: Device = "cpu",
     dtype: Dtype = None,
@@ -324,6 +327,8 @@ def join(
     Copy the secret file of `up` first (scp keeps it private). The engines serve the same model: the cluster rejects others.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if ray is not None and ready_file is not None:
+        raise SymbiosisError("--ready-file is for engines of this host: leave it out with --ray")
     with err.status("Joining"):
         from symbiosis.app.cluster.joined_engines import JoinedEngines, check_director, own_host_towards
         from symbiosis.app.cluster.secret_file import read_secret
@@ -359,7 +364,9 @@ def join(
         typer.echo(f"{name} has joined {address}")
         sys.stdout.flush()
 
-    with JoinedEngines(address, secret, engine=engine, engines=engines, host=host, joined=report) as joined:
+    with JoinedEngines(
+        address, secret, engine=engine, engines=engines, host=host, joined=report, ready_file=ready_file
+    ) as joined:
         stopped = _stop_on_signals()
         while not stopped.wait(_CHECK_S):
             if not joined.check():

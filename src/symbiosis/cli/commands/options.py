@@ -31,6 +31,25 @@ Key = Annotated[
         "--key", metavar="SECRET", envvar="SYMBIOSIS_KEY", show_default=False, help="Your key, if the server requires one."
     ),
 ]
+ShutdownDelay = Annotated[
+    float,
+    typer.Option(
+        "--shutdown-delay",
+        metavar="SECONDS",
+        min=0,
+        max=3600,
+        help="At SIGTERM requests are served for so long, while /ready is 503 already: load balancers find another server.",
+    ),
+]
+ReadyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ready-file",
+        metavar="FILE",
+        show_default=False,
+        help="Exists while all engines of this host are in the cluster: for a readiness probe. Not with --ray.",
+    ),
+]
 
 
 def is_url(address: str) -> bool:

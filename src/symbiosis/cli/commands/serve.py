@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from typer.core import TyperCommand
 
-from symbiosis.cli.commands.options import DEFAULT_ADDRESS, is_given
+from symbiosis.cli.commands.options import DEFAULT_ADDRESS, ShutdownDelay, is_given
 from symbiosis.common import file_limits
 from symbiosis.errors import SymbiosisError
 
@@ -36,7 +36,7 @@ _FOR_HTTP = (
         "max_queued",
         "tenant_queued",
     ),
-    *("http_workers", "jobs", "running_jobs", "tenant_running_jobs", "cors_origin", "temperature"),
+    *("http_workers", "jobs", "running_jobs", "tenant_running_jobs", "cors_origin", "temperature", "shutdown_delay"),
 )
 err = Console(stderr=True)
 
@@ -228,6 +228,7 @@ def serve(
     ] = None,
     max_queued: Annotated[int, _limit("--max-queued", "Most queued sequences; requests beyond it get a 429.")] = 4096,
     tenant_queued: Annotated[int, _limit("--tenant-queued", "Most queued sequences of one tenant.")] = 1024,
+    shutdown_delay: ShutdownDelay = 0.0,
 ) -> None:
     """Load one base model and serve it to tenants until Ctrl-C."""
     keys = read_tokens(key or [], os.environ.get("SYMBIOSIS_KEYS", ""), "key")
@@ -338,6 +339,7 @@ def serve(
                     store_limits=StoreLimits(adapters=tenant_adapters, bytes=int(tenant_adapter_gb * 1e9)),
                     requests=RequestLimits(at_once=tenant_requests, per_minute=tenant_rate),
                     cors_origins=cors_origin or (),
+                    shutdown_delay_s=shutdown_delay,
                     temperature=temperature,
                     cache_bytes=None if cache_gb is None else int(cache_gb * 1e9),
                     host_cache_bytes=int(host_cache_gb * 1e9),

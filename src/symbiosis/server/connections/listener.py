@@ -6,7 +6,9 @@ import asyncio
 import errno
 import socket
 import sys
+import time
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -21,12 +23,28 @@ _STARTUP_FAILURE = 3
 class Listener(uvicorn.Server):
     """One connection in each turn of the event loop: a burst spreads over the processes, and a busy one takes less of it.
 
-    A process with more connections than another leaves it a moment to take the next one.
+    A process with more connections than another leaves it a moment to take the next one. The first signal calls `drain`;
+    requests are served as before for `shutdown_delay_s`, in which load balancers find another server.
     """
 
-    def __init__(self, config: uvicorn.Config, counts: SharedCounts | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, counts: SharedCounts | None, drain: Callable[[], None], shutdown_delay_s: float
+    ) -> None:
         super().__init__(config)
-        self._counts = counts
+        self._counts, self._drain, self._shutdown_delay_s = counts, drain, shutdown_delay_s
+        self._exit_at = 0.0
+        """0: no signal yet."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._drain()
+        if self.started and self._shutdown_delay_s and not self._exit_at:
+            self._exit_at = time.monotonic() + self._shutdown_delay_s
+        else:
+            super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        is_over = await super().on_tick(counter)
+        return is_over or 0 < self._exit_at <= time.monotonic()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()

@@ -75,6 +75,8 @@ _CLUSTER = {
     "waiting": ("symbiosis_cluster_requests_waiting", "Requests that wait for an engine."),
     "placed": ("symbiosis_cluster_requests", "Requests of the cluster."),
     "migrations": ("symbiosis_cluster_migrations", "Requests that went on at another engine so far."),
+    "wanted": ("symbiosis_cluster_engines_wanted", "Engines that the cluster keeps running."),
+    "lost": ("symbiosis_cluster_engines_lost", "Engines that failed so far: they ended without having been let go."),
 }
 
 
@@ -101,14 +103,22 @@ class _Families(Collector):
 
     def _cluster(self) -> Iterator[Metric]:
         engines, cluster = self._statistics["engines"], self._statistics["cluster"]
-        status = GaugeMetricFamily("symbiosis_cluster_engine_up", "Engines, with their status.", labels=["engine", "status"])
-        for name, row in engines.items():
-            status.add_metric([name, row["status"]], 1)
+        status = GaugeMetricFamily(
+            "symbiosis_cluster_engine_up", "Engines, with their status.", labels=["engine", "node", "status"]
+        )
+        adapters = GaugeMetricFamily(
+            "symbiosis_cluster_engine_adapter", "Adapters that were loaded, by name.", labels=["engine", "node", "adapter"]
+        )
+        for engine, row in engines.items():
+            status.add_metric([engine, row["node"], row["status"]], 1)
+            for adapter in row["adapter_names"]:
+                adapters.add_metric([engine, row["node"], adapter], 1)
         yield status
+        yield adapters
         for field, (name, text) in _ENGINES.items():
-            family = GaugeMetricFamily(name, text, labels=["engine"])
+            family = GaugeMetricFamily(name, text, labels=["engine", "node"])
             for engine, row in engines.items():
-                family.add_metric([engine], row[field])
+                family.add_metric([engine, row["node"]], row[field])
             yield family
         for field, (name, text) in _CLUSTER.items():
             yield GaugeMetricFamily(name, text, value=cluster[field])
