@@ -4,8 +4,9 @@ A layer of a Llama model is divided among 2 and 4 processes of this machine. For
 attention projection and of the MLP run in both ways; then the executor chooses. Reported are seconds and bytes of each way,
 and for how many cells the way that it takes for the faster one is so, or within a tenth of it. It tries the other now and then.
 
-    python -m benchmarks.sharding              # about 10 minutes on 2 cores
-    python -m benchmarks.sharding --tiny       # seconds, for the tests
+    python -m benchmarks.sharding                   # about 25 minutes on 2 cores
+    python -m benchmarks.sharding --case 1024x4096:2   # one layer on so many shards; the results of others stay
+    python -m benchmarks.sharding --tiny            # seconds, for the tests
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ QUESTION = str(__doc__).splitlines()[0]
 SHAPES = {"576x1536": (576, 1536), "1024x4096": (1024, 4096)}
 TINY = {"32x64": (32, 64)}
 CLOSE = 1.1
-_LEARNING = 16  # calls of each size before the choice counts
+_LEARNING = 20  # calls of each size before the choice counts
 
 
 def shards_of(rank: int, size: int, master: str, hidden: int, inner: int) -> Any:
@@ -52,53 +53,72 @@ def shards_of(rank: int, size: int, master: str, hidden: int, inner: int) -> Any
     return shards
 
 
-def measure(shards: Any, rows_of_calls: Sequence[int]) -> list[dict[str, Any]]:
-    """Seconds and bytes of every cell in both ways, and the way that is chosen after a few calls."""
-    import torch
+class Cell:
+    """One size of call of one layer: its time in both ways, and the way that is chosen after a few calls."""
 
-    from symbiosis.split.executor.layers import run
-    from symbiosis.split.executor.sharding.ways import Way, WayChooser
+    def __init__(self, shards: Any, layer: Any, direction: Any, rows: int) -> None:
+        import torch
+
+        self.shards, self.layer, self.direction, self.rows = shards, layer, direction, rows
+        self.x = tuple(torch.randn(rows, width) for width in layer.input_widths(direction))
+        self.times: dict[str, list[float]] = {}
+        self.moved: dict[str, int] = {}
+
+    def call(self) -> float:
+        import torch
+
+        from symbiosis.split.executor.layers import run
+
+        started = time.perf_counter()
+        with torch.no_grad():
+            run((self.layer,), self.direction, self.x)
+        return time.perf_counter() - started
+
+    def compare(self) -> None:
+        """Both ways in turns, since the machine's speed varies."""
+        from symbiosis.split.executor.sharding.ways import Way, WayChooser
+
+        mesh = self.shards.mesh
+        turns, calls = (2, 1) if self.rows > 1024 else (4, 3) if self.rows > 64 else (12, 3)
+        for _ in range(turns):
+            for way in Way:
+                self.shards.chooser = WayChooser(way)
+                for number in range(calls):
+                    sent = mesh.sent_bytes + mesh.received_bytes
+                    seconds = self.call()
+                    if number or calls == 1:  # after the other way the caches are full of other data
+                        self.times.setdefault(way, []).append(seconds)
+                    self.moved[way] = mesh.sent_bytes + mesh.received_bytes - sent
+
+    def measure(self, learning: Any) -> dict[str, Any]:
+        from symbiosis.types import Direction
+
+        self.compare()
+        self.shards.chooser = learning
+        for _ in range(_LEARNING):
+            self.call()
+        self.compare()  # half before and half after: the speed of a machine drifts
+        spec = self.layer.spec
+        key = (self.direction is Direction.BACKWARD, (spec.kind, spec.in_width, spec.out_width))
+        choice = learning.best(key, self.rows)
+        ways = {way: {"seconds": statistics.median(times), "bytes": self.moved[way]} for way, times in self.times.items()}
+        fastest = min(found["seconds"] for found in ways.values())
+        is_right = ways[choice]["seconds"] <= CLOSE * fastest
+        return {"direction": self.direction.name.lower(), "rows": self.rows, **ways, "chosen": choice, "is_right": is_right}
+
+
+def measure(shards: Any, rows_of_calls: Sequence[int]) -> list[dict[str, Any]]:
+    """Every cell."""
+    from symbiosis.split.executor.sharding.ways import WayChooser
     from symbiosis.types import Direction
 
-    layers = {name: next(each for each in shards.layers if each.spec.paths[0].endswith(name)) for name in ("o_proj", "mlp")}
-    cells, mesh = [], shards.mesh
-    for name, layer in layers.items():
+    cells = []
+    for name in ("o_proj", "mlp"):
+        layer = next(each for each in shards.layers if each.spec.paths[0].endswith(name))
         for direction in (Direction.FORWARD, Direction.BACKWARD):
             learning = WayChooser()
             for rows in rows_of_calls:
-                x = tuple(torch.randn(rows, width) for width in layer.input_widths(direction))
-                times: dict[Way, list[float]] = {way: [] for way in Way}
-                moved: dict[Way, int] = {}
-                for _ in range(2 if rows > 1024 else 4 if rows > 64 else 16):
-                    for way in Way:  # in turns, since the machine's speed varies
-                        shards.chooser = WayChooser(way)
-                        for number in range(3):
-                            sent = mesh.sent_bytes + mesh.received_bytes
-                            started = time.perf_counter()
-                            with torch.no_grad():
-                                run((layer,), direction, x)
-                            if number:  # the first run after the other way finds the caches full of other data
-                                times[way].append(time.perf_counter() - started)
-                            moved[way] = mesh.sent_bytes + mesh.received_bytes - sent
-                ways = {way: {"seconds": statistics.median(times[way]), "bytes": moved[way]} for way in Way}
-                shards.chooser = learning
-                for _ in range(_LEARNING):
-                    with torch.no_grad():
-                        run((layer,), direction, x)
-                key = (direction is Direction.BACKWARD, (layer.spec.kind, layer.spec.in_width, layer.spec.out_width))
-                choice = learning.best(key, rows)
-                fastest = min(found["seconds"] for found in ways.values())
-                is_right = ways[choice]["seconds"] <= CLOSE * fastest
-                cells.append(
-                    {
-                        "layer": name,
-                        "direction": direction.name.lower(),
-                        "rows": rows,
-                        **ways,
-                        "chosen": choice,
-                        "is_right": is_right,
-                    }
-                )
+                cells.append({"layer": name, **Cell(shards, layer, direction, rows).measure(learning)})
     return cells
 
 
@@ -130,6 +150,7 @@ def run_shape(name: str, hidden: int, inner: int, size: int, rows: Sequence[int]
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny layer, for the tests")
+    parser.add_argument("--case", metavar="LAYER:SHARDS")
     parser.add_argument("--follow", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=FOLDER)
     chosen = parser.parse_args(arguments)
@@ -139,14 +160,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shapes, sizes = (TINY, (2,)) if chosen.tiny else (SHAPES, (2, 4))
     rows = (1, 8, 64) if chosen.tiny else tuple(2**power for power in range(14))
     console = Console(width=160)
-    results = []
-    for name, (hidden, inner) in shapes.items():
-        for size in sizes:
-            with console.status(f"{name} on {size} shards"):
-                results.append(run_shape(name, hidden, inner, size, rows))
-            console.print(f"{name} on {size} shards: the choice is right in {results[-1]['right']:.0%} of the cells")
+    cases = [f"{name}:{size}" for name in shapes for size in sizes]
+    if chosen.case is not None and chosen.case not in cases:
+        parser.error(f"--case {chosen.case}: expected one of {', '.join(cases)}")
+    results = [] if chosen.case is None else _others(chosen.out, chosen.case)
+    for case in cases if chosen.case is None else [chosen.case]:
+        name, size = case.split(":")
+        with console.status(f"{name} on {size} shards"):
+            results.append(run_shape(name, *shapes[name], int(size), rows))
+        console.print(f"{name} on {size} shards: the choice is right in {results[-1]['right']:.0%} of the cells")
     right = statistics.mean(cell["is_right"] for result in results for cell in result["cells"])
     console.print(save("sharding", QUESTION, {"script": "sharding", "right": right, "results": results}, chosen.out))
+
+
+def _others(folder: Path, case: str) -> list[dict[str, Any]]:
+    """Stored results of the other cases."""
+    stored = json.loads((folder / "sharding.json").read_text())["results"]
+    return [each for each in stored if f"{each['shape']}:{each['shards']}" != case]
 
 
 if __name__ == "__main__":

@@ -146,6 +146,23 @@ def test_an_engine_with_another_model_is_not_taken(up, tmp_path):
     assert re.search(r"^error: the cluster does not take the engine \S+: see the log above$", log.read_text(), re.M)
 
 
+@pytest.mark.slow
+def test_drain_replaces_engines_one_at_a_time(up):
+    before = set(up.status()["engines"])
+    assert "expected one of " + ", ".join(sorted(before)) in fails("drain", "engine-none", "--state", up.state)
+    done = run("drain", "--all", "--state", up.state)
+    (name,) = before
+    assert re.fullmatch(rf"{name} has left and is replaced, after \d+\.\d s\n", done.stdout), done.output
+    assert len(up.status()["engines"]) == 1
+    assert not before & set(up.status()["engines"])
+
+
+def test_drain_needs_engines_and_a_cluster(tmp_path):
+    assert "name the engines to drain, or add --all" in fails("drain", "--state", tmp_path)
+    assert "name the engines to drain, or add --all" in fails("drain", "engine-1", "--all", "--state", tmp_path)
+    assert "no cluster runs in" in fails("drain", "--all", "--state", tmp_path)
+
+
 def test_down_ends_the_cluster(up):  # the last test with `up`
     done = run("down", "--state", up.state)
     assert done.stdout == f"the cluster has ended (process {up.process.pid})\n", done.output
@@ -177,7 +194,8 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "says"), [("up", "--max-engines"), ("join", "--ray"), ("status", "--json"), ("down", "--state")]
+    ("command", "says"),
+    [("up", "--max-engines"), ("join", "--ray"), ("status", "--json"), ("drain", "--all"), ("down", "--state")],
 )
 def test_help_has_examples(command, says):
     shown = run(command, "--help").stdout

@@ -177,10 +177,10 @@ class ClusterHost:
 class HostLink:
     """This process at the director: which engines there are, and which are wanted. On a thread of its own.
 
-    `engines` is how many engines this process keeps running by itself, more than the director wants.
+    `engines` is how many engines this process keeps running by itself, more than the director wants; None: it is no launcher.
     """
 
-    def __init__(self, director: EngineAddress, key: ClusterKey, engines: int = 0) -> None:
+    def __init__(self, director: EngineAddress, key: ClusterKey, engines: int | None = 0) -> None:
         self._engines = engines
         self.table: dict[str, Any] | None = None
         self._wish: tuple[int, list[str]] | None = None
@@ -197,7 +197,8 @@ class HostLink:
     async def _follow(self, client: RpcClient) -> None:
         inbox = Inbox()
         await client.open({"op": "watch"}, inbox)
-        await client.open({"op": "launch", "engines": self._engines}, inbox)
+        if self._engines is not None:
+            await client.open({"op": "launch", "engines": self._engines}, inbox)
         while True:
             for raw in await inbox.take():
                 if raw is None:

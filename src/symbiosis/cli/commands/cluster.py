@@ -48,7 +48,7 @@ app = typer.Typer(
     name="cluster",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Many engines behind one HTTP address: up, join, status, down.\n\n"
+    help="Many engines behind one HTTP address: up, join, status, drain, down.\n\n"
     "[bold]up[/bold] starts a director, engines and the front door on this host. Hosts add engines with "
     "[bold]join[/bold]. An engine that dies is replaced, and its requests go on at another one.",
     epilog="Example: symbiosis cluster up MODEL --engines 2",
@@ -405,6 +405,52 @@ def status(
         typer.echo(json.dumps({"model": statistics["model"], "cluster": cluster, "engines": engines}, indent=2))
         return
     print_cluster(statistics)
+
+
+@app.command(
+    epilog="Examples: symbiosis cluster drain engine-1a2b3c4d   symbiosis cluster drain --all   "
+    "symbiosis cluster drain NAME --connect 10.0.0.1:7778 --secret-file secret"
+)
+def drain(
+    engines: Annotated[
+        list[str] | None, typer.Argument(metavar="ENGINE...", show_default=False, help="Names, as `status` shows them.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every engine, one at a time: a rolling restart.")] = False,
+    connect: Annotated[
+        str | None,
+        typer.Option(
+            "--connect",
+            metavar="ADDRESS",
+            show_default=False,
+            help="HOST:PORT of the director. (default: of the cluster on this host)",
+        ),
+    ] = None,
+    secret_file: SecretFile = None,
+    state: State = None,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1, help="For one engine.")] = 600.0,
+) -> None:
+    """Replace engines without interrupting a request: each finishes its requests, or hands them over after 15 s."""
+    if bool(engines) == every:
+        raise SymbiosisError("name the engines to drain, or add --all: `symbiosis cluster status` shows their names")
+    from symbiosis.app.cluster.engine_drain import drain_engines
+    from symbiosis.app.cluster.joined_engines import check_director
+    from symbiosis.app.cluster.secret_file import read_secret
+    from symbiosis.app.cluster.state_folder import default_state_folder, running_cluster
+
+    state = state or default_state_folder()
+    if connect is None:
+        connect = (running_cluster(state) or {}).get("director")
+        if connect is None:
+            raise SymbiosisError(f"no cluster runs in {state}: name its folder with --state, or its director with --connect")
+    secret = read_secret(secret_file or state / "secret")
+    check_director(connect, secret)
+
+    def report(name: str, seconds: float) -> None:
+        typer.echo(f"{name} has left and is replaced, after {seconds:.1f} s")
+        sys.stdout.flush()
+
+    with err.status("Draining"):
+        drain_engines(connect, secret, engines or [], timeout_s=timeout, drained=report)
 
 
 @app.command(epilog="Example: symbiosis cluster down")

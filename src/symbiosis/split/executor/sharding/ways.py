@@ -14,9 +14,9 @@ from statistics import median_low
 
 from symbiosis.common.bounded_dict import evict_oldest
 
-_TRIALS = 3  # runs that count of each way, if they are close
-_CLOSE = 2.0  # ways within this factor are close
-_RECENT = 5  # runs whose median counts: other work on the machine delays single ones
+_TRIALS = ((1.3, 7), (2.0, 3))
+"""Runs that count of each way, if the slower one takes at most so many times as long: a close pair costs little to compare."""
+_RECENT = 7  # runs whose median counts: other work on the machine delays single ones
 _RETRY_AFTER, _RETRY_GROWTH = 8, 4
 """The slower way runs again after so many runs of the faster one, then after so many times as many: it costs ever less."""
 _MAX_KEYS = 1024
@@ -68,10 +68,11 @@ class WayChooser:
         if untried:
             return min(untried, key=lambda way: least[way])
         for way, found in known.items():
-            is_close = found.seconds < _CLOSE * known[best].seconds
-            if is_close and found.runs < _TRIALS and len(known) > 1:
+            ratio = max(each.seconds for each in known.values()) / max(known[best].seconds, 1e-9)
+            trials = next((runs for most, runs in _TRIALS if ratio < most), 1)
+            if found.runs < trials and len(known) > 1:
                 return way
-            extra = max(0, found.runs - (_TRIALS if is_close else 1))
+            extra = max(0, found.runs - trials)
             if way is not best and known[best].runs >= _RETRY_AFTER * _RETRY_GROWTH**extra:
                 return way
         return best
