@@ -47,6 +47,8 @@ from symbiosis.app.cluster.engine_launcher import EngineProcesses
 QUESTION = str(__doc__).splitlines()[0]
 DEFAULT = "default"
 _ADMIN = "admin-of-the-benchmark"
+_GPU_CACHE_GB = 8.0
+"""Several engines are on one GPU."""
 _START_S = 300.0
 _POLLED_S = 1.5
 """After which statistics are those of running streams."""
@@ -66,7 +68,7 @@ class Plan:
 
 
 PLANS = {
-    "tiny": Plan(prompt=12, new=16, streams=4, rounds=1, repetitions=1, long=60, engines=2),
+    "tiny": Plan(prompt=12, new=16, streams=4, rounds=1, repetitions=1, long=400, engines=2),
     DEFAULT: Plan(),
     "1b": Plan(prompt=128, new=192, streams=128, rounds=3, repetitions=3, long=1500, engines=2),
 }
@@ -258,7 +260,7 @@ class Scenarios:
             time.sleep(_POLLED_S)
             engines = self.cluster.engines()
             names = sorted(engines, key=lambda each: -engines[each]["running"])[:count]
-            lost = sum(engines[name]["running"] for name in names)
+            lost = max(1, sum(engines[name]["running"] for name in names))
             pids = [self.cluster.pid(name) for name in names]
             delivered = round(statistics.mean(len(each.times) for each in streams))
             for pid in pids:
@@ -355,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = chosen.device if chosen.shape == "1b" else "cpu"
     with tempfile.TemporaryDirectory() as place, mps_daemon(chosen.mps):
         model, vocabulary = _model(chosen.shape, Path(place))
-        flags = ["--device", device, *(["--dtype", "float32"] if device == "cpu" else [])]
+        flags = ["--dtype", "float32"] if device == "cpu" else ["--device", device, "--cache-gb", str(_GPU_CACHE_GB)]
         if chosen.only != "faults":
             with ExitStack() as stack:
                 servers = {"serve": Server(model, flags), "cluster of one": Server(model, flags, engines=1)}
@@ -365,7 +367,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     stack.enter_context(server)
                 record["front_door"] = throughput(servers, plan, vocabulary, console.print)
         if chosen.only != "front-door":
-            engine: dict[str, Any] = {"device": device} if device != "cpu" else {"dtype": "float32", "threads": 1}
+            engine: dict[str, Any] = {"dtype": "float32", "threads": 1}
+            if device != "cpu":
+                engine = {"device": device, "cache_gb": _GPU_CACHE_GB}
             with Cluster(model, plan, engine, Path(place) / "state") as cluster:
                 prompts = [
                     list(each.prompt) for each in Traffic(vocabulary=vocabulary, prompt=plan.prompt, new=1).requests(32, 1)

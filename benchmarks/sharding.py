@@ -4,9 +4,9 @@ A layer of a Llama model is divided among 2 and 4 processes of this machine. For
 attention projection and of the MLP run in both ways; then the executor chooses. Reported are seconds and bytes of each way,
 and for how many cells the way that it takes for the faster one is so, or within a tenth of it. It tries the other now and then.
 
-    python -m benchmarks.sharding                   # about 25 minutes on 2 cores
-    python -m benchmarks.sharding --case 1024x4096:2   # one layer on so many shards; the results of others stay
-    python -m benchmarks.sharding --tiny            # seconds, for the tests
+    python -m benchmarks.sharding                      # about 25 minutes on 2 cores
+    python -m benchmarks.sharding --case 1024x4096:2   # one layer on so many shards; results of the others stay
+    python -m benchmarks.sharding --tiny               # seconds, for the tests
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _others(folder: Path, case: str) -> list[dict[str, Any]]:
     """Stored results of the other cases."""
-    stored = json.loads((folder / "sharding.json").read_text())["results"]
+    path = folder / "sharding.json"
+    stored = json.loads(path.read_text())["results"] if path.exists() else []
     return [each for each in stored if f"{each['shape']}:{each['shards']}" != case]
 
 
