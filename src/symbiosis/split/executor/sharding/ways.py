@@ -10,13 +10,13 @@ import math
 from collections import deque
 from collections.abc import Hashable, Mapping
 from enum import StrEnum
-from statistics import median_low
 
 from symbiosis.common.bounded_dict import evict_oldest
 
-_TRIALS = ((1.3, 7), (2.0, 3))
-"""Runs that count of each way, if the slower one takes at most so many times as long: a close pair costs little to compare."""
-_RECENT = 7  # runs whose median counts: other work on the machine delays single ones
+_TRIALS = ((1.3, 8), (4.0, 4), (math.inf, 3))
+"""Runs of each way before one is chosen, by the ratio of their seconds: a close pair costs little to compare."""
+_RECENT = 8
+"""Runs that count. Their lower quartile is the time of a way: other work on the machine delays some, and hastens none."""
 _RETRY_AFTER, _RETRY_GROWTH = 8, 4
 """The slower way runs again after so many runs of the faster one, then after so many times as many: it costs ever less."""
 _MAX_KEYS = 1024
@@ -33,24 +33,22 @@ class _Times:
     """Runs of one way for one size of call."""
 
     def __init__(self) -> None:
-        self.runs = -1
-        """That count: not the first one, which allocates."""
+        self.runs = 0
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def add(self, seconds: float) -> None:
         self.runs += 1
-        if self.runs:
-            self._recent.append(seconds)
+        self._recent.append(seconds)
 
     @property
     def seconds(self) -> float:
-        return median_low(self._recent) if self._recent else 0.0
+        return sorted(self._recent)[(len(self._recent) - 1) // 4]
 
 
 class WayChooser:
     """Chooses by measured times, for each size of call. Both ways give the same result. Used by one thread.
 
-    A way is tried for a size unless two sizes with fewer rows took it longer already than the other way takes for this size.
+    A way is tried for a size unless three sizes with fewer rows took it longer already than the other way takes for this size.
     """
 
     def __init__(self, fixed: Way | None = None) -> None:
@@ -69,7 +67,7 @@ class WayChooser:
             return min(untried, key=lambda way: least[way])
         for way, found in known.items():
             ratio = max(each.seconds for each in known.values()) / max(known[best].seconds, 1e-9)
-            trials = next((runs for most, runs in _TRIALS if ratio < most), 1)
+            trials = next(runs for most, runs in _TRIALS if ratio < most)
             if found.runs < trials and len(known) > 1:
                 return way
             extra = max(0, found.runs - trials)
@@ -95,8 +93,8 @@ class WayChooser:
 
 
 def _known(times: Mapping[Way, Mapping[int, _Times]], size: int) -> dict[Way, _Times]:
-    """The ways with a run of this size that counts."""
-    return {way: found[size] for way, found in times.items() if size in found and found[size].runs > 0}
+    """The ways that have run for this size."""
+    return {way: found[size] for way, found in times.items() if size in found}
 
 
 def _least_of_ways(times: Mapping[Way, Mapping[int, _Times]], size: int) -> dict[Way, float]:
@@ -104,9 +102,9 @@ def _least_of_ways(times: Mapping[Way, Mapping[int, _Times]], size: int) -> dict
 
 
 def _least(times: Mapping[int, _Times], size: int) -> float:
-    """Seconds that a way takes at least for a size. One slow run of a smaller size does not count."""
-    smaller = sorted(found.seconds for at, found in times.items() if at <= size and found.runs > 0)
-    return smaller[-2] if len(smaller) > 1 else 0.0
+    """Seconds that a way takes at least for a size. Two delayed sizes do not count."""
+    smaller = sorted(found.seconds for at, found in times.items() if at <= size)
+    return smaller[-3] if len(smaller) > 2 else 0.0
 
 
 def _size(rows: int) -> int:
