@@ -22,6 +22,8 @@ from symbiosis.transport.engine_ipc import Body
 
 _MAX_TOKENS = 1 << 24
 _MAX_HASH = (1 << 64) - 1
+_IMBALANCE = 0.25
+"""Without a profile: see `PolicyConfig.owner_imbalance`."""
 _MAX_NAMES = 4096
 _MIX = 0x9E3779B97F4A7C15
 _UNKNOWN = StepCost(fixed_s=0.01, row_s=1e-4, context_s=0.0, prefill_s=1e-6, attention_s=0.0, start_s=20.0, kv_tokens=1)
@@ -44,7 +46,9 @@ class Placement:
         engines: int,
     ) -> None:
         """`cost` None: unknown, and requests count instead of seconds. `engines` are being started."""
-        self._config, self._cost, self._starting = replace(config, block_tokens=BLOCK_TOKENS), cost, engines
+        imbalance = _IMBALANCE if cost is None else config.owner_imbalance
+        self._config = replace(config, block_tokens=BLOCK_TOKENS, owner_imbalance=imbalance)
+        self._cost, self._starting = cost, engines
         self._move = move
         self._members, self._adapters = members, adapters
         self.policy: ClusterPolicy | None = None  # once the limits of an engine are known

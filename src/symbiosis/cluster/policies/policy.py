@@ -7,6 +7,7 @@ thread and no I/O.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,8 +35,11 @@ class PolicyConfig:
     """An engine that has taken work for longer, at the utilization its objective allows, takes no further request."""
     owner_patience_s: float = 0.5
     """Pending prefill up to which the owner of a prompt's KV cache is chosen, if that saves as much."""
-    owner_imbalance: float = 0.25
-    """Load that the owner may have beyond the least loaded engine, if it has the whole prompt; less for a part of it."""
+    owner_imbalance: float = math.inf
+    """Load that the owner may have beyond the least loaded engine, if it has the whole prompt; less for a part of it.
+
+    For engines of unknown cost: otherwise the work that an engine takes at a time bounds it.
+    """
     adapter_patience_s: float = 0.2
     """Time a request waits for an engine that has its adapter, once the replica set is at its bound."""
     timely_s: float = 1.5
@@ -300,15 +304,21 @@ class ClusterPolicy:
         cached = min(length * config.block_tokens, request.prompt - 1)
         number = self._rule.choose(state, owners & state.open, levels)
         if number >= 0:
-            least = LeastLoaded().choose(state, allowed & state.open, levels)
-            ahead = state.engines[number].level - state.engines[least].level
-            return (number, cached) if ahead <= LEVELS * config.owner_imbalance * cached / request.prompt else (-1, 0)
+            return (number, cached) if self._is_balanced(number, allowed, levels, cached / request.prompt) else (-1, 0)
         number = LeastLoaded().choose(state, owners, levels)
         if number < 0:
             return -1, 0
         saved_s = self.cost.prompt_s(request.prompt) - self.cost.prompt_s(request.prompt, cached)
         pending_s = state.engines[number].pending_prefill_s
         return (number, cached) if pending_s < min(config.owner_patience_s, saved_s) else (-1, 0)
+
+    def _is_balanced(self, owner: int, allowed: int, levels: int, share: float) -> bool:
+        """Whether the owner's load is near enough to that of the least loaded engine, for this share of a prompt."""
+        state, most = self.state, self.config.owner_imbalance
+        if most == math.inf:
+            return True
+        least = LeastLoaded().choose(state, allowed & state.open, levels)
+        return state.engines[owner].level - state.engines[least].level <= LEVELS * most * share
 
     def _place_adapter(self, request: ClusterRequest, candidates: int, levels: int, now: float) -> int:
         """An engine of the adapter's replica set; another one where the set may grow, or the request waited for it."""

@@ -42,6 +42,8 @@ class ClusterClient:
         self._link = DirectorLink(director, key, self._follow)
         self._engines: dict[str, EngineClient] = {}
         self._addresses: dict[str, EngineAddress] = {}
+        self._unreachable: set[str] = set()
+        """Engines of the director's table that were lost, or could not be reached, since."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._placements: dict[str, _Placement] = {}
@@ -143,6 +145,7 @@ class ClusterClient:
 
     def _add_engines(self, addresses: Mapping[str, EngineAddress]) -> None:
         """Connect to new engines. The others stay until their link is lost: a director that has just started knows none."""
+        self._unreachable &= addresses.keys()
         for name, address in addresses.items():
             if self._addresses.get(name) != address:
                 self._addresses[name] = address
@@ -157,12 +160,14 @@ class ClusterClient:
         except (EngineLost, TimeoutError):
             _log.warning("engine %s at %s cannot be reached: it takes no requests", name, address.messages)
         else:
+            self._unreachable.discard(name)
             async with self._changed:
                 self._engines[name] = engine
                 self._changed.notify_all()
             await engine.lost.wait()
             _log.warning("engine %s is lost", name)
         finally:
+            self._unreachable.add(name)
             if self._engines.get(name) is engine:
                 del self._engines[name]
                 for names in self._adapters.values():
@@ -189,7 +194,7 @@ class ClusterClient:
     async def place(self, request: GenerateRequest, inbox: Inbox, moved: str | None = None) -> tuple[EngineClient, str]:
         """See `engine_client.Engines`."""
         before = None if moved is None else self._placements.pop(moved, None)
-        number, unreachable = 0, set[str]()
+        number, unreachable = 0, set(self._unreachable)
         if before is not None:
             number = before.number
             if not before.client.is_alive():  # the director may not know it yet
