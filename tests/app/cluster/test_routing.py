@@ -1,4 +1,4 @@
-"""The policies of a cluster in real processes: shares of tenants, owners of prefixes, jobs beside serving, memory pressure."""
+"""The policies of a cluster in real processes: shares of tenants, owners of prefixes, jobs next to serving, memory pressure."""
 
 from __future__ import annotations
 
