@@ -34,7 +34,7 @@ class Cluster:
         self.members = Members(_KEY, None, lambda: None)
         adapters = ClusterAdapters(self.members, tmp_path / "adapters.json", lambda: pytest.fail("no engine is asked"))
         config = PolicyConfig(scale=True, scaling=ScalingConfig(min_engines=engines, max_engines=engines))
-        self.placement = Placement(config, None, self.members, adapters, engines=engines)
+        self.placement = Placement(config, None, self.members, adapters, lambda peer, number: None, engines=engines)
         self.expected = self.engines = engines
         self.members.on_joined = self.placement.add_engine
         self.members.on_lost = lambda member: self.placement.drop_engine(member, expected=self.expected)
@@ -59,7 +59,7 @@ class Cluster:
         found = []
         for _ in range(120):
             before = self.count(EngineStatus.READY)
-            decisions = self.placement.tick(lambda peer, number: None)
+            decisions = self.placement.tick()
             found.append(decisions.start - (before - self.count(EngineStatus.READY)))
         return found
 
@@ -98,7 +98,7 @@ def test_the_number_of_a_released_engine_may_belong_to_another(tmp_path):
     policy = cluster.placement.policy
     assert policy is not None
     cluster.placement.drain(old, is_replaced=False)
-    cluster.placement.tick(lambda peer, number: None)
+    cluster.placement.tick()
     new = cluster.join("new")
     assert new.number == old.number
     cluster.members._leave(old)

@@ -53,6 +53,11 @@ class ClusterAdapters:
         """The cluster's name for a tenant's. Raises `UnknownAdapter`."""
         return resolve_adapter_name(name, tenant, self.served)
 
+    def version(self, name: str) -> int:
+        """Of the adapter that a name stands for; 0 if there is none."""
+        adapter = self.served.get(name)
+        return 0 if adapter is None else adapter.version
+
     async def ensure(self, member: Member, name: str) -> None:
         """Load it on this engine unless its version is there. Raises why it cannot be loaded."""
         adapter = self.served.get(name)

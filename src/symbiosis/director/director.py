@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from symbiosis.cluster.policies.job_placement import JobConfig
 from symbiosis.cluster.policies.policy import PolicyConfig
 from symbiosis.cluster.policies.scaling import ScalingConfig
 from symbiosis.cluster.step_cost import read_step_cost
@@ -35,6 +36,8 @@ _DISPATCH_S = 0.1
 _TICK_S = 1.0
 _SETTLE_S = 10.0
 """After its start engines have this long to join again, before their number is changed."""
+_FORGET_S = 120.0
+"""Launchers hear of a lost engine for so long: none of them may have it any more."""
 _MAX_JOINED = 4096
 _log = logging.getLogger("symbiosis")
 
@@ -53,6 +56,8 @@ class DirectorConfig:
     """None: as many as at the start."""
     profile: str | None = None
     """Of the engines (`symbiosis profile`), for the policy; None: their speed is unknown."""
+    hung_s: float = 60.0
+    """An engine that was lost and has not joined again after so long is killed, if its process is still there, and replaced."""
     at_once: int | None = None
     per_minute: int | None = None
     has_keys: bool = False
@@ -73,9 +78,9 @@ class Director:
         self.address = listener.address
         self._members = Members(key, None, self._changed)
         self._adapters = ClusterAdapters(self._members, config.state / "adapters.json", self._least_loaded)
-        self._placement = Placement(policy, cost, self._members, self._adapters, engines=config.engines)
-        self._members.on_joined, self._members.on_lost = self._placement.add_engine, self._drop_engine
-        self._jobs = ClusterJobs(self.rpc, self._members, self._adapters)
+        self._placement = Placement(policy, cost, self._members, self._adapters, self._move, engines=config.engines)
+        self._members.on_joined, self._members.on_lost = self._add_engine, self._drop_engine
+        self._jobs = ClusterJobs(self.rpc, self._members, self._adapters, self._placement, JobConfig())
         self._statistics = ClusterStatistics(self._members, self._adapters, self._placement)
         self._operations = Operations(self.rpc)
         self._watches: dict[str, None] = {}
@@ -84,6 +89,8 @@ class Director:
         self.wanted = config.engines
         """Engines that launchers keep running."""
         self._leaving: set[str] = set()
+        self._missing: dict[str, float] = {}
+        """When each lost engine was lost."""
         self._lost = 0
         """Engines that ended without having been let go."""
         self._started = time.monotonic()
@@ -120,6 +127,7 @@ class Director:
             if time.monotonic() - last_tick_s >= _TICK_S:
                 last_tick_s = time.monotonic()
                 await self._statistics.poll()
+                await self._jobs.move()
                 if time.monotonic() - self._started >= _SETTLE_S:
                     self._tick()
             try:
@@ -133,19 +141,32 @@ class Director:
         await self._members.close()
 
     def _tick(self) -> None:
-        decisions = self._placement.tick(self._move)
+        decisions = self._placement.tick()
         left = [member.name for member in self._members.by_name.values() if member.number in decisions.release]
         if decisions.start or left:
             self._leaving |= set(left)
             self.wanted += decisions.start - len(left)
             self._tell_launchers()
+        elif self._find_hung():
+            self._tell_launchers()
+
+    def _find_hung(self) -> list[str]:
+        now, hung_s = time.monotonic(), self._config.hung_s
+        self._missing = {name: since for name, since in self._missing.items() if now - since < hung_s + _FORGET_S}
+        return sorted(name for name, since in self._missing.items() if now - since >= hung_s)
 
     # Engines
+
+    def _add_engine(self, member: Member) -> None:
+        self._missing.pop(member.name, None)
+        self._placement.add_engine(member)
 
     def _drop_engine(self, member: Member) -> None:
         is_replaced = member.name not in self._leaving
         self._leaving.discard(member.name)
         self._lost += is_replaced
+        if is_replaced:
+            self._missing[member.name] = time.monotonic()
         self._placement.drop_engine(member, expected=self._expected if is_replaced else 0)
 
     async def _drain(self, id: str, body: Body) -> Body:
@@ -192,13 +213,15 @@ class Director:
     def _snapshot(self) -> dict[str, Any]:
         statistics = self._statistics.snapshot(self._config.has_keys)
         statistics["cluster"] |= {"wanted": self._expected, "lost": self._lost}
+        statistics["cluster"] |= {"jobs_waiting": self._jobs.num_waiting, "jobs_moved": self._jobs.num_moved}
         return statistics
 
     def _changed(self) -> None:
         self.rpc.publish([JobEvent(id, self._table()) for id in self._watches])
 
     def _tell_launchers(self) -> None:
-        self.rpc.publish([JobEvent(id, {"wanted": self.wanted, "leave": sorted(self._leaving)}) for id in self._launchers])
+        wish = {"wanted": self.wanted, "leave": sorted(self._leaving), "hung": self._find_hung()}
+        self.rpc.publish([JobEvent(id, wish) for id in self._launchers])
 
     def _move(self, peer: str, placement: int) -> None:
         self.rpc.publish([JobEvent(id, {"move": [placement]}) for id in self._watches if id.startswith(f"{peer}:")])

@@ -10,15 +10,22 @@ from dataclasses import replace
 from typing import Any
 
 from symbiosis.cluster.policies.cluster_state import ClusterRequest, EngineState, EngineStatus
+from symbiosis.cluster.policies.kv_coordination import PlacedBlocks
 from symbiosis.cluster.policies.policy import ClusterPolicy, PolicyConfig, TickDecisions
 from symbiosis.cluster.step_cost import StepCost
 from symbiosis.director.adapters import ClusterAdapters
 from symbiosis.director.members import EngineFacts, Member, Members
 from symbiosis.errors import BadMessage, EngineLost, SymbiosisError
+from symbiosis.server.engines.prompt_blocks import BLOCK_TOKENS, MAX_BLOCKS
 from symbiosis.serving.engine_messages import int_field, text_field
 from symbiosis.transport.engine_ipc import Body
 
 _MAX_TOKENS = 1 << 24
+_MAX_HASH = (1 << 64) - 1
+_IMBALANCE = 0.25
+"""Without a profile: see `PolicyConfig.owner_imbalance`."""
+_MAX_NAMES = 4096
+_MIX = 0x9E3779B97F4A7C15
 _UNKNOWN = StepCost(fixed_s=0.01, row_s=1e-4, context_s=0.0, prefill_s=1e-6, attention_s=0.0, start_s=20.0, kv_tokens=1)
 """Without a profile: requests count, not their seconds."""
 Move = Callable[[str, int], None]
@@ -29,16 +36,29 @@ class Placement:
     """Feeds the policy with events of requests and engines."""
 
     def __init__(
-        self, config: PolicyConfig, cost: StepCost | None, members: Members, adapters: ClusterAdapters, *, engines: int
+        self,
+        config: PolicyConfig,
+        cost: StepCost | None,
+        members: Members,
+        adapters: ClusterAdapters,
+        move: Move,
+        *,
+        engines: int,
     ) -> None:
         """`cost` None: unknown, and requests count instead of seconds. `engines` are being started."""
-        self._config, self._cost, self._starting = config, cost, engines
+        imbalance = _IMBALANCE if cost is None else config.owner_imbalance
+        self._config = replace(config, block_tokens=BLOCK_TOKENS, owner_imbalance=imbalance)
+        self._cost, self._starting = cost, engines
+        self._move = move
         self._members, self._adapters = members, adapters
         self.policy: ClusterPolicy | None = None  # once the limits of an engine are known
         self._numbers = itertools.count(1)
         self._requests: dict[int, tuple[str, ClusterRequest]] = {}
         """Peer and request of each placement."""
         self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._moving: set[int] = set()
+        """Placements that are to leave their engine."""
+        self._blocks = PlacedBlocks(0)
         self._first_engine = asyncio.Event()
 
     # Engines
@@ -48,6 +68,7 @@ class Placement:
         starting = [each for each in policy.state.engines.values() if each.status is EngineStatus.STARTING]
         engine = starting[0] if starting else policy.add_engine(now)
         member.number = engine.number
+        self._blocks.drop_engine(engine.number)
         policy.engine_ready(engine.number, now)
         self._first_engine.set()
         self.dispatch()
@@ -88,6 +109,7 @@ class Placement:
         if self.policy is None:
             cost = replace(self._cost or _UNKNOWN, kv_tokens=facts.kv_tokens, max_running=facts.max_running, slots=facts.slots)
             self.policy = ClusterPolicy(self._config, cost)
+            self._blocks = PlacedBlocks(facts.kv_tokens // BLOCK_TOKENS)
             for _ in range(self._starting):
                 self.policy.add_engine(time.monotonic())
         return self.policy
@@ -99,17 +121,24 @@ class Placement:
         peer, tenant = id.partition(":")[0], text_field(body, "tenant") if body.get("tenant") else ""
         adapter = "" if body.get("adapter") is None else self._adapters.resolve(text_field(body, "adapter"), tenant)
         prompt, generated = _tokens(body, "prompt"), _tokens(body, "generated")
+        blocks = _blocks(body, self._adapters.version(adapter))
+        unreachable = _names(body, "unreachable")
         await self._first_engine.wait()
         policy, now = self.policy, time.monotonic()
         assert policy is not None
-        owner, request = self._requests.get(int_field(body.get("moved", 0), "moved"), ("", None))
+        moved = int_field(body.get("moved", 0), "moved")
+        owner, request = self._requests.get(moved, ("", None))
         if request is None or owner != peer:
-            request = ClusterRequest(next(self._numbers), tenant, adapter, max(1, prompt), now, generated=generated)
+            request = ClusterRequest(next(self._numbers), tenant, adapter, max(1, prompt), now, blocks, generated)
             self._requests[request.id] = peer, request
+            request.avoided = self._mask_of(unreachable)
             policy.submit(request, now)
-        elif request.engine >= 0:
-            policy.requeue(request, now, generated)
-            self.dispatch()
+        else:
+            self._moving.discard(moved)
+            request.avoided |= self._mask_of(unreachable)
+            if request.engine >= 0:
+                policy.requeue(request, now, generated)
+                self.dispatch()
         try:
             while True:
                 member = await self._placed(request)
@@ -121,7 +150,14 @@ class Placement:
         except (asyncio.CancelledError, SymbiosisError):
             self._end(request.id, 0)
             raise
+        if blocks and request.engine >= 0:
+            policy.cache_blocks(request.engine, blocks, self._blocks.add(request.engine, blocks))
         return {"engine": member.name, "adapter": adapter or None, "placement": request.id}
+
+    def _mask_of(self, names: list[str]) -> int:
+        """Engines that a peer cannot reach. Others may: the director keeps them."""
+        members = [self._members.by_name[name] for name in names if name in self._members.by_name]
+        return sum(1 << number for number in {member.number for member in members if member.number >= 0})
 
     async def _placed(self, request: ClusterRequest) -> Member:
         """The engine of a request, once the policy has chosen one that is there."""
@@ -140,10 +176,11 @@ class Placement:
             await asyncio.sleep(0)
 
     async def progress(self, id: str, body: Body) -> None:
-        """First tokens and ends of placements, a batch at a time."""
+        """First tokens, preemptions and ends of placements, a batch at a time."""
         peer, policy = id.partition(":")[0], self.policy
         try:
             first = [int(number) for number in body.get("first", ())]
+            preempted = [int(number) for number in body.get("preempted", ())]
             ended = [(int(number), int(tokens)) for number, tokens in body.get("ended", ())]
         except (TypeError, ValueError):
             raise BadMessage("progress: expected lists of numbers") from None
@@ -151,10 +188,23 @@ class Placement:
             owner, request = self._requests.get(number, ("", None))
             if request is not None and owner == peer and policy is not None and request.engine >= 0:
                 policy.finish_prefill(request, time.monotonic())
+        for number in preempted:
+            if self._requests.get(number, ("",))[0] == peer:
+                self._report_pressure(number)
         for number, tokens in ended:
             if self._requests.get(number, ("",))[0] == peer:
                 self._end(number, tokens)
         self.dispatch()
+
+    def _report_pressure(self, number: int) -> None:
+        """The engine of a placement is out of KV cache: it leaves if another one has room."""
+        peer, request = self._requests[number]
+        if self.policy is None or request.engine < 0 or number in self._moving:
+            return
+        engine = self.policy.state.engines[request.engine]
+        if engine.status is EngineStatus.READY and self.policy.report_pressure(request, time.monotonic()):
+            self._moving.add(number)
+            self._move(peer, number)
 
     def drop_peer(self, peer: str) -> None:
         for number in [number for number, (owner, _) in self._requests.items() if owner == peer]:
@@ -163,6 +213,7 @@ class Placement:
 
     def _end(self, number: int, tokens: int) -> None:
         _, request = self._requests.pop(number, ("", None))
+        self._moving.discard(number)
         if request is not None and self.policy is not None:
             self.policy.finish(request, time.monotonic(), tokens)
 
@@ -179,14 +230,14 @@ class Placement:
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
 
-    def tick(self, move: Move) -> TickDecisions:
+    def tick(self) -> TickDecisions:
         """Once a second. Requests of engines that leave are moved."""
         if self.policy is None:
             return TickDecisions()
         decisions = self.policy.tick(time.monotonic())
         for request in decisions.migrate:
             if request.id in self._requests:
-                move(self._requests[request.id][0], request.id)
+                self._move(self._requests[request.id][0], request.id)
         self.dispatch()
         return decisions
 
@@ -208,6 +259,23 @@ class Placement:
         assert self.policy is not None
         engine = self.policy.state.engines.get(member.number)
         return "leaving" if engine is None else engine.status.name.lower()
+
+
+def _names(body: Body, name: str) -> list[str]:
+    names = body.get(name, [])
+    if not isinstance(names, list) or len(names) > _MAX_NAMES or not all(isinstance(each, str) for each in names):
+        raise BadMessage(f"{name}: expected a list of at most {_MAX_NAMES} texts")
+    return names
+
+
+def _blocks(body: Body, version: int) -> tuple[int, ...]:
+    """Hashes of the prompt's blocks, those of each version of an adapter apart."""
+    blocks = body.get("blocks", [])
+    if not isinstance(blocks, list) or len(blocks) > MAX_BLOCKS:
+        raise BadMessage(f"blocks: expected a list of at most {MAX_BLOCKS} numbers")
+    if not all(type(block) is int and 0 <= block <= _MAX_HASH for block in blocks):
+        raise BadMessage("blocks: expected numbers below 2^64")
+    return tuple([block ^ (version * _MIX & _MAX_HASH) for block in blocks])
 
 
 def _tokens(body: Body, name: str) -> int:

@@ -115,6 +115,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, block_manager, self._adapter_cache.touch)
         self._async_decoder = AsyncDecoder(self._runner, block_manager, self.host_tier.flush)
         self._failed: list[tuple[Sequence, SymbiosisError]] = []
+        self._preempted: list[Sequence] = []
         self.num_steps = 0
         """Steps that computed a batch."""
         self.num_rows = 0
@@ -267,6 +268,11 @@ class EngineCore:
         failed, self._failed = self._failed, []
         return failed
 
+    def take_preempted(self) -> list[Sequence]:
+        """The sequences that were preempted for lack of KV cache since the last call."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
     def step(self) -> list[tuple[Sequence, int, Logprobs | None]]:
         """Run one batch. Returns each sequence with its sampled token (-1: no token could be sampled, it failed).
 
@@ -279,6 +285,7 @@ class EngineCore:
         batch = self.scheduler.schedule(now)
         self._adapter_cache.start_loads(batch.missing_adapters, now)
         self.scheduler.draining = self._adapter_cache.draining
+        self._preempted += batch.preempted
         if not batch.chunks:
             self.scheduler.update(batch, [])
             return []

@@ -20,7 +20,7 @@ from symbiosis.adapters.names import resolve_adapter_name
 from symbiosis.common import denormals
 from symbiosis.errors import AdapterExists, AnswerFailed, Closed, PassFailed, SymbiosisError, TooManyRequests
 from symbiosis.serving.engine_core import EngineCore
-from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, Rejected, Result, Token
+from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, Preempted, Rejected, Result, Token
 from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
 from symbiosis.serving.scheduling.sequence import FinishReason, Sequence
 
@@ -187,6 +187,8 @@ class EngineLoop:
             self._is_stalled = True  # do not spin: wait a moment for operations
 
     def _send(self) -> None:
+        preempted = {self._request_ids.get(sequence.id) for sequence in self._core.take_preempted()}
+        self._events += [Preempted(id) for id in preempted if id is not None]
         for sequence, error in self._core.take_failed():
             self._finish(sequence, error)
         if self._events:

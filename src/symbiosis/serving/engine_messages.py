@@ -87,6 +87,13 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Preempted:
+    """A completion of the request was preempted for lack of KV cache. It goes on by itself, later."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """The result of an operation other than a request."""
 
@@ -102,7 +109,7 @@ class JobEvent:
     body: Body
 
 
-Event = Accepted | Rejected | Token | Finished | Result
+Event = Accepted | Rejected | Token | Finished | Preempted | Result
 """The events of the engine loop."""
 
 
@@ -187,6 +194,8 @@ def encode_event(event: Event | JobEvent, id: str) -> Any:
         return {"id": id, "refused": _encode_error(event.error)}
     if isinstance(event, Result):
         return {"id": id, "settled": event.body}
+    if isinstance(event, Preempted):
+        return {"id": id, "preempted": True}
     return {"id": id, "accepted": True} if isinstance(event, Accepted) else {"id": id, **event.body}
 
 
@@ -203,6 +212,8 @@ def decode_event(raw: Any) -> Event | JobEvent:
         return Rejected(id, _decode_error(raw["refused"]))
     if "settled" in raw:
         return Result(id, raw["settled"])
+    if "preempted" in raw:
+        return Preempted(id)
     return Accepted(id) if "accepted" in raw else JobEvent(id, raw)
 
 

@@ -352,9 +352,16 @@ class IpcClient:
             self.lost.set()
 
     async def _watch(self) -> None:
-        while time.monotonic() - self._last_message_s < self._timeout_s:
+        while True:
             await asyncio.sleep(HEARTBEAT_S)
-        self.lost.set()
+            if self._is_silent():
+                self._receive()  # this process may have been stopped: messages wait in the socket then
+                if self._is_silent():
+                    self.lost.set()
+                    return
+
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self._last_message_s >= self._timeout_s
 
     def close(self) -> None:
         if self._watchdog is not None:

@@ -31,12 +31,13 @@ def engine_config(model: Path) -> dict[str, Any]:
 class RunningCluster:
     """Engines and the director are replaced when they have been killed or stopped."""
 
-    def __init__(self, folder: Path, count: int = 2) -> None:
+    def __init__(self, folder: Path, count: int = 2, **engine: Any) -> None:
+        """`engine`: more of the configuration of engines."""
         self.count = count
         self.model = make_tiny_chat(folder / "tiny")
         self.host = ClusterHost(
             "127.0.0.1:0",
-            engine=engine_config(self.model),
+            engine=engine_config(self.model) | engine,
             engines=count,
             state=folder / "state",
             keys=KEYS,
@@ -61,6 +62,10 @@ class RunningCluster:
 
     def engines(self) -> dict:
         return self.ask("GET", "/v1/statistics", ADMIN).json()["engines"]
+
+    def figures(self) -> dict:
+        """Of the whole cluster."""
+        return self.ask("GET", "/v1/statistics", ADMIN).json()["cluster"]
 
     def metric(self, name: str) -> float:
         lines = self.ask("GET", "/metrics", ADMIN).text.splitlines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from symbiosis.cluster.policies.cluster_state import ClusterState, EngineStatus
-from symbiosis.cluster.policies.job_placement import ClusterJob, JobConfig, jobs_to_move, place_job
+from symbiosis.cluster.policies.job_placement import ClusterJob, JobConfig, JobPolicy, jobs_to_move, place_job
 from symbiosis.cluster.policies.migration import MigrationConfig, choose_drains, estimate_consolidation, leaving
 from tests.cluster.policies.test_cluster_state import request
 
@@ -33,6 +33,49 @@ def test_jobs_leave_a_full_engine_one_by_one_and_a_lost_one_at_once():
     moved = jobs_to_move(cluster(10), jobs, JobConfig())
     assert [job.id for job in moved] == ["b", "c"]
     assert [job.id for job in jobs_to_move(cluster(5), jobs, JobConfig())] == ["c"]
+
+
+def test_a_job_waits_for_room_and_starts_at_any_load_at_last():
+    policy, state = JobPolicy(JobConfig(max_wait_s=300)), cluster(9, 8)
+    job = ClusterJob("j", 0)
+    for now in range(0, 300, 5):
+        assert policy.place(job, state, {}, {0, 1}, float(now)) is None
+    assert policy.num_waiting == 1
+    number, placed = policy.place(job, state, {}, {0, 1}, 300.0)
+    assert number == 1
+    assert placed.is_overdue
+    assert policy.num_waiting == 0
+    full = cluster(10, 10)
+    assert [policy.tick(full, {1: [placed]}, now) for now in (301.0, 400.0)] == [[], []]  # load does not move it
+    full.set_status(full.engines[1], EngineStatus.DRAINING, 400.0)
+    assert policy.tick(full, {1: [placed]}, 401.0) == [placed]
+
+
+def test_a_job_that_is_not_asked_for_again_does_not_wait():
+    policy, state = JobPolicy(JobConfig(max_wait_s=300)), cluster(9)
+    assert policy.place(ClusterJob("j", 0), state, {}, {0}, 0.0) is None
+    assert policy.place(ClusterJob("j", 0), state, {}, {0}, 400.0) is None  # its wait begins again
+    policy.tick(state, {}, 500.0)
+    assert policy.num_waiting == 0
+
+
+def test_jobs_go_only_where_engines_train():
+    policy, state = JobPolicy(JobConfig()), cluster(1, 0)
+    assert policy.place(ClusterJob("j", 0), state, {}, {1}, 0.0) == (1, ClusterJob("j", 0))
+    assert policy.place(ClusterJob("j", 0), state, {}, set(), 0.0) is None
+
+
+def test_a_job_leaves_an_engine_that_stays_full_for_some_time():
+    policy, full, idle = JobPolicy(JobConfig(evict_after_s=10)), cluster(10), cluster(2)
+    jobs = {0: [ClusterJob("a", 30), ClusterJob("b", 20)]}
+    assert policy.tick(full, jobs, 0.0) == []
+    assert policy.tick(idle, jobs, 5.0) == []
+    assert policy.tick(full, jobs, 6.0) == []
+    assert policy.tick(full, jobs, 15.0) == []
+    assert [job.id for job in policy.tick(full, jobs, 16.0)] == ["b"]
+    rest = {0: [ClusterJob("a", 30)]}
+    assert [policy.tick(full, rest, now) for now in (17.0, 26.0)] == [[], []]
+    assert [job.id for job in policy.tick(full, rest, 27.0)] == ["a"]
 
 
 def test_the_emptiest_engines_drain_first():

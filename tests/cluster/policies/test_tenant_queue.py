@@ -56,6 +56,37 @@ def test_late_requests_come_after_timely_ones_but_not_for_ever():
     assert queue.candidates(60.0, 4)[0].id == 0
 
 
+def test_a_flood_that_is_late_leaves_another_tenant_its_share():
+    queue = TenantQueue(timely_s=1.5, max_wait_s=60, late_work_s=5.0)
+    for number in range(1000):
+        queue.push(request(number, tenant="flood", arrival=0.0))
+    for number in range(1000, 1020):
+        queue.push(request(number, tenant="modest", arrival=1.0))
+    served = Counter(take(queue, 10.0) for _ in range(40))
+    assert served == {"flood": 20, "modest": 20}
+    queue.push(request(2000, tenant="modest", arrival=100.0))
+    assert "modest" in {take(queue, 100.0), take(queue, 100.0)}  # although the flood has waited for more than max_wait_s
+
+
+def test_a_flood_that_never_ends_is_ahead_of_late_requests_by_a_bounded_work():
+    queue = TenantQueue(timely_s=1.5, max_wait_s=1000, late_work_s=5.0)
+    for number in range(50):
+        queue.push(request(number, tenant="modest", arrival=0.0))
+    served, now = Counter(), 2.0
+    for number in range(100, 200):
+        queue.push(request(number, tenant="flood", arrival=now))  # always a timely one
+        served[take(queue, now)] += 1
+        now += 0.5
+    assert 45 <= served["modest"] <= 50
+
+
+def test_a_tenant_gets_its_timely_requests_before_its_late_ones():
+    queue = TenantQueue(timely_s=1.5, max_wait_s=60)
+    queue.push(request(0, tenant="a", arrival=0.0))
+    queue.push(request(1, tenant="a", arrival=10.0))
+    assert [each.id for each in queue.candidates(10.0, 4)] == [1]
+
+
 def test_migrated_requests_come_first():
     queue = TenantQueue()
     queue.push(request(0))

@@ -19,7 +19,7 @@ import pytest
 from symbiosis.errors import UnknownAdapter
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_loop import EngineLoop
-from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, Rejected, Result, Token
+from symbiosis.serving.engine_messages import Accepted, Event, Finished, GenerateRequest, Preempted, Rejected, Result, Token
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
 from symbiosis.serving.lora.lora_weights import EngineAdapter
 from symbiosis.serving.lora.packed_adapter import PackedAdapter
@@ -85,7 +85,7 @@ class Ledger:
             tracked.tokens.setdefault(event.number, []).append(event.token)
         elif isinstance(event, Finished):
             tracked.ends.append(event)
-        else:
+        elif not isinstance(event, Preempted):
             tracked.rejected.append(event)
             if tracked.name is None or self.versions[tracked.name] is not None:
                 self.wrong.append(f"{tracked.name} is {self.versions.get(tracked.name)}: {event}")

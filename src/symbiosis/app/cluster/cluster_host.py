@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ class ClusterHost:
         assert self._link is not None
         self._director.check()
         if (wish := self._link.take_wish()) is not None:
-            self.launcher.keep(*wish)
+            self.launcher.keep(wish.engines, wish.leave, wish.hung)
         self.launcher.check()
 
     def check(self) -> None:
@@ -174,6 +175,18 @@ class ClusterHost:
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the director wants of a launcher."""
+
+    engines: int
+    """How many run."""
+    leave: list[str]
+    """Engines that stop."""
+    hung: list[str]
+    """Engines that are killed and replaced."""
+
+
 class HostLink:
     """This process at the director: which engines there are, and which are wanted. On a thread of its own.
 
@@ -183,7 +196,7 @@ class HostLink:
     def __init__(self, director: EngineAddress, key: ClusterKey, engines: int | None = 0) -> None:
         self._engines = engines
         self.table: dict[str, Any] | None = None
-        self._wish: tuple[int, list[str]] | None = None
+        self._wish: Wish | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="symbiosis-director", daemon=True)
         self._thread.start()
@@ -206,10 +219,10 @@ class HostLink:
                 if "engines" in raw:
                     self.table = raw
                 if "wanted" in raw:
-                    self._wish = raw["wanted"], raw["leave"]
+                    self._wish = Wish(raw["wanted"], raw["leave"], raw["hung"])
 
-    def take_wish(self) -> tuple[int, list[str]] | None:
-        """How many engines are wanted, and which leave, if that is new."""
+    def take_wish(self) -> Wish | None:
+        """If there is a new one."""
         wish, self._wish = self._wish, None
         return wish
 

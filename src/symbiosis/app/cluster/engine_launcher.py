@@ -25,8 +25,8 @@ _log = logging.getLogger("symbiosis")
 class EngineLauncher(Protocol):
     """Starts engines on some kind of resource. Each joins the director by itself."""
 
-    def keep(self, wanted: int, leave: Collection[str]) -> None:
-        """Stop the engines in `leave`, and keep so many others running. Called often."""
+    def keep(self, wanted: int, leave: Collection[str], hung: Collection[str] = ()) -> None:
+        """Stop the engines in `leave`, kill those in `hung`, and keep so many others running. Called often."""
 
     def check(self) -> None:
         """Replace engines that have died. Raises `EngineLost` if they keep dying at their start."""
@@ -50,8 +50,13 @@ class EngineProcesses:
     def pids(self) -> dict[str, int]:
         return {name: process.pid for name, process in self._processes.items()}
 
-    def keep(self, wanted: int, leave: Collection[str]) -> None:
+    def keep(self, wanted: int, leave: Collection[str], hung: Collection[str] = ()) -> None:
         self._wanted = wanted
+        for name in [name for name in hung if name in self._processes]:
+            _log.warning("the engine %s does not answer: starting another", name)
+            process = self._processes.pop(name)
+            process.kill()
+            self._leaving.append(process)
         for name in [name for name in leave if name in self._processes]:
             process = self._processes.pop(name)
             process.terminate()
@@ -108,6 +113,9 @@ class _EngineProcess:
 
     def terminate(self) -> None:
         self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def wait(self, deadline: float) -> None:
         """Kill it at the deadline."""

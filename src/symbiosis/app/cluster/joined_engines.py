@@ -96,9 +96,10 @@ class JoinedEngines:
     def check(self) -> int:
         """How many engines still run here. Raises `EngineLost` if the cluster does not take them, or if they keep dying."""
         own = self.launcher.pids
-        if (wish := self._link.take_wish()) is not None and (leave := [name for name in wish[1] if name in own]):
+        if (wish := self._link.take_wish()) is not None:
+            leave = [name for name in wish.leave if name in own]
             self._wanted -= len(leave)
-            self.launcher.keep(self._wanted, leave)
+            self.launcher.keep(self._wanted, leave, wish.hung)
         self.launcher.check()
         table = self._link.table
         there = set() if table is None else table["engines"].keys() & own.keys()

@@ -128,8 +128,11 @@ class RayEngines:
             if engine.facts is not None
         }
 
-    def keep(self, wanted: int, leave: Collection[str]) -> None:
+    def keep(self, wanted: int, leave: Collection[str], hung: Collection[str] = ()) -> None:
         self._wanted = wanted
+        for name in [name for name in hung if name in self._engines]:
+            _log.warning("the engine %s does not answer: starting another", name)
+            self._remove(self._engines.pop(name))
         for name in [name for name in leave if name in self._engines]:
             engine = self._leaving[name] = self._engines.pop(name)
             engine.actor.stop.remote()

@@ -53,6 +53,9 @@ class ClusterRequest:
     """Expected seconds of its prefill; 0 after its first token."""
     reserved: int = 0
     """KV cache tokens reserved for it."""
+    avoided: int = 0
+    """Mask of engines without KV cache for it, or that its HTTP process cannot reach: its next placement is on another one,
+    if there is one."""
 
     @property
     def tokens(self) -> int:

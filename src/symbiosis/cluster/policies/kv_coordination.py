@@ -73,6 +73,31 @@ def copy_order(blocks: Sequence[tuple[int, int, float]]) -> list[int]:
     return [number for number, _, _ in sorted(blocks, key=lambda block: (block[1], block[2], block[0]))]
 
 
+class PlacedBlocks:
+    """The prefix caches of engines, as far as placements tell: the blocks of the last prompts placed on each.
+
+    An engine's cache has less room than this, since sequences that run take blocks too: what was used least recently may be
+    gone from it. Then the prompt is computed there as it would be elsewhere.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        """`max_blocks` of each engine."""
+        self._max_blocks = max_blocks
+        self._held: dict[int, OrderedDict[int, None]] = {}
+
+    def add(self, number: int, blocks: Sequence[int]) -> list[int]:
+        """A prompt with these blocks goes to an engine; the blocks that left its cache."""
+        held = self._held.setdefault(number, OrderedDict())
+        for block in reversed(blocks):  # the end of a prompt leaves first: it is useless without the beginning
+            held.pop(block, None)
+            held[block] = None
+        return [held.popitem(last=False)[0] for _ in range(len(held) - self._max_blocks)]
+
+    def drop_engine(self, number: int) -> None:
+        """It has left, or another has its number now."""
+        self._held.pop(number, None)
+
+
 class KvDirectory:
     """Which engines hold which blocks of prompts. Bounded: the oldest blocks are forgotten."""
 

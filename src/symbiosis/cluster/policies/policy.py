@@ -7,10 +7,11 @@ thread and no I/O.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from symbiosis.cluster.policies.cluster_state import ClusterRequest, ClusterState, EngineState, EngineStatus
+from symbiosis.cluster.policies.cluster_state import LEVELS, ClusterRequest, ClusterState, EngineState, EngineStatus
 from symbiosis.cluster.policies.kv_coordination import KvDirectory
 from symbiosis.cluster.policies.migration import MigrationConfig, choose_drains, leaving, lost
 from symbiosis.cluster.policies.placement import LeastLoaded, make_placement
@@ -34,12 +35,19 @@ class PolicyConfig:
     """An engine that has taken work for longer, at the utilization its objective allows, takes no further request."""
     owner_patience_s: float = 0.5
     """Pending prefill up to which the owner of a prompt's KV cache is chosen, if that saves as much."""
+    owner_imbalance: float = math.inf
+    """Load that the owner may have beyond the least loaded engine, if it has the whole prompt; less for a part of it.
+
+    For engines of unknown cost: otherwise the work that an engine takes at a time bounds it.
+    """
     adapter_patience_s: float = 0.2
     """Time a request waits for an engine that has its adapter, once the replica set is at its bound."""
     timely_s: float = 1.5
     """A request that has waited this long comes after those that can still meet the objective."""
     max_wait_s: float = 60.0
-    """And precedes them after so long."""
+    """And is one of them again after so long."""
+    late_work_s: float = 5.0
+    """Work by which tenants with timely requests may be ahead of one with late requests."""
     block_tokens: int = 512
     """Tokens of one hash in `ClusterRequest.blocks`."""
     expected_output: float = 200.0
@@ -114,7 +122,12 @@ class ClusterPolicy:
         self.state = ClusterState(config.max_pending_prefill_s, config.max_ahead_s)
         self.replicas = ReplicaSets(config.replicas, cost.slots)
         self.directory = KvDirectory()
-        self.queue = TenantQueue(dict(config.tenant_weights), timely_s=config.timely_s, max_wait_s=config.max_wait_s)
+        self.queue = TenantQueue(
+            dict(config.tenant_weights),
+            timely_s=config.timely_s,
+            max_wait_s=config.max_wait_s,
+            late_work_s=config.late_work_s,
+        )
         self.utilization = allowed_utilization(config.scaling, cost.fixed_s)
         self.scaling = WorkScaling(config.scaling, start_s=cost.start_s, utilization=self.utilization)
         self.num_migrations = 0
@@ -196,6 +209,7 @@ class ClusterPolicy:
         source, tokens = request.engine, request.tokens + int(self._mean_output)
         elsewhere = self.state.open & ~(1 << source)
         if elsewhere and self._rule.choose(self.state, elsewhere, self.state.levels_for(tokens, self.cost.kv_tokens)) >= 0:
+            request.avoided |= 1 << source
             return True
         self.state.reserve(request, max(request.reserved, tokens))
         return False
@@ -247,23 +261,25 @@ class ClusterPolicy:
         state, config = self.state, self.config
         if not state.open and not request.blocks:
             return -1
+        allowed = state.ready & ~request.avoided or state.ready
+        candidates = state.open & allowed
         tokens, expected = request.tokens, int(self._mean_output)
         reserved = tokens + expected
         overdue = now - request.arrival >= config.timely_s  # any engine, whatever its KV cache
         levels = state.levels_for(0 if overdue else reserved, self.cost.kv_tokens)
-        number, cached = self._find_owner(request, levels) if request.blocks else (-1, 0)
+        number, cached = self._find_owner(request, allowed, levels) if request.blocks else (-1, 0)
         if number < 0:
             cached = 0
             if request.adapter:
-                number = self._place_adapter(request, levels, now)
+                number = self._place_adapter(request, candidates, levels, now)
             else:
-                number = self._rule.choose(state, state.open, levels)
+                number = self._rule.choose(state, candidates, levels)
             if number < 0 and overdue:
-                number = LeastLoaded().choose(state, state.open, levels)
+                number = LeastLoaded().choose(state, candidates, levels)
             if number < 0:
                 return -1
         engine = state.engines[number]
-        request.cached = cached
+        request.cached, request.avoided = cached, 0
         prefill_s = self.cost.prompt_s(tokens, cached)
         work_s = prefill_s + self.cost.completion_s(tokens, expected)
         state.place(
@@ -279,16 +295,16 @@ class ClusterPolicy:
         self.queue.charge(request.tenant, work_s)
         return number
 
-    def _find_owner(self, request: ClusterRequest, levels: int) -> tuple[int, int]:
+    def _find_owner(self, request: ClusterRequest, allowed: int, levels: int) -> tuple[int, int]:
         """The owner of the longest prefix of the prompt, if it is worth its queue: the number and the tokens it has."""
         state, config = self.state, self.config
-        owners, length = self.directory.find_owners(request.blocks, state.ready)
+        owners, length = self.directory.find_owners(request.blocks, allowed)
         if not owners:
             return -1, 0
         cached = min(length * config.block_tokens, request.prompt - 1)
         number = self._rule.choose(state, owners & state.open, levels)
         if number >= 0:
-            return number, cached
+            return (number, cached) if self._is_balanced(number, allowed, levels, cached / request.prompt) else (-1, 0)
         number = LeastLoaded().choose(state, owners, levels)
         if number < 0:
             return -1, 0
@@ -296,10 +312,18 @@ class ClusterPolicy:
         pending_s = state.engines[number].pending_prefill_s
         return (number, cached) if pending_s < min(config.owner_patience_s, saved_s) else (-1, 0)
 
-    def _place_adapter(self, request: ClusterRequest, levels: int, now: float) -> int:
+    def _is_balanced(self, owner: int, allowed: int, levels: int, share: float) -> bool:
+        """Whether the owner's load is near enough to that of the least loaded engine, for this share of a prompt."""
+        state, most = self.state, self.config.owner_imbalance
+        if most == math.inf:
+            return True
+        least = LeastLoaded().choose(state, allowed & state.open, levels)
+        return state.engines[owner].level - state.engines[least].level <= LEVELS * most * share
+
+    def _place_adapter(self, request: ClusterRequest, candidates: int, levels: int, now: float) -> int:
         """An engine of the adapter's replica set; another one where the set may grow, or the request waited for it."""
         state, replicas = self.state, self.replicas.get(request.adapter)
-        number = self._rule.choose(state, state.open & replicas.mask, levels)
+        number = self._rule.choose(state, candidates & replicas.mask, levels)
         if number >= 0:
             return number
         waited = now - request.arrival >= self.config.adapter_patience_s
@@ -307,8 +331,8 @@ class ClusterPolicy:
             closed = state.ready & replicas.mask  # for a moment, by their pending prefill; a full one is replaced
             if self._rule.choose(state, closed, levels) >= 0:
                 return -1
-        number = self._rule.choose(state, state.open & ~replicas.mask & ~self.replicas.full, levels)
-        return number if number >= 0 or not waited else self._rule.choose(state, state.open, levels)
+        number = self._rule.choose(state, candidates & ~replicas.mask & ~self.replicas.full, levels)
+        return number if number >= 0 or not waited else self._rule.choose(state, candidates, levels)
 
     def _leave(self, request: ClusterRequest) -> None:
         self.state.remove(request)

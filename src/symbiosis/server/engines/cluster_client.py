@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from symbiosis.errors import Closed, EngineLost, SymbiosisError
 from symbiosis.server.engines.director_link import DirectorLink
 from symbiosis.server.engines.engine_client import ActiveRequests, EngineClient
+from symbiosis.server.engines.prompt_blocks import hash_blocks
 from symbiosis.server.engines.rpc_client import AnyInbox, Inbox, RpcClient, lost_error, result_of
 from symbiosis.serving import engine_messages as messages
 from symbiosis.serving.engine_messages import GenerateRequest
@@ -41,15 +42,18 @@ class ClusterClient:
         self._link = DirectorLink(director, key, self._follow)
         self._engines: dict[str, EngineClient] = {}
         self._addresses: dict[str, EngineAddress] = {}
+        self._unreachable: set[str] = set()
+        """Engines of the director's table that were lost, or could not be reached, since."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
-        self._placements: dict[str, tuple[int, Inbox]] = {}
-        """Number at the director, by id; 0 for those it does not know."""
+        self._placements: dict[str, _Placement] = {}
+        """By id."""
         self._adapters: dict[tuple[str, str | None], set[str]] = {}
         """Engines that an adapter of a tenant was used on."""
         self._watch_id = ""
         self._first: list[int] = []
         self._ended: list[tuple[int, int]] = []
+        self._preempted: list[int] = []
         self._owners: dict[str, RpcClient] = {}
         """Directors that operations were sent to."""
         self.lost = asyncio.Event()
@@ -97,10 +101,16 @@ class ClusterClient:
             client.forget(id)
 
     async def acquire(self, tenant: str) -> str:
-        client = await self._link.get(self._patience_s)
-        id = await client.acquire(tenant)
-        self._owners[id] = client
-        return id
+        while True:
+            client = await self._link.get(self._patience_s)
+            try:
+                id = await client.acquire(tenant)
+            except EngineLost:
+                if client.is_alive():
+                    raise
+            else:  # a director that is lost has given back what it held for this process
+                self._owners[id] = client
+                return id
 
     async def release(self, id: str) -> None:
         if (client := self._owners.pop(id, None)) is not None:
@@ -116,7 +126,8 @@ class ClusterClient:
         """Keep to the director's table of engines, for as long as it lives."""
         inbox = Inbox()
         self._watch_id = await client.open({"op": "watch"}, inbox)
-        self._placements.update({id: (0, each) for id, (_, each) in self._placements.items()})  # a new director
+        for placement in self._placements.values():
+            placement.number = 0  # of another director
         while client.is_alive():
             for raw in await inbox.take():
                 if raw is None:
@@ -128,12 +139,13 @@ class ClusterClient:
                     self._leave(number)
 
     def _leave(self, number: int) -> None:
-        for id, (placement, inbox) in self._placements.items():
-            if placement == number:
-                inbox.put_nowait(id)
+        for id, placement in self._placements.items():
+            if placement.number == number:
+                placement.inbox.put_nowait(id)
 
     def _add_engines(self, addresses: Mapping[str, EngineAddress]) -> None:
         """Connect to new engines. The others stay until their link is lost: a director that has just started knows none."""
+        self._unreachable &= addresses.keys()
         for name, address in addresses.items():
             if self._addresses.get(name) != address:
                 self._addresses[name] = address
@@ -148,12 +160,14 @@ class ClusterClient:
         except (EngineLost, TimeoutError):
             _log.warning("engine %s at %s cannot be reached: it takes no requests", name, address.messages)
         else:
+            self._unreachable.discard(name)
             async with self._changed:
                 self._engines[name] = engine
                 self._changed.notify_all()
             await engine.lost.wait()
             _log.warning("engine %s is lost", name)
         finally:
+            self._unreachable.add(name)
             if self._engines.get(name) is engine:
                 del self._engines[name]
                 for names in self._adapters.values():
@@ -179,18 +193,24 @@ class ClusterClient:
 
     async def place(self, request: GenerateRequest, inbox: Inbox, moved: str | None = None) -> tuple[EngineClient, str]:
         """See `engine_client.Engines`."""
-        number = 0 if moved is None else self._placements.pop(moved, (0, inbox))[0]
+        before = None if moved is None else self._placements.pop(moved, None)
+        number, unreachable = 0, set(self._unreachable)
+        if before is not None:
+            number = before.number
+            if not before.client.is_alive():  # the director may not know it yet
+                unreachable.add(before.engine)
         try:
             async with asyncio.timeout(self._patience_s):
                 while True:
-                    name, number = await self._choose(request, number)
+                    name, number = await self._choose(request, number, unreachable)
                     try:
                         engine = await self._find(name)
                         id = await engine.open(messages.encode_request(request), inbox)
                     except EngineLost:
+                        unreachable.add(name)
                         await asyncio.sleep(_CLOSING_S)
                         continue
-                    self._placements[id] = number, inbox
+                    self._placements[id] = _Placement(number, inbox, name, engine)
                     if request.adapter is not None:
                         self._adapters.setdefault((request.tenant, request.adapter), set()).add(name)
                     return engine, id
@@ -201,13 +221,13 @@ class ClusterClient:
             self._finish(number, 0)
             raise
 
-    async def _choose(self, request: GenerateRequest, moved: int) -> tuple[str, int]:
-        """The name of an engine, and the number of the placement."""
+    async def _choose(self, request: GenerateRequest, moved: int, unreachable: Collection[str]) -> tuple[str, int]:
+        """The name of an engine, and the number of the placement. `unreachable` engines are chosen if there is no other."""
         while True:
             client = self._link.client
             if client is not None and client.is_alive():
                 with suppress(EngineLost):
-                    return await self._ask_director(client, request, moved)
+                    return await self._ask_director(client, request, moved, unreachable)
                 if client.is_alive():
                     raise EngineLost("no engine of the cluster is there: try again in a moment")
             known = self._known(request)
@@ -223,7 +243,9 @@ class ClusterClient:
         used = self._adapters.get((request.tenant, request.adapter), set())
         return [name for name in alive if name in used]
 
-    async def _ask_director(self, client: RpcClient, request: GenerateRequest, moved: int) -> tuple[str, int]:
+    async def _ask_director(
+        self, client: RpcClient, request: GenerateRequest, moved: int, unreachable: Collection[str]
+    ) -> tuple[str, int]:
         generated = 0 if request.resume is None else max(len(each or ()) for each in request.resume)
         body = {
             "op": "place",
@@ -231,7 +253,9 @@ class ClusterClient:
             "adapter": request.adapter,
             "prompt": len(request.prompt),
             "generated": generated,
+            "blocks": hash_blocks(request.prompt, request.tenant, request.adapter),
             "moved": moved,
+            "unreachable": sorted(unreachable),
         }
         inbox = Inbox()
         id = await client.open(body, inbox)
@@ -261,13 +285,18 @@ class ClusterClient:
 
     def begin(self, id: str) -> None:
         """See `engine_client.Engines`."""
-        if (number := self._placements.get(id, (0,))[0]) > 0:
-            self._first.append(number)
+        if (placement := self._placements.get(id)) is not None and placement.number > 0:
+            self._first.append(placement.number)
+
+    def report_pressure(self, id: str) -> None:
+        """See `engine_client.Engines`."""
+        if (placement := self._placements.get(id)) is not None and placement.number > 0:
+            self._preempted.append(placement.number)
 
     def end(self, id: str, tokens: int) -> None:
         """See `engine_client.Engines`."""
         if (placement := self._placements.pop(id, None)) is not None:
-            self._finish(placement[0], tokens)
+            self._finish(placement.number, tokens)
 
     def _finish(self, number: int, tokens: int) -> None:
         if number > 0:
@@ -277,15 +306,26 @@ class ClusterClient:
         """Many events are one message."""
         while True:
             await asyncio.sleep(_PROGRESS_S)
-            if self._first or self._ended:
-                body = {"op": "progress", "id": "0", "first": self._first, "ended": self._ended}
-                self._first, self._ended = [], []
+            if self._first or self._ended or self._preempted:
+                body = {"op": "progress", "id": "0", "first": self._first, "ended": self._ended, "preempted": self._preempted}
+                self._first, self._ended, self._preempted = [], [], []
                 await self.send(body)
 
     def _start_task(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+@dataclass(slots=True)
+class _Placement:
+    """A request at an engine."""
+
+    number: int
+    """At the director; 0 if it does not know the request."""
+    inbox: Inbox
+    engine: str
+    client: EngineClient
 
 
 class _OpenOperation:

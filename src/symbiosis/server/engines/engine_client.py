@@ -11,7 +11,7 @@ from typing import Protocol
 from symbiosis.errors import SymbiosisError
 from symbiosis.server.engines.rpc_client import Inbox, RpcClient
 from symbiosis.serving import engine_messages as messages
-from symbiosis.serving.engine_messages import Accepted, Finished, GenerateRequest, Rejected, Token
+from symbiosis.serving.engine_messages import Accepted, Finished, GenerateRequest, Preempted, Rejected, Token
 from symbiosis.transport.engine_ipc import IpcClient
 
 
@@ -46,6 +46,9 @@ class EngineClient(RpcClient):
 
     def begin(self, id: str) -> None:
         """See `Engines`."""
+
+    def report_pressure(self, id: str) -> None:
+        """See `Engines`: it goes on here."""
 
     def end(self, id: str, tokens: int) -> None:
         """See `Engines`."""
@@ -82,6 +85,9 @@ class Engines(Protocol):
 
     def begin(self, id: str) -> None:
         """A request has its first token from this engine."""
+
+    def report_pressure(self, id: str) -> None:
+        """The engine of a request is out of KV cache and has preempted it: it may have to leave."""
 
     def end(self, id: str, tokens: int) -> None:
         """A request leaves the cluster after so many tokens."""
@@ -199,6 +205,10 @@ class ActiveRequests:
                 event = messages.decode_event(raw)
                 if isinstance(event, Accepted):
                     self._pending.discard(event.id)
+                    continue
+                if isinstance(event, Preempted):
+                    if event.id in self._placed:  # not of an earlier placement
+                        self._engines.report_pressure(event.id)
                     continue
                 assert isinstance(event, Token | Finished | Rejected)
                 if not isinstance(event, Token) and event.error is not None and self._engines.can_resume(event.error):

@@ -75,6 +75,8 @@ _CLUSTER = {
     "waiting": ("symbiosis_cluster_requests_waiting", "Requests that wait for an engine."),
     "placed": ("symbiosis_cluster_requests", "Requests of the cluster."),
     "migrations": ("symbiosis_cluster_migrations", "Requests that went on at another engine so far."),
+    "jobs_waiting": ("symbiosis_cluster_jobs_waiting", "Fine-tuning jobs that found no engine with room."),
+    "jobs_moved": ("symbiosis_cluster_jobs_moved", "Fine-tuning jobs that left a full or draining engine so far."),
     "wanted": ("symbiosis_cluster_engines_wanted", "Engines that the cluster keeps running."),
     "lost": ("symbiosis_cluster_engines_lost", "Engines that failed so far: they ended without having been let go."),
 }
