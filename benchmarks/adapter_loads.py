@@ -6,7 +6,7 @@ replicas run the same engine. Loads are counted on the engines: every adapter th
 `--ray-python` is a Python with `ray[serve]` and this package's requirements; without one, Ray Serve is left out, and the record
 says so.
 
-    python -m benchmarks.adapter_loads --ray-python /tmp/serve/bin/python  # 15 minutes on 2 cores
+    python -m benchmarks.adapter_loads --ray-python /tmp/serve/bin/python  # 12 minutes on 2 cores
     python -m benchmarks.adapter_loads --tiny                              # to try it
 """
 
@@ -63,8 +63,8 @@ class Plan:
     streams: tuple[int, ...] = (16, 28, 48)
     """Clients that ask again as soon as they have an answer."""
     seeds: int = 2
-    warm_up: int = 300
-    requests: int = 1000
+    warm_up: int = 250
+    requests: int = 700
     prompt: int = 16
     new: int = 16
 
