@@ -12,7 +12,7 @@ import math
 class LrfuScores:
     """Scores by key. Time is counted in uses, so that the order does not depend on how fast they come."""
 
-    def __init__(self, half_life: float = 16.0) -> None:
+    def __init__(self, half_life: float = 4.0) -> None:
         """`half_life` in uses for each cached key: a small one is nearer to LRU, a large one to LFU."""
         self._half_life = half_life
         self._now = 0.0  # in half-lives
