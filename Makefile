@@ -134,6 +134,7 @@ bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 100 minutes on 2 c
 	$(BIN)/python -m benchmarks.plan_memory
 	$(BIN)/python -m benchmarks.wire_compression
 	$(BIN)/python -m benchmarks.http_load default --cpu
+	$(BIN)/python -m benchmarks.adapter_loads $(if $(RAY_PYTHON),--ray-python $(RAY_PYTHON))
 	$(BIN)/python -m benchmarks.cluster_simulation $(if $(TRACES),--traces $(TRACES),decisions)
 
 SEED ?= 1

@@ -20,6 +20,7 @@ COLORS = {
     "plain": "#9aa0a6", "auto": "#1a73e8", "direct": "#34a853", "executor": "#e8710a",
     "none": "#9aa0a6", "lockstep": "#c58af9", "opportunistic": "#1a73e8",
     "eager": "#9aa0a6", "graph": "#1a73e8",
+    "Symbiosis": "#1a73e8", "Ray Serve": "#e8710a",
     "engine": "#9aa0a6", "streamed": "#1a73e8", "whole": "#34a853", "workers": "#e8710a",
 }  # fmt: skip
 GIB = 2**30
@@ -291,6 +292,22 @@ def network(record: dict[str, Any], axes: Sequence[Any]) -> None:
         each.legend(fontsize=7)
 
 
+def adapter_loads(record: dict[str, Any], axes: Sequence[Any]) -> None:
+    """Loads a request, and engines that hold the hottest adapter."""
+    rows = record["rows"]
+    groups = [f"Zipf {row['exponent']:g}\n{row['streams']} streams" for row in rows]
+    systems = {"symbiosis": "Symbiosis", "ray_serve": "Ray Serve"}
+    shown = {name: label for name, label in systems.items() if name in rows[0]}
+    bars(
+        axes[0],
+        groups,
+        {label: [row[name]["loads_per_request"] for row in rows] for name, label in shown.items()},
+        "loads a request",
+    )
+    hottest = {label: [row[name]["engines_of_hottest"][0] for row in rows] for name, label in shown.items()}
+    bars(axes[1], groups, hottest, "engines that hold the hottest adapter")
+
+
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = {
     "sharing": (sharing, 3),
     "deferral": (deferral, 1),
@@ -310,6 +327,7 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any], Sequence[Any]], None], int]] = 
     "decode_attention": (decode_attention, 1),
     "token_draw": (token_draw, 2),
     "network": (network, 2),
+    "adapter_loads": (adapter_loads, 2),
 }
 
 

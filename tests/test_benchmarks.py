@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import (
     adapter_kernels,
+    adapter_loads,
     busy_cores,
     cluster_simulation,
     colocation,
@@ -178,6 +179,17 @@ def test_the_simulation_of_a_cluster_is_compared_with_its_baselines(tmp_path):
     assert all(hours > 0 for hours in record["gpu_hours"].values())
     assert (tmp_path / "cluster-simulation-tiny.png").is_file()
     assert json.loads((tmp_path / "cluster-decisions-tiny.json").read_text())["decisions"] == 50
+
+
+def test_adapter_loads_are_counted_and_can_be_plotted(tmp_path):
+    adapter_loads.main(["--tiny", "--systems", "symbiosis", "--out", str(tmp_path)])
+    (written,) = tmp_path.glob("*.json")
+    record = json.loads(written.read_text())
+    (row,) = record["rows"]
+    assert record["ray_serve_missing"]
+    assert 0 < row["symbiosis"]["loads_per_request"] < 1
+    assert row["symbiosis"]["engines_of_hottest"][0] >= 1
+    assert plots.draw(written).is_file()
 
 
 needs_triton = pytest.mark.skipif(

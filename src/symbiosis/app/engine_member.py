@@ -48,6 +48,8 @@ class MemberConfig:
     training: bool = True
     adapter_gb: float = 2.0
     adapter_host_gb: float = 4.0
+    adapter_slots: int = 256
+    """Most adapters on the device."""
     cache_gb: float | None = None
     """None: 1024 blocks of 16 tokens."""
     host_cache_gb: float = 0.0
@@ -70,7 +72,9 @@ class MemberConfig:
 
     @property
     def residency(self) -> AdapterCacheConfig:
-        return AdapterCacheConfig(device_bytes=int(self.adapter_gb * 1e9), host_bytes=int(self.adapter_host_gb * 1e9))
+        return AdapterCacheConfig(
+            device_bytes=int(self.adapter_gb * 1e9), host_bytes=int(self.adapter_host_gb * 1e9), slots=self.adapter_slots
+        )
 
 
 class EngineMember:

@@ -93,6 +93,7 @@ class ClusterStatistics:
                 "jobs": member.jobs,
                 "adapters": len(member.loaded),
                 "adapter_names": sorted(member.loaded),
+                "adapters_on_device": member.stats.get("adapters_on_device", []),
                 **{name: member.stats.get(name, 0) for name in _SHOWN},
             }
             for member in list(self._members.by_name.values())

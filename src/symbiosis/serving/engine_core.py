@@ -164,6 +164,11 @@ class EngineCore:
         return self._adapter_cache.registry.versions
 
     @property
+    def adapters_on_device(self) -> list[str]:
+        resident, versions = self._adapter_cache.resident, self._adapter_cache.registry.versions
+        return sorted(name for name, version in versions.items() if version.hash in resident)
+
+    @property
     def pinned(self) -> frozenset[str]:
         """Names of pinned adapters."""
         return self._adapter_cache.registry.pinned
@@ -242,7 +247,7 @@ class EngineCore:
             sequences = [one for one, delivered in zip(sequences, resume, strict=True) if delivered is not None]
         self.scheduler.add(*sequences)
         if record is not None:
-            self._adapter_cache.registry.acquire(record.hash, len(sequences))
+            self._adapter_cache.acquire(record.hash, len(sequences))
         for one in sequences:
             if one.reason is not None:
                 self._release_adapter(one)

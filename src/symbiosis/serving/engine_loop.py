@@ -303,6 +303,7 @@ class EngineLoop:
         return {
             "adapters": self._core.adapters,
             "adapters_pinned": sorted(self._core.pinned),
+            "adapters_on_device": self._core.adapters_on_device,
             "adapters_resident": adapters.resident,
             "adapters_loading": len(self._loads),
             "adapter_loads": self._num_loads,

@@ -46,10 +46,14 @@ def test_a_hot_adapter_grows_and_a_cold_one_does_not():
     hot, cold = sets.get("hot"), sets.get("cold")
     for number in range(16):
         sets.place(hot, number % 2, 0.0)
-    assert sets.can_grow(hot)
+    assert sets.is_hot(hot, 8)
+    assert not sets.is_hot(hot, 100), "on each of its two engines, it has less than a quarter of what engines run"
     sets.place(cold, 0, 0.0)
+    assert not sets.is_hot(cold, 1)
+    assert not sets.has_spare(cold)
     sets.place(cold, 1, 0.0)
-    assert not sets.can_grow(cold)
+    assert sets.has_spare(cold)
+    assert not sets.is_hot(sets.get("unused"), 0)
 
 
 def test_sets_shrink_a_few_at_a_time():

@@ -98,7 +98,7 @@ def test_more_adapters_than_fit_are_served(world, size):
     assert (figures.registered, figures.resident, figures.device_bytes, figures.host_bytes) == (0, 0, 0, 0)
 
 
-def test_eviction_is_lru_and_skips_pinned_adapters(world, size):
+def test_eviction_is_by_recency_and_frequency_and_skips_pinned_adapters(world, size):
     core = core_for(world, 2 * size)
     for name in ("a0", "a1", "a2", "a3"):
         core.add_adapter(name, world.path(name))
@@ -113,6 +113,9 @@ def test_eviction_is_lru_and_skips_pinned_adapters(world, size):
     for name in ("a1", "a2"):
         check_completion(world, core, name)
     assert on_device(core) == {"a1", "a2"}
+    for name in ("a2", "a2", "a0", "a3"):
+        check_completion(world, core, name)
+    assert on_device(core) == {"a2", "a3"}, "a2 was used longer ago than a0, and more often"
     with pytest.raises(UnknownAdapter):
         core.pin_adapter("unknown")
 

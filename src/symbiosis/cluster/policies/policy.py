@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from symbiosis.cluster.policies.cluster_state import LEVELS, ClusterRequest, ClusterState, EngineState, EngineStatus
 from symbiosis.cluster.policies.kv_coordination import KvDirectory
 from symbiosis.cluster.policies.migration import MigrationConfig, choose_drains, leaving, lost
 from symbiosis.cluster.policies.placement import LeastLoaded, make_placement
-from symbiosis.cluster.policies.replica_sets import ReplicaConfig, ReplicaSets
+from symbiosis.cluster.policies.replica_sets import ReplicaConfig, ReplicaSet, ReplicaSets
 from symbiosis.cluster.policies.scaling import ScalingConfig, WorkScaling, allowed_utilization, change_of_engines
 from symbiosis.cluster.policies.tenant_queue import TenantQueue
 from symbiosis.cluster.step_cost import StepCost
 
 _LOOK = 4  # tenants of the queue that one dispatch considers after one that did not fit
+_LOOK_ADAPTERS = 32  # adapters with waiting requests that one dispatch considers after that
 _FADE = 0.995  # of the mean completion length, per completion
 
 
@@ -40,8 +42,8 @@ class PolicyConfig:
 
     For engines of unknown cost: otherwise the work that an engine takes at a time bounds it.
     """
-    adapter_patience_s: float = 0.2
-    """Time a request waits for an engine that has its adapter, once the replica set is at its bound."""
+    adapter_patience_s: float = 1.0
+    """Time a request waits for an engine that has its adapter, unless the adapter is hot. Others pass it meanwhile."""
     timely_s: float = 1.5
     """A request that has waited this long comes after those that can still meet the objective."""
     max_wait_s: float = 60.0
@@ -134,6 +136,8 @@ class ClusterPolicy:
         self._rule = make_placement(config.placement, seed)
         self._mean_output = config.expected_output
         self._queued_prefill_s = 0.0
+        self._waiting: dict[str, dict[int, ClusterRequest]] = {}
+        """Queued requests by adapter, in the order in which adapters began to wait."""
 
     # Engines
 
@@ -178,23 +182,33 @@ class ClusterPolicy:
         placed: list[ClusterRequest] = []
         self.state.advance(now)
         while self.queue and self.state.open:
-            for request in self.queue.candidates(now, _LOOK):
-                if self._place(request, now) >= 0:
-                    self.queue.remove(request)
-                    self._queued_prefill_s -= self._queue_work(request)
-                    placed.append(request)
-                    break
-            else:
+            request = self._place_next(now)
+            if request is None:
                 break
+            self._unqueue(request)
+            placed.append(request)
         return placed
+
+    def _place_next(self, now: float) -> ClusterRequest | None:
+        """Place a waiting request: the first of the queue's order, or one whose adapter is hot or on an engine with room."""
+        for request in self.queue.candidates(now, _LOOK):
+            if self._place(request, now) >= 0:
+                return request
+        with_room = self.state.open & ~self.state.by_level[LEVELS]
+        for adapter in islice(self._waiting, _LOOK_ADAPTERS if with_room else 0):
+            replicas = self.replicas.sets.get(adapter)
+            if replicas is not None and (replicas.mask & with_room or self._is_hot(replicas)):
+                request = next(iter(self._waiting[adapter].values()))
+                if self._place(request, now) >= 0:
+                    return request
+        return None
 
     def finish_prefill(self, request: ClusterRequest, now: float) -> None:
         self.state.finish_prefill(request)
 
     def finish(self, request: ClusterRequest, now: float, output: int) -> None:
         if request.engine < 0:
-            self.queue.remove(request)
-            self._queued_prefill_s -= self._queue_work(request)
+            self._unqueue(request)
             return
         self._leave(request)
         self._mean_output += (1 - _FADE) * (output - self._mean_output)
@@ -271,7 +285,7 @@ class ClusterPolicy:
         if number < 0:
             cached = 0
             if request.adapter:
-                number = self._place_adapter(request, candidates, levels, now)
+                number = self._place_adapter(request, allowed, levels, now)
             else:
                 number = self._rule.choose(state, candidates, levels)
             if number < 0 and overdue:
@@ -320,19 +334,26 @@ class ClusterPolicy:
         least = LeastLoaded().choose(state, allowed & state.open, levels)
         return state.engines[owner].level - state.engines[least].level <= LEVELS * most * share
 
-    def _place_adapter(self, request: ClusterRequest, candidates: int, levels: int, now: float) -> int:
-        """An engine of the adapter's replica set; another one where the set may grow, or the request waited for it."""
+    def _place_adapter(self, request: ClusterRequest, allowed: int, levels: int, now: float) -> int:
+        """An engine of the adapter's replica set; another one if the adapter is hot, or the request has waited for the set."""
         state, replicas = self.state, self.replicas.get(request.adapter)
-        number = self._rule.choose(state, candidates & replicas.mask, levels)
-        if number >= 0:
-            return number
+        candidates, is_hot = state.open & allowed, self._is_hot(replicas)
+        if not is_hot or self.replicas.has_spare(replicas):
+            number = self._rule.choose(state, candidates & replicas.mask, levels)
+            if number >= 0:
+                return number
         waited = now - request.arrival >= self.config.adapter_patience_s
-        if not waited and not self.replicas.can_grow(replicas):
-            closed = state.ready & replicas.mask  # for a moment, by their pending prefill; a full one is replaced
-            if self._rule.choose(state, closed, levels) >= 0:
-                return -1
-        number = self._rule.choose(state, candidates & ~replicas.mask & ~self.replicas.full, levels)
-        return number if number >= 0 or not waited else self._rule.choose(state, candidates, levels)
+        if allowed & replicas.mask and not waited and not is_hot:
+            return -1  # its engines free a place sooner than another one is worth a load, and a slot
+        others = candidates & ~replicas.mask
+        number = self._rule.choose(state, others & ~self.replicas.full, levels)
+        if number < 0:
+            number = self._rule.choose(state, others, levels)
+        return number if number >= 0 else self._rule.choose(state, candidates, levels)
+
+    def _is_hot(self, replicas: ReplicaSet) -> bool:
+        state = self.state
+        return self.replicas.is_hot(replicas, state.num_requests / max(1, state.ready.bit_count()))
 
     def _leave(self, request: ClusterRequest) -> None:
         self.state.remove(request)
@@ -342,6 +363,17 @@ class ClusterPolicy:
     def _queue(self, request: ClusterRequest, *, migrated: bool = False) -> None:
         self.queue.push(request, migrated=migrated)
         self._queued_prefill_s += self._queue_work(request)
+        if request.adapter:
+            self._waiting.setdefault(request.adapter, {})[request.id] = request
+
+    def _unqueue(self, request: ClusterRequest) -> None:
+        self.queue.remove(request)
+        self._queued_prefill_s -= self._queue_work(request)
+        if request.adapter:
+            waiting = self._waiting[request.adapter]
+            del waiting[request.id]
+            if not waiting:
+                del self._waiting[request.adapter]
 
     def _queue_work(self, request: ClusterRequest) -> float:
         return self.cost.prompt_s(request.tokens)

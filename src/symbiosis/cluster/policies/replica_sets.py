@@ -31,6 +31,8 @@ class ReplicaConfig:
 
     requests_per_replica: int = 4
     """Running requests of an adapter that allow one more replica."""
+    hot_share: float = 0.25
+    """An adapter is hot with that many of its requests on each of its engines, and with this share of what engines run."""
     spare: int = 1
     """Replicas beyond that, so that an adapter with requests may be on two engines."""
     shrink_after_s: float = 120.0
@@ -62,8 +64,13 @@ class ReplicaSets:
         """Most engines of an adapter with so many running requests."""
         return 1 + self.config.spare + replicas.running // self.config.requests_per_replica
 
-    def can_grow(self, replicas: ReplicaSet) -> bool:
-        return len(replicas.last_used) < self.bound(replicas)
+    def is_hot(self, replicas: ReplicaSet, per_engine: float) -> bool:
+        """Whether its engines have enough of its requests for one more, where engines run `per_engine` requests on average."""
+        enough = max(self.config.requests_per_replica, self.config.hot_share * per_engine)
+        return replicas.running >= enough * len(replicas.last_used) > 0
+
+    def has_spare(self, replicas: ReplicaSet) -> bool:
+        return len(replicas.last_used) > self.config.spare
 
     def place(self, replicas: ReplicaSet, number: int, now: float) -> None:
         """A request of the adapter goes to an engine, which joins the set. Beyond the bound, another one leaves it."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from symbiosis.cluster.policies.cluster_state import ClusterRequest
 from symbiosis.cluster.step_cost import StepCost
+from symbiosis.common.lrfu_scores import LrfuScores
 
 _NEVER = math.inf
 _NUMBER_BITS = 40  # of a request
@@ -74,6 +75,7 @@ class SimulatedEngine:
         """KV cache tokens of running requests."""
         self.adapters: dict[str, float] = {}
         """Time from which each adapter is resident, least recently used first."""
+        self._scores = LrfuScores()
         self.adapter_loads = 0
         self.preemptions = 0
         self.busy_s = 0.0
@@ -90,6 +92,7 @@ class SimulatedEngine:
         """A request arrives."""
         adapter = request.adapter
         if adapter:
+            self._scores.use(adapter, len(self.adapters))
             resident_at = self.adapters.pop(adapter, None)
             if resident_at is None:
                 self._load_adapter(adapter, now)
@@ -137,7 +140,7 @@ class SimulatedEngine:
         if len(self.adapters) >= self.cost.slots:
             used = {request.adapter for request in (*self.waiting, *self.prefilling)}
             used |= {request.adapter for request in self.decoding.values()}
-            victim = next((name for name in self.adapters if name not in used), None)
+            victim = min((name for name in self.adapters if name not in used), key=self._scores.get, default=None)
             if victim is not None:
                 del self.adapters[victim]
         self.adapters[adapter] = now + self.cost.adapter_load_s

@@ -3,9 +3,10 @@
 The tiers are disk, host pool (pinned memory, only for a GPU) and device pool. The stepping thread makes all decisions,
 between batches and without a lock. The loader's threads copy; `poll_loads` collects their results before the next plan.
 
-Eviction is LRU among adapters without requests and pins. An adapter that has waited `max_wait_s` also evicts adapters in
-use, at the least cost: first those whose requests wait, then those that run, fewest sequences first, then pinned ones. An
-adapter that runs drains before it is evicted: it admits no sequence. So every requested adapter becomes resident.
+Eviction is by LRFU (recency and frequency of requests) among adapters without requests and pins. An adapter that has
+waited `max_wait_s` also evicts adapters in use, at the least cost: first those whose requests wait, then those that run,
+fewest sequences first, then pinned ones. An adapter that runs drains before it is evicted: it admits no sequence. So every
+requested adapter becomes resident.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from symbiosis.adapters.model_facts import ModelFacts
 from symbiosis.adapters.packing import align
 from symbiosis.adapters.parts import Adapter
+from symbiosis.common.lrfu_scores import LrfuScores
 from symbiosis.errors import BadAdapter, SymbiosisError, UnsupportedAdapter
 from symbiosis.serving.lora.adapter_loader import AdapterLoader, LoadTask
 from symbiosis.serving.lora.adapter_registry import AdapterRecord, AdapterRegistry, AdapterVersion, PreparedAdapter, Source
@@ -127,6 +129,7 @@ class AdapterCache:
         self.draining: dict[str, str] = {}
         """Adapters that must not admit sequences, and the adapter that waits for their memory."""
         self._allocator = ByteAllocator(self._device.size)
+        self._scores = LrfuScores()
         self._loading: dict[str, bool] = {}  # to the device; whether from disk
         self._waiting_since: dict[str, float] = {}  # adapters whose load has not started
         self._loads = self._failures = self._evictions = 0
@@ -154,6 +157,7 @@ class AdapterCache:
         """Serve an adapter under `name`. Accepted requests keep their version."""
         version, unused = self.registry.register(name, prepared)
         self._free(unused)
+        self._scores.use(prepared.hash, len(self.resident))  # or the next load would evict it before its first request
         if prepared.hash not in self._allocator:
             self._cache(prepared.packed)
         return version
@@ -170,8 +174,13 @@ class AdapterCache:
             raise BadAdapter(f"{name!r} can no longer be read: {record.error}")
         return record
 
+    def acquire(self, hash: str, sequences: int) -> None:
+        """Count a new request with so many sequences."""
+        self.registry.acquire(hash, sequences)
+        self._scores.use(hash, len(self.resident))
+
     def release(self, hash: str) -> None:
-        """Count the end of a request; `registry.acquire` counted its start."""
+        """Count the end of a sequence."""
         self._free(self.registry.release(hash))
 
     def touch(self, hash: str) -> bool:
@@ -269,6 +278,7 @@ class AdapterCache:
             if unused.hash in self.resident:
                 self._evict(unused.hash)
             self._host.drop(unused.hash)
+            self._scores.discard(unused.hash)
 
     def _cache(self, packed: PackedAdapter) -> None:
         """Put a new adapter into the first tier, so that the first request does not read it again."""
@@ -292,7 +302,7 @@ class AdapterCache:
     def _evict_for(self, hash: str, nbytes: int, *, evict_in_use: bool) -> bool:
         """Evict until a slot and `nbytes` contiguous bytes are free. False if victims must drain first, or none qualify."""
         running = self._running()
-        ages = {other: age for age, other in enumerate(self.resident)}
+        ages = {other: age for age, other in enumerate(sorted(self.resident, key=self._scores.get))}  # of equal ones, LRU
 
         def cost(other: str) -> Cost | None:
             record = self.registry.get(other)
