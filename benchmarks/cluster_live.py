@@ -46,7 +46,7 @@ from symbiosis.app.cluster.engine_launcher import EngineProcesses
 
 QUESTION = str(__doc__).splitlines()[0]
 DEFAULT = "default"
-_ADMIN = "admin-of-the-benchmark"
+ADMIN = "admin-of-the-benchmark"
 _GPU_CACHE_GB = 8.0
 """Several engines are on one GPU."""
 _START_S = 300.0
@@ -81,7 +81,7 @@ class Server:
         self._stack = ExitStack()
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        common = ["--http", f"127.0.0.1:{self.port}", "--admin-key", _ADMIN, "--key", f"ann={_ADMIN}-ann", *options]
+        common = ["--http", f"127.0.0.1:{self.port}", "--admin-key", ADMIN, "--key", f"ann={ADMIN}-ann", *options]
         if engines:
             state = self._stack.enter_context(tempfile.TemporaryDirectory())
             command = ["cluster", "up", model, "--engines", str(engines), "--port", "0", "--state", state]
@@ -122,7 +122,7 @@ class Server:
     def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.url + path, data, {"Authorization": f"Bearer {_ADMIN}", "Content-Type": "application/json"}
+            self.url + path, data, {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=30) as reply:
             found: dict[str, Any] = json.load(reply)
@@ -150,7 +150,7 @@ class Stream:
     def read(self, url: str, model: str, tokens: int) -> None:
         import openai
 
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=f"{_ADMIN}-ann", max_retries=0, timeout=300)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=f"{ADMIN}-ann", max_retries=0, timeout=300)
         try:
             for chunk in client.completions.create(
                 model=model, prompt=self.prompt, max_tokens=tokens, temperature=0, stream=True, extra_body={"ignore_eos": True}
@@ -168,7 +168,7 @@ class Stream:
 class Cluster:
     """Engines, director and front door of this host, with each member that has died replaced. A context manager."""
 
-    def __init__(self, model: str, plan: Plan, engine: dict[str, Any], state: Path) -> None:
+    def __init__(self, model: str, plan: Plan, engine: dict[str, Any], state: Path, **options: Any) -> None:
         from symbiosis.app.cluster.cluster_host import ClusterHost
 
         self.host = ClusterHost(
@@ -177,8 +177,9 @@ class Cluster:
             engines=plan.engines,
             state=state,
             workers=2,
-            keys={"ann": f"{_ADMIN}-ann"},
-            admin_key=_ADMIN,
+            keys={"ann": f"{ADMIN}-ann"},
+            admin_key=ADMIN,
+            **options,
         )
         self._count, self._closing = plan.engines, threading.Event()
         self._checker = threading.Thread(target=self._check)
@@ -336,7 +337,7 @@ def throughput(servers: dict[str, Server], plan: Plan, vocabulary: int, show: Ca
                 traffic = Traffic(vocabulary=vocabulary, prompt=plan.prompt, new=plan.new)
                 made = traffic.requests(plan.streams * plan.rounds, (repetition, name))
                 requests = [
-                    Request(prompt=each.prompt, new=each.new, adapter=server.model, key=f"{_ADMIN}-ann") for each in made
+                    Request(prompt=each.prompt, new=each.new, adapter=server.model, key=f"{ADMIN}-ann") for each in made
                 ]
                 figures = summarise(
                     client.send(server.url, Workload(requests=requests, concurrency=plan.streams), keep_every=0)
@@ -356,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan, console, record = PLANS[chosen.shape], Console(width=140), dict[str, Any]()
     device = chosen.device if chosen.shape == "1b" else "cpu"
     with tempfile.TemporaryDirectory() as place, mps_daemon(chosen.mps):
-        model, vocabulary = _model(chosen.shape, Path(place))
+        model, vocabulary = make_model(chosen.shape, Path(place))
         flags = ["--dtype", "float32"] if device == "cpu" else ["--device", device, "--cache-gb", str(_GPU_CACHE_GB)]
         if chosen.only != "faults":
             with ExitStack() as stack:
@@ -383,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(save(name, QUESTION, {"script": "cluster_live", "shape": chosen.shape, **record}, chosen.out))
 
 
-def _model(shape: str, folder: Path) -> tuple[str, int]:
+def make_model(shape: str, folder: Path) -> tuple[str, int]:
     """What to serve, and the size of its vocabulary."""
     if shape == DEFAULT:
         return "", 49_000
