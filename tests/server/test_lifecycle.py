@@ -202,6 +202,7 @@ def test_a_stopped_server_is_not_ready_and_serves_during_the_shutdown_delay(worl
 
 def test_a_second_signal_ends_the_shutdown_delay(world):
     with serving(world.folder, "--shutdown-delay", 600) as (process, server):
+        assert server.ask("GET", "/ready").status_code == 200  # it has started
         process.send_signal(signal.SIGTERM)
         until(lambda: server.ask("GET", "/ready").status_code == 503)
         os.kill(http_process(process.pid), signal.SIGTERM)
