@@ -15,6 +15,8 @@ import sys
 import threading
 from queue import SimpleQueue
 
+from transformers.utils.logging import disable_progress_bar
+
 from symbiosis.app.cluster_membership import JoinRejected
 from symbiosis.app.engine_member import EngineMember, MemberConfig
 from symbiosis.common import file_limits
@@ -53,6 +55,7 @@ def main() -> int:
         return 0
     threading.Thread(target=_follow_launcher, name="symbiosis-launcher", daemon=True).start()
     name = ""
+    disable_progress_bar()  # several engines start at once on one terminal
     try:
         config = MemberConfig.from_json(json.loads(line))
         name = f" {config.name}"
