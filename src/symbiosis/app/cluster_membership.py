@@ -9,11 +9,10 @@ from contextlib import suppress
 from typing import Any
 
 from symbiosis.errors import Closed, EngineLost, SymbiosisError
+from symbiosis.server.engines.director_link import DirectorLink
 from symbiosis.server.engines.rpc_client import RpcClient
-from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, IpcClient
+from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress
 
-_SILENCE_S = 3.0  # the director sends a heartbeat every second
-_RETRY_S = 0.5
 _AGAIN_S = 2.0
 _CLOSE_S = 10.0
 _log = logging.getLogger("symbiosis")
@@ -31,10 +30,10 @@ class ClusterMembership:
     """
 
     def __init__(self, director: EngineAddress, key: ClusterKey, facts: dict[str, Any]) -> None:
-        self._director, self._key, self._facts = director, key, facts
+        self._facts = facts
         self._rejected: SymbiosisError | None = None
         self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(self._keep())
+        self._task = self._loop.create_task(DirectorLink(director, key, self._join).run())
         self._thread = threading.Thread(target=self._run, name="symbiosis-membership", daemon=True)
         self._thread.start()
 
@@ -63,6 +62,8 @@ class ClusterMembership:
         try:
             with suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._task)
+        except SymbiosisError as error:
+            self._rejected = error
         except BaseException:
             _log.exception("the link to the director failed")
             raise
@@ -70,29 +71,10 @@ class ClusterMembership:
             self._loop.run_until_complete(asyncio.sleep(0))  # cancelled tasks end
             self._loop.close()
 
-    async def _keep(self) -> None:
-        await self._join()
-        while self._rejected is None:
-            await asyncio.sleep(_RETRY_S)
-            await self._join()
-
-    async def _join(self) -> None:
-        """Returns when the link is lost, cannot be made, or the director has rejected this engine."""
-        director = RpcClient(IpcClient(self._director, self._key, timeout_s=_SILENCE_S))
-        try:
-            async with asyncio.timeout(_SILENCE_S):
-                await director.start()
-            await director.ask("join", **self._facts)
-            _log.info("joined the director at %s", self._director.messages)
-            while director.is_alive():
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(director.lost.wait(), _AGAIN_S)
-                    break
-                await director.ask("join", **self._facts)  # the director may have lost this engine for a while
-            _log.warning("the link to the director is lost: joining again")
-        except (EngineLost, Closed, TimeoutError):
-            pass  # it may be starting, or restarting
-        except SymbiosisError as error:
-            self._rejected = error
-        finally:
-            await director.close()
+    async def _join(self, director: RpcClient) -> None:
+        """For as long as this director lives. Raises why it rejects this engine."""
+        while director.is_alive():
+            with suppress(Closed):
+                await director.ask("join", **self._facts)  # again: it may have lost this engine for a while
+            with suppress(TimeoutError):
+                await asyncio.wait_for(director.lost.wait(), _AGAIN_S)

@@ -28,7 +28,7 @@ class DirectorLink:
         """None while the director cannot be reached."""
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(self.run())
 
     async def close(self) -> None:
         if self._task is not None:
@@ -47,7 +47,8 @@ class DirectorLink:
         assert self.client is not None
         return self.client
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Until it is cancelled, or `connected` raises another error than `EngineLost`."""
         was_lost = False
         while True:
             client = RpcClient(IpcClient(self._address, self._key, timeout_s=_SILENCE_S))
@@ -63,7 +64,7 @@ class DirectorLink:
                         self._changed.notify_all()
                     await self._connected(client)
                     await client.lost.wait()
-                    _log.warning("the director is lost: requests go on with the engines that are known")
+                    _log.warning("the director is lost: this process goes on without it, and tries again")
             finally:
                 self.client = None
                 await client.close()
