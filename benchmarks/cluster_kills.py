@@ -1,9 +1,10 @@
 """Is a token lost or doubled when processes of a cluster are killed?
 
-A cluster on this host (front door with two workers, director, engines of the default model in float32). Clients stream
-completions with `openai` all the time: eight LoRA adapters, greedy with n = 1 and seeded with n = 4. Meanwhile engines, the
-director and HTTP workers are killed with SIGKILL, one at a time, at random moments; all are replaced. Every completion must
-equal that of an undisturbed run before. A killed worker ends its own connections: those clients ask again, which is counted.
+A cluster on this host: front door with two workers, director, engines of the default model in float32, half of them on a node
+that joins. Clients stream completions with `openai` all the time: eight LoRA adapters, greedy with n = 1, seeded with n = 4.
+Meanwhile engines, the node with all its engines, the director and HTTP workers are killed with SIGKILL at random moments; all
+are replaced. Every completion must equal that of an undisturbed run before. A killed worker ends its own connections: those
+clients ask again, which is counted.
 
     python -m benchmarks.cluster_kills                   # 100 kills, 20 to 30 minutes on 2 cores
     python -m benchmarks.cluster_kills --tiny --kills 3  # to try it: a tiny model
@@ -16,6 +17,8 @@ import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -30,7 +33,7 @@ from benchmarks.results import FOLDER, save
 
 NEW = 24
 ADAPTERS = 8
-SHARES = {"engine": 0.6, "director": 0.25, "worker": 0.15}
+SHARES = {"engine": 0.5, "node": 0.15, "director": 0.2, "worker": 0.15}
 _PROMPT = "The following is a short story about a ship:"
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -119,6 +122,43 @@ class Clients:
                     self.different.append(f"{case}: {texts} instead of {self._expected[case]}")
 
 
+class Node:
+    """`symbiosis cluster join` with its engines. A context manager."""
+
+    def __init__(self, director: str, secret: str, model: str | None, engines: int, folder: Path) -> None:
+        file = folder / "node-secret"
+        file.touch(mode=0o600)
+        file.write_text(secret)
+        command = [sys.executable, "-m", "symbiosis", "cluster", "join", director, "--secret-file", str(file)]
+        command += ["--engines", str(engines), "--dtype", "float32", "--threads", "1", "--no-training"]
+        command += ["--adapter-gb", "0.2", "--adapter-host-gb", "0.2", *(["--model", model] if model else [])]
+        self._command = command
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+
+    @property
+    def engines(self) -> list[int]:
+        """Their pids."""
+        tasks = Path(f"/proc/{self._process.pid}/task").glob("*/children")
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+    def kill(self) -> None:
+        """As when the host loses power. It joins again."""
+        for pid in [self._process.pid, *self.engines]:
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._start()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
 def _is_cut(error: Exception) -> bool:
     text = f"{type(error).__name__} {error} {type(error.__cause__).__name__}".lower()
     return any(word in text for word in ("connection", "remoteprotocol", "readerror", "peer closed", "incomplete"))
@@ -126,6 +166,7 @@ def _is_cut(error: Exception) -> bool:
 
 def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False, seed: int = 0) -> dict[str, Any]:
     from symbiosis.app.cluster.cluster_host import ClusterHost
+    from symbiosis.app.cluster.engine_launcher import EngineProcesses
 
     console, chosen, done = Console(width=120), random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as place:
@@ -140,9 +181,17 @@ def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False
             "training": False,
         }
         adapters = write_adapters(source, folder / "adapters")
-        with ClusterHost(
-            "127.0.0.1:0", engine=engine, engines=engines, state=folder / "state", workers=2, adapters=adapters
-        ) as host:
+        with (
+            ClusterHost(
+                "127.0.0.1:0",
+                engine=engine,
+                engines=engines - engines // 2,
+                state=folder / "state",
+                workers=2,
+                adapters=adapters,
+            ) as host,
+            Node(host.director.messages.removeprefix("tcp://"), host.secret, source, engines // 2, folder) as node,
+        ):
             closing, failure = threading.Event(), list[Exception]()
 
             def check() -> None:
@@ -164,13 +213,15 @@ def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False
                 while done.total() < kills:
                     time.sleep(chosen.uniform(0.5, 4.0))
                     kind = chosen.choices([*SHARES], [*SHARES.values()])[0]
-                    if kind == "engine":
-                        _wait_for(host, max(2, engines - 1), failure)  # another one is there
-                        joined = host.ask("statistics")["engines"]
-                        pid = chosen.choice([pid for name, pid in host.launcher.pids.items() if name in joined])  # type: ignore[union-attr, attr-defined]
+                    if kind in ("engine", "node"):
+                        _wait_for(host, engines - (kind == "engine" and engines > 2), failure)  # another one is there
+                    if kind == "node":
+                        node.kill()
                     else:
-                        pid = host.director_pid if kind == "director" else chosen.choice(host.http_pids[1:])
-                    os.kill(pid, signal.SIGKILL)
+                        launcher = host.launcher
+                        assert isinstance(launcher, EngineProcesses)
+                        pids = {"engine": [*launcher.pids.values(), *node.engines], "director": [host.director_pid]}
+                        os.kill(chosen.choice(pids.get(kind, host.http_pids[1:])), signal.SIGKILL)
                     done[kind] += 1
                     if done.total() % 10 == 0:
                         console.print(
