@@ -160,6 +160,8 @@ class RpcServer:
         op = body.get("op")
         if op == _HELLO:
             self._send(number, {"beat": self._is_healthy(), "peer": int(number)})
+            if number not in self._peers:  # it has gone already
+                return
         handler = next((each for each in self._handlers if isinstance(op, str) and op in each.operations), None)
         if handler is not None:
             handler.handle(full_id, body)
