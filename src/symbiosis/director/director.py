@@ -61,6 +61,8 @@ class DirectorConfig:
     at_once: int | None = None
     per_minute: int | None = None
     has_keys: bool = False
+    store: str | None = None
+    """For engines that join from other hosts."""
 
 
 class Director:
@@ -106,6 +108,7 @@ class Director:
             "watch": self._watch,
             "launch": self._launch,
             "drain": self._drain,
+            "store": self._describe_store,
             "place": placement.place,
             "progress": placement.progress,
             "load": adapters.load,
@@ -200,6 +203,9 @@ class Director:
         self._launchers[id] = engines
         self._resize()
         self._tell_launchers()
+
+    async def _describe_store(self, id: str, body: Body) -> Body:
+        return {"url": self._config.store}
 
     def _resize(self) -> None:
         config, joined = self._config, sum(self._launchers.values())
