@@ -15,8 +15,7 @@ from pathlib import Path
 from symbiosis.jobs.atomic_files import map_os_errors, sync_to_disk
 from symbiosis.store.artifact_folders import ArtifactFolders, LocalFolders
 
-DATASETS = {"data": "training.safetensors", "validation": "validation.safetensors"}
-"""Files by the engine's name for them."""
+TRAINING, VALIDATION = "training.safetensors", "validation.safetensors"
 RESULT_PREFIX = "file-ftjob-"
 """Of the ids of result files; uploaded files have hexadecimal digits after `file-`."""
 
@@ -57,14 +56,10 @@ class JobsLayout:
     def dataset_path(self, job: str, field: str) -> Path:
         return self.job_folder(job) / f"{field.removesuffix('_file')}.safetensors"
 
-    def place_data(self, job: str) -> dict[str, str | None]:
-        """The locations of a job's datasets, by the engine's name for them."""
-        found = self._datasets(job)
-        return {field: next((str(path) for path in found if path.name == file), None) for field, file in DATASETS.items()}
-
-    def _datasets(self, job: str) -> list[Path]:
-        paths = [self.job_folder(job) / file for file in DATASETS.values()]
-        return [path for path in paths if path.exists()]
+    def place_data(self, job: str) -> tuple[str, str | None]:
+        """The locations of a job's training data, and of its validation data."""
+        folder = self.job_folder(job)
+        return str(folder / TRAINING), str(folder / VALIDATION) if (folder / VALIDATION).exists() else None
 
     def make_run(self, job: str, epoch: int, kept: str | None) -> str:
         """The location of a run's checkpoints. Those of earlier runs but `kept` are removed. Raises `StorageFull`."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from symbiosis.errors import StoreUnavailable
-from symbiosis.jobs.layout import DATASETS, JobsLayout
+from symbiosis.jobs.layout import TRAINING, VALIDATION, JobsLayout
 from symbiosis.store.artifact_cache import LOCATION, ArtifactCache
 from symbiosis.store.artifacts import JOBS
 
@@ -27,11 +27,12 @@ class SharedJobsLayout(JobsLayout):
         super().__init__(root)
         self.folders, self._store = cache, cache.store
 
-    def place_data(self, job: str) -> dict[str, str | None]:
-        name, files = f"{JOBS}/{job}/data", [path.name for path in self._datasets(job)]
+    def place_data(self, job: str) -> tuple[str, str | None]:
+        name, (_, validation) = f"{JOBS}/{job}/data", super().place_data(job)
         if not self._store.has(name):
-            self._store.put(name, self.job_folder(job), files)
-        return {field: f"{LOCATION}{name}/{file}" if file in files else None for field, file in DATASETS.items()}
+            self._store.put(name, self.job_folder(job), (TRAINING,) if validation is None else (TRAINING, VALIDATION))
+        location = f"{LOCATION}{name}"
+        return f"{location}/{TRAINING}", None if validation is None else f"{location}/{VALIDATION}"
 
     def make_run(self, job: str, epoch: int, kept: str | None) -> str:
         for name in self._store.list_artifacts(f"{JOBS}/{job}"):

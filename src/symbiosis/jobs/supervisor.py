@@ -316,8 +316,8 @@ class Supervisor:
             await asyncio.to_thread(self._store.check_bytes, job.owner)
             kept = None if checkpoint is None else checkpoint.folder
             run = await asyncio.to_thread(self._layout.make_run, job.id, job.epoch, kept)
-            data = await asyncio.to_thread(self._layout.place_data, job.id)
-            await self._send_job(job, checkpoint, {**data, "checkpoints": run})
+            data, validation = await asyncio.to_thread(self._layout.place_data, job.id)
+            await self._send_job(job, checkpoint, {"data": data, "validation": validation, "checkpoints": run})
         except (*_WAITING, EngineLost):
             with suppress(WrongState):
                 await self._retry_while_full(

@@ -25,7 +25,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 _NO_CREDENTIALS = ("NoCredentials", "PartialCredentials", "CredentialRetrieval", "TokenRetrieval", "ProfileNotFound")
 """Beginnings of the names of errors of botocore."""
 _FULL = re.compile("quota|storagefull|insufficientstorage|no space", re.IGNORECASE)
-_NO_BUCKET = re.compile("bucket", re.IGNORECASE)
+_NO_BUCKET = "specified bucket does not exist"
+_URL = re.compile(r"\"?[a-z]+://\S+")
 _MAX_REASON = 160
 
 
@@ -89,13 +90,13 @@ class RemoteStore:
 
 @contextmanager
 def _mapping() -> Iterator[None]:
-    """Messages without the bucket: tenants see them. A missing object stays `FileNotFoundError`; a missing bucket does not."""
+    """Messages without bucket and endpoint: tenants see them. A missing object stays `FileNotFoundError`; a missing bucket does not."""
     try:
         yield
     except (StoreUnavailable, GeneratorExit):
         raise
     except FileNotFoundError as error:
-        if _NO_BUCKET.search(str(error.__cause__ or error)):
+        if _NO_BUCKET in str(error):
             raise StoreUnavailable("the store's bucket does not exist: create it, or name another one") from None
         raise
     except Exception as error:  # noqa: BLE001 - drivers raise errors of their own
@@ -103,7 +104,7 @@ def _mapping() -> Iterator[None]:
 
 
 def _describe(error: Exception) -> StoreUnavailable:
-    kind, reason = type(error).__name__, (str(error).splitlines() or [""])[0][:_MAX_REASON]
+    kind, reason = type(error).__name__, _URL.sub("…", (str(error).splitlines() or [""])[0])[:_MAX_REASON]
     if kind.startswith(_NO_CREDENTIALS):
         return StoreUnavailable(
             "the store has no credentials: expected them in the environment of each host, such as AWS_ACCESS_KEY_ID and "
@@ -115,4 +116,4 @@ def _describe(error: Exception) -> StoreUnavailable:
         return StoreUnavailable(
             f"the store denies access ({reason}): expected credentials that may list, read, write and delete objects there"
         )
-    return StoreUnavailable(f"the store cannot be reached ({reason or kind}): expected an endpoint that replies")
+    return StoreUnavailable(f"the store cannot be reached ({reason or kind}): expected an endpoint that replies, such as that of AWS_ENDPOINT_URL")
