@@ -116,4 +116,6 @@ def _describe(error: Exception) -> StoreUnavailable:
         return StoreUnavailable(
             f"the store denies access ({reason}): expected credentials that may list, read, write and delete objects there"
         )
-    return StoreUnavailable(f"the store cannot be reached ({reason or kind}): expected an endpoint that replies, such as that of AWS_ENDPOINT_URL")
+    return StoreUnavailable(
+        f"the store cannot be reached ({reason or kind}): expected an endpoint that replies, such as that of AWS_ENDPOINT_URL"
+    )
