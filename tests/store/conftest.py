@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,20 +64,21 @@ def s3_server() -> Iterator[str]:
     process.wait(10)
 
 
+def make_bucket(endpoint: str, environment: pytest.MonkeyPatch, bucket: str) -> str:
+    """The URL of a store in a new bucket, whose credentials are in the environment."""
+    import s3fs
+
+    values = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**values, "AWS_ENDPOINT_URL": endpoint}.items():
+        environment.setenv(name, value)
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
+    return f"s3://{bucket}/stores/one"
+
+
 @pytest.fixture
 def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Makes a bucket. Returns the URL of a store in it."""
-    environment = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_DEFAULT_REGION": "us-east-1"}
-    for name, value in {**environment, "AWS_ENDPOINT_URL": s3_server}.items():
-        monkeypatch.setenv(name, value)
-
-    def make(bucket: str) -> str:
-        import s3fs
-
-        s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
-        return f"s3://{bucket}/stores/one"
-
-    return make
+    return partial(make_bucket, s3_server, monkeypatch)
 
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.slow)])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from symbiosis.errors import BadArtifact, StoreUnavailable
+from symbiosis.errors import BadArtifact, DoesNotFit, StoreUnavailable
 from symbiosis.store.artifact_cache import ArtifactCache
 from symbiosis.store.artifacts import ArtifactStore
 from symbiosis.store.store_url import open_object_store
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def cached(cache: ArtifactCache) -> set[str]:
-    return {str(path.parent.relative_to(cache._root)) for path in cache._root.rglob("manifest.json")}
+    return {cache.locate(file.parent).removeprefix("store:") for _, _, file in cache._entries()}
 
 
 def read(cache: ArtifactCache, location: str) -> dict[str, bytes]:
@@ -102,8 +102,12 @@ def test_what_is_in_use_does_not_leave(folder, tmp_path):
 def test_an_artifact_larger_than_the_cache_is_an_error(folder, tmp_path):
     cache = open_cache(str(folder), tmp_path / "node", 5 * KB)
     put_adapter(cache.store, tmp_path, "one")
-    with pytest.raises(StoreUnavailable, match="an artifact needs 7002: raise --store-cache-gb"):
+    with pytest.raises(DoesNotFit, match="an artifact needs 7002: raise --store-cache-gb"):
         read(cache, "store:adapters/one")
+    published = cache.publish(write_files(cache.draft("store:adapters/two")))
+    assert cache.store.has("adapters/two")
+    assert not published.exists()
+    assert cached(cache) == set()
 
 
 def test_an_artifact_that_lost_bytes_is_fetched_again(folder, tmp_path):

@@ -79,7 +79,8 @@ class Director:
         self.rpc = RpcServer(listener)
         self.address = listener.address
         self._members = Members(key, None, self._changed)
-        self._adapters = ClusterAdapters(self._members, config.state / "adapters.json", self._least_loaded)
+        registry, has_store = config.state / "adapters.json", config.store is not None
+        self._adapters = ClusterAdapters(self._members, registry, self._least_loaded, has_store=has_store)
         self._placement = Placement(policy, cost, self._members, self._adapters, self._move, engines=config.engines)
         self._members.on_joined, self._members.on_lost = self._add_engine, self._drop_engine
         self._jobs = ClusterJobs(self.rpc, self._members, self._adapters, self._placement, JobConfig())

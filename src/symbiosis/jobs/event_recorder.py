@@ -20,7 +20,8 @@ from symbiosis.jobs.layout import JobsLayout, result_file_id
 from symbiosis.jobs.states import JobState, StateChange
 
 _END_KINDS = ("trained", "stopped", "failed")
-_RETRYABLE_CODES = ("too_many_requests", "closed", "engine_lost", StoreUnavailable.code, StoreFull.code)
+_STORE_CODES = (StoreUnavailable.code, StoreFull.code)
+_RETRYABLE_CODES = ("too_many_requests", "closed", "engine_lost", *_STORE_CODES)
 """The engine is at capacity or shutting down, or its store is unavailable: the job is queued again."""
 _RESULT_NAME = "step_metrics.csv"
 _RESULT_COLUMNS = ("step", "train_loss", "valid_loss", "learning_rate", "gradient_norm", "tokens")
@@ -169,6 +170,8 @@ class EventRecorder:
         elif job.state is JobState.RUNNING:
             self._db.change_state(job.id, StateChange.INTERRUPT, epoch=run.epoch)
             run.backs_off = True
+            if body["code"] in _STORE_CODES:
+                self._db.add_event(job.id, "message", f"The job waits: {body['message']}", level="warn")
 
     def _write_results(self, job: JobRecord) -> None:
         """Write and record the result file. A content without a record is removed at the next start."""

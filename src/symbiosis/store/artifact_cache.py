@@ -1,6 +1,6 @@
 """Artifacts of a store in a local folder of bounded size, shared by the processes of a node.
 
-artifacts/NAME/            an artifact, with its manifest
+artifacts/NAME/            an artifact, with its manifest; `+` stands for the slashes of its name
 draft-…/                   what one process writes or reads into it; locked while the process lives
 
 A folder gets its name when it is complete. A process that reads it holds a shared lock on the manifest, and eviction, the
@@ -23,13 +23,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from symbiosis.errors import StoreUnavailable, SymbiosisError
+from symbiosis.errors import DoesNotFit, StoreUnavailable, SymbiosisError
 from symbiosis.store.artifacts import MANIFEST, ArtifactStore, Manifest, check_file, check_folder, check_name
 from symbiosis.store.store_url import open_object_store
 
 LOCATION = "store:"
 _ARTIFACTS = "artifacts"
 _DRAFT = "draft-"
+_SLASH = "+"  # not in a name
 _RETRY_S, _MAX_RETRY_S = 1.0, 15.0
 _LOG_S = 60.0
 _ATTEMPTS = 5
@@ -58,10 +59,15 @@ class ArtifactCache:
         if not location.startswith(LOCATION):
             return Path(location)  # of the provider, such as a test's
         name, file = _split(location.removeprefix(LOCATION))
-        return self._root / name / file if file else self._root / name
+        return self._folder(name) / file if file else self._folder(name)
+
+    def _folder(self, name: str) -> Path:
+        return self._root / name.replace("/", _SLASH)
 
     def locate(self, folder: Path) -> str:
-        return f"{LOCATION}{folder.relative_to(self._root)}" if folder.is_relative_to(self._root) else str(folder)
+        if not folder.is_relative_to(self._root):
+            return str(folder)
+        return f"{LOCATION}{str(folder.relative_to(self._root)).replace(_SLASH, '/')}"
 
     def draft(self, location: str) -> Path:
         """`location` may also be the folder of several artifacts: those of a run."""
@@ -77,7 +83,7 @@ class ArtifactCache:
         if not path.is_relative_to(self._root):
             yield path
             return
-        name, _ = _split(str(path.relative_to(self._root)))
+        name, _ = _split(self.locate(path).removeprefix(LOCATION))
         handle = self._acquire(name)
         try:
             yield path
@@ -89,8 +95,11 @@ class ArtifactCache:
             return folder
         name = check_name(str(folder.relative_to(self._drafts)))
         manifest = self._put(name, folder, interrupt)
-        self._keep(name, folder, manifest)
-        return self._root / name
+        with suppress(StoreUnavailable, DoesNotFit):  # it is in the store
+            if (handle := self._keep(name, folder, manifest)) is not None:
+                os.close(handle)
+        shutil.rmtree(folder, ignore_errors=True)
+        return self._folder(name)
 
     def _put(self, name: str, folder: Path, interrupt: threading.Event | None) -> Manifest:
         delay_s, last_log_s = _RETRY_S, 0.0
@@ -111,21 +120,21 @@ class ArtifactCache:
     def _acquire(self, name: str) -> int:
         """A descriptor with a shared lock on a cached artifact, which is fetched if it is not there."""
         for _ in range(_ATTEMPTS):
-            handle = self._try_acquire(name)
-            if handle is not None:
+            if (handle := self._try_acquire(name)) is not None:
                 return handle
             draft = Path(tempfile.mkdtemp(prefix="fetch-", dir=self._drafts)) / "artifact"
             try:
                 with _mapping():
                     self._make_room(self.store.manifest(name).size)
-                    manifest = self.store.fetch(name, draft)
-                    self._keep(name, draft, manifest)
+                    handle = self._keep(name, draft, self.store.fetch(name, draft))
+                if handle is not None:
+                    return handle
             finally:
                 shutil.rmtree(draft.parent, ignore_errors=True)
-        raise StoreUnavailable(f"{name} does not stay in the cache of this host: give it more space, see --store-cache-gb")
+        raise StoreUnavailable(f"{name} does not stay in the cache of this host: raise --store-cache-gb")
 
     def _try_acquire(self, name: str) -> int | None:
-        file = self._root / name / MANIFEST
+        file = self._folder(name) / MANIFEST
         try:
             handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -146,24 +155,26 @@ class ArtifactCache:
         shutil.rmtree(file.parent, ignore_errors=True)
         return False
 
-    def _keep(self, name: str, folder: Path, manifest: Manifest) -> None:
-        """Move a complete folder of this process into the cache, unless another process was first."""
+    def _keep(self, name: str, folder: Path, manifest: Manifest) -> int | None:
+        """Move a complete folder of this process into the cache. A descriptor with its lock; None: another process was first."""
         with _mapping():
             self._make_room(manifest.size)
             (folder / MANIFEST).write_bytes(manifest.encode())
-            target = self._root / name
-            target.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                folder.rename(target)
+                fcntl.flock(handle, fcntl.LOCK_SH)  # before others can evict it
+                folder.rename(self._folder(name))
             except OSError as error:
+                os.close(handle)
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-                shutil.rmtree(folder, ignore_errors=True)
+                return None
+            return handle
 
     def _make_room(self, needed: int) -> None:
-        """Raises `StoreUnavailable` if so much never fits."""
+        """Raises `DoesNotFit` if so much never fits."""
         if needed > self._max_bytes:
-            raise StoreUnavailable(
+            raise DoesNotFit(
                 f"the cache of this host has {self._max_bytes} bytes, an artifact needs {needed}: raise --store-cache-gb"
             )
         entries = sorted(self._entries())
@@ -176,9 +187,9 @@ class ArtifactCache:
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
         """Time of the last use, bytes and manifest of each artifact."""
-        for file in self._root.rglob(MANIFEST):
+        for folder in list(os.scandir(self._root)):
             with suppress(OSError):  # another process evicts it
-                size = sum(entry.stat().st_size for entry in os.scandir(file.parent))
+                file, size = Path(folder) / MANIFEST, sum(entry.stat().st_size for entry in os.scandir(folder))
                 yield file.stat().st_mtime, size, file
 
     def _evict(self, file: Path) -> bool:
@@ -194,10 +205,6 @@ class ArtifactCache:
             trash = Path(tempfile.mkdtemp(prefix="evicted-", dir=self._drafts))
             file.parent.rename(trash / "artifact")
             shutil.rmtree(trash, ignore_errors=True)
-            with suppress(OSError):  # folders of jobs, if this was the last artifact
-                for parent in file.parents[1:3]:
-                    if parent != self._root:
-                        parent.rmdir()
             return True
         except OSError:
             return False

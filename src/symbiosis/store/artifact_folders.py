@@ -18,7 +18,7 @@ class ArtifactFolders(Protocol):
         """The local folder, or file, of a location. Its content is there within `hold`. Raises `BadArtifact`."""
 
     def hold(self, path: Path) -> AbstractContextManager[Path]:
-        """The content is there within the context. Raises `StoreUnavailable` or `BadArtifact`."""
+        """The content is there within the context. Raises `StoreUnavailable`, `BadArtifact` or `DoesNotFit`."""
 
     def draft(self, location: str) -> Path:
         """The local folder to write to before `publish`. Raises `BadArtifact`."""

@@ -19,13 +19,14 @@ _DRIVERS = {"s3": "s3fs"}
 """Packages by scheme."""
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {
-        "config_kwargs": {"connect_timeout": 5, "read_timeout": 30, "retries": {"mode": "standard", "max_attempts": 3}},
+        "config_kwargs": {"connect_timeout": 5, "read_timeout": 20, "retries": {"mode": "standard", "max_attempts": 2}},
     }
 }
 _NO_CREDENTIALS = ("NoCredentials", "PartialCredentials", "CredentialRetrieval", "TokenRetrieval", "ProfileNotFound")
 """Beginnings of the names of errors of botocore."""
 _FULL = re.compile("quota|storagefull|insufficientstorage|no space", re.IGNORECASE)
 _NO_BUCKET = "specified bucket does not exist"
+_ATTEMPTS = 2
 _URL = re.compile(r"\"?[a-z]+://\S+")
 _MAX_REASON = 160
 
@@ -47,6 +48,7 @@ class RemoteStore:
         self._root = path
         with _mapping():
             self._files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **_OPTIONS[scheme])
+            self._files.retries = _ATTEMPTS
 
     def write(self, name: str, content: bytes | Path) -> None:
         path = f"{self._root}/{name}"
@@ -90,7 +92,7 @@ class RemoteStore:
 
 @contextmanager
 def _mapping() -> Iterator[None]:
-    """Messages without bucket and endpoint: tenants see them. A missing object stays `FileNotFoundError`; a missing bucket does not."""
+    """Messages without bucket and endpoint: tenants see them. `FileNotFoundError` stays, unless the bucket is missing."""
     try:
         yield
     except (StoreUnavailable, GeneratorExit):
@@ -117,5 +119,5 @@ def _describe(error: Exception) -> StoreUnavailable:
             f"the store denies access ({reason}): expected credentials that may list, read, write and delete objects there"
         )
     return StoreUnavailable(
-        f"the store cannot be reached ({reason or kind}): expected an endpoint that replies, such as that of AWS_ENDPOINT_URL"
+        f"the store cannot be reached ({reason or kind}): expected an endpoint that replies, see AWS_ENDPOINT_URL"
     )
