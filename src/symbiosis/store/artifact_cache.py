@@ -156,7 +156,7 @@ class ArtifactCache:
         return False
 
     def _keep(self, name: str, folder: Path, manifest: Manifest) -> int | None:
-        """Move a complete folder of this process into the cache. A descriptor with its lock; None: another process was first."""
+        """Move a complete folder into the cache. A descriptor with its lock; None: another process was first."""
         with _mapping():
             self._make_room(manifest.size)
             (folder / MANIFEST).write_bytes(manifest.encode())
