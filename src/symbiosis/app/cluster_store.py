@@ -13,7 +13,7 @@ from symbiosis.transport.engine_ipc import ClusterKey
 
 def store_config(url: str, cache_gb: float) -> StoreConfig:
     """With its cache in the cache folder of this host."""
-    return StoreConfig(url=url, folder=str(blob_store.root() / "store"), max_bytes=int(cache_gb * 1e9))
+    return StoreConfig(url=url, folder=str((blob_store.root() / "store").absolute()), max_bytes=int(cache_gb * 1e9))
 
 
 def cluster_of(secret: str) -> str:

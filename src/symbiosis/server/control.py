@@ -112,4 +112,6 @@ class Control:
                 await asyncio.to_thread(self._jobs.remove_garbage)
             except StoreUnavailable as error:
                 _log.warning("garbage stays in the store for now: %s", error)
+            except Exception:  # noqa: BLE001 - the next time may do
+                _log.exception("the store's garbage could not be collected")
             await asyncio.sleep(_COLLECT_S)

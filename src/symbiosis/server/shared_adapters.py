@@ -52,6 +52,8 @@ class SharedAdapterStore(AdapterStore):
 
     def __init__(self, cache: ArtifactCache, limits: StoreLimits) -> None:
         self.folders, self._shared = cache, cache.store
+        self._provided: set[str] = set()
+        """Locations that get their name soon."""
         super().__init__(Path(), limits)  # it uses no folder of this host
 
     def open(self) -> None:
@@ -92,6 +94,7 @@ class SharedAdapterStore(AdapterStore):
             with map_os_errors(), (folder / file).open("rb") as opened:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
         location = self.new_location(f"{_PROVIDED}{digest.hexdigest()[:32]}")
+        self._provided.add(location)
         if not self._shared.has(location.removeprefix(LOCATION)):
             draft = self.folders.draft(location)
             shutil.rmtree(draft, ignore_errors=True)
@@ -104,12 +107,13 @@ class SharedAdapterStore(AdapterStore):
 
     def add_provided(self, name: str, location: str) -> None:
         self.add(None, name, location)
+        self._provided.discard(location)
 
     def remove_garbage(self, open_jobs: Callable[[], Collection[str]]) -> None:
         """Remove adapters without a name that are neither uploads in progress nor of an open job."""
         found = self._shared.list_ids(ADAPTERS)
         jobs = tuple(f"{job}-" for job in open_jobs())  # after the list, and before what they become
-        kept = {self._id(upload.location) for upload in list(self._uploads)}
+        kept = {self._id(location) for location in [*self._provided, *(upload.location for upload in list(self._uploads))]}
         kept |= {self._id(each.location) for each in list(self._stored.values())}
         for id in found - kept:
             if not id.startswith(jobs):
