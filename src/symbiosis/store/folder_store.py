@@ -31,7 +31,7 @@ class FolderStore:
         scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_PART}")
         with _mapping():
             if not self._root.is_dir():
-                raise StoreUnavailable("the store's folder is not there: expected a folder that this host has mounted")
+                raise StoreUnavailable("the store's folder is not there: expected one that exists. Create it, or mount it here")
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with scratch.open("xb") as file:
