@@ -67,6 +67,18 @@ class NotStored(SymbiosisError, code="not_stored"):
     """The provider's disk failed to write or to read."""
 
 
+class StoreUnavailable(SymbiosisError, code="store_unavailable"):
+    """The store of a cluster cannot be read or written now: unreachable, read-only, or without access."""
+
+
+class StoreFull(StoreUnavailable, code="store_full"):
+    """The store of a cluster has no space left: nothing was written."""
+
+
+class BadArtifact(SymbiosisError, code="bad_artifact"):
+    """An artifact of the store that is missing, incomplete, or differs from what was written."""
+
+
 class OutOfOrder(SymbiosisError, code="out_of_order"):
     """A call of a training session whose number belongs to another call, or to one that was dropped."""
 

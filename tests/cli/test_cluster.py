@@ -15,6 +15,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from symbiosis.app.cluster.secret_file import read_or_create_secret
@@ -61,7 +62,9 @@ class Up:
 
     def __init__(self, folder: Path) -> None:
         self.state, self.model, log = folder / "state", make_tiny_chat(folder / "model"), folder / "up.log"
-        where = ("--state", self.state, "--http", "127.0.0.1:0", "--port", 0)
+        store = folder / "store"
+        store.mkdir()
+        where = ("--state", self.state, "--http", "127.0.0.1:0", "--port", 0, "--store", store)
         self.process = start(log, "up", self.model, "--launcher", "processes", *where, *_ENGINE)
         until(lambda: "listening at" in log.read_text(), self.process, log)
         self.output = log.read_text()
@@ -180,6 +183,10 @@ def test_down_ends_the_cluster(up):  # the last test with `up`
         (("--state", "/proc/none"), "/proc/none cannot store a cluster: "),
         (("--profile", "/proc/none"), "/proc/none"),
         (("--http", "nowhere"), "nowhere"),
+        (("--store", "s3://key:secret@bucket/x"), "credentials come from the environment"),
+        (("--store", "ftp://host/x"), "expected a folder, or one of s3://"),
+        (("--store", "/proc/none"), "--store /proc/none: the store's folder is not there: expected one that exists"),
+        (("--store", "/proc/version"), "--store /proc/version: the store's folder is not there"),
     ],
 )
 def test_wrong_options_of_up_are_one_line(tmp_path, arguments, says):
@@ -191,6 +198,17 @@ def test_wrong_options_of_up_are_one_line(tmp_path, arguments, says):
 def test_a_model_that_is_not_there_is_one_line(tmp_path):
     assert "there is no folder" in fails("up", tmp_path / "none", "--state", tmp_path / "state", "--http", "127.0.0.1:0")
     assert not (tmp_path / "state").exists()
+
+
+def test_command_lines_of_the_page_are_those_of_the_command():
+    page = (Path(__file__).parents[2] / "docs/cluster.md").read_text()
+    lines = [line.partition(" #")[0] for line in page.splitlines() if line.startswith("symbiosis cluster ")]
+    assert any("--store" in line for line in lines)
+    for line in lines:
+        command, arguments = get_command(app), line.split()[1:]
+        while hasattr(command, "commands"):
+            command = command.commands[arguments.pop(0)]
+        command.make_context(command.name, arguments)
 
 
 @pytest.mark.parametrize(

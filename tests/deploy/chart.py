@@ -23,11 +23,14 @@ OPTIONS = {
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {"enabled": True, "clients": [{"namespaceSelector": {}}]},
 }
+STORE = {"store": {"url": "s3://models/prod", "existingSecret": "bucket"}}
 CASES = {
     "plain": {},
     "plain with options": OPTIONS,
+    "plain with a store": STORE,
     "kuberay": {"mode": "kuberay"},
     "kuberay with options": {**OPTIONS, "mode": "kuberay"},
+    "kuberay with a store": {**STORE, "mode": "kuberay"},
 }
 Manifest = dict[str, Any]
 

@@ -17,7 +17,7 @@ import yaml
 from symbiosis.cli.main import app
 from symbiosis.server.auth import OPEN_PATHS
 from symbiosis.version import VERSION
-from tests.deploy.chart import CASES, CHART, NAME, OPTIONS, ROOT, Manifest, container, containers, of_kind, pods, render
+from tests.deploy.chart import CASES, CHART, NAME, OPTIONS, ROOT, STORE, Manifest, container, containers, of_kind, pods, render
 
 _KUBERNETES = "1.34"
 _CUSTOM = ("RayCluster", "ServiceMonitor")
@@ -88,6 +88,20 @@ def test_options_reach_the_command_line():
     up = parse(container(render(OPTIONS), "front-door")["args"])
     assert (up["model"], up["device"], up["cache_gb"], up["no_training"]) == ("/models/llama", "cuda", 20, True)
     assert up["tenant_requests"] == 64
+
+
+@pytest.mark.parametrize(("mode", "engines"), [("plain", "engines"), ("kuberay", "ray-worker")])
+def test_with_a_store_engines_need_no_volume(mode, engines):
+    def volumes(values: dict[str, Any], name: str) -> set[str]:
+        return {mount["name"] for mount in container(render({**values, "mode": mode}), name)["volumeMounts"]}
+
+    assert "data" in volumes({}, engines) & volumes({}, "front-door") & volumes(STORE, "front-door")
+    assert "data" not in volumes(STORE, engines)
+    for name in (engines, "front-door"):
+        found = container(render({**STORE, "mode": mode}), name)
+        assert found["envFrom"] == [{"secretRef": {"name": "bucket"}}]
+        assert "envFrom" not in container(render({"mode": mode}), name)
+    assert parse(container(render({**STORE, "mode": mode}), "front-door")["args"])["store"] == "s3://models/prod"
 
 
 def test_ports_agree(manifests):
@@ -229,6 +243,7 @@ def test_the_schema_has_the_values_and_no_others():
         ({"mode": "swarm"}, "mode"),
         ({"engine": {"threads": 0}}, "threads"),
         ({"frontDoor": {"engines": 0}}, "engines"),
+        ({"store": {"url": "s3://key:secret@bucket"}}, "url"),
         ({"engine": {"args": ["cache"]}}, "args"),
         ({"secret": {"keys": {"ann": "a,b"}}}, "ann"),
         ({"engine": {"device": "cuda"}, "engines": {"perPod": 2}}, "expected 1 with engine.device cuda"),

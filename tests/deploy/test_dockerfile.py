@@ -44,8 +44,8 @@ def test_it_runs_the_command_without_rights_and_has_no_secret():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert values("ENTRYPOINT") == ['["symbiosis"]']
     assert "symbiosis" in project["scripts"]
-    assert any("'.[cluster]'" in value and "-c constraints.txt" in value for value in values("RUN"))
-    assert "cluster" in project["optional-dependencies"]
+    assert any("'.[cluster,store]'" in value and "-c constraints.txt" in value for value in values("RUN"))
+    assert {"cluster", "store"} <= project["optional-dependencies"].keys()
     variables = [*values("ARG"), *values("ENV")]
     assert not [each for each in variables if re.search("secret|token|key|password", each, re.IGNORECASE)]
 

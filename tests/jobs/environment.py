@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,17 @@ class Engine:
 @dataclass
 class Store:
     root: Path
-    added: dict[tuple[str | None, str], Path] = field(default_factory=dict)
+    added: dict[tuple[str | None, str], str] = field(default_factory=dict)
 
-    def new_folder(self, tag: str) -> Path:
-        return self.root / f"upload-{tag}"
+    def new_location(self, tag: str) -> str:
+        return str(self.root / f"upload-{tag}")
 
-    def add(self, owner, name, folder) -> None:
-        assert folder.is_dir()
-        self.added[owner, name] = folder
+    def add(self, owner, name, location) -> None:
+        assert Path(location).is_dir()
+        self.added[owner, name] = location
+
+    def discard(self, location) -> None:
+        shutil.rmtree(location, ignore_errors=True)
 
     def has(self, owner, name) -> bool:
         return (owner, name) in self.added

@@ -14,7 +14,7 @@ from symbiosis.errors import SymbiosisError
 from symbiosis.jobs.database import Database
 from symbiosis.jobs.errors import KeyReused, StorageFull, UnknownFile, UnknownJob, WrongState
 from symbiosis.jobs.event_recorder import EventRecorder, JobRun
-from symbiosis.jobs.layout import result_file_id
+from symbiosis.jobs.layout import JobsLayout, result_file_id
 from symbiosis.jobs.states import JobState, StateChange
 
 NASTY = ["'; DROP TABLE jobs; --", '" OR 1=1 --', "%", "_", "\x00", "é" * 60, "../../etc/passwd"]
@@ -233,8 +233,8 @@ def test_the_oldest_ended_jobs_are_pruned(db):
 def test_an_old_checkpoint_is_removed_after_the_new_one_is_recorded(db, tmp_path):
     job = add(db)
     db.change_state(job.id, StateChange.BEGIN)
-    run = JobRun(job.id, "ann", 1, tmp_path / "final")
-    recorder = EventRecorder(db, layout=None, store=None, count_steps=None)  # type: ignore[arg-type] - not used here
+    run = JobRun(job.id, "ann", 1, str(tmp_path / "final"))
+    recorder = EventRecorder(db, JobsLayout(tmp_path / "jobs"), store=None, count_steps=None)  # type: ignore[arg-type] - not used here
     folders = [tmp_path / f"step-{step}" for step in (1, 2)]
     events = []
     for step, folder in enumerate(folders, 1):

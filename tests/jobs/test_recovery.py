@@ -6,7 +6,7 @@ import asyncio
 import errno
 from pathlib import Path
 
-from symbiosis.jobs import recovery
+from symbiosis.jobs import layout
 from symbiosis.jobs import supervisor as module
 from symbiosis.jobs.states import JobState
 from tests.jobs.environment import run_async, until
@@ -110,7 +110,7 @@ async def test_the_last_good_checkpoint_of_a_diverged_job_is_stored_and_served(w
     folder = Path(engine.requests["0"]["checkpoints"]) / "step-2"
     engine.send("0", "failed", code="diverged", message="NaN", field=None, step=3, checkpoint=str(folder))
     await until(lambda: ("ann", "ft-ftjob-one-step-2") in world.store.added)
-    kept = world.store.added["ann", "ft-ftjob-one-step-2"]
+    kept = Path(world.store.added["ann", "ft-ftjob-one-step-2"])
     assert sorted(file.name for file in kept.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert engine.calls[0] == ("load", {"name": "ann:ft-ftjob-one-step-2", "folder": str(kept), "replace": True})
     await until(lambda: world.db.list_checkpoints(world.db.get_job(job), after=None, limit=1)[0].serves)
@@ -134,7 +134,7 @@ async def test_unknown_files_are_removed_at_the_start(world):
 async def test_the_start_of_a_job_waits_for_a_full_disk(world, monkeypatch):
     module._RETRY_S = 0.01
     job, full = world.add("one"), []
-    sync_to_disk = recovery.sync_to_disk
+    sync_to_disk = layout.sync_to_disk
 
     def refuse(path: Path) -> None:
         if len(full) < 3:
@@ -142,7 +142,7 @@ async def test_the_start_of_a_job_waits_for_a_full_disk(world, monkeypatch):
             raise OSError(errno.ENOSPC, "full")
         sync_to_disk(path)
 
-    monkeypatch.setattr(recovery, "sync_to_disk", refuse)
+    monkeypatch.setattr(layout, "sync_to_disk", refuse)
     _, engine = await world.start()
     await until(lambda: engine.requests)
     assert len(full) == 3

@@ -36,7 +36,7 @@ async def test_a_job_runs_from_the_queue_to_the_store(world):
     await until(lambda: world.state(job) is JobState.SUCCEEDED)
     found = world.db.get_job(job)
     assert (found.hash, found.tokens, found.steps) == ("h10", 70, 10)
-    assert world.store.added["ann", "ft-ftjob-one"] == Path(body["final"])
+    assert world.store.added["ann", "ft-ftjob-one"] == body["final"]
     assert sum(steps for _, steps, _ in world.counted) == 10
     rows = world.layout.file_path("file-ftjob-one").read_text().splitlines()
     assert rows[0] == "step,train_loss,valid_loss,learning_rate,gradient_norm,tokens"

@@ -370,12 +370,12 @@ def test_a_stored_adapter_is_synced_with_its_folders(tmp_path, monkeypatch):
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle)))
     store = AdapterStore(tmp_path, StoreLimits(bytes=10))
-    folder = store.new_folder("made")
+    folder = Path(store.new_location("made"))
     folder.mkdir()
     for file in FIELDS.values():
         (folder / file).write_text("12345")
     store.check_bytes("ann")
-    store.add("ann", "mine", folder)
+    store.add("ann", "mine", str(folder))
     metadata, *folders = [Path(path).name for path in synced]
     assert metadata.startswith(".served.json.")
     assert folders == ["upload-made", "upload-made", tmp_path.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 
 from symbiosis.app.cluster_membership import ClusterMembership
+from symbiosis.app.cluster_store import cluster_of, store_config
 from symbiosis.app.engine_host import EngineHost, default_sampling, name_model
-from symbiosis.errors import BadMessage
+from symbiosis.errors import BadMessage, StoreUnavailable
 from symbiosis.finetuning.config import TrainerConfig
 from symbiosis.models.client_part import store_bytes, unpack_tokenizer
 from symbiosis.models.device_dtype import resolve_device, resolve_dtype
@@ -21,9 +23,12 @@ from symbiosis.planning.memory_check import check_server
 from symbiosis.planning.model_size import ModelSize
 from symbiosis.server.services.http_counts import HttpCounts
 from symbiosis.serving.lora.adapter_cache import AdapterCacheConfig
+from symbiosis.store.artifact_folders import LocalFolders
 from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, EngineListener
 
 _CHECK_S = 0.5
+_STORE_S = 5.0
+_log = logging.getLogger("symbiosis")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +60,10 @@ class MemberConfig:
     host_cache_gb: float = 0.0
     max_rows: int = 2048
     max_running: int = 512
+    store: str | None = None
+    """Of the cluster: its adapters and what its jobs read and write. None: they are in folders that this engine has."""
+    store_cache_gb: float = 20.0
+    """Of its content on this host."""
     max_queued: int = 4096
     tenant_queued: int = 1024
 
@@ -86,6 +95,7 @@ class EngineMember:
     def __init__(self, config: MemberConfig) -> None:
         """Returns when the engine serves. Raises `UnknownModel`, `DoesNotFit`, `CannotServe` or `OutOfRange`."""
         self._config, self._key = config, ClusterKey.of(config.secret)
+        self._cache = None if config.store is None else store_config(config.store, config.store_cache_gb).open()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device, dtype = resolve_device(config.device or "cpu"), resolve_dtype(config.dtype)
@@ -114,6 +124,7 @@ class EngineMember:
             max_running=config.max_running,
             max_queued=config.max_queued,
             tenant_queued=min(config.tenant_queued, config.max_queued),
+            folders=self._cache or LocalFolders(),
         )
         engine.attach_statistics(HttpCounts(engine.service.rpc, engine.statistics.collect), has_keys=False)
         self.address: EngineAddress = engine.service.address
@@ -135,15 +146,32 @@ class EngineMember:
         }
 
     def run(self, stopped: threading.Event) -> None:
-        """Be a member of the cluster until stopped. Raises `JoinRejected`, or `EngineLost` if the engine has failed."""
+        """Be a member of the cluster until stopped. Raises `JoinRejected`, or `EngineLost` if the engine has failed.
+
+        It joins when it can use the store: another node may have credentials, or a mount, that this one lacks.
+        """
+        while not stopped.is_set() and not self._can_store():
+            stopped.wait(_STORE_S)
         with ClusterMembership(self._config.director, self._key, self._facts) as membership:
             while not stopped.wait(_CHECK_S):
                 self._engine.check()
                 membership.check()
 
+    def _can_store(self) -> bool:
+        if self._cache is None:
+            return True
+        try:
+            self._cache.store.check(cluster_of(self._config.secret))
+        except StoreUnavailable as error:
+            _log.warning("the engine %s waits for the store %s: %s", self._config.name, self._config.store, error)
+            return False
+        return True
+
     def close(self) -> None:
         """Running requests end in `Closed`: front doors place them at other engines."""
         self._engine.close()
+        if self._cache is not None:
+            self._cache.close()
 
     def __enter__(self) -> EngineMember:
         return self

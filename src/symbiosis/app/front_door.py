@@ -19,6 +19,7 @@ from symbiosis.jobs.queue import JobLimits
 from symbiosis.server import adapter_store
 from symbiosis.server.rate_limits import RequestLimits
 from symbiosis.server.settings import Settings
+from symbiosis.store.artifact_cache import StoreConfig
 from symbiosis.transport.shm import runtime_folder
 
 _MAX_WORKERS = 4
@@ -33,6 +34,7 @@ class FrontDoor:
     suffix -jobs); a later server with these folders continues with them. Without `uploads` both are removed at `close`.
     `workers` is the number of processes that serve completions. `patience_s` is the time for a client to send a request's head.
     Web pages of `cors_origins` may send requests. `close` serves for `shutdown_delay_s` as before, without being ready.
+    With a cluster's `store`, adapters and what engines read and write of jobs are there instead.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class FrontDoor:
         patience_s: float = 20.0,
         cors_origins: Collection[str] = (),
         shutdown_delay_s: float = 0.0,
+        store: StoreConfig | None = None,
     ) -> None:
         keys = dict(keys or {})
         if adapter_root is not None and not Path(adapter_root).is_dir():
@@ -73,6 +76,7 @@ class FrontDoor:
                 adapter_root=None if adapter_root is None else str(Path(adapter_root).resolve()),
                 uploads=str(self._uploads.path),
                 jobs=str(self._jobs.path),
+                store=store,
                 job_limits=job_limits or JobLimits(),
                 store_limits=store_limits or adapter_store.StoreLimits(),
                 request_limits=requests or RequestLimits(),

@@ -169,9 +169,9 @@ def _load_uploads(engine: EngineHost, uploads: Path, names: ModelNames) -> None:
         try:
             if names.is_base(stored.name):
                 raise BadAdapter("it has a name of the base model")
-            engine.add_adapter(qualify_name(stored.owner, stored.name), stored.folder)
+            engine.add_adapter(qualify_name(stored.owner, stored.name), stored.location)
         except SymbiosisError as error:
-            _log.warning("the adapter %s in %s is not served: %s", stored.name, stored.folder, error)
+            _log.warning("the adapter %s in %s is not served: %s", stored.name, stored.location, error)
 
 
 def _check_names(names: ModelNames, adapters: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -21,6 +22,7 @@ from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_messages import JobEvent, Rejected, Result, int_field, text_field
 from symbiosis.serving.engine_service import EngineService
 from symbiosis.serving.rpc_server import RpcServer
+from symbiosis.store.artifact_folders import ArtifactFolders
 
 _MAX_PATH = 4096
 _MAX_COUNT = (1 << 31) - 1
@@ -37,7 +39,7 @@ class TrainingService:
     def __init__(self, engine: EngineService, core: EngineCore, trainer: Trainer, memory: JobMemory) -> None:
         self._engine, self._core, self._trainer, self._memory = engine, core, trainer, memory
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-checks")
-        self.jobs = JobRunner(trainer, self._send_event, self._serve)
+        self.jobs = JobRunner(trainer, self._send_event, self._serve, core.folders)
         engine.rpc.add_handler(self)
 
     def handle(self, ticket: str, body: dict[str, Any]) -> None:
@@ -53,7 +55,7 @@ class TrainingService:
                 raise Closed("this server is shutting down") from None
         else:
             try:
-                spec = _parse_spec(ticket, body)
+                spec = _parse_spec(ticket, body, self._core.folders)
             except (TypeError, ValueError, OverflowError) as error:
                 raise BadMessage(f"train: {type(error).__name__}: {error!s:.200}") from None
             self.jobs.train(spec)
@@ -124,8 +126,8 @@ class NoTrainingService:
         """There are no jobs."""
 
 
-def _parse_spec(ticket: str, body: dict[str, Any]) -> JobSpec:
-    """Raises `BadMessage` or `OutOfRange`."""
+def _parse_spec(ticket: str, body: dict[str, Any], folders: ArtifactFolders) -> JobSpec:
+    """Raises `BadMessage`, `OutOfRange` or `BadArtifact`."""
     if body.keys() != _TRAIN_FIELDS:
         wrong = min(str(key) for key in body.keys() ^ _TRAIN_FIELDS)
         raise BadMessage(f"train: {wrong!r:.60} is missing, or unknown")
@@ -135,7 +137,7 @@ def _parse_spec(ticket: str, body: dict[str, Any]) -> JobSpec:
     weight = body["weight"]
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise BadMessage("weight: expected a number")
-    resume, after = _parse_optional_path(body, "resume"), _parse_count(body, "after", 0)
+    resume, after = _parse_optional_path(body, "resume", folders.find), _parse_count(body, "after", 0)
     if (resume is None) != (after == 0):
         raise BadMessage("after: expected the steps of the checkpoint to resume, 0 without one")
     if type(body["serve_checkpoints"]) is not bool:
@@ -147,14 +149,14 @@ def _parse_spec(ticket: str, body: dict[str, Any]) -> JobSpec:
         recipe=Recipe(**recipe),
         seed=int_field(body["seed"], "seed"),
         weight=weight,
-        data=_parse_path(body, "data"),
-        validation=_parse_optional_path(body, "validation"),
+        data=_parse_path(body, "data", folders.find),
+        validation=_parse_optional_path(body, "validation", folders.find),
         evaluate_every=None if body["evaluate_every"] is None else _parse_count(body, "evaluate_every", 1),
-        checkpoints=_parse_path(body, "checkpoints"),
+        checkpoints=_parse_path(body, "checkpoints", folders.draft),
         checkpoint_every=_parse_count(body, "checkpoint_every", 1),
         resume=resume,
         after=after,
-        final=_parse_path(body, "final"),
+        final=_parse_path(body, "final", folders.draft),
         serve_as=None if body["serve_as"] is None else text_field(body, "serve_as"),
         serve_checkpoints=body["serve_checkpoints"],
     )
@@ -173,12 +175,12 @@ def _parse_count(body: dict[str, Any], name: str, least: int) -> int:
     return value
 
 
-def _parse_path(body: dict[str, Any], name: str) -> Path:
-    path = Path(text_field(body, name, _MAX_PATH))
+def _parse_path(body: dict[str, Any], name: str, find: Callable[[str], Path]) -> Path:
+    path = find(text_field(body, name, _MAX_PATH))
     if not path.is_absolute() or ".." in path.parts or "\0" in str(path):
         raise BadMessage(f"{name}: expected an absolute path without ..")
     return path
 
 
-def _parse_optional_path(body: dict[str, Any], name: str) -> Path | None:
-    return None if body[name] is None else _parse_path(body, name)
+def _parse_optional_path(body: dict[str, Any], name: str, find: Callable[[str], Path]) -> Path | None:
+    return None if body[name] is None else _parse_path(body, name, find)

@@ -14,6 +14,7 @@ from symbiosis.director.members import Member, Members
 from symbiosis.errors import AdapterExists, EngineLost, NotStored, SymbiosisError, UnknownAdapter
 from symbiosis.jobs.atomic_files import write_atomic
 from symbiosis.serving.engine_messages import text_field
+from symbiosis.store.artifact_cache import LOCATION
 from symbiosis.transport.engine_ipc import Body
 
 _MAX_PATH = 4096
@@ -25,7 +26,7 @@ class ServedAdapter:
     """What a name stands for."""
 
     folder: str
-    """In the store, which all engines can read."""
+    """Its location: a folder that all engines can read, or an artifact of the cluster's store."""
     hash: str
     version: int
     pinned: bool = False
@@ -34,8 +35,11 @@ class ServedAdapter:
 class ClusterAdapters:
     """Engines load an adapter with the first request for it that is placed there."""
 
-    def __init__(self, members: Members, file: Path, choose: Callable[[], Member]) -> None:
-        """`file` keeps the registry over restarts. `choose`: an engine that checks a new adapter. Raises `NotStored`."""
+    def __init__(self, members: Members, file: Path, choose: Callable[[], Member], *, has_store: bool = False) -> None:
+        """`file` keeps the registry over restarts. `choose`: an engine that checks a new adapter. Raises `NotStored`.
+
+        `has_store`: adapters are in the cluster's store. Those of a registry from before that was so, or is not, are dropped.
+        """
         self._members, self._file, self._choose = members, file, choose
         self._loading: dict[tuple[str, str], asyncio.Lock] = {}
         self.served: dict[str, ServedAdapter] = {}
@@ -47,6 +51,8 @@ class ClusterAdapters:
                 raise NotStored(
                     f"{file} cannot be read: expected the adapters of a cluster. Remove it, and load them again"
                 ) from None
+            served = self.served.items()
+            self.served = {name: each for name, each in served if each.folder.startswith(LOCATION) == has_store}
             self._versions = max((each.version for each in self.served.values()), default=0)
 
     def resolve(self, name: str, tenant: str) -> str:

@@ -61,6 +61,8 @@ class DirectorConfig:
     at_once: int | None = None
     per_minute: int | None = None
     has_keys: bool = False
+    store: str | None = None
+    """For engines that join from other hosts."""
 
 
 class Director:
@@ -77,7 +79,8 @@ class Director:
         self.rpc = RpcServer(listener)
         self.address = listener.address
         self._members = Members(key, None, self._changed)
-        self._adapters = ClusterAdapters(self._members, config.state / "adapters.json", self._least_loaded)
+        registry, has_store = config.state / "adapters.json", config.store is not None
+        self._adapters = ClusterAdapters(self._members, registry, self._least_loaded, has_store=has_store)
         self._placement = Placement(policy, cost, self._members, self._adapters, self._move, engines=config.engines)
         self._members.on_joined, self._members.on_lost = self._add_engine, self._drop_engine
         self._jobs = ClusterJobs(self.rpc, self._members, self._adapters, self._placement, JobConfig())
@@ -106,6 +109,7 @@ class Director:
             "watch": self._watch,
             "launch": self._launch,
             "drain": self._drain,
+            "store": self._describe_store,
             "place": placement.place,
             "progress": placement.progress,
             "load": adapters.load,
@@ -200,6 +204,9 @@ class Director:
         self._launchers[id] = engines
         self._resize()
         self._tell_launchers()
+
+    async def _describe_store(self, id: str, body: Body) -> Body:
+        return {"url": self._config.store}
 
     def _resize(self) -> None:
         config, joined = self._config, sum(self._launchers.values())

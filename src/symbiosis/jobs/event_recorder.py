@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,15 +13,16 @@ from typing import Any, Protocol
 
 from symbiosis.adapters.names import split_qualified_name
 from symbiosis.common.throughput import Throughput
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import StoreFull, StoreUnavailable, SymbiosisError
 from symbiosis.jobs.atomic_files import write_atomic
 from symbiosis.jobs.database import Database, JobRecord
 from symbiosis.jobs.layout import JobsLayout, result_file_id
 from symbiosis.jobs.states import JobState, StateChange
 
 _END_KINDS = ("trained", "stopped", "failed")
-_RETRYABLE_CODES = ("too_many_requests", "closed", "engine_lost")
-"""The engine is at capacity or shutting down: the job is queued again."""
+_STORE_CODES = (StoreUnavailable.code, StoreFull.code)
+_RETRYABLE_CODES = ("too_many_requests", "closed", "engine_lost", *_STORE_CODES)
+"""The engine is at capacity or shutting down, or its store is unavailable: the job is queued again."""
 _RESULT_NAME = "step_metrics.csv"
 _RESULT_COLUMNS = ("step", "train_loss", "valid_loss", "learning_rate", "gradient_norm", "tokens")
 Event = dict[str, Any]
@@ -32,8 +32,9 @@ CountSteps = Callable[[str, int, int], None]
 class FinishedAdapters(Protocol):
     """Storage of finished adapters. `server.adapter_store` implements and documents it."""
 
-    def new_folder(self, tag: str) -> Path: ...
-    def add(self, owner: str | None, name: str, folder: Path) -> None: ...
+    def new_location(self, tag: str) -> str: ...
+    def add(self, owner: str | None, name: str, location: str) -> None: ...
+    def discard(self, location: str) -> None: ...
     def has(self, owner: str | None, name: str) -> bool: ...
     def remove(self, owner: str | None, name: str) -> bool: ...
     def check_bytes(self, owner: str | None) -> None: ...
@@ -58,8 +59,8 @@ class JobRun:
     job: str
     tenant: str
     epoch: int
-    final: Path
-    """Folder of the finished adapter."""
+    final: str
+    """Location of the finished adapter."""
     steps: Throughput | None = None
     tokens: Throughput | None = None
     is_preempted: bool = False
@@ -68,7 +69,7 @@ class JobRun:
     backs_off: bool = False
     """Ended because the engine is at capacity: the next start waits."""
     stale_folders: list[str] = field(default_factory=list)
-    """Checkpoint folders to remove after the transaction."""
+    """Locations of checkpoints to remove after the transaction."""
 
 
 class EventRecorder:
@@ -78,14 +79,14 @@ class EventRecorder:
         self._db, self._layout, self._store, self._count_steps = db, layout, store, count_steps
 
     def record(self, run: JobRun, events: list[Event]) -> JobRecord:
-        """Raises `StorageFull`; then nothing is recorded."""
+        """Raises `StorageFull` or `StoreUnavailable`; then nothing is recorded."""
         run.stale_folders.clear()
         with self._db.transaction():
             for event in events:
                 self._record_event(self._db.get_job(run.job), run, event)
             job = self._db.get_job(run.job)
         for folder in run.stale_folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            self._layout.remove_checkpoint(folder)
         steps = [event["training"]["step"] for event in events if "step" in event.get("training", ())]
         if steps:
             self._count_steps(run.tenant, len(steps), sum(step["tokens"] for step in steps))
@@ -120,7 +121,7 @@ class EventRecorder:
                 self._record_checkpoint(job, run, parse_step(body["checkpoint"]), body["checkpoint"])
             self._record_failure(job, run, body)
         elif kind == "trained":
-            self._store.add(job.owner, job.name, Path(body["folder"]))
+            self._store.add(job.owner, job.name, body["folder"])
             self._db.change_state(job.id, StateChange.SUCCEED, epoch=run.epoch, hash=body["hash"], step=body["step"])
             if run.tokens is not None and run.tokens.mean:
                 self._db.update_job(job.id, figures={**job.figures, "tokens_per_s": run.tokens.mean})
@@ -169,6 +170,8 @@ class EventRecorder:
         elif job.state is JobState.RUNNING:
             self._db.change_state(job.id, StateChange.INTERRUPT, epoch=run.epoch)
             run.backs_off = True
+            if body["code"] in _STORE_CODES:
+                self._db.add_event(job.id, "message", f"The job waits: {body['message']}", level="warn")
 
     def _write_results(self, job: JobRecord) -> None:
         """Write and record the result file. A content without a record is removed at the next start."""

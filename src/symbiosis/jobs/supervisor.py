@@ -11,16 +11,14 @@ import asyncio
 import itertools
 import logging
 import re
-import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from symbiosis.adapters.names import qualify_name
-from symbiosis.errors import EngineLost, QuotaExceeded, SymbiosisError, UnknownAdapter
+from symbiosis.errors import EngineLost, QuotaExceeded, StoreUnavailable, SymbiosisError, UnknownAdapter
 from symbiosis.jobs import recovery
 from symbiosis.jobs.data_preparation import DataPreparer
 from symbiosis.jobs.database import HYPERPARAMETERS, CheckpointRecord, Database, JobRecord
@@ -51,6 +49,8 @@ _ANONYMOUS = "anonymous"
 _STEP_SUFFIX = re.compile(r"-step-[0-9]+$")
 """Added to the adapter's name for the checkpoint of a failed job."""
 _PLAN_FIELDS = ("adapter", "recipe", "evaluate_every", "checkpoint_every", "serve_checkpoints")
+_WAITING = (StorageFull, StoreUnavailable)
+"""What fails so is tried again."""
 _WAKE = object()
 _T = TypeVar("_T")
 _log = logging.getLogger("symbiosis")
@@ -94,7 +94,8 @@ class Supervisor:
         self._validations: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        for job in await asyncio.to_thread(recovery.recover_jobs, self._db, self._layout, self._store):
+        recover = lambda: recovery.recover_jobs(self._db, self._layout, self._store)  # noqa: E731
+        for job in await self._retry_while_full(lambda: asyncio.to_thread(recover)):
             self.validate(job)
         self._task = asyncio.create_task(self._run())
         self.wake()
@@ -171,12 +172,12 @@ class Supervisor:
             self._changing.remove(id)
 
     async def _retry_while_full(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Repeat the call until the disk has free space."""
+        """Repeat the call until the disk, or the cluster's store, has free space and can be used."""
         while True:
             try:
                 return await call()
-            except StorageFull as error:
-                _log.warning("a job waits for disk space: %s", error)
+            except _WAITING as error:
+                _log.warning("a job waits for storage: %s", error)
                 await asyncio.sleep(_RETRY_S)
 
     # Validation
@@ -291,7 +292,7 @@ class Supervisor:
         except EngineLost:
             return
         except Exception as error:  # noqa: BLE001 - all jobs depend on this task
-            _log.warning("no job can be started now", exc_info=None if isinstance(error, StorageFull) else error)
+            _log.warning("no job can be started now: %s", error, exc_info=None if isinstance(error, _WAITING) else error)
             asyncio.get_running_loop().call_later(_RETRY_S, self.wake)
 
     async def _list_startable(self) -> list[QueuedJob]:
@@ -309,13 +310,15 @@ class Supervisor:
             await self._stop_run(youngest)
 
     async def _start_job(self, id: str) -> None:
-        """Raises `WrongState`, `StorageFull` or `EngineLost`; any other error fails the job."""
-        job, checkpoint = await asyncio.to_thread(recovery.begin_run, self._db, id)
+        """Raises `WrongState`, `StorageFull`, `StoreUnavailable` or `EngineLost`; any other error fails the job."""
+        job, checkpoint = await asyncio.to_thread(recovery.begin_run, self._db, self._layout, id)
         try:
             await asyncio.to_thread(self._store.check_bytes, job.owner)
-            await asyncio.to_thread(recovery.make_checkpoint_folder, self._layout, job, checkpoint)
-            await self._send_job(job, checkpoint)
-        except (StorageFull, EngineLost):
+            kept = None if checkpoint is None else checkpoint.folder
+            run = await asyncio.to_thread(self._layout.make_run, job.id, job.epoch, kept)
+            data, validation = await asyncio.to_thread(self._layout.place_data, job.id)
+            await self._send_job(job, checkpoint, {"data": data, "validation": validation, "checkpoints": run})
+        except (*_WAITING, EngineLost):
             with suppress(WrongState):
                 await self._retry_while_full(
                     lambda: asyncio.to_thread(self._db.change_state, id, StateChange.INTERRUPT, epoch=job.epoch)
@@ -325,10 +328,9 @@ class Supervisor:
             await self._fail(id, error)
             await self._clean_up(await asyncio.to_thread(self._db.get_job, id))
 
-    async def _send_job(self, job: JobRecord, checkpoint: CheckpointRecord | None) -> None:
+    async def _send_job(self, job: JobRecord, checkpoint: CheckpointRecord | None, locations: dict[str, str | None]) -> None:
         assert job.plan is not None
-        final = self._store.new_folder(f"{job.id}-{job.epoch}")
-        validation = self._layout.dataset_path(job.id, "validation_file")
+        final = self._store.new_location(f"{job.id}-{job.epoch}")
         body = {
             "op": "train",
             "tenant": job.tenant or _ANONYMOUS,
@@ -338,12 +340,10 @@ class Supervisor:
             },
             "seed": job.plan["recipe"]["seed"],
             "weight": 1.0,
-            "data": str(self._layout.dataset_path(job.id, "training_file")),
-            "validation": str(validation) if validation.exists() else None,
-            "checkpoints": str(self._layout.checkpoint_folder(job.id, job.epoch)),
+            **locations,
             "resume": None if checkpoint is None else checkpoint.folder,
             "after": 0 if checkpoint is None else checkpoint.step,
-            "final": str(final),
+            "final": final,
             "serve_as": qualify_name(job.owner, job.name),
         }
         key = await self._engine.open(body, self._inbox)
@@ -389,7 +389,7 @@ class Supervisor:
             self._backing_off.add(job.id)
             asyncio.get_running_loop().call_later(_BACKOFF_S, self._end_backoff, job.id)
         if job.state is not JobState.SUCCEEDED:
-            await asyncio.to_thread(shutil.rmtree, run.final, ignore_errors=True)
+            await asyncio.to_thread(self._store.discard, run.final)
         return True
 
     async def _record(self, run: JobRun, events: list[Event]) -> JobRecord:
@@ -406,10 +406,10 @@ class Supervisor:
         try:
             step = parse_step(checkpoint)
             served = ServedCheckpoint(step, f"{job.name}-step-{step}")
-            folder = self._store.new_folder(f"{job.id}-step-{step}")
-            await self._retry_while_full(lambda: asyncio.to_thread(recovery.copy_adapter, Path(checkpoint), folder))
-            await self._engine.ask("load", name=qualify_name(job.owner, served.name), folder=str(folder), replace=True)
-            await asyncio.to_thread(self._store.add, job.owner, served.name, folder)
+            location, folders = self._store.new_location(f"{job.id}-step-{step}"), self._layout.folders
+            await self._retry_while_full(lambda: asyncio.to_thread(recovery.copy_adapter, folders, checkpoint, location))
+            await self._engine.ask("load", name=qualify_name(job.owner, served.name), folder=location, replace=True)
+            await asyncio.to_thread(self._store.add, job.owner, served.name, location)
         except (SymbiosisError, OSError):
             _log.exception("the last good checkpoint of the job %s cannot be served", job.id)
             return None

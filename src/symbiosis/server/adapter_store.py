@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import BinaryIO
 from symbiosis.adapters.files import CONFIG, TENSORS
 from symbiosis.errors import QuotaExceeded, SymbiosisError, TooManyRequests
 from symbiosis.jobs.atomic_files import map_os_errors, sync_to_disk, write_atomic
+from symbiosis.store.artifact_folders import ArtifactFolders, LocalFolders
 
 METADATA = "served.json"
 _PREPARED = "served.json.new"
@@ -42,7 +44,8 @@ class StoreLimits:
 class StoredAdapter:
     owner: str | None
     name: str
-    folder: Path
+    location: str
+    """For the engine: here a folder (`store.artifact_folders`)."""
     bytes: int
 
 
@@ -70,7 +73,7 @@ def list_stored(folder: Path) -> list[StoredAdapter]:
     for path in sorted(folder.glob(f"*/{METADATA}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             metadata = json.loads(path.read_text())
-            found.append(StoredAdapter(metadata["owner"], str(metadata["name"]), path.parent, _size(path.parent)))
+            found.append(StoredAdapter(metadata["owner"], str(metadata["name"]), str(path.parent), _size(path.parent)))
     return found
 
 
@@ -93,44 +96,74 @@ def remove_abandoned(parent: Path, pattern: str) -> None:
 
 
 class AdapterStore:
-    """One per server."""
+    """One per server. Empty before `open`."""
+
+    folders: ArtifactFolders = LocalFolders()
 
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
         self._folder, self._limits = folder, limits
-        remove_incomplete(folder)  # of a killed HTTP process
-        self._stored = {(each.owner, each.name): each for each in list_stored(folder)}
+        self._stored: dict[tuple[str | None, str], StoredAdapter] = {}
         self._uploads: list[AdapterUpload] = []
+
+    def open(self) -> None:
+        """Read what is stored."""
+        remove_incomplete(self._folder)  # of a killed HTTP process
+        self._stored = {(each.owner, each.name): each for each in list_stored(self._folder)}
 
     def open_upload(self, owner: str | None, name: str) -> AdapterUpload:
         """Raises `TooManyRequests`."""
         active = [upload for upload in self._uploads if upload.owner == owner]
         if len(active) >= _MAX_UPLOADS or any(upload.name == name for upload in active):
             raise TooManyRequests(f"{len(active)} uploads in progress, at most {_MAX_UPLOADS}, one per name. Try again later")
-        upload = AdapterUpload(self, self.new_folder(secrets.token_hex(12)), owner, name)
+        upload = AdapterUpload(self, self.new_location(secrets.token_hex(12)), owner, name)
         self._uploads.append(upload)
         return upload
 
-    def new_folder(self, tag: str) -> Path:
-        """A path for a new adapter. The next start removes it unless `add` is called."""
-        return self._folder / f"upload-{tag}"
+    def new_location(self, tag: str) -> str:
+        """The location of a new adapter. The next start removes it unless `add` is called."""
+        return str(self._folder / f"upload-{tag}")
 
-    def prepare(self, owner: str | None, name: str, folder: Path) -> None:
+    def prepare(self, owner: str | None, name: str, location: str) -> None:
         """Write what `add` would write. Raises `StorageFull`."""
-        write_atomic(folder / _PREPARED, json.dumps({"owner": owner, "name": name}).encode())
+        write_atomic(Path(location) / _PREPARED, json.dumps({"owner": owner, "name": name}).encode())
 
-    def add(self, owner: str | None, name: str, folder: Path) -> None:
+    def add(self, owner: str | None, name: str, location: str) -> None:
         """Store an adapter that the engine serves, in place of an older one of that name. Durable on return."""
+        adapter, replaced = self._name(owner, name, location), self._stored.get((owner, name))
+        self._stored[owner, name] = adapter
+        if replaced is not None and replaced.location != location:
+            self.discard(replaced.location)
+
+    def _name(self, owner: str | None, name: str, location: str) -> StoredAdapter:
+        """Give the files at a location their name."""
+        folder = Path(location)
         if not (folder / _PREPARED).exists():
-            self.prepare(owner, name, folder)
+            self.prepare(owner, name, location)
         with map_os_errors():
-            adapter = StoredAdapter(owner, name, folder, _size(folder))
+            adapter = StoredAdapter(owner, name, location, _size(folder))
             (folder / _PREPARED).rename(folder / METADATA)
             sync_to_disk(folder)
             sync_to_disk(folder.parent)
-        replaced = self._stored.get((owner, name))
-        self._stored[owner, name] = adapter
-        if replaced is not None and replaced.folder != folder:
-            shutil.rmtree(replaced.folder, ignore_errors=True)
+        return adapter
+
+    def discard(self, location: str) -> None:
+        """Remove files that no name refers to."""
+        shutil.rmtree(location, ignore_errors=True)
+
+    def provide(self, name: str, folder: Path) -> str:
+        """The location for the engine of a folder of the provider, which is to be served under this name."""
+        return str(folder)
+
+    def add_provided(self, name: str, location: str) -> None:
+        """An adapter of the provider is served under this name: it replaces what was stored."""
+        self.remove(None, name)
+
+    def remove_garbage(self, open_jobs: Callable[[], Collection[str]]) -> None:
+        """Remove what a shared store has of neither open jobs nor named adapters: here the next start does."""
+
+    @property
+    def stored(self) -> list[StoredAdapter]:
+        return list(self._stored.values())
 
     def get(self, owner: str | None, name: str) -> StoredAdapter | None:
         return self._stored.get((owner, name))
@@ -143,7 +176,7 @@ class AdapterStore:
         """False if it is not stored here."""
         found = self._stored.pop((owner, name), None)
         if found is not None:
-            shutil.rmtree(found.folder, ignore_errors=True)
+            self.discard(found.location)
         return found is not None
 
     def check_count(self, owner: str | None, expected: int) -> None:
@@ -179,12 +212,12 @@ class AdapterStore:
 class AdapterUpload:
     """An adapter being uploaded. Ends with `commit` or `abort`. Methods raise `StorageFull` if the disk is full."""
 
-    def __init__(self, store: AdapterStore, folder: Path, owner: str | None, name: str) -> None:
-        self.folder, self.owner, self.name, self.bytes = folder, owner, name, 0
-        self._store = store
+    def __init__(self, store: AdapterStore, location: str, owner: str | None, name: str) -> None:
+        self.location, self.owner, self.name, self.bytes = location, owner, name, 0
+        self._store, self._folder, self._is_published = store, store.folders.draft(location), False
         self._files: dict[str, BinaryIO] = {}
         with map_os_errors():
-            folder.mkdir(mode=0o700)
+            self._folder.mkdir(mode=0o700)
 
     def write(self, field: str, chunk: bytes) -> None:
         """Raises `QuotaExceeded`, or `SymbiosisError` if the disk fails."""
@@ -192,21 +225,23 @@ class AdapterUpload:
         self._store.check_upload(self)
         with map_os_errors():
             if field not in self._files:
-                self._files[field] = (self.folder / FIELDS[field]).open("xb")
+                self._files[field] = (self._folder / FIELDS[field]).open("xb")
             self._files[field].write(chunk)
 
     def sync(self) -> None:
-        """All but the name of its metadata is on disk then."""
+        """All but the name of its metadata is on disk, or in the cluster's store, then. Raises `StoreUnavailable`."""
         with map_os_errors():
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-        self._store.prepare(self.owner, self.name, self.folder)
+        self._store.folders.publish(self._folder)
+        self._is_published = True
+        self._store.prepare(self.owner, self.name, self.location)
 
     def commit(self) -> None:
         """Store the adapter, which the engine serves now."""
-        self._store.add(self.owner, self.name, self.folder)
+        self._store.add(self.owner, self.name, self.location)
         self._store.close_upload(self)
 
     def abort(self) -> None:
@@ -214,7 +249,9 @@ class AdapterUpload:
         for file in self._files.values():
             with suppress(OSError):  # what it has buffered does not fit on the disk either
                 file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._is_published:
+            self._store.discard(self.location)
 
 
 def _size(folder: Path) -> int:

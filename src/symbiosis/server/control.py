@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from symbiosis.errors import StoreUnavailable
 from symbiosis.server.adapter_store import AdapterStore
 from symbiosis.server.engines.engine import Engine
 from symbiosis.server.job_service import JobService
@@ -18,7 +20,12 @@ from symbiosis.server.routes.fine_tuning import FineTuningRoutes
 from symbiosis.server.routes.models import ModelRoutes
 from symbiosis.server.routes.statistics import StatisticsRoutes
 from symbiosis.server.settings import Settings
+from symbiosis.server.shared_adapters import SharedAdapterStore
 from symbiosis.server.tokenizer import ServerTokenizer
+
+_RETRY_S = 5.0
+_COLLECT_S = 3600.0
+_log = logging.getLogger("symbiosis")
 
 
 class Control:
@@ -26,8 +33,13 @@ class Control:
 
     def __init__(self, engine: Engine, tokenizer: ServerTokenizer, settings: Settings, metrics: Metrics) -> None:
         self._engine, self._settings = engine, settings
-        self._store = AdapterStore(Path(settings.uploads), settings.store_limits)
-        self._jobs = JobService(engine, tokenizer, settings, self._store, metrics.count_steps)
+        cache = self._cache = None if settings.store is None else settings.store.open()
+        if cache is None:
+            self._store = AdapterStore(Path(settings.uploads), settings.store_limits)
+        else:
+            self._store = SharedAdapterStore(cache, settings.store_limits)
+        self._jobs = JobService(engine, tokenizer, settings, self._store, cache, metrics.count_steps)
+        self._collection: asyncio.Task[None] | None = None
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of each route."""
@@ -75,7 +87,31 @@ class Control:
         return await asyncio.to_thread(self._jobs.db.count_jobs)
 
     async def open(self) -> None:
+        """Waits while a cluster's store is unavailable."""
+        while True:
+            try:
+                await asyncio.to_thread(self._store.open)
+                break
+            except StoreUnavailable as error:
+                _log.warning("adapters and jobs wait for the store: %s", error)
+            await asyncio.sleep(_RETRY_S)
         await self._jobs.open()
+        if self._cache is not None:
+            self._collection = asyncio.create_task(self._collect_garbage())
 
     async def close(self) -> None:
+        if self._collection is not None:
+            self._collection.cancel()
         await self._jobs.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    async def _collect_garbage(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self._jobs.remove_garbage)
+            except StoreUnavailable as error:
+                _log.warning("garbage stays in the store for now: %s", error)
+            except Exception:  # noqa: BLE001 - the next time may do
+                _log.exception("the store's garbage could not be collected")
+            await asyncio.sleep(_COLLECT_S)

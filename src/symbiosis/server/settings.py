@@ -11,6 +11,7 @@ from symbiosis.errors import SymbiosisError
 from symbiosis.jobs.queue import JobLimits
 from symbiosis.server.adapter_store import StoreLimits
 from symbiosis.server.rate_limits import RequestLimits
+from symbiosis.store.artifact_cache import StoreConfig
 
 ADMIN = "admin"
 """Tenant name of the admin key."""
@@ -39,6 +40,8 @@ class Settings:
     store_limits: StoreLimits = field(default_factory=StoreLimits)
     jobs: str
     """Folder of fine-tuning jobs."""
+    store: StoreConfig | None = None
+    """Of a cluster: adapters, and what engines read and write of jobs, are there instead."""
     max_training_len: int | None = None
     """Most tokens of a training example; None: as `max_model_len`."""
     training_error: str | None = None
@@ -59,7 +62,10 @@ class Settings:
         """The inverse of `asdict` after a JSON round trip."""
         hosts = None if values["allowed_hosts"] is None else tuple(values["allowed_hosts"])
         limits = {name: kind(**values[name]) for name, kind in _LIMITS.items()}
-        return cls(**{**values, **limits, "allowed_hosts": hosts, "cors_origins": tuple(values["cors_origins"])})
+        store = None if values["store"] is None else StoreConfig(**values["store"])
+        return cls(
+            **{**values, **limits, "store": store, "allowed_hosts": hosts, "cors_origins": tuple(values["cors_origins"])}
+        )
 
     def __post_init__(self) -> None:
         """Raises `SymbiosisError` without repeating a secret."""

@@ -33,6 +33,7 @@ from symbiosis.serving.scheduling.block_manager import BlockManager
 from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
 from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, Sequence, check_range
 from symbiosis.serving.sharding.sharded_runner import ShardedRunner
+from symbiosis.store.artifact_folders import ArtifactFolders, LocalFolders
 
 _log = logging.getLogger("symbiosis")
 _MAX_ADAPTERS = 64  # in one batch
@@ -56,6 +57,7 @@ class EngineCore:
         residency: AdapterCacheConfig = AdapterCacheConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
         device_share: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - stateless
+        folders: ArtifactFolders = LocalFolders(),  # noqa: B008 - stateless
         **limits: int,
     ) -> None:
         """`model` may be the first shard of one.
@@ -64,10 +66,11 @@ class EngineCore:
         `host_cache_bytes` is host memory for blocks that do not fit: see `host_tier`.
 
         `residency` configures the adapter cache, `limits` the scheduler. Each batch is computed within `device_share`, which
-        co-located work may share.
+        co-located work may share. Adapters are read from `folders`.
 
         Raises `CannotServe` if this model cannot be served, `OutOfRange` if a setting is wrong.
         """
+        self.folders = folders
         _check_settings(pages, page_size, cache_bytes, residency, limits)
         check_range("host_cache_bytes", host_cache_bytes, 0, 1 << 50, integer=True)
         shard = model if isinstance(model, FirstShard) else None
@@ -106,6 +109,7 @@ class EngineCore:
             on_load=self._runner.add,
             on_evict=self._runner.forget,
             divide=divide,
+            folders=folders,
         )
         if kernels.run_on(model.device):
             max_blocks = min(num_blocks, -(-max_length // block_size), _MAX_GRAPH_BLOCKS)

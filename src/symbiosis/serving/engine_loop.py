@@ -71,9 +71,10 @@ class EngineLoop:
         """Finish the requests whose ids begin so: their peer is lost."""
         self._put(None, lambda: self._cancel_all(prefix))
 
-    def load(self, id: str, name: str, folder: str | Path, *, replace: bool = False) -> None:
-        """Serve the adapter of a folder: `Result` with its hash, generation and seconds, or `Rejected`."""
-        self._put_operation(id, lambda: self._begin_load(id, name, Path(folder), replace))
+    def load(self, id: str, name: str, location: str, *, replace: bool = False) -> None:
+        """Serve the adapter at a location: `Result` with its hash, generation and seconds, or `Rejected`."""
+        folder = self._core.folders.find(location)
+        self._put_operation(id, lambda: self._begin_load(id, name, folder, replace))
 
     def serve(self, name: str, prepared: PreparedAdapter) -> Future[AdapterVersion]:
         """Serve a prepared adapter under this name from the next step on. Fails with `Closed` if the loop is closed."""

@@ -31,8 +31,8 @@ def engine_config(model: Path) -> dict[str, Any]:
 class RunningCluster:
     """Engines and the director are replaced when they have been killed or stopped."""
 
-    def __init__(self, folder: Path, count: int = 2, **engine: Any) -> None:
-        """`engine`: more of the configuration of engines."""
+    def __init__(self, folder: Path, count: int = 2, *, host: dict[str, Any] | None = None, **engine: Any) -> None:
+        """`engine`: more of the configuration of engines; `host`: more options of the host."""
         self.count = count
         self.model = make_tiny_chat(folder / "tiny")
         self.host = ClusterHost(
@@ -44,6 +44,7 @@ class RunningCluster:
             admin_key=ADMIN,
             workers=2,
             requests=RequestLimits(at_once=40),
+            **(host or {}),
         )
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._check)

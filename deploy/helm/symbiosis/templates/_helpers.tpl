@@ -85,9 +85,6 @@ affinity: {{ toYaml . | nindent 2 }}
   emptyDir: {sizeLimit: {{ .Values.cache.sizeLimit }}}
 - name: shared-mem
   emptyDir: {medium: Memory, sizeLimit: 1Gi}
-- name: data
-  persistentVolumeClaim:
-    claimName: {{ .Values.uploads.existingClaim | default (printf "%s-uploads" (include "symbiosis.fullname" .)) }}
 {{- with .Values.model.existingClaim }}
 - name: models
   persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
@@ -99,10 +96,27 @@ affinity: {{ toYaml . | nindent 2 }}
 - {name: tmp, mountPath: /tmp}
 - {name: home, mountPath: /home/symbiosis}
 - {name: shared-mem, mountPath: /dev/shm}
-- {name: data, mountPath: /data}
 {{- if .Values.model.existingClaim }}
 - {name: models, mountPath: /models, readOnly: true}
 {{- end }}
+{{- end -}}
+
+{{- define "symbiosis.dataVolume" -}}
+- name: data
+  persistentVolumeClaim:
+    claimName: {{ .Values.uploads.existingClaim | default (printf "%s-uploads" (include "symbiosis.fullname" .)) }}
+{{- end -}}
+
+{{- define "symbiosis.dataMount" -}}
+- {name: data, mountPath: /data}
+{{- end -}}
+
+{{/* Of containers with engines or the front door: credentials of the store. */}}
+{{- define "symbiosis.envFrom" -}}
+{{- with .Values.store.existingSecret -}}
+envFrom:
+  - secretRef: {name: {{ . }}}
+{{- end -}}
 {{- end -}}
 
 {{- define "symbiosis.env" -}}
@@ -149,6 +163,9 @@ args:
   - --port=7778
   - --state=/data/state
   - --uploads=/data/uploads
+  {{- with .Values.store.url }}
+  - {{ printf "--store=%s" . | quote }}
+  {{- end }}
   - --http-workers={{ .Values.frontDoor.httpWorkers }}
   - --shutdown-delay={{ .Values.frontDoor.shutdownDelaySeconds }}
   {{- if eq .Values.mode "kuberay" }}
@@ -164,6 +181,7 @@ args:
   {{- range .Values.frontDoor.args }}
   - {{ . | quote }}
   {{- end }}
+{{ include "symbiosis.envFrom" . }}
 env:
   {{- include "symbiosis.env" . | nindent 2 }}
   - name: SYMBIOSIS_KEYS
@@ -191,6 +209,7 @@ readinessProbe:
   timeoutSeconds: 3
   failureThreshold: 1
 volumeMounts:
+  {{- include "symbiosis.dataMount" . | nindent 2 }}
   {{- include "symbiosis.mounts" . | nindent 2 }}
 {{- end -}}
 

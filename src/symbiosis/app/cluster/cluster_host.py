@@ -7,21 +7,27 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from symbiosis.adapters.names import qualify_name
 from symbiosis.app.cluster.director_process import DirectorProcess
 from symbiosis.app.cluster.engine_launcher import EngineLauncher, EngineProcesses
+from symbiosis.app.cluster_store import check_store, store_config
 from symbiosis.app.front_door import FrontDoor
 from symbiosis.errors import EngineLost, SymbiosisError
-from symbiosis.server import adapter_store
+from symbiosis.server.adapter_store import AdapterStore
 from symbiosis.server.engines.director_link import DirectorLink
 from symbiosis.server.engines.rpc_client import Inbox, RpcClient
 from symbiosis.server.rate_limits import RequestLimits
+from symbiosis.server.shared_adapters import SharedAdapterStore
 from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress
 
+DEFAULT_CACHE_GB = 20.0
+"""Of artifacts of the store, on each host."""
 _START_TIMEOUT_S = 600.0
 _MIN_SECRET = 16
 _PATIENCE_S = 30.0
@@ -34,6 +40,7 @@ class ClusterHost:
     `engine` is the configuration of `app.engine_process`; `engines` run on this host, or more by the director's choice, up to
     `max_engines`. `host` is where director and engines listen; `secret` is what engines of other hosts join with. `state` keeps
     the registry of adapters. `launcher` is called with the configuration of engines. `front_door` are options of `FrontDoor`.
+    `store` is a folder that all hosts share, or a bucket; without it, engines read and write the folders of the front door.
     """
 
     def __init__(
@@ -53,6 +60,8 @@ class ClusterHost:
         workers: int = 1,
         requests: RequestLimits | None = None,
         launcher: Callable[[Mapping[str, Any]], EngineLauncher] = EngineProcesses,
+        store: str | None = None,
+        store_cache_gb: float = DEFAULT_CACHE_GB,
         **front_door: Any,
     ) -> None:
         secret = secrets.token_hex(16) if secret is None else secret
@@ -60,7 +69,10 @@ class ClusterHost:
             raise SymbiosisError(f"the cluster's secret has {len(secret)} characters: expected at least {_MIN_SECRET}")
         self.secret = secret
         requests = requests or RequestLimits()
-        self._door = FrontDoor(address, workers=workers, requests=requests, **front_door)
+        self._store = None if store is None else store_config(store, store_cache_gb)
+        if store is not None:
+            check_store(store, secret, store_cache_gb, claim=True)
+        self._door = FrontDoor(address, workers=workers, requests=requests, store=self._store, **front_door)
         self.url = self._door.url
         self._director: DirectorProcess | None = None
         self.launcher: EngineLauncher | None = None
@@ -78,9 +90,11 @@ class ClusterHost:
                     "at_once": requests.at_once,
                     "per_minute": requests.per_minute,
                     "has_keys": self._door.has_keys,
+                    "store": store,
                 }
             )
             config = {**engine, "host": host, "secret": secret, "director": self.director.to_json()}
+            config |= {"store": store, "store_cache_gb": store_cache_gb}
             self.launcher = launcher(config)
             self.launcher.keep(engines, ())
             self._link = HostLink(self.director, ClusterKey.of(secret))
@@ -135,16 +149,33 @@ class ClusterHost:
     def _load_adapters(self, adapters: dict[str, str | Path]) -> None:
         """Those given at the start, and stored uploads; a failure of the former raises."""
         known = self.ask("stats")["adapters"]
-        for name, folder in adapters.items():
-            self.ask("load", name=name, folder=str(Path(folder).resolve()), replace=True)
-        for stored in adapter_store.list_stored(self._door.uploads):
-            name = stored.name if stored.owner is None else f"{stored.owner}:{stored.name}"
-            if name in known:
-                continue
-            try:
-                self.ask("load", name=name, folder=str(stored.folder), replace=True)
-            except SymbiosisError as error:
-                _log.warning("the adapter %s in %s is not served: %s", stored.name, stored.folder, error)
+        with self._open_adapters() as store:
+            for name, folder in adapters.items():
+                location = store.provide(name, Path(folder).resolve())
+                self.ask("load", name=name, folder=location, replace=True)
+                store.add_provided(name, location)
+            for stored in store.stored:
+                name = qualify_name(stored.owner, stored.name)
+                if name in known or name in adapters:
+                    continue
+                try:
+                    self.ask("load", name=name, folder=stored.location, replace=True)
+                except SymbiosisError as error:
+                    _log.warning("the adapter %s in %s is not served: %s", stored.name, stored.location, error)
+
+    @contextmanager
+    def _open_adapters(self) -> Iterator[AdapterStore]:
+        """Before the HTTP processes, which open it then."""
+        limits = self._door.settings.store_limits
+        if self._store is None:
+            store = AdapterStore(self._door.uploads, limits)
+            store.open()
+            yield store
+            return
+        with closing(self._store.open()) as cache:
+            store = SharedAdapterStore(cache, limits)
+            store.open()
+            yield store
 
     def check_members(self) -> None:
         """Replace the director or engines that have died. Raises `EngineLost` if they keep dying."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from symbiosis.app.cluster.cluster_host import HostLink
+from symbiosis.app.cluster.cluster_host import DEFAULT_CACHE_GB, HostLink
 from symbiosis.app.cluster.engine_launcher import EngineProcesses
 from symbiosis.app.cluster.ray_node import split_address
+from symbiosis.app.cluster_store import check_store
 from symbiosis.errors import BadAddress, EngineLost, Unauthorized, Unreachable
 from symbiosis.server.engines.rpc_client import RpcClient
 from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, IpcClient
@@ -78,18 +79,27 @@ class JoinedEngines:
         host: str,
         joined: Callable[[str], None],
         ready_file: Path | None = None,
+        store_cache_gb: float = DEFAULT_CACHE_GB,
     ) -> None:
         """`engine` is the configuration of `app.engine_process`; `joined` is called with the name of each that has joined.
 
-        `ready_file` exists while all of them are in the cluster.
+        `ready_file` exists while all of them are in the cluster. Raises `StoreUnavailable` if this host cannot use its store.
         """
         director = director_address(address, secret)
         self._wanted, self._joined, self._ready_file = engines, joined, ready_file
         self._known: set[str] = set()
         self._set_ready(False)  # what a process that was killed has left
         self._link = HostLink(director, ClusterKey.of(secret), engines)
+        try:
+            store = self._link.ask("store")["url"]
+            if store is not None:
+                check_store(store, secret, store_cache_gb)
+        except BaseException:
+            self._link.close()
+            raise
         prefix = f"{socket.gethostname().partition('.')[0][:60]}-engine"
         config = {**engine, "host": host, "secret": secret, "director": director.to_json()}
+        config |= {"store": store, "store_cache_gb": store_cache_gb}
         self.launcher = EngineProcesses(config, prefix)
         self.launcher.keep(engines, ())
 

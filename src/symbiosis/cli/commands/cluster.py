@@ -26,6 +26,7 @@ from symbiosis.cli.commands.engine_options import (
     MaxRunning,
     ModelOption,
     NoTraining,
+    StoreCacheGb,
     Threads,
     choose_launcher,
     engine_config,
@@ -167,9 +168,20 @@ def up(
             "--uploads",
             metavar="FOLDER",
             show_default=False,
-            help="Uploaded adapters and jobs; engines on other hosts read them too. (default: in the folder of --state)",
+            help="Uploaded adapters and jobs; without --store, engines elsewhere use it too. (default: in that of --state)",
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            "--store",
+            metavar="URL",
+            show_default=False,
+            help="Adapters, data sets and checkpoints for engines on any host: a folder that all hosts have, or "
+            "s3://BUCKET/PREFIX with credentials from each host's environment. (default: engines use the folder of --uploads)",
+        ),
+    ] = None,
+    store_cache_gb: StoreCacheGb = 20.0,
     http_workers: Annotated[int, typer.Option("--http-workers", min=1, max=64, help="Processes for completions.")] = 1,
     temperature: Annotated[
         float | None, _limit("--temperature", "Of requests that name none. (default: that of the model)", hidden=True)
@@ -218,6 +230,7 @@ def up(
         from symbiosis.models.device_dtype import resolve_dtype
         from symbiosis.planning.model_size import ModelSize
         from symbiosis.server.rate_limits import RequestLimits
+        from symbiosis.store.store_url import resolve_url
 
         state = state or default_state_folder()
         secret_file = secret_file or state / "secret"
@@ -264,6 +277,8 @@ def up(
                 uploads=uploads,
                 job_limits=JobLimits(running=running_jobs),
                 shutdown_delay_s=shutdown_delay,
+                store=None if store is None else resolve_url(store),
+                store_cache_gb=store_cache_gb,
             )
         stopped = _stop_on_signals()
         with cluster:
@@ -309,6 +324,7 @@ def join(
         ),
     ] = None,
     ready_file: ReadyFile = None,
+    store_cache_gb: StoreCacheGb = 20.0,
     model: ModelOption = None,
     device: Device = "cpu",
     dtype: Dtype = None,
@@ -365,7 +381,14 @@ def join(
         sys.stdout.flush()
 
     with JoinedEngines(
-        address, secret, engine=engine, engines=engines, host=host, joined=report, ready_file=ready_file
+        address,
+        secret,
+        engine=engine,
+        engines=engines,
+        host=host,
+        joined=report,
+        ready_file=ready_file,
+        store_cache_gb=store_cache_gb,
     ) as joined:
         stopped = _stop_on_signals()
         while not stopped.wait(_CHECK_S):

@@ -49,6 +49,10 @@ AdapterHostGb = Annotated[
 ]
 MaxRows = Annotated[int, _engine_option("--max-rows", "Most tokens in one step of an engine.", min=1)]
 MaxRunning = Annotated[int, _engine_option("--max-running", "Most sequences running at once on an engine.", min=1)]
+StoreCacheGb = Annotated[
+    float,
+    _engine_option("--store-cache-gb", "Disk space of this host for content of the cluster's store.", min=0),
+]
 Gpus = Annotated[
     int | None, _engine_option("--gpus", "GPUs of this host for Ray; none: those that it finds.", min=0, show_default=False)
 ]

@@ -26,13 +26,17 @@ from symbiosis.finetuning.loop.train_loop import LoopResult, Validation, run
 from symbiosis.finetuning.session import TrainingSession
 from symbiosis.finetuning.stats import JobRunnerStats
 from symbiosis.finetuning.trainer import Trainer
+from symbiosis.store.artifact_folders import ArtifactFolders, LocalFolders
 
 _log = logging.getLogger("symbiosis")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """Paths are the provider's own: a name from a tenant must never become one."""
+    """Paths are the provider's own: a name from a tenant must never become one.
+
+    `data`, `validation` and `resume` are found in `ArtifactFolders`; `checkpoints` and `final` are drafts there.
+    """
 
     id: str
     """Chosen by the caller, unique among running jobs."""
@@ -67,8 +71,14 @@ ServeAdapter: TypeAlias = Callable[[str, Adapter, Path], int]
 class JobRunner:
     """Thread-safe. `emit` gets a job's id and its events, in order, on the job's thread."""
 
-    def __init__(self, trainer: Trainer, emit: Emit, serve: ServeAdapter) -> None:
-        self._trainer, self._emit, self._serve = trainer, emit, serve
+    def __init__(
+        self,
+        trainer: Trainer,
+        emit: Emit,
+        serve: ServeAdapter,
+        folders: ArtifactFolders = LocalFolders(),  # noqa: B008 - stateless
+    ) -> None:
+        self._trainer, self._emit, self._serve, self._folders = trainer, emit, serve, folders
         self._lock = threading.Lock()
         self._running: dict[str, _Job] = {}
         self._closed = False
@@ -87,7 +97,7 @@ class JobRunner:
             if len(self._running) >= self._trainer.config.max_sessions:
                 raise TooManyRequests(f"{len(self._running)} jobs are running already")
             replaced = [job for job in self._running.values() if job.spec.final == spec.final]
-            job = _Job(spec, self._trainer, self._emit_event, self._serve, replaced)
+            job = _Job(spec, self._trainer, self._emit_event, self._serve, self._folders, replaced)
             self._running[spec.id] = job
             self.stats = self.stats.add(running=1)
             job.start()
@@ -134,22 +144,35 @@ class JobRunner:
 
 
 class _Job(threading.Thread):
-    def __init__(self, spec: JobSpec, trainer: Trainer, emit: Emit, serve: ServeAdapter, replaced: list[_Job]) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        trainer: Trainer,
+        emit: Emit,
+        serve: ServeAdapter,
+        folders: ArtifactFolders,
+        replaced: list[_Job],
+    ) -> None:
         super().__init__(name="symbiosis-job", daemon=True)
-        self.spec, self._trainer, self._serve, self._replaced = spec, trainer, serve, replaced
+        self.spec, self._trainer, self._serve, self._folders, self._replaced = spec, trainer, serve, folders, replaced
         self._emit: Callable[[events.Event], None] = partial(emit, spec.id)
         self._stopping = False
         self._aborted: str | None = None
         self._session: TrainingSession | None = None
+        self._interrupt = threading.Event()
+        """Set by `stop` and `abort`: a checkpoint waits for the store no longer."""
         self._step, self._checkpoint = spec.after, spec.resume
+        self._saved_step = spec.after
 
     def stop(self) -> None:
         self._stopping = True
+        self._interrupt.set()
         if self._session is not None:
             self._session.stop()
 
     def abort(self, reason: str) -> None:
         self._aborted = self._aborted or reason
+        self._interrupt.set()
         if self._session is not None:
             self._session.close()
 
@@ -177,8 +200,8 @@ class _Job(threading.Thread):
     def _open(self) -> tuple[Dataset, Validation | None]:
         """Open the session. Raises whatever is wrong with the spec."""
         spec = self.spec
-        examples = read_dataset(spec.data)
-        held_out = None if spec.validation is None else read_dataset(spec.validation)
+        examples = self._read(spec.data)
+        held_out = None if spec.validation is None else self._read(spec.validation)
         self._session = session = self._trainer.open(spec.tenant, spec.adapter, seed=spec.seed, weight=spec.weight)
         self._check_aborted()
         if self._stopping:
@@ -192,10 +215,15 @@ class _Job(threading.Thread):
             on_loss = lambda step, loss: self._emit(events.ValidationDone(step, loss))  # noqa: E731
             validation = Validation(held_out, spec.evaluate_every, on_loss)
         if spec.resume is not None:
-            session.load(spec.resume).result()
+            with self._folders.hold(spec.resume) as folder:
+                session.load(folder).result()
             if session.progress.steps != spec.after:
                 raise BadAdapter(f"the checkpoint is of step {session.progress.steps}, not of {spec.after}")
         return examples, validation
+
+    def _read(self, file: Path) -> Dataset:
+        with self._folders.hold(file) as held:
+            return read_dataset(held)
 
     def _check_aborted(self) -> None:
         if self._aborted is not None:
@@ -220,15 +248,19 @@ class _Job(threading.Thread):
             return self._save_and_stop(session)
         snapshots: list[AdapterSnapshot] = []
         session.save(spec.final, replace=True, keep=snapshots.append).result()
-        adapter = self._adapter(snapshots.pop())
-        generation = None if spec.serve_as is None else self._serve(spec.serve_as, adapter, spec.final)
-        return events.JobSucceeded(self._step, None if last is None else last.loss, str(spec.final), adapter.hash, generation)
+        folder, adapter = self._publish(spec.final), self._adapter(snapshots.pop())
+        generation = None if spec.serve_as is None else self._serve(spec.serve_as, adapter, folder)
+        loss, location = None if last is None else last.loss, self._folders.locate(folder)
+        return events.JobSucceeded(self._step, loss, location, adapter.hash, generation)
+
+    def _publish(self, draft: Path) -> Path:
+        return self._folders.publish(draft, self._interrupt)
 
     def _save_and_stop(self, session: TrainingSession) -> events.JobStopped:
         folder = self._folder(self._step)
-        if self._step > self.spec.after and self._checkpoint != folder:
+        if self._step > self.spec.after and self._saved_step != self._step:
             session.save(folder, optimizer=True, replace=True).result()
-            self._checkpoint = folder
+            self._checkpoint = self._publish(folder)
         return events.JobStopped(self._step, self._checkpoint_path())
 
     def _failed(self, error: SymbiosisError) -> events.JobFailed:
@@ -243,7 +275,7 @@ class _Job(threading.Thread):
         return self.spec.checkpoints / f"step-{step}"
 
     def _checkpoint_path(self) -> str | None:
-        return None if self._checkpoint is None else str(self._checkpoint)
+        return None if self._checkpoint is None else self._folders.locate(self._checkpoint)
 
     def _on_step(self, result: LoopResult) -> None:
         self._step = result.step
@@ -251,15 +283,15 @@ class _Job(threading.Thread):
         self._emit(events.StepDone(**asdict(result), tokens_per_s=self._throughput.recent))
 
     def _on_saved(self, step: int, snapshot: AdapterSnapshot) -> None:
-        folder, adapter, serves = self._folder(step), self._adapter(snapshot), None
-        self._checkpoint = folder
+        folder, adapter, serves = self._publish(self._folder(step)), self._adapter(snapshot), None
+        self._checkpoint, self._saved_step = folder, step
         if self.spec.serve_checkpoints and self.spec.serve_as is not None:
             try:
                 self._serve(self.spec.serve_as, adapter, folder)
                 serves = self.spec.serve_as
             except SymbiosisError as error:
                 _log.warning("a checkpoint cannot be served: %s", error)
-        self._emit(events.CheckpointSaved(step, str(folder), adapter.hash, serves))
+        self._emit(events.CheckpointSaved(step, self._folders.locate(folder), adapter.hash, serves))
 
     def _adapter(self, snapshot: AdapterSnapshot) -> Adapter:
         """Equal to the adapter read from its folder."""

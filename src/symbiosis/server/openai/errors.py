@@ -38,8 +38,8 @@ _STATUSES: dict[int, tuple[type[Exception], ...]] = {
     409: (job_errors.KeyReused, job_errors.NameReserved),
     413: (errors.TooLarge, errors.DoesNotFit),
     429: (errors.TooManyRequests,),
-    503: (errors.EngineLost, errors.Closed),
-    507: (job_errors.StorageFull,),
+    503: (errors.EngineLost, errors.Closed, errors.StoreUnavailable),
+    507: (job_errors.StorageFull, errors.StoreFull),
 }
 _STATUS_OF = {kind: status for status, kinds in _STATUSES.items() for kind in kinds}
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

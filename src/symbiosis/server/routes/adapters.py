@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Collection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
@@ -82,7 +84,7 @@ class AdapterRoutes:
                 self._store.check_count(owner, await asyncio.to_thread(count_expected, request.state.caller.tenant))
             await self._receive(request, upload)
         except BaseException:
-            upload.abort()
+            await self._jobs.finish(asyncio.to_thread(upload.abort))
             raise
         hash = await self._jobs.finish(self._serve(upload))
         pinned = (await self._engine.ask("stats"))["adapters_pinned"]
@@ -109,17 +111,17 @@ class AdapterRoutes:
         try:
             async with self._name_locks.of((upload.owner, upload.name)):
                 before = self._store.get(upload.owner, upload.name)
-                loaded = await self._engine.ask("load", name=name, folder=str(upload.folder), replace=True)
+                loaded = await self._engine.ask("load", name=name, folder=upload.location, replace=True)
                 try:
-                    upload.commit()
+                    await asyncio.to_thread(upload.commit)
                 except SymbiosisError:  # what is not stored is not served
                     if before is None:
                         await self._engine.ask("unload", name=name)
                     else:
-                        await self._engine.ask("load", name=name, folder=str(before.folder), replace=True)
+                        await self._engine.ask("load", name=name, folder=before.location, replace=True)
                     raise
         except BaseException:
-            upload.abort()
+            await asyncio.to_thread(upload.abort)
             raise
         return str(loaded["hash"])
 
@@ -127,9 +129,15 @@ class AdapterRoutes:
         """One of the two files of the caller's adapter."""
         name, file = self._parse_name(request), request.path_params["file"]
         stored = self._store.get(request.state.caller.owner, name)
-        if stored is None or file not in FIELDS.values() or not (stored.folder / file).exists():  # may just be replaced
-            raise UnknownAdapter(f"there is no stored adapter {name!r} of yours with a file {file!r:.60}")
-        return FileResponse(stored.folder / file, media_type="application/octet-stream")
+        if stored is None or file not in FIELDS.values():
+            raise _no_file(name, file)
+        folders = self._store.folders
+        held = ExitStack()
+        folder = await asyncio.to_thread(held.enter_context, folders.hold(folders.find(stored.location)))
+        if not (folder / file).exists():  # it may just be replaced
+            held.close()
+            raise _no_file(name, file)
+        return FileResponse(folder / file, media_type="application/octet-stream", background=BackgroundTask(held.close))
 
     async def remove(self, request: Request) -> Response:
         """The caller's adapter; the admin names a tenant with `?owner=`."""
@@ -163,8 +171,9 @@ class AdapterRoutes:
         folder = _resolve_path(self._settings.adapter_root, body.lora_path)
         await asyncio.to_thread(self._jobs.supervisor.check_name, None, body.lora_name)
         async with self._name_locks.of((None, body.lora_name)):
-            await self._engine.ask("load", name=body.lora_name, folder=str(folder), replace=body.load_inplace)
-            self._store.remove(None, body.lora_name)  # replaced
+            location = await asyncio.to_thread(self._store.provide, body.lora_name, folder)
+            await self._engine.ask("load", name=body.lora_name, folder=location, replace=body.load_inplace)
+            await asyncio.to_thread(self._store.add_provided, body.lora_name, location)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -179,7 +188,7 @@ class AdapterRoutes:
 
     async def _remove(self, owner: str | None, name: str) -> None:
         async with self._name_locks.of((owner, name)):
-            was_stored = self._store.remove(owner, name)
+            was_stored = await asyncio.to_thread(self._store.remove, owner, name)
             try:
                 await self._engine.ask("unload", name=qualify_name(owner, name))
             except UnknownAdapter:
@@ -198,6 +207,10 @@ class AdapterRoutes:
     def _check_not_base(self, name: str, field: str) -> None:
         if self._names.is_base(name):
             raise BadRequest(f"{name} is the name of the base model: choose another", field=field)
+
+
+def _no_file(name: str, file: str) -> UnknownAdapter:
+    return UnknownAdapter(f"there is no stored adapter {name!r} of yours with a file {file!r:.60}")
 
 
 def _resolve_path(root: str | None, path: str) -> Path:

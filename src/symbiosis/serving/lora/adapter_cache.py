@@ -36,6 +36,7 @@ from symbiosis.serving.lora.lora_weights import EngineAdapter
 from symbiosis.serving.lora.packed_adapter import ALIGNMENT, PackedAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
 from symbiosis.serving.scheduling.sequence import check_range
+from symbiosis.store.artifact_folders import ArtifactFolders
 from symbiosis.types import LayerKind
 
 
@@ -104,6 +105,7 @@ class AdapterCache:
 
     `running` returns the number of running sequences by adapter; these adapters are not evicted. `on_load` is called when
     an adapter becomes resident, `on_evict` before its device memory is reused. `divide`: of the first of several shards.
+    Adapters are read from `folders`.
     """
 
     def __init__(
@@ -116,13 +118,14 @@ class AdapterCache:
         on_load: Callable[[PackedAdapter], None] = lambda packed: None,
         on_evict: Callable[[EngineAdapter], None],
         divide: DivideAdapter | None = None,
+        folders: ArtifactFolders,
     ) -> None:
         self._config, self._running, self._on_load, self._on_evict = config, running, on_load, on_evict
         self._host, self._device = make_pools(model.device, config)
         linear = (LayerKind.LINEAR, LayerKind.CONV1D)
         layers = [path for path, module in facts.modules.items() if module.kind in linear]
         self.slots = SlotTable(config.slots, layers, model.device)
-        self._loader = AdapterLoader(self._host, self._device, Converter(model, divide), facts, self.slots)
+        self._loader = AdapterLoader(self._host, self._device, Converter(model, divide), facts, self.slots, folders)
         self.registry = AdapterRegistry()
         self.resident: OrderedDict[str, EngineAdapter] = OrderedDict()
         """Adapters on the device by hash, least recently used first."""

@@ -28,6 +28,7 @@ from symbiosis.serving.lora.device_pool import CpuPool
 from symbiosis.serving.lora.host_pool import HostPool
 from symbiosis.serving.lora.packed_adapter import PackedAdapter
 from symbiosis.serving.lora.slot_table import SlotTable
+from symbiosis.store.artifact_folders import ArtifactFolders
 
 _log = logging.getLogger("symbiosis")
 
@@ -61,9 +62,17 @@ class LoadedAdapter:
 class AdapterLoader:
     """Tasks in, events out. Its threads call `on_event` whenever `poll` has something to return."""
 
-    def __init__(self, host: HostPool, device: CpuPool, converter: Converter, facts: ModelFacts, slots: SlotTable) -> None:
+    def __init__(
+        self,
+        host: HostPool,
+        device: CpuPool,
+        converter: Converter,
+        facts: ModelFacts,
+        slots: SlotTable,
+        folders: ArtifactFolders,
+    ) -> None:
         self._host, self._device, self._slots = host, device, slots
-        self._converter, self._facts = converter, facts
+        self._converter, self._facts, self._folders = converter, facts, folders
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-copies")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-reads")
         self._events: SimpleQueue[LoadedAdapter | str] = SimpleQueue()
@@ -73,8 +82,9 @@ class AdapterLoader:
         """Reads from disk of adapters that no pool had."""
 
     def read(self, folder: Path) -> PackedAdapter:
-        """Read and check an adapter in the calling thread. Raises `BadAdapter` or `UnsupportedAdapter`."""
-        return self.convert(read_adapter(folder, self._facts))
+        """Read and check an adapter in the calling thread. Raises what is wrong with it, or with the store."""
+        with self._folders.hold(folder) as held:
+            return self.convert(read_adapter(held, self._facts))
 
     def convert(self, adapter: Adapter) -> PackedAdapter:
         """A checked adapter in the engine's form. Raises `UnsupportedAdapter`."""
