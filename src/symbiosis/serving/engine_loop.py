@@ -203,7 +203,13 @@ class EngineLoop:
             if isinstance(adapter, str):  # the version is fixed within this operation, when the request is queued
                 adapter = resolve_adapter_name(adapter, request.tenant, self._core.adapter_names)
             sequences = self._core.add_several(
-                request.n, request.prompt, request.sampling, adapter=adapter, tenant=request.tenant, resume=request.resume
+                request.n,
+                request.prompt,
+                request.sampling,
+                adapter=adapter,
+                tenant=request.tenant,
+                resume=request.resume,
+                source=request.source,
             )
         except SymbiosisError as error:
             self._events.append(Rejected(request.id, error))
@@ -318,6 +324,8 @@ class EngineLoop:
             "host_blocks_used": block_manager.host.num_used,
             "host_blocks_stored": block_manager.host.num_stored,
             "host_blocks_restored": block_manager.host.num_restored,
+            "blocks_fetched": block_manager.num_received,
+            "blocks_sent": block_manager.num_sent,
             "preemptions": scheduler.num_preemptions,
             "block_size": block_manager.block_size,
             "max_model_len": scheduler.max_model_len,
