@@ -103,10 +103,13 @@ class BlockFetches:
 
     def start(self, batch: Batch) -> None:
         """After a step was scheduled: fetch the blocks of sequences that run now."""
-        for sequence in [chunk.sequence for chunk in batch.chunks if chunk.sequence in self._waiting] if self._waiting else ():
-            missing = self._block_manager.missing_blocks(sequence)
-            is_worthwhile = self._is_worthwhile(len(missing) * self._block_manager.block_size)
-            if self._client is None or not is_worthwhile:
+        if not self._waiting:
+            return
+        size = self._block_manager.block_size
+        for chunk in [each for each in batch.chunks if each.sequence in self._waiting]:
+            sequence, missing = chunk.sequence, self._block_manager.missing_blocks(chunk.sequence)
+            missing = missing[-(-(chunk.start + chunk.count) // size) - missing.start :]  # without those of this step
+            if self._client is None or not self._is_worthwhile(len(missing) * size):
                 del self._waiting[sequence]
             elif self._has_room():
                 self._count += 1
