@@ -236,7 +236,9 @@ def test_more_than_its_credit_ends_a_fetch(node, hostile, monkeypatch):
     peer, _ = hostile.wait_for_target()
     for position in range(4):
         hostile.port.send(peer, {"op": "blocks", "position": position, "blocks": 1}, bytes(BLOCK_BYTES))
-    time.sleep(0.2)  # its credit comes with the blocks that were written, which happens below
+    deadline = time.monotonic() + DEADLINE_S
+    while node.exchange._client._links:  # its credit would come with the blocks that were written, which happens below
+        assert time.monotonic() < deadline
     exchange_until(lambda: not node.core.block_fetches._fetches, node)
     assert node.blocks.num_received <= 3
     node.finish()

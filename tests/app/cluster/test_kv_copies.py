@@ -1,0 +1,117 @@
+"""Requests that move in a cluster take their keys and values along: the tokens of an undisturbed run, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from symbiosis.server.engines.cluster_client import ClusterClient
+from symbiosis.serving.engine_messages import Finished, GenerateRequest, Token
+from symbiosis.serving.scheduling.sequence import Sampling
+from tests.app.cluster.running_cluster import ADMIN, RunningCluster
+from tests.lora import ALL_LINEAR, with_random_lora
+
+pytestmark = pytest.mark.timeout(900)
+PROMPT, TOKENS, CUT = 2500, 60, 20
+SAMPLINGS = [
+    Sampling(temperature=0, max_tokens=TOKENS, ignore_eos=True),
+    Sampling(seed=7, max_tokens=TOKENS, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    made = RunningCluster(folder, max_length=4096)
+    with_random_lora(AutoModelForCausalLM.from_pretrained(made.model), tuple(ALL_LINEAR)).save_pretrained(folder / "lora")
+    made.host.ask("load", name="pirate", folder=str(folder / "lora"), replace=True)
+    yield made
+    made.close()
+
+
+def request(seed: int, number: int) -> GenerateRequest:
+    """With and without an adapter, greedy and seeded, n = 1 and 4."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(5, 100) for _ in range(PROMPT)]
+    sampling, adapter = SAMPLINGS[number // 2 % 2], "pirate" if number >= 4 else None
+    return GenerateRequest(prompt=prompt, sampling=sampling, tenant="ann", n=1 + 3 * (number % 2), adapter=adapter)
+
+
+async def generate(client: ClusterClient, request: GenerateRequest, leave=None) -> list[list[int]]:
+    """Its engine is said to be out of KV cache after some tokens; `leave` is called with its name then."""
+    tokens: list[list[int]] = [[] for _ in range(request.n)]
+    has_left = leave is None
+    async with client.submit([request]) as active:
+        async for events in active.events():
+            for _, event in events:
+                if isinstance(event, Token):
+                    tokens[event.number].append(event.token)
+                else:
+                    assert isinstance(event, Finished)
+                    assert event.error is None
+            if not has_left and len(tokens[0]) >= CUT:
+                has_left = True
+                ((id, placement),) = client._placements.items()
+                client.report_pressure(id)
+                leave(placement.engine)
+    return tokens
+
+
+async def count_fetched(served: RunningCluster) -> int:
+    await asyncio.sleep(1.5)  # statistics of engines are a second old
+    serving = served.ask("GET", "/v1/statistics", ADMIN).json()["serving"]
+    assert serving["blocks_sent"] >= serving["blocks_fetched"]
+    return serving["blocks_fetched"]
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_request_that_moves_has_the_tokens_of_an_undisturbed_one(served, number):
+    async def run() -> None:
+        client = served.link()
+        await client.start()
+        await served.wait_for_engines(client)
+        left, before = [], await count_fetched(served)
+        for seed in range(10):  # a fast engine may compute its prompt before the first block comes
+            asked = request(100 * number + seed, number)
+            moved = await generate(client, asked, left.append)
+            assert moved == await generate(client, asked)
+            if await count_fetched(served) > before:
+                break
+        else:
+            pytest.fail("no block was copied")
+        assert left
+        await client.close()
+
+    asyncio.run(run())
+    assert served.metric("symbiosis_kv_cache_blocks_fetched") > 0
+    assert served.metric("symbiosis_kv_cache_blocks_sent") > 0
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "freeze"])
+def test_the_engine_that_a_request_has_left_fails_in_mid_copy(served, fault):
+    async def run() -> None:
+        client = served.link()
+        await client.start()
+        await served.wait_for_engines(client)
+        pids = []
+
+        def leave(name: str) -> None:
+            pid = served.host.launcher.pids[name]
+            pids.append(pid)
+            os.kill(pid, {"kill": signal.SIGKILL, "stop": signal.SIGTERM, "freeze": signal.SIGSTOP}[fault])
+
+        for number in (0, 3):
+            asked = request(1000 + number, number)
+            moved = await generate(client, asked, leave)
+            if fault == "freeze":
+                os.kill(pids[-1], signal.SIGCONT)
+            await served.wait_for_engines(client)
+            assert moved == await generate(client, asked)
+        await client.close()
+
+    asyncio.run(run())
