@@ -10,8 +10,8 @@ takes about as long as computing. Both engines share the cores, with one thread 
 from what computes, unless there are more cores than two.
 
     python -m benchmarks.kv_copies --cpu                 # about 10 minutes on 2 cores: one thread for each engine
-    python -m benchmarks.kv_copies 1b_long               # a GPU that both engines share
-    python -m benchmarks.kv_copies --cpu --mbit-per-s 0 --link folder   # as fast as sockets of one host are, not encrypted
+    python -m benchmarks.kv_copies 1b_long               # a GPU that both engines share, sockets of one host
+    python -m benchmarks.kv_copies 1b_long --link host   # TCP with encryption, as between hosts
     python -m benchmarks.kv_copies --cpu --tiny          # seconds, for the tests
 """
 
@@ -94,19 +94,18 @@ class CopyAlone:
         self._over.set()
 
 
-def serve(shape: str, device: str, tokens: int, link: str, pipe: Connection) -> None:
+def serve(shape: str, device: str, tokens: int, pipe: Connection) -> None:
     """An engine; it copies what the pipe says."""
     import torch
 
     from symbiosis.serving.engine_core import EngineCore
     from symbiosis.serving.engine_service import EngineService
     from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, EngineListener
-    from symbiosis.transport.shm import runtime_folder
 
     if device == "cpu":
         torch.set_num_threads(1)
     key = ClusterKey.of(SECRET)
-    listener = EngineListener(runtime_folder()) if link == "folder" else EngineListener(host="127.0.0.1", clients=key)
+    listener = EngineListener(host="127.0.0.1", clients=key)
     core = EngineCore(random_model(shape, device), pages=tokens // BLOCK_SIZE, page_size=BLOCK_SIZE)
     service = EngineService(core, listener, "a model")
     copy_alone = CopyAlone(service, core, listener)
@@ -207,12 +206,15 @@ async def measure(
     lengths: Sequence[int],
     vocabulary: int,
     repetitions: int,
+    link: str,
     bytes_per_s: float,
     console: Console,
 ) -> list[dict[str, Any]]:
     source, target = engines
     for engine in engines:
         await engine.connect()
+    if link == "host":
+        source.address = replace(source.address, local="")
     if bytes_per_s:
         source.address = replace(source.address, blocks=await SlowLink(source.address.blocks, bytes_per_s).start())
     rng, rows = random.Random(0), []
@@ -263,31 +265,32 @@ def summary(length: int, runs: dict[str, list[float]], copied: list[int]) -> dic
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = options(str(__doc__), shapes=["small_long", "1b_long", "7b_long"], shape="small_long")
-    parser.add_argument("--link", choices=("host", "folder"), default="host", help="of a cluster, or of one host")
+    parser.add_argument("--link", choices=("local", "host"), help="within one host, or between hosts (default host on a CPU)")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of prefixes, in tokens")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="for the tests")
     parser.add_argument("--mbit-per-s", type=float, help=f"of the link; 0: no limit (default {CPU_MBIT_PER_S:g} on a CPU)")
     chosen = parser.parse_args(arguments)
-    mbit_per_s = chosen.mbit_per_s
+    is_cpu, mbit_per_s = chosen.device == "cpu", chosen.mbit_per_s
+    link = chosen.link or ("host" if is_cpu else "local")
     if mbit_per_s is None:
-        mbit_per_s = CPU_MBIT_PER_S if chosen.device == "cpu" and chosen.link == "host" else 0.0
+        mbit_per_s = CPU_MBIT_PER_S if is_cpu and link == "host" else 0.0
     shape, lengths = ("tiny", [256, 512]) if chosen.tiny else (chosen.shape, list(chosen.lengths))
     console = Console(width=160)
-    engines = [RunningEngine(shape, chosen.device, max(lengths) + SPARE_TOKENS, chosen.link) for _ in range(2)]
+    engines = [RunningEngine(shape, chosen.device, max(lengths) + SPARE_TOKENS) for _ in range(2)]
     try:
         with console.status("engines start"):
             for engine in engines:
                 engine.start()
         vocabulary = SHAPES[shape].config["vocab_size"]
         repetitions = 1 if chosen.tiny else chosen.repetitions
-        rows = asyncio.run(measure(engines, lengths, vocabulary, repetitions, mbit_per_s * 1e6 / 8, console))
+        rows = asyncio.run(measure(engines, lengths, vocabulary, repetitions, link, mbit_per_s * 1e6 / 8, console))
     finally:
         for engine in engines:
             engine.close()
-    figures = {"script": "kv_copies", "shape": shape, "device": chosen.device, "link": chosen.link, "rows": rows}
+    figures = {"script": "kv_copies", "shape": shape, "device": chosen.device, "link": link, "rows": rows}
     figures["mbit_per_s"], figures["token_bytes"] = mbit_per_s, engines[0].token_bytes
-    name = "tiny" if chosen.tiny else f"{shape}-{chosen.link}"
+    name = "tiny" if chosen.tiny else f"{shape}-{link}"
     console.print(save(f"kv-copies-{name}", QUESTION, figures, chosen.out))
     return figures
 

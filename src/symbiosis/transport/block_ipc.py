@@ -1,7 +1,8 @@
 """Links between engines that exchange blocks of their KV caches.
 
 The source listens next to its other sockets, the target makes one link for each sequence. A message is a JSON object and one
-frame of bytes: hashes in one direction, keys and values in the other. Bytes that are sent are not copied.
+frame of bytes: hashes in one direction, keys and values in the other. Bytes that are sent are not copied. Encryption costs far
+more than anything else here, so engines of one user on one host exchange blocks over a socket in the user's folder.
 """
 
 from __future__ import annotations
@@ -26,16 +27,23 @@ class BlockPort:
     def __init__(self, listener: EngineListener) -> None:
         self._listener = listener
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
-        self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
-        listener.bind(self._socket, self._context, "blocks")
         self._wakeup, self._poller = Wakeup(), Poller()
-        self._poller.add(self._socket)
         self._poller.add(self._wakeup.fileno())
+        first, local = self._make_socket(), self._make_socket()
+        listener.bind(first, self._context, "blocks")
+        listener.bind_local(local)
+        self._sockets = [first, local]
+        """A peer is known by the number of its socket, and its identity there."""
+
+    def _make_socket(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+        socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
+        self._poller.add(socket)
+        return socket
 
     def wake(self) -> None:
         """Make `receive` return. Thread-safe."""
@@ -46,25 +54,30 @@ class BlockPort:
         self._poller.wait(timeout_s)
         self._wakeup.clear()
         received: list[tuple[bytes, Body | BadMessage, bytes]] = []
-        while len(received) < _MAX_DRAINED and int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
-            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            body, content = _parse(frames)
-            received.append((peer, body, bytes(content)))
+        for number, socket in enumerate(self._sockets):
+            for _ in range(_MAX_DRAINED):
+                if not int(socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+                    break
+                peer, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                body, content = _parse(frames)
+                received.append((bytes([number]) + peer, body, bytes(content)))
         return received
 
     def send(self, peer: bytes, body: Body, content: bytes | memoryview = b"") -> bool:
         """False if the peer is lost, or does not read. `content` must not change any more."""
         try:
-            self._socket.send_multipart([peer, encode(body), content], zmq.NOBLOCK, copy=False)
+            self._sockets[peer[0]].send_multipart([peer[1:], encode(body), content], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError:
             return False
         return True
 
     def close(self) -> None:
-        self._socket.close()
+        for socket in self._sockets:
+            socket.close()
         self._listener.stop()
         self._context.term()
-        self._listener.remove_file("blocks")
+        for name in ("blocks", "local"):
+            self._listener.remove_file(name)
 
 
 class BlockLinks:

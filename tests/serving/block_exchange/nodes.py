@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 class Node:
     """One engine and its exchange. Its thread is that of the test."""
 
-    def __init__(self, model, *, on_host=False, fingerprint="a model", pages=400, **settings):
+    def __init__(self, model, *, on_host=False, is_local=False, fingerprint="a model", pages=400, **settings):
         self.core = EngineCore(shared_copy(model), pages=pages, page_size=BLOCK_SIZE, **settings)
         self.core.block_fetches.start_s = 0.0  # prompts are short: the test does not depend on the machine's speed
         self.blocks = self.core.scheduler.block_manager
@@ -30,7 +30,8 @@ class Node:
         parts = self.blocks, self.core.block_memory, self.core.block_fetches
         self.exchange = BlockExchange(self.listener, fingerprint, *parts, self.calls.put)
         key = self.listener._keys[0].decode() if on_host else ""
-        self.address = EngineAddress("", "", key, self.listener._found["blocks"])
+        local = self.listener._found["local"] if is_local else ""
+        self.address = EngineAddress("", "", key, self.listener._found["blocks"], local)
 
     def add(self, prompt, sampling, n=1, **more):
         return self.core.add_several(n, prompt, sampling, **more)

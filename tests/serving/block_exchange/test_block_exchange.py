@@ -60,10 +60,13 @@ def move(source, target, prompt, sampling, n=1, *, cut=CUT, **more):
     return target.add(prompt, sampling, n, resume=delivered, source=source.address, **more)
 
 
-@pytest.mark.parametrize("on_host", [False, True], ids=["folder", "host"])
+LINKS = {"folder": {}, "host": {"on_host": True}, "local": {"on_host": True, "is_local": True}}
+
+
+@pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_a_moved_request_has_the_tokens_of_an_undisturbed_one(nodes, small_pieces, sampling, on_host):
-    plain, source, target = nodes(3, on_host=on_host)
+def test_a_moved_request_has_the_tokens_of_an_undisturbed_one(nodes, small_pieces, sampling, link):
+    plain, source, target = nodes(3, **LINKS[link])
     expected = complete(plain, PROMPT, sampling)
     target.limit(BLOCK_SIZE)
     (moved,) = move(source, target, PROMPT, sampling)
