@@ -41,6 +41,7 @@ SPARE_TOKENS = 1024
 START_S = 300.0
 CPU_MBIT_PER_S = 200.0
 PIECE_BYTES = 1 << 15
+BURST_S = 0.02  # a busy machine wakes the link late
 WAYS = ("recompute", "copy", "both")
 
 
@@ -76,11 +77,12 @@ class CopyAlone:
         self._client.fetch(0, source, self._blocks.hashes(self._sequence, missing)[::-1])
 
     def receive(self, number: int, piece: Any, content: Any, seconds: float) -> None:
-        self._loop.call(lambda: self._write(piece, content))
+        received = self._memory.stage(content)
+        self._loop.call(lambda: self._write(piece, received))
 
-    def _write(self, piece: Any, content: Any) -> None:
+    def _write(self, piece: Any, received: Any) -> None:
         end = self._blocks.missing_blocks(self._sequence).stop - piece.position
-        self._memory.write(self._sequence.block_table[end - piece.blocks : end], content)
+        self._memory.write(self._sequence.block_table[end - piece.blocks : end], received)
         self._left -= piece.blocks
         self._client.take(0, piece.blocks)
 
@@ -89,7 +91,8 @@ class CopyAlone:
 
     def _finish(self) -> None:
         assert not self._left, "the source had not all blocks"
-        self._memory.synchronize()
+        for _ in range(2):
+            self._memory.wait_for_last()
         self._blocks.free(self._sequence)
         self._over.set()
 
@@ -194,7 +197,7 @@ class SlowLink:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         free_s = 0.0
         while content := await reader.read(PIECE_BYTES):
-            free_s = max(free_s, time.perf_counter()) + len(content) / self._bytes_per_s
+            free_s = max(free_s, time.perf_counter() - BURST_S) + len(content) / self._bytes_per_s
             await asyncio.sleep(max(0.0, free_s - time.perf_counter()))
             writer.write(content)
             await writer.drain()

@@ -1,7 +1,7 @@
 """Sequences whose blocks another engine may have: which blocks are fetched, and how much is computed meanwhile.
 
 A sequence computes its tokens from the front, and blocks arrive from the back, until the two meet. What it computes next is the
-part of the gap that it would compute while the rest is copied, by the measured rates of both; half of it while that is much,
+part of the gap that it would compute while the rest is copied, by the measured rates of both; half of it unless that is short,
 since rates change. While nothing arrives that part grows, so a source that is gone delays nothing for long.
 """
 
@@ -16,7 +16,7 @@ from typing import Protocol
 
 from symbiosis.common.cost_model import CostModel
 from symbiosis.serving.block_exchange.messages import Piece
-from symbiosis.serving.model.block_memory import BlockMemory
+from symbiosis.serving.model.block_memory import BlockMemory, ReceivedBlocks
 from symbiosis.serving.scheduling.batch import Batch
 from symbiosis.serving.scheduling.block_fetch import meet_in_the_middle
 from symbiosis.serving.scheduling.block_manager import BlockManager
@@ -26,7 +26,9 @@ from symbiosis.transport.engine_ipc import EngineAddress
 _MAX_FETCHES = 4  # at a time: each may have a window of bytes in host memory
 _START_S = 0.01
 _MIN_ROWS = 32  # a smaller step measures the reading of the weights
-_SMALL_CHUNK = 128  # tokens: a chunk is not halved below
+_FIRST_TOKENS = 128  # of a chunk, until rates are known
+_SHORT_S = 0.02  # a chunk is not halved below
+_FADE = 0.9  # of rates, with each step and each piece
 _COPY_BYTES_PER_S = 1e9  # until it is measured
 _NO_LIMIT = 1 << 40
 _log = logging.getLogger("symbiosis")
@@ -62,7 +64,7 @@ class BlockFetches:
         self._waiting: dict[Sequence, EngineAddress] = {}
         self._fetches: dict[int, _Fetch] = {}
         self._count = 0
-        self._compute, self._copy = CostModel(), CostModel()  # by one key: tokens and seconds
+        self._compute, self._copy = CostModel(_FADE), CostModel(_FADE)  # of one key: tokens and seconds
         self._last: tuple[int, float] | None = None
         """Rows computed so far, and the time, before the last step."""
         self.start_s = _START_S
@@ -91,7 +93,7 @@ class BlockFetches:
         if not self._fetches:
             self._last = None
             return
-        self._memory.synchronize()  # what was launched is not computed yet
+        self._memory.wait_for_last()  # what was launched is not computed yet
         now = self._clock()
         if self._last is not None and num_rows - self._last[0] >= _MIN_ROWS:
             self._compute.observe("", num_rows - self._last[0], now - self._last[1])
@@ -119,7 +121,7 @@ class BlockFetches:
                 continue
             sequence.chunk_limit = _NO_LIMIT
 
-    def receive(self, number: int, piece: Piece, content: bytes | memoryview, seconds: float) -> None:
+    def receive(self, number: int, piece: Piece, received: ReceivedBlocks, seconds: float) -> None:
         """Write the blocks of a piece, which was checked. `seconds` it took to come; 0 if that is not known."""
         if seconds:
             self._copy.observe("", piece.blocks * self._block_manager.block_size, seconds)
@@ -130,7 +132,7 @@ class BlockFetches:
         blocks = range(max(end - piece.blocks, self._block_manager.missing_blocks(sequence).start), end)
         if blocks:
             try:
-                self._memory.write([sequence.block_table[index] for index in blocks], content)
+                self._memory.write([sequence.block_table[index] for index in blocks], received)
             except Exception:  # noqa: BLE001 - nothing depends on these blocks
                 _log.exception("blocks of another engine could not be written: they are computed")
                 self._end(number)
@@ -183,15 +185,15 @@ class BlockFetches:
         """Whether a block comes before all are computed."""
         compute_s, copy_s = self._seconds_per_token()
         if not tokens or compute_s is None:
-            return tokens > _SMALL_CHUNK or (tokens > 0 and not self.start_s)
+            return tokens > _FIRST_TOKENS or (tokens > 0 and not self.start_s)
         move = meet_in_the_middle(tokens, compute_s=compute_s, copy_s=copy_s, start_s=self.start_s)
         return move.copied >= self._block_manager.block_size
 
     def _limit(self, tokens: int, silence_s: float) -> int:
         """Most tokens of the next chunk: whole blocks of those that would be computed until the two meet."""
         compute_s, copy_s = self._seconds_per_token()
-        size, computed = self._block_manager.block_size, _SMALL_CHUNK
+        size, most = self._block_manager.block_size, _FIRST_TOKENS
         if compute_s is not None:
             computed = meet_in_the_middle(tokens, compute_s=compute_s, copy_s=copy_s, start_s=silence_s).computed
-        most = computed if computed <= _SMALL_CHUNK else max(_SMALL_CHUNK, computed // 2)
-        return max(size, most // size * size)
+            most = computed if computed * compute_s <= _SHORT_S else computed // 2
+        return max(1, -(-most // size)) * size

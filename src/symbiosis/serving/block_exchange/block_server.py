@@ -136,7 +136,7 @@ class BlockServer:
             if sending is None:
                 return
             self._sendings[sending.peer] = self._sendings.pop(sending.peer)
-            count = min(sending.credit, messages.piece_blocks(self._memory.block_bytes))
+            count = min(sending.credit, messages.piece_blocks(self._memory.block_bytes, len(sending.hashes)))
             sending.credit -= count
             sending.num_reads += 1
             self._num_reads += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +13,8 @@ from symbiosis.serving.block_exchange.messages import Piece
 from symbiosis.serving.model.block_memory import BlockMemory
 from symbiosis.serving.scheduling.block_manager import BlockManager
 from symbiosis.transport.engine_ipc import EngineListener
+
+_log = logging.getLogger("symbiosis")
 
 
 class BlockExchange:
@@ -27,7 +30,7 @@ class BlockExchange:
         call: Callable[[Callable[[], None]], None],
     ) -> None:
         """`model` is the fingerprint of the model. `call` runs a function on the engine's thread, between two steps."""
-        self._fetches, self._call = fetches, call
+        self._memory, self._fetches, self._call = memory, fetches, call
         layout = f"{memory.layout} of {model}"
         self._server = BlockServer(listener, block_manager, memory, layout, call)
         self._client = BlockClient(listener, layout, memory.block_bytes, self)
@@ -35,7 +38,14 @@ class BlockExchange:
 
     def receive(self, number: int, piece: Piece, content: bytes | memoryview, seconds: float) -> None:
         """See `FetchReceiver`."""
-        self._call(partial(self._fetches.receive, number, piece, content, seconds))
+        try:
+            received = self._memory.stage(content)
+        except Exception:  # noqa: BLE001 - such as no device memory: nothing depends on these blocks
+            _log.exception("blocks of another engine could not be taken: they are computed")
+            self._client.end(number)
+            self.end(number)
+        else:
+            self._call(partial(self._fetches.receive, number, piece, received, seconds))
 
     def end(self, number: int) -> None:
         """See `FetchReceiver`."""

@@ -20,7 +20,9 @@ MAX_BLOCKS = 1 << 16
 WINDOW_BYTES = 64 << 20
 """Most bytes of one sequence that were sent and not written yet."""
 PIECE_BYTES = 4 << 20
-"""Read by the source between two of its steps; at least one block."""
+"""Most bytes that the source reads at once, between two of its steps; at least one block."""
+MIN_PIECES = 32
+"""Of one fetch: what arrives when the two have met is in vain."""
 
 
 class FetchRequest(NamedTuple):
@@ -78,11 +80,11 @@ def decode_piece(body: Body, content: bytes | memoryview, block_bytes: int) -> P
     return piece
 
 
-def piece_blocks(block_bytes: int) -> int:
-    """Blocks of one piece."""
-    return max(1, PIECE_BYTES // block_bytes)
+def piece_blocks(block_bytes: int, count: int) -> int:
+    """Blocks of one piece, of a fetch of `count`."""
+    return max(1, min(PIECE_BYTES // block_bytes, count // MIN_PIECES))
 
 
 def window_blocks(block_bytes: int) -> int:
-    """Blocks that may be sent and not written yet: two pieces at least."""
-    return min(MAX_BLOCKS, max(2 * piece_blocks(block_bytes), WINDOW_BYTES // block_bytes))
+    """Blocks that may be sent and not written yet."""
+    return min(MAX_BLOCKS, max(2, WINDOW_BYTES // block_bytes))

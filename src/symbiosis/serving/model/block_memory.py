@@ -8,6 +8,7 @@ L = layers, N = blocks, S = tokens of a block, K = key heads, D = width of a hea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -32,8 +33,17 @@ class BlockContent:
         return content
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedBlocks:
+    """Blocks of another engine, on the device; they may still be on their way there."""
+
+    content_L2NSKD: Tensor
+    copied: Any = None
+    """A CUDA event."""
+
+
 class BlockMemory:
-    """Reads and writes blocks. Used by the engine's thread, between two steps."""
+    """Reads and writes blocks. Used by the engine's thread, between two steps, but for `stage`."""
 
     def __init__(self, kv_cache_L2NSKD: Tensor, host: HostKV | None) -> None:
         self._cache_L2NSKD, self._host = kv_cache_L2NSKD, host
@@ -42,8 +52,10 @@ class BlockMemory:
         self.layout = f"{'x'.join(map(str, (layers, two, *block)))} {str(kv_cache_L2NSKD.dtype).removeprefix('torch.')}"
         """Equal in engines that can exchange blocks, if they serve the same model."""
         self.block_bytes = kv_cache_L2NSKD[:, :, 0].nbytes
-        is_cuda = kv_cache_L2NSKD.is_cuda
-        self._outward: Any = torch.cuda.Stream(kv_cache_L2NSKD.device) if is_cuda else None  # type: ignore[no-untyped-call]
+        is_cuda, device = kv_cache_L2NSKD.is_cuda, kv_cache_L2NSKD.device
+        self._outward: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._inward: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._launched: Any = None
 
     def read(self, blocks: Sequence[int], *, on_host: bool) -> BlockContent:
         """Begin to copy blocks, or host blocks. What is written to them later does not change the content."""
@@ -64,22 +76,36 @@ class BlockMemory:
             gathered_L2NSKD.record_stream(self._outward)
             return BlockContent(content_L2NSKD, self._outward.record_event())
 
-    def write(self, blocks: Sequence[int], content: bytes | memoryview) -> None:
-        """Write blocks; `content` may have others before them. It can change as soon as this returns."""
+    def stage(self, content: bytes | memoryview) -> ReceivedBlocks:
+        """Begin to bring blocks to the device. On any thread; `content` must not change until they were written."""
         flat = torch.frombuffer(content, dtype=torch.uint8).view(self._cache_L2NSKD.dtype)
         content_L2NSKD = flat.view(*self._layers, -1, *self._block)
-        content_L2NSKD = content_L2NSKD[:, :, content_L2NSKD.shape[2] - len(blocks) :]
-        if self._outward is not None:
-            self._cache_L2NSKD.index_copy_(2, self._numbers(blocks), content_L2NSKD.to(self._cache_L2NSKD.device))
+        if self._inward is None:
+            return ReceivedBlocks(content_L2NSKD)
+        with torch.cuda.stream(self._inward):
+            return ReceivedBlocks(content_L2NSKD.to(self._cache_L2NSKD.device), self._inward.record_event())
+
+    def write(self, blocks: Sequence[int], received: ReceivedBlocks) -> None:
+        """Write the last of the received blocks."""
+        content_L2NSKD = received.content_L2NSKD
+        skipped = content_L2NSKD.shape[2] - len(blocks)
+        if received.copied is not None:
+            stream = torch.cuda.current_stream(content_L2NSKD.device)
+            stream.wait_event(received.copied)
+            self._cache_L2NSKD.index_copy_(2, self._numbers(blocks), content_L2NSKD[:, :, skipped:])
+            content_L2NSKD.record_stream(stream)
             return
         for start, stop in _runs(blocks):
             first = blocks[start]
-            self._cache_L2NSKD[:, :, first : first + stop - start] = content_L2NSKD[:, :, start:stop]
+            self._cache_L2NSKD[:, :, first : first + stop - start] = content_L2NSKD[:, :, skipped + start : skipped + stop]
 
-    def synchronize(self) -> None:
-        """Wait until the device has computed what was launched."""
-        if self._outward is not None:
-            torch.cuda.current_stream(self._cache_L2NSKD.device).synchronize()
+    def wait_for_last(self) -> None:
+        """Wait until the device has computed what was launched before the last call: one step stays in flight."""
+        if self._inward is None:
+            return
+        before, self._launched = self._launched, torch.cuda.current_stream(self._cache_L2NSKD.device).record_event()
+        if before is not None:
+            before.synchronize()
 
     def _numbers(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, device=self._cache_L2NSKD.device)
