@@ -70,6 +70,8 @@ class EngineService:
         self.engine_loop.cancel_all(f"{peer}:")
 
     def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.finish(requests_left=self.engine_loop.end_requests() > 0)
         self.engine_loop.close()
         if self._exchange is not None:
             self._exchange.close()

@@ -22,6 +22,11 @@ PROMPT = [number * 37 % 128 for number in range(60)]
 HASH = bytes(messages.HASH_BYTES)
 
 
+@pytest.fixture(autouse=True)
+def large_pieces(monkeypatch):
+    monkeypatch.setattr(messages, "MIN_PIECES", 1)
+
+
 @pytest.fixture
 def node(tiny):
     made = Node(tiny)

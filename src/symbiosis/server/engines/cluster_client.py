@@ -197,10 +197,9 @@ class ClusterClient:
         number, unreachable, left = 0, set(self._unreachable), ""
         if before is not None:
             number = before.number
+            unreachable.add(before.engine)  # the director may not know yet that it is lost, or closes
             if before.client.is_alive():
                 left = before.engine
-            else:  # the director may not know it yet
-                unreachable.add(before.engine)
         try:
             async with asyncio.timeout(self._patience_s):
                 while True:

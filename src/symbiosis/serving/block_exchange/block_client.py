@@ -96,6 +96,9 @@ class BlockClient:
                 for number in silent:
                     _log.warning("the source of blocks has sent nothing for %g s: they are computed", _SILENCE_S)
                     self._fail(number)
+        except BaseException:
+            _log.exception("no more blocks are fetched")
+            raise
         finally:
             self._sockets.close()
 

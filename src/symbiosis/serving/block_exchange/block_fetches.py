@@ -130,15 +130,17 @@ class BlockFetches:
         fetch = self._fetches[number]
         sequence, end = fetch.sequence, fetch.end - piece.position
         blocks = range(max(end - piece.blocks, self._block_manager.missing_blocks(sequence).start), end)
-        if blocks:
-            try:
-                self._memory.write([sequence.block_table[index] for index in blocks], received)
-            except Exception:  # noqa: BLE001 - nothing depends on these blocks
-                _log.exception("blocks of another engine could not be written: they are computed")
-                self._end(number)
-                return
-            self._block_manager.add_received(sequence, blocks)
-            fetch.has_received = True
+        if not blocks:  # they are computed, and so are all before them
+            self._end(number)
+            return
+        try:
+            self._memory.write([sequence.block_table[index] for index in blocks], received)
+        except Exception:  # noqa: BLE001 - nothing depends on these blocks
+            _log.exception("blocks of another engine could not be written: they are computed")
+            self._end(number)
+            return
+        self._block_manager.add_received(sequence, blocks)
+        fetch.has_received = True
         if not self._end_if_met(number):
             fetch.since_s = self._clock()
             assert self._client is not None

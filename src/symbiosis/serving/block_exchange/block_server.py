@@ -28,6 +28,7 @@ _MAX_READS = 2  # begun and not sent: one is read while the other is sent
 _IDLE_S = 10.0
 """A target that takes nothing for so long is gone."""
 _POLL_S = 1.0
+_FINISH_S, _LOOK_S = 5.0, 0.02
 _log = logging.getLogger("symbiosis")
 
 
@@ -79,6 +80,16 @@ class BlockServer:
         self._thread = threading.Thread(target=self._run, name="symbiosis-blocks-out", daemon=True)
         self._thread.start()
 
+    def finish(self, quiet_s: float) -> None:
+        """Let targets finish, and those that come within `quiet_s`; for a few seconds at most."""
+        started = quiet = time.monotonic()
+        while (now := time.monotonic()) - started < _FINISH_S:
+            if self._sendings:
+                quiet = now
+            elif now - quiet >= quiet_s:
+                return
+            time.sleep(_LOOK_S)
+
     def close(self) -> None:
         self._stopping = True
         self._port.wake()
@@ -97,6 +108,9 @@ class BlockServer:
                 now = time.monotonic()
                 for sending in [each for each in self._sendings.values() if now - each.used_s > _IDLE_S]:
                     del self._sendings[sending.peer]
+        except BaseException:
+            _log.exception("no more blocks are sent")
+            raise
         finally:
             self._port.close()
 

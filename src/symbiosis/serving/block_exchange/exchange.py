@@ -14,6 +14,7 @@ from symbiosis.serving.model.block_memory import BlockMemory
 from symbiosis.serving.scheduling.block_manager import BlockManager
 from symbiosis.transport.engine_ipc import EngineListener
 
+_QUIET_S = 1.0
 _log = logging.getLogger("symbiosis")
 
 
@@ -50,6 +51,10 @@ class BlockExchange:
     def end(self, number: int) -> None:
         """See `FetchReceiver`."""
         self._call(partial(self._fetches.end, number))
+
+    def finish(self, *, requests_left: bool) -> None:
+        """Before the engine ends: let targets finish. If requests have just left, targets will come for their blocks."""
+        self._server.finish(_QUIET_S if requests_left else 0.0)
 
     def close(self) -> None:
         self._server.close()
