@@ -37,7 +37,10 @@ _IDLE = {
     "last_seen_s": None,
 }
 """Of a tenant: a cluster has no split tenants."""
-_SHOWN = ("running", "waiting", "blocks", "blocks_free", "adapters_resident", "adapter_loads", "steps", "tokens")
+_SHOWN = (
+    "running", "waiting", "blocks", "blocks_free", "blocks_fetched", "blocks_sent", "adapters_resident", "adapter_loads",
+    "steps", "tokens",
+)  # fmt: skip
 Deliver = Callable[[Any], None]
 
 
