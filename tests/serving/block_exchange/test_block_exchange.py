@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from symbiosis.serving.block_exchange import messages
 from symbiosis.serving.scheduling.sequence import Sampling, SequenceState
+from symbiosis.transport.shm import runtime_folder
 from tests.lora import with_random_lora
 from tests.serving.block_exchange.nodes import BLOCK_BYTES, BLOCK_SIZE, Node, complete, exchange_until
 
@@ -79,6 +81,22 @@ def test_a_moved_request_has_the_tokens_of_an_undisturbed_one(nodes, small_piece
     assert [moved.outputs] == expected
     assert target.core.num_rows - rows < BLOCK_SIZE + 24 - CUT
     assert target.blocks.num_received == source.blocks.num_sent == (len(PROMPT) + CUT - 1) // BLOCK_SIZE - 1
+
+
+@pytest.mark.parametrize(
+    "local", ["ipc:///nowhere/ipc-1-blocks", "ipc://{folder}/ipc-1-blocks", "ipc://{folder}", "tcp://127.0.0.1:1"]
+)
+def test_blocks_come_over_tcp_if_the_engine_is_not_on_this_host(nodes, local):
+    source, target = nodes(2, on_host=True)
+    expected = complete(source, PROMPT, GREEDY)
+    target.limit(BLOCK_SIZE)
+    address = replace(source.address, local=local.format(folder=runtime_folder()))
+    (asked,) = target.add(PROMPT, GREEDY, source=address)
+    target.step()
+    exchange_until(lambda: is_over(target), source, target)
+    target.finish()
+    assert [asked.outputs] == expected
+    assert target.blocks.num_received == 24
 
 
 def test_the_two_meet_while_both_go_on(nodes, small_pieces):

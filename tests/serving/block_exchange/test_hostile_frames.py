@@ -257,7 +257,9 @@ def test_a_source_survives_the_message():
     assert engine_messages.decode_request("1", engine_messages.encode_request(request)) == request
 
 
-@pytest.mark.parametrize("source", [1, [], "tcp://a:1", {}, {"messages": 1}, {"blocks": "x"}, {"a": "b"}])
+@pytest.mark.parametrize(
+    "source", [1, [], "tcp://a:1", {}, {"messages": 1}, {"blocks": "x"}, {"a": "b"}, {"messages": "x" * 600, "tokens": ""}]
+)
 def test_a_message_with_a_wrong_source_is_rejected(source):
     with pytest.raises(BadMessage, match="address"):
         engine_messages.decode_request("1", {"prompt": [1], "sampling": {}, "source": source})

@@ -74,10 +74,6 @@ class BlockFetches:
         """Fetch with this client from now on."""
         self._client = client
 
-    @property
-    def can_fetch(self) -> bool:
-        return self._client is not None
-
     def add(self, sequence: Sequence, source: EngineAddress) -> None:
         """A queued sequence: `source` may have its blocks."""
         self._waiting[sequence] = source
