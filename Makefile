@@ -107,6 +107,8 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 	PYTHONPATH=src $(PYTHON) -m benchmarks.token_draw
 	PYTHONPATH=src $(PYTHON) -m benchmarks.long_context 7b_long
 	PYTHONPATH=src $(PYTHON) -m benchmarks.engine_host_blocks 7b_long
+	PYTHONPATH=src $(PYTHON) -m benchmarks.kv_copies 1b_long
+	PYTHONPATH=src $(PYTHON) -m benchmarks.kv_copies 1b_long --link host
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b --mps
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_training 1b --fair
@@ -134,6 +136,7 @@ bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 100 minutes on 2 c
 	$(BIN)/python -m benchmarks.plan_memory
 	$(BIN)/python -m benchmarks.wire_compression
 	$(BIN)/python -m benchmarks.http_load default --cpu
+	$(BIN)/python -m benchmarks.kv_copies --cpu
 	$(BIN)/python -m benchmarks.adapter_loads $(if $(RAY_PYTHON),--ray-python $(RAY_PYTHON))
 	$(BIN)/python -m benchmarks.cluster_simulation $(if $(TRACES),--traces $(TRACES),decisions)
 

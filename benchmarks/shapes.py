@@ -31,6 +31,18 @@ SHAPES = {
         },
         tokens=32,
     ),
+    "small_long": Shape(  # for a CPU
+        config={
+            "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 1024,
+            "max_position_embeddings": 40960,
+        },
+    ),
+    "1b_long": Shape(
+        config={
+            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+        },
+    ),
     "1b": Shape(
         config={
             "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,

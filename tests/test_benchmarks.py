@@ -26,6 +26,7 @@ from benchmarks import (
     gpu_training,
     independence,
     kernel_launch,
+    kv_copies,
     long_context,
     lora,
     memory,
@@ -245,6 +246,13 @@ def test_an_engine_next_to_busy_processes_is_measured(tmp_path):
     busy_cores.main(["--tiny", "--repetitions", "1", "--out", str(tmp_path)])
     record = json.loads((tmp_path / "busy-cores.json").read_text())
     assert {found["0"]["ratio"] for found in record["tokens_per_s_by_busy_processes"].values()} == {1.0}
+
+
+def test_copies_of_kv_blocks_are_measured(tmp_path):
+    figures = kv_copies.main(["--cpu", "--tiny", "--out", str(tmp_path)])
+    assert (tmp_path / "kv-copies-tiny.json").is_file()
+    assert [row["tokens"] for row in figures["rows"]] == [256, 512]
+    assert all(row["ratio"] > 0 and row["seconds"]["copy"] > 0 for row in figures["rows"])
 
 
 @pytest.mark.slow

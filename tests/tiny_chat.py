@@ -30,10 +30,10 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_tiny_chat(folder: Path) -> Path:
+def make_tiny_chat(folder: Path, max_length: int = 256) -> Path:
     torch.manual_seed(0)
     # large weights: with transformers' small ones no adapter could change the most likely token
-    config = tiny_config(eos_token_id=1, pad_token_id=0, max_position_embeddings=256, initializer_range=0.1)
+    config = tiny_config(eos_token_id=1, pad_token_id=0, max_position_embeddings=max_length, initializer_range=0.1)
     LlamaForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

@@ -99,6 +99,38 @@ def test_an_engine_out_of_reach_is_chosen_last(cluster):
     asyncio.run(run())
 
 
+def test_an_engine_that_has_the_prompt_and_is_not_chosen_is_named_as_its_source(cluster):
+    async def run() -> None:
+        placement = cluster.placement
+        body = {"op": "place", "adapter": None, "generated": 0, "moved": 0}
+        owner, number = await place(placement, **long_prompt("ann"))
+        await placement.progress("1:0", {"ended": [[number, 5]]})
+        again = await placement.place("1:0", body | long_prompt("ann"))
+        assert (again["engine"], again["source"]) == (owner, None)
+        other = await placement.place("1:0", body | long_prompt("ann"))  # the owner is busy
+        assert other["engine"] != owner
+        assert other["source"] == owner
+        await placement.progress("1:0", {"ended": [[other["placement"], 5]]})
+        copied = await placement.place("1:0", body | long_prompt("ann"))  # the other engine has it, too
+        assert (copied["engine"], copied["source"]) == (other["engine"], None)
+        assert (await placement.place("1:0", body | long_prompt("bob")))["source"] is None
+        assert (await placement.place("1:0", body | {"tenant": "ann", "prompt": 3}))["source"] is None
+
+    asyncio.run(run())
+
+
+def test_an_engine_out_of_reach_is_no_source(cluster):
+    async def run() -> None:
+        placement = cluster.placement
+        owner, _ = await place(placement, **long_prompt("ann"))
+        body = {"op": "place", "adapter": None, "generated": 0, "moved": 0, "unreachable": [owner]}
+        reply = await placement.place("1:0", body | long_prompt("ann"))
+        assert reply["engine"] != owner
+        assert reply["source"] is None
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     "more", [{"blocks": [-1]}, {"blocks": "x"}, {"blocks": [1 << 64]}, {"blocks": [0] * 300}, {"unreachable": [3]}]
 )

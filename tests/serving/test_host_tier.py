@@ -98,7 +98,7 @@ def test_failed_transfers_fail_the_step_and_forget_cached_blocks(tiny, monkeypat
         raise RuntimeError("no copy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(core.host_tier._memory, "restore", fail)
+        patch.setattr(core.host_tier.memory, "restore", fail)
         core.add([1] * 40, sampling)
         with pytest.raises(Exception, match="step"):
             core.step()

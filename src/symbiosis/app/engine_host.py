@@ -36,7 +36,8 @@ class EngineHost:
     Owns the model, or the first shard of one. `name` is the base model's. `adapters` are folders by name, loaded at the start.
     `training` are the limits of hosted fine-tuning; with None, or a model that cannot be trained, the model is only served.
     `device_share` is shared by everything that computes on this device. `statistics` is the executor's source of statistics;
-    None: a new one. `engine_core` are further options of `EngineCore`.
+    None: a new one. `fingerprint` is the model's, for an engine that exchanges blocks with others. `engine_core` are further
+    options of `EngineCore`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class EngineHost:
         residency: AdapterCacheConfig | None = None,
         device_share: CpuTimeShare | None = None,
         statistics: StatisticsSource | None = None,
+        fingerprint: str | None = None,
         **engine_core: Any,
     ) -> None:
         """Raises `CannotServe`, `OutOfRange`, or what is wrong with an adapter."""
@@ -73,7 +75,7 @@ class EngineHost:
             self._trainer = trainer if isinstance(trainer, Trainer) else None
             self.residency = residency or AdapterCacheConfig()
             self.core = EngineCore(model, residency=self.residency, device_share=device_share, **engine_core)
-            self.service = self._service = EngineService(self.core, listener)
+            self.service = self._service = EngineService(self.core, listener, fingerprint)
             for adapter, folder in (adapters or {}).items():
                 try:
                     self.add_adapter(adapter, folder)

@@ -118,6 +118,7 @@ class EngineMember:
             EngineListener(host=config.host, clients=self._key),
             training=TrainerConfig() if config.training else None,
             residency=config.residency,
+            fingerprint=fingerprint,
             cache_bytes=config.cache_bytes,
             host_cache_bytes=int(config.host_cache_gb * 1e9),
             max_rows=config.max_rows,

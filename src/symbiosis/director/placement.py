@@ -117,7 +117,10 @@ class Placement:
     # Operations
 
     async def place(self, id: str, body: Body) -> Body:
-        """The engine of a request, with its adapter loaded there, and the number of this placement."""
+        """The engine of a request, with its adapter loaded there, and the number of this placement.
+
+        `source` is an engine that has more of the prompt, if there is one.
+        """
         peer, tenant = id.partition(":")[0], text_field(body, "tenant") if body.get("tenant") else ""
         adapter = "" if body.get("adapter") is None else self._adapters.resolve(text_field(body, "adapter"), tenant)
         prompt, generated = _tokens(body, "prompt"), _tokens(body, "generated")
@@ -150,9 +153,17 @@ class Placement:
         except (asyncio.CancelledError, SymbiosisError):
             self._end(request.id, 0)
             raise
+        source = self._find_source(request, self._mask_of(unreachable)) if blocks else None
         if blocks and request.engine >= 0:
             policy.cache_blocks(request.engine, blocks, self._blocks.add(request.engine, blocks))
-        return {"engine": member.name, "adapter": adapter or None, "placement": request.id}
+        return {"engine": member.name, "adapter": adapter or None, "placement": request.id, "source": source}
+
+    def _find_source(self, request: ClusterRequest, unreachable: int) -> str | None:
+        """A member that has a longer prefix of the prompt than the engine of the request: its name."""
+        assert self.policy is not None
+        there = sum(1 << number for number in self._members.by_number)
+        number = self.policy.find_source(request, there & ~unreachable)
+        return None if number < 0 else self._members.by_number[number].name
 
     def _mask_of(self, names: list[str]) -> int:
         """Engines that a peer cannot reach. Others may: the director keeps them."""

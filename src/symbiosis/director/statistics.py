@@ -22,8 +22,8 @@ from symbiosis.transport.engine_ipc import Body
 _STATS_S = 1.0
 _SUMMED = (
     "adapters_resident", "adapters_loading", "adapter_loads", "adapter_load_s", "running", "waiting", "blocks", "blocks_free",
-    "blocks_cached", "host_blocks", "host_blocks_used", "host_blocks_stored", "host_blocks_restored", "preemptions", "steps",
-    "rows", "tokens",
+    "blocks_cached", "host_blocks", "host_blocks_used", "host_blocks_stored", "host_blocks_restored", "blocks_fetched",
+    "blocks_sent", "preemptions", "steps", "rows", "tokens",
 )  # fmt: skip
 _CACHE = ("device", "device_bytes", "device_held", "device_evictions", "host", "host_limit", "loading", "loads", "load_s")
 _IDLE = {
@@ -37,7 +37,10 @@ _IDLE = {
     "last_seen_s": None,
 }
 """Of a tenant: a cluster has no split tenants."""
-_SHOWN = ("running", "waiting", "blocks", "blocks_free", "adapters_resident", "adapter_loads", "steps", "tokens")
+_SHOWN = (
+    "running", "waiting", "blocks", "blocks_free", "blocks_fetched", "blocks_sent", "adapters_resident", "adapter_loads",
+    "steps", "tokens",
+)  # fmt: skip
 Deliver = Callable[[Any], None]
 
 

@@ -21,10 +21,12 @@ from symbiosis.common.free_cores import FreeCores
 from symbiosis.distributed.operations import FirstShard
 from symbiosis.errors import CannotServe, OutOfRange, PassFailed, SymbiosisError
 from symbiosis.models.max_length import max_sequence_length
+from symbiosis.serving.block_exchange.block_fetches import BlockFetches
 from symbiosis.serving.host_tier import HostTier
 from symbiosis.serving.lora.adapter_cache import AdapterCache, AdapterCacheConfig, AdapterCacheStats
 from symbiosis.serving.lora.adapter_registry import AdapterVersion, PreparedAdapter
 from symbiosis.serving.model.async_decode import AsyncDecoder
+from symbiosis.serving.model.block_memory import BlockMemory
 from symbiosis.serving.model.model_runner import ModelRunner
 from symbiosis.serving.model.paged_attention import create_kv_cache
 from symbiosis.serving.model.sampler import SampledBatch, has_logprobs, report, sample, sample_tokens
@@ -34,6 +36,7 @@ from symbiosis.serving.scheduling.scheduler import Scheduler, SchedulerConfig
 from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, Sequence, check_range
 from symbiosis.serving.sharding.sharded_runner import ShardedRunner
 from symbiosis.store.artifact_folders import ArtifactFolders, LocalFolders
+from symbiosis.transport.engine_ipc import EngineAddress
 
 _log = logging.getLogger("symbiosis")
 _MAX_ADAPTERS = 64  # in one batch
@@ -116,6 +119,9 @@ class EngineCore:
             self._runner.use_kernels(self._adapter_cache.slots, max_blocks)
         block_manager = BlockManager(num_blocks, block_size, host_cache_bytes // block_bytes)
         self.host_tier = HostTier(block_manager, kv_cache)
+        self.block_memory = None if shard is not None else BlockMemory(kv_cache.by_block, self.host_tier.memory)
+        """For other engines; None: a shard has only a part of each block."""
+        self.block_fetches = None if self.block_memory is None else BlockFetches(block_manager, self.block_memory, clock)
         self.scheduler = Scheduler(config, block_manager, self._adapter_cache.touch)
         self._async_decoder = AsyncDecoder(self._runner, block_manager, self.host_tier.flush)
         self._failed: list[tuple[Sequence, SymbiosisError]] = []
@@ -218,19 +224,20 @@ class EngineCore:
         adapter: str | PreparedAdapter | None = None,
         tenant: str = "",
         resume: Seq[Seq[int] | None] | None = None,
+        source: EngineAddress | None = None,
     ) -> list[Sequence]:
         """Queue `n` completions of one prompt: all, or none and an error.
 
         `resume` continues completions that another engine has begun: the tokens of each so far, None for those that have
         finished. Equal seeds give the tokens that the other engine would have given. A completion whose tokens are complete
-        has finished when this returns.
+        has finished when this returns. Blocks that the engine `source` has are fetched from it.
 
         An adapter without a name, as prepared, is unloaded after the last of its requests.
         """
         if isinstance(adapter, PreparedAdapter):
             self._adapter_cache.register(_UNNAMED, adapter)
             try:
-                return self.add_several(n, prompt, sampling, adapter=_UNNAMED, tenant=tenant, resume=resume)
+                return self.add_several(n, prompt, sampling, adapter=_UNNAMED, tenant=tenant, resume=resume, source=source)
             finally:
                 self._adapter_cache.unregister(_UNNAMED)
         record = None if adapter is None else self._adapter_cache.lookup(adapter)
@@ -249,12 +256,16 @@ class EngineCore:
             for one, delivered in zip(sequences, resume, strict=True):
                 one.resume(delivered or ())
             sequences = [one for one, delivered in zip(sequences, resume, strict=True) if delivered is not None]
+            for one in sequences:
+                one.parent = None if one is sequences[0] else sequences[0]
         self.scheduler.add(*sequences)
         if record is not None:
             self._adapter_cache.acquire(record.hash, len(sequences))
         for one in sequences:
             if one.reason is not None:
                 self._release_adapter(one)
+            elif source is not None and self.block_fetches is not None:
+                self.block_fetches.add(one, source)
         return sequences
 
     def cancel(self, sequence: Sequence, reason: FinishReason = FinishReason.CANCELLED) -> bool:
@@ -291,6 +302,8 @@ class EngineCore:
         """
         self.poll_adapters()
         now = self._clock()
+        if self.block_fetches is not None:
+            self.block_fetches.prepare(self.num_rows)
         batch = self.scheduler.schedule(now)
         self._adapter_cache.start_loads(batch.missing_adapters, now)
         self.scheduler.draining = self._adapter_cache.draining
@@ -298,6 +311,8 @@ class EngineCore:
         if not batch.chunks:
             self.scheduler.update(batch, [])
             return []
+        if self.block_fetches is not None:
+            self.block_fetches.start(batch)
         self.num_steps += 1
         self.num_rows += batch.num_rows
         self.num_sampled += len(batch.sampled)

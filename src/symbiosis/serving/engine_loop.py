@@ -52,6 +52,7 @@ class EngineLoop:
         self._loads: set[str] = set()  # operation ids
         self._num_loads = 0
         self._load_s = 0.0
+        self._takes_requests = True
         self._closed = False
         self._is_stalled = False  # sequences wait, and the last step computed nothing
         self._lock = threading.Lock()
@@ -106,6 +107,12 @@ class EngineLoop:
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    def end_requests(self) -> int:
+        """Unfinished requests fail with `Closed`, and new ones; operations go on until `close`. How many there were."""
+        ended: Future[int] = Future()
+        self._put(lambda error: ended.set_result(0), lambda: ended.set_result(self._end_requests()))
+        return ended.result()
 
     def close(self) -> None:
         """Unfinished requests and operations fail with `Closed`."""
@@ -198,13 +205,21 @@ class EngineLoop:
 
     def _add(self, request: GenerateRequest, unnamed: PreparedAdapter | None) -> None:
         try:
+            if not self._takes_requests:
+                raise Closed("the engine was closed")
             if request.id in self._requests:
                 raise SymbiosisError(f"request {request.id!r} exists already: choose another id")
             adapter: str | PreparedAdapter | None = request.adapter if unnamed is None else unnamed
             if isinstance(adapter, str):  # the version is fixed within this operation, when the request is queued
                 adapter = resolve_adapter_name(adapter, request.tenant, self._core.adapter_names)
             sequences = self._core.add_several(
-                request.n, request.prompt, request.sampling, adapter=adapter, tenant=request.tenant, resume=request.resume
+                request.n,
+                request.prompt,
+                request.sampling,
+                adapter=adapter,
+                tenant=request.tenant,
+                resume=request.resume,
+                source=request.source,
             )
         except SymbiosisError as error:
             self._events.append(Rejected(request.id, error))
@@ -319,6 +334,8 @@ class EngineLoop:
             "host_blocks_used": block_manager.host.num_used,
             "host_blocks_stored": block_manager.host.num_stored,
             "host_blocks_restored": block_manager.host.num_restored,
+            "blocks_fetched": block_manager.num_received,
+            "blocks_sent": block_manager.num_sent,
             "preemptions": scheduler.num_preemptions,
             "block_size": block_manager.block_size,
             "max_model_len": scheduler.max_model_len,
@@ -327,14 +344,20 @@ class EngineLoop:
             "tokens": self._core.num_sampled,
         }
 
-    def _close_all(self) -> None:
-        with self._lock:
-            self._closed = True
-        closed = Closed("the engine was closed")
+    def _end_requests(self) -> int:
+        self._takes_requests = False
+        count = len(self._requests)
         for sequences in list(self._requests.values()):
             for sequence in list(sequences):
                 self._core.cancel(sequence)
-                self._finish(sequence, closed)
+                self._finish(sequence, Closed("the engine was closed"))
+        return count
+
+    def _close_all(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._end_requests()
+        closed = Closed("the engine was closed")
         while not self._inbox.empty():
             operation = self._inbox.get()
             if operation is not None and operation[0] is not None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from symbiosis.errors import BadMessage, SymbiosisError, TooManyRequests, from_code
 from symbiosis.serving.scheduling.sequence import FinishReason, Logprobs, Sampling, check_range
-from symbiosis.transport.engine_ipc import Body
+from symbiosis.transport.engine_ipc import Body, EngineAddress
 
 _SAMPLING_FIELDS = {each.name for each in fields(Sampling)}
 _MAX_NAME = 256
@@ -40,6 +40,8 @@ class GenerateRequest:
     """Number of the first completion in frames of tokens; -1: its tokens are events."""
     resume: Sequence[Sequence[int] | None] | None = None
     """Tokens that another engine has delivered, of each completion; None for those that have finished."""
+    source: EngineAddress | None = None
+    """An engine that may have keys and values of its tokens, to fetch them from."""
 
     @property
     def num_unfinished(self) -> int:
@@ -120,6 +122,8 @@ def encode_request(request: GenerateRequest) -> Body:
     body: Body = {"op": "submit", "prompt": request.prompt, "sampling": sampling}
     if request.resume is not None:
         body["resume"] = request.resume
+    if request.source is not None:
+        body["source"] = request.source.to_json()
     return body | {"adapter": request.adapter, "tenant": request.tenant, "n": request.n}
 
 
@@ -136,8 +140,17 @@ def decode_request(id: str, body: Mapping[str, Any], stream: int = -1) -> Genera
         resume = [None if each is None else _tokens_field(each, "resume") for each in resume]
     adapter = None if body.get("adapter") is None else text_field(body, "adapter")
     tenant = text_field(body, "tenant") if body.get("tenant") else ""
+    source = None if body.get("source") is None else EngineAddress.from_json(body["source"])
     return GenerateRequest(
-        id=id, prompt=prompt, sampling=sampling, adapter=adapter, tenant=tenant, n=n, stream=stream, resume=resume
+        id=id,
+        prompt=prompt,
+        sampling=sampling,
+        adapter=adapter,
+        tenant=tenant,
+        n=n,
+        stream=stream,
+        resume=resume,
+        source=source,
     )
 
 

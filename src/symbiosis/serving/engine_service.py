@@ -6,6 +6,7 @@ from functools import partial
 
 from symbiosis.errors import BadMessage
 from symbiosis.serving import engine_messages as messages
+from symbiosis.serving.block_exchange.exchange import BlockExchange
 from symbiosis.serving.engine_core import EngineCore
 from symbiosis.serving.engine_loop import EngineLoop
 from symbiosis.serving.engine_messages import int_field, text_field
@@ -20,10 +21,16 @@ class EngineService:
 
     operations = ("hello", "submit", "cancel", "load", "unload", "pin", "stats")
 
-    def __init__(self, core: EngineCore, listener: EngineListener) -> None:
+    def __init__(self, core: EngineCore, listener: EngineListener, model: str | None = None) -> None:
+        """`model`: the fingerprint of the model, for an engine that exchanges blocks with others; None: it does not."""
+        self._listener = listener
         self._token_port = TokenPort(listener)
         self.rpc = RpcServer(listener, self._is_stepping)
         self.engine_loop = EngineLoop(core, self.rpc.publish, self._publish_tokens)
+        self._exchange: BlockExchange | None = None
+        if model is not None and core.block_memory is not None and core.block_fetches is not None:
+            block_manager, call = core.scheduler.block_manager, self.engine_loop.call
+            self._exchange = BlockExchange(listener, model, block_manager, core.block_memory, core.block_fetches, call)
         self.rpc.add_handler(self)
         self.address: EngineAddress = listener.address
 
@@ -37,6 +44,10 @@ class EngineService:
             if not own.isdecimal() or int(own) > messages.MAX_ID:
                 raise BadMessage(f"the id of request {own!r}: expected a decimal number up to {messages.MAX_ID}")
             request = messages.decode_request(id, body, messages.stream_number(int(peer), int(own)))
+            if request.source is not None:
+                if self._exchange is None:
+                    raise BadMessage("source: this engine fetches no blocks: expected none")
+                self._listener.check_source(request.source)
             self._token_port.add(self.rpc.key_of(id))
             loop.submit(request)
         elif op == "cancel":
@@ -59,7 +70,11 @@ class EngineService:
         self.engine_loop.cancel_all(f"{peer}:")
 
     def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.finish(requests_left=self.engine_loop.end_requests() > 0)
         self.engine_loop.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self._token_port.close()
 
     def _is_stepping(self) -> bool:

@@ -24,13 +24,13 @@ class HostTier:
     def __init__(self, block_manager: BlockManager, kv_cache: PagedKVCache) -> None:
         """Raises `OutOfHostMemory`."""
         self._block_manager, self._costs = block_manager, CostModel()
-        self._memory = HostKV(block_manager.host.num_blocks, kv_cache.by_block) if block_manager.host.num_blocks else None
-        self.copy_s = self._memory.measure() if self._memory is not None else 0.0
+        self.memory = HostKV(block_manager.host.num_blocks, kv_cache.by_block) if block_manager.host.num_blocks else None
+        self.copy_s = self.memory.measure() if self.memory is not None else 0.0
         """Seconds to store and restore one block."""
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._memory is None else self._memory.nbytes
+        return 0 if self.memory is None else self.memory.nbytes
 
     def flush(self, copy: Callable[[], None] = lambda: None) -> None:
         """Make the pending transfers, and between them `copy`. Must precede every other write to the KV cache.
@@ -38,21 +38,21 @@ class HostTier:
         Stores come first: copies and restores overwrite what they read. Restores come last: they overwrite what copies read.
         If they fail, the content of cached blocks is unknown, and all are forgotten.
         """
-        if self._memory is None:
+        if self.memory is None:
             copy()
             return
         transfers = self._block_manager.host.take_transfers()
         try:
-            self._memory.store(transfers.stores)
+            self.memory.store(transfers.stores)
             copy()
-            self._memory.restore(transfers.restores)
+            self.memory.restore(transfers.restores)
         except BaseException:
             self._block_manager.reset_cache()
             raise
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn from a step, and decide whether copies pay."""
-        if self._memory is None or batch.num_rows < _MIN_ROWS or 2 * sum(_prefill_rows(batch)) < batch.num_rows:
+        if self.memory is None or batch.num_rows < _MIN_ROWS or 2 * sum(_prefill_rows(batch)) < batch.num_rows:
             return
         self._costs.observe(_PREFILL, batch.num_rows, seconds)
         compute_s = (self._costs.seconds_per_row(_PREFILL) or 0.0) * self._block_manager.block_size

@@ -1,7 +1,7 @@
 """Links between the engine process and HTTP processes: bounded messages.
 
 On one host they are sockets in a private folder. Between the hosts of a cluster they are TCP with CURVE: the engine has a key
-pair of its own, and serves the holder of the cluster's client key.
+pair of its own, and serves the holder of the cluster's client key. Engines exchange blocks over sockets of `block_ipc`.
 
 A message is a JSON object. The tokens of each step are a binary frame, the same for all processes, over a second socket: the
 engine's stepping thread sends it, so that no other thread of that process wakes for each step.
@@ -30,7 +30,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from symbiosis.errors import BadMessage, TooLarge
+from symbiosis.errors import BadAddress, BadMessage, TooLarge
+from symbiosis.transport.addresses import parse_tcp_address, runtime_folder
 from symbiosis.transport.poller import Poller, Wakeup
 
 MAX_BYTES = 64 << 20
@@ -41,6 +42,8 @@ TIMEOUT_S = 15.0
 _MAX_QUEUED = 4096  # messages per peer and direction
 _MAX_DRAINED = 256  # messages received at once
 _RETRY_S = 0.001
+_KEY_BYTES = 32
+_MAX_TEXT = 512
 _POLLIN = int(zmq.POLLIN)
 
 Body = dict[str, Any]
@@ -54,6 +57,10 @@ class EngineAddress:
     tokens: str
     key: str = ""
     """The engine's public key; empty within one host."""
+    blocks: str = ""
+    """For other engines, which fetch blocks of its KV cache; empty: it sends none."""
+    local: str = ""
+    """The same for engines of this user on its host: a socket in the user's folder, without encryption."""
 
     def to_json(self) -> Body:
         return asdict(self)
@@ -61,16 +68,16 @@ class EngineAddress:
     @staticmethod
     def from_json(body: object) -> EngineAddress:
         """Raises `BadMessage`."""
-        if not isinstance(body, dict) or {type(value) for value in body.values()} != {str}:
-            raise BadMessage("an engine's address: expected an object of texts")
+        if not isinstance(body, dict) or not all(isinstance(each, str) and len(each) <= _MAX_TEXT for each in body.values()):
+            raise BadMessage(f"an engine's address: expected an object of texts of at most {_MAX_TEXT} characters")
         try:
             return EngineAddress(**body)
         except TypeError:
-            raise BadMessage("an engine's address: expected messages, tokens and key") from None
+            raise BadMessage("an engine's address: expected messages, tokens, key, blocks and local") from None
 
     @staticmethod
     def in_folder(path: str | Path) -> EngineAddress:
-        return EngineAddress(f"ipc://{path}", f"ipc://{path}-tokens")
+        return EngineAddress(f"ipc://{path}", f"ipc://{path}-tokens", blocks=f"ipc://{path}-blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,7 @@ class EngineListener:
         self._found: dict[str, str] = {}
 
     def bind(self, socket: zmq.Socket[bytes], context: zmq.Context[Any], name: str) -> None:
-        """`name` is messages or tokens. Raises `zmq.ZMQError`."""
+        """`name` is messages, tokens or blocks. Raises `zmq.ZMQError`."""
         if self.path is not None:
             self._found[name] = getattr(EngineAddress.in_folder(self.path), name)
             socket.bind(self._found[name])
@@ -137,16 +144,66 @@ class EngineListener:
         socket.bind(f"tcp://{self._host}:{self._port or '*'}")
         self._found[name] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    def bind_local(self, socket: zmq.Socket[bytes]) -> bool:
+        """Serve engines on the same host, too. False: it does already, or the user's folder cannot be used."""
+        if self.path is not None:
+            return False
+        try:
+            local = f"ipc://{runtime_folder()}/ipc-{os.getpid()}-{secrets.token_hex(4)}-blocks"
+            socket.bind(local)
+        except (BadAddress, OSError, zmq.ZMQError):
+            return False
+        self._found["local"] = local
+        return True
+
     @property
     def address(self) -> EngineAddress:
         """Once its ports are bound. A service without tokens has one."""
         key = "" if self._keys is None else self._keys[0].decode()
-        return EngineAddress(self._found["messages"], self._found.get("tokens", ""), key)
+        tokens, blocks, local = (self._found.get(name, "") for name in ("tokens", "blocks", "local"))
+        return EngineAddress(self._found["messages"], tokens, key, blocks, local)
+
+    def check_source(self, address: EngineAddress) -> None:
+        """Raise `BadMessage` unless it is an engine that this one may fetch blocks from: of its folder, or of its cluster."""
+        if self.path is not None:
+            path = Path(address.blocks.removeprefix("ipc://"))
+            if not address.blocks.startswith("ipc://") or path.parent != self.path.parent or address.key:
+                raise BadMessage("source: expected an engine in the folder of this one")
+            return
+        try:
+            is_known = parse_tcp_address(address.blocks)[1] > 0 and len(z85.decode(address.key.encode())) == _KEY_BYTES
+        except (BadAddress, ValueError, KeyError):
+            is_known = False
+        if not is_known:
+            raise BadMessage("source: expected tcp://HOST:PORT of an engine's blocks, and its public key")
+
+    def connect(self, socket: zmq.Socket[bytes], address: EngineAddress) -> None:
+        """Connect to the blocks of another engine, which was checked: on this host, or with the key of the cluster."""
+        is_local = self._clients is not None and _is_local(address.local)
+        if self._clients is not None and not is_local:
+            socket.curve_serverkey = address.key.encode()
+            socket.curve_publickey, socket.curve_secretkey = self._clients.public, self._clients.secret
+            socket.setsockopt(zmq.IPV6, int("[" in address.blocks))
+        socket.connect(address.local if is_local else address.blocks)
 
     def stop(self) -> None:
         """Before the contexts of the ports end."""
         while self._authenticators:
             self._authenticators.pop().stop()
+
+    def remove_file(self, name: str) -> None:
+        """That of a closed socket, if it has one."""
+        if self._found.get(name, "").startswith("ipc://"):
+            Path(self._found[name].removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def _is_local(address: str) -> bool:
+    """Whether it is a socket for blocks in this user's folder on this host."""
+    path = Path(address.removeprefix("ipc://"))
+    try:
+        return address == f"ipc://{runtime_folder()}/{path.name}" and path.name.endswith("-blocks") and path.is_socket()
+    except (BadAddress, OSError, ValueError):
+        return False
 
 
 class _OneKey:
@@ -222,8 +279,7 @@ class IpcPort:
         self._socket.close()
         self._listener.stop()
         self._context.term()
-        if self._listener.path is not None:
-            self._listener.path.unlink(missing_ok=True)
+        self._listener.remove_file("messages")
 
 
 class TokenPort:
@@ -271,8 +327,7 @@ class TokenPort:
         self._socket.close()
         self._listener.stop()
         self._context.term()
-        if self._listener.path is not None:
-            Path(self._listener.address.tokens.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._listener.remove_file("tokens")
 
 
 class IpcClient:

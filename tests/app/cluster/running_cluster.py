@@ -31,10 +31,12 @@ def engine_config(model: Path) -> dict[str, Any]:
 class RunningCluster:
     """Engines and the director are replaced when they have been killed or stopped."""
 
-    def __init__(self, folder: Path, count: int = 2, *, host: dict[str, Any] | None = None, **engine: Any) -> None:
-        """`engine`: more of the configuration of engines; `host`: more options of the host."""
+    def __init__(
+        self, folder: Path, count: int = 2, max_length: int = 256, *, host: dict[str, Any] | None = None, **engine: Any
+    ) -> None:
+        """`max_length` of a sequence; `engine`: more of the configuration of engines; `host`: more options of the host."""
         self.count = count
-        self.model = make_tiny_chat(folder / "tiny")
+        self.model = make_tiny_chat(folder / "tiny", max_length)
         self.host = ClusterHost(
             "127.0.0.1:0",
             engine=engine_config(self.model) | engine,

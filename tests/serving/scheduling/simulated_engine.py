@@ -76,6 +76,18 @@ class SimulatedEngine:
             assert chunk.samples == (chunk.start + chunk.count == len(chunk.sequence.tokens))
         return batch
 
+    def receive(self, one, count):
+        """Another engine sends the last of the blocks that are missing, before a step."""
+        missing = self.blocks.missing_blocks(one)
+        blocks = missing[max(0, len(missing) - count) :]
+        for index in blocks:
+            for offset in range(size := self.blocks.block_size):
+                token = one.tokens[index * size + offset]
+                self.slots[one.block_table[index], offset] = (one.cache_salt, one.adapter, token)
+        if blocks:
+            self.blocks.add_received(one, blocks)
+        return len(blocks)
+
     def run(self, batch):
         size, transfers = self.blocks.block_size, self.blocks.host.take_transfers()
         for source, target in transfers.stores:

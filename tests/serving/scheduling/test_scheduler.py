@@ -300,6 +300,70 @@ class TestPrefixCache:
         assert engine.added["a.2"].reason is FinishReason.LENGTH
 
 
+class TestReceivedBlocks:
+    def test_the_sequence_computes_up_to_the_received_blocks_and_continues_after_them(self):
+        engine = SimulatedEngine(max_chunk=8)
+        one = engine.add("a", prompt=range(30), max_tokens=3)
+        assert rows(engine.step()) == {"a": 8}
+        assert engine.receive(one, 3) == 3  # of 7 full blocks without the last token, 2 are computed
+        assert rows(engine.step()) == {"a": 8}
+        assert (one.num_computed_tokens, one.received) == (28, range(0))
+        assert rows(engine.step()) == {"a": 2}
+        engine.drain()
+        assert one.outputs == expected(one, 3)
+
+    def test_they_count_at_once_if_they_are_next(self):
+        engine = SimulatedEngine(max_chunk=8)
+        one = engine.add("a", prompt=range(16), max_tokens=3)
+        one.chunk_limit = 4
+        engine.step()
+        assert engine.receive(one, 5) == 2
+        assert one.num_computed_tokens == 12
+        assert engine.blocks.num_cached_blocks == 3
+        other = engine.add("b", prompt=range(16), max_tokens=1)
+        engine.step()
+        assert other.num_cached_tokens == 12
+        engine.drain()
+
+    def test_the_last_token_is_always_computed(self):
+        engine = SimulatedEngine(max_chunk=1)
+        one = engine.add("a", prompt=range(16), max_tokens=3)
+        engine.step()
+        assert engine.receive(one, 9) == 2
+        engine.drain()
+        assert one.outputs == expected(one, 3)
+
+    def test_a_preempted_sequence_has_lost_them(self):
+        engine = SimulatedEngine(max_chunk=2)
+        one = engine.add("a", prompt=range(30), max_tokens=3)
+        engine.step()
+        engine.receive(one, 2)
+        engine.scheduler.preempt(engine.schedule())
+        assert one.received == range(0)
+        engine.scheduler.check_integrity()
+        engine.drain()
+        assert one.outputs == expected(one, 3)
+
+    def test_forks_share_them(self):
+        engine = SimulatedEngine(max_rows=64, max_chunk=4)
+        forks = engine.add("a", prompt=range(14), max_tokens=3, n=3)
+        engine.step()
+        assert engine.receive(forks[0], 9) == 2
+        assert rows(engine.step()) == {"a": 2}
+        assert rows(engine.step()) == {"a": 1, "a.1": 1, "a.2": 1}
+        engine.drain()
+        assert all(one.outputs == expected(one, 3) for one in forks)
+
+    def test_a_sequence_that_is_cancelled_frees_them(self):
+        engine = SimulatedEngine()
+        one = engine.add("a", prompt=range(30))
+        engine.step()
+        engine.receive(one, 2)
+        engine.cancel("a")
+        engine.scheduler.check_integrity()
+        assert engine.blocks.num_free_blocks == 64
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(6, 24), st.integers(1, 5), st.integers(1, 6))
 @example(6, 6, 5, 2)  # a fork copies a part of a block that its parent gets restored in the same step
@@ -330,6 +394,11 @@ def test_under_random_traffic_every_sequence_finishes_once_with_the_right_tokens
         engine.blocks.host.is_worthwhile = rng.random() < 0.9
         if rng.random() < 0.02:
             engine.blocks.reset_cache()
+        for one in engine.added.values():
+            one.chunk_limit = rng.choice([1, 3, 100])
+            if one.state is SequenceState.RUNNING and rng.random() < 0.3:
+                engine.receive(one, rng.randrange(1, 4))
+        engine.scheduler.check_integrity()
         batch = engine.schedule()
         engine.scheduler.check_integrity()
         tokens = engine.run(batch)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from symbiosis.cluster.policies.cluster_state import LEVELS, ClusterRequest, ClusterState, EngineState, EngineStatus
+from symbiosis.cluster.policies.cluster_state import LEVELS, ClusterRequest, ClusterState, EngineState, EngineStatus, members
 from symbiosis.cluster.policies.kv_coordination import KvDirectory
 from symbiosis.cluster.policies.migration import MigrationConfig, choose_drains, leaving, lost
 from symbiosis.cluster.policies.placement import LeastLoaded, make_placement
@@ -227,6 +227,14 @@ class ClusterPolicy:
             return True
         self.state.reserve(request, max(request.reserved, tokens))
         return False
+
+    def find_source(self, request: ClusterRequest, candidates: int) -> int:
+        """The least loaded candidate that has a longer prefix of the prompt than the engine of the request, or -1."""
+        owners, _ = self.directory.find_owners(request.blocks, candidates)
+        if request.engine < 0 or owners >> request.engine & 1:
+            return -1
+        engines = self.state.engines
+        return min(members(owners), key=lambda number: (engines[number].level, number), default=-1)
 
     # Scaling
 

@@ -194,18 +194,20 @@ class ClusterClient:
     async def place(self, request: GenerateRequest, inbox: Inbox, moved: str | None = None) -> tuple[EngineClient, str]:
         """See `engine_client.Engines`."""
         before = None if moved is None else self._placements.pop(moved, None)
-        number, unreachable = 0, set(self._unreachable)
+        number, unreachable, left = 0, set(self._unreachable), ""
         if before is not None:
             number = before.number
-            if not before.client.is_alive():  # the director may not know it yet
-                unreachable.add(before.engine)
+            unreachable.add(before.engine)  # the director may not know yet that it is lost, or closes
+            if before.client.is_alive():
+                left = before.engine
         try:
             async with asyncio.timeout(self._patience_s):
                 while True:
-                    name, number = await self._choose(request, number, unreachable)
+                    name, number, owner = await self._choose(request, number, unreachable)
                     try:
                         engine = await self._find(name)
-                        id = await engine.open(messages.encode_request(request), inbox)
+                        source = self._addresses.get(left or owner) if name != (left or owner) else None
+                        id = await engine.open(messages.encode_request(replace(request, source=source)), inbox)
                     except EngineLost:
                         unreachable.add(name)
                         await asyncio.sleep(_CLOSING_S)
@@ -221,8 +223,11 @@ class ClusterClient:
             self._finish(number, 0)
             raise
 
-    async def _choose(self, request: GenerateRequest, moved: int, unreachable: Collection[str]) -> tuple[str, int]:
-        """The name of an engine, and the number of the placement. `unreachable` engines are chosen if there is no other."""
+    async def _choose(self, request: GenerateRequest, moved: int, unreachable: Collection[str]) -> tuple[str, int, str]:
+        """The name of an engine, the number of the placement, and an engine that has more of the prompt, or nothing.
+
+        `unreachable` engines are chosen if there is no other.
+        """
         while True:
             client = self._link.client
             if client is not None and client.is_alive():
@@ -232,7 +237,7 @@ class ClusterClient:
                     raise EngineLost("no engine of the cluster is there: try again in a moment")
             known = self._known(request)
             if known:
-                return min(known, key=lambda name: (self._engines[name].num_open, name)), 0
+                return min(known, key=lambda name: (self._engines[name].num_open, name)), 0, ""
             await asyncio.sleep(_PROGRESS_S)
 
     def _known(self, request: GenerateRequest) -> list[str]:
@@ -245,7 +250,7 @@ class ClusterClient:
 
     async def _ask_director(
         self, client: RpcClient, request: GenerateRequest, moved: int, unreachable: Collection[str]
-    ) -> tuple[str, int]:
+    ) -> tuple[str, int, str]:
         generated = 0 if request.resume is None else max(len(each or ()) for each in request.resume)
         body = {
             "op": "place",
@@ -266,7 +271,7 @@ class ClusterClient:
             raise
         finally:
             client.forget(id)
-        return reply["engine"], reply["placement"]
+        return reply["engine"], reply["placement"], reply["source"] or ""
 
     async def _find(self, name: str) -> EngineClient:
         """Raises `EngineLost`."""

@@ -44,6 +44,8 @@ _ENGINE = {
     "host_blocks_used": ("symbiosis_kv_cache_host_blocks_used", "Host blocks that hold keys and values."),
     "host_blocks_stored": ("symbiosis_kv_cache_host_blocks_stored", "Blocks copied to host memory so far."),
     "host_blocks_restored": ("symbiosis_kv_cache_host_blocks_restored", "Blocks copied back so far."),
+    "blocks_fetched": ("symbiosis_kv_cache_blocks_fetched", "Blocks received from other engines so far."),
+    "blocks_sent": ("symbiosis_kv_cache_blocks_sent", "Blocks sent to other engines so far."),
     "preemptions": ("symbiosis_preemptions", "Preempted sequences so far."),
     "adapters_resident": ("symbiosis_adapters_resident", "Adapters in memory."),
     "adapters_loading": ("symbiosis_adapters_loading", "Adapters being loaded."),

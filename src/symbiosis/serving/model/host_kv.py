@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,12 @@ class HostKV:
             for place, (source, _) in zip(staged_NL2SKD, piece, strict=True):
                 place.copy_(self._host_NL2SKD[source], non_blocking=True)
             self._device_L2NSKD[:, :, self._numbers([target for _, target in piece])] = staged_NL2SKD.movedim(0, 2)
+
+    def read(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of host blocks, [L, 2, N, S, K, D]."""
+        if self._is_cuda:
+            self._outward.synchronize()
+        return self._host_NL2SKD[torch.tensor(blocks)].movedim(0, 2).contiguous()
 
     def measure(self) -> float:
         """Seconds to store and restore one block. What is in the blocks stays."""

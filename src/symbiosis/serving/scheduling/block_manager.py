@@ -9,6 +9,10 @@ Shared blocks are never written. A sequence copies a block instead in two cases:
 is always recomputed, for its logits), or it forks from a parent in the middle of a block.
 
 With host blocks, a cached block whose memory is needed is copied to host memory first, and is found there later.
+
+Hashes are equal in all engines that serve the same model, so engines name the blocks that they exchange by them. Blocks that
+another engine has sent lie ahead of the tokens that their sequence has computed. When the computed tokens meet them they
+count as computed, too.
 """
 
 from __future__ import annotations
@@ -31,6 +35,10 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.host = HostBlocks(host_blocks)
+        self.num_sent = 0
+        """Blocks sent to other engines so far."""
+        self.num_received = 0
+        """Blocks received from other engines so far."""
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # hashed, without references; least recently used first
@@ -134,8 +142,60 @@ class BlockManager:
                     self._free.append(block)
                 else:
                     self._evictable[block] = None
-        sequence.block_table = []
+        sequence.block_table, sequence.received = [], range(0)
         sequence.num_computed_tokens = sequence.num_hashed_blocks = 0
+
+    # Blocks of other engines
+
+    def missing_blocks(self, sequence: Sequence) -> range:
+        """Full blocks of a running sequence without a token computed or received. The last token is always computed."""
+        first = -(-sequence.num_computed_tokens // self.block_size)
+        end = sequence.received.start if sequence.received else (len(sequence.tokens) - 1) // self.block_size
+        return range(first, max(first, end))
+
+    def hashes(self, sequence: Sequence, blocks: range) -> list[bytes]:
+        """Of these blocks of its table."""
+        return [self._hash(sequence, index) for index in blocks]
+
+    def add_received(self, sequence: Sequence, blocks: range) -> None:
+        """The last of its missing blocks have been written."""
+        missing = self.missing_blocks(sequence)
+        assert blocks, "at least one"
+        assert missing.start <= blocks.start, f"{sequence.id} has begun a received block"
+        assert blocks.stop == missing.stop or (not sequence.received and blocks.stop < missing.stop), "received in order"
+        sequence.received = range(blocks.start, sequence.received.stop or blocks.stop)
+        self.num_received += len(blocks)
+        self.skip_received(sequence)
+
+    def skip_received(self, sequence: Sequence) -> None:
+        """Count received blocks as computed, if the computed tokens meet them."""
+        received = sequence.received
+        if sequence.num_computed_tokens == received.start * self.block_size:
+            sequence.num_computed_tokens, sequence.received = received.stop * self.block_size, range(0)
+            self.cache_full_blocks(sequence)
+
+    def find_sent(self, hashes: Iterable[bytes]) -> tuple[list[int], bool]:
+        """The first of these blocks, up to one that is missing: on the device, or (True) all in host memory.
+
+        They are valid until the next step.
+        """
+        on_device: list[int] = []
+        on_host: list[int] = []
+        for hash in hashes:
+            if (block := self._cached.get(hash)) is not None and not on_host:
+                on_device.append(block)
+            elif block is None and not on_device and (place := self.host.find(hash)) is not None:
+                on_host.append(place)
+            else:
+                break
+        return (on_host, True) if on_host else (on_device, False)
+
+    def touch(self, hashes: Iterable[bytes]) -> None:
+        """These blocks are needed for a while: blocks without references that were used before are evicted first."""
+        for hash in hashes:
+            block = self._cached.get(hash)
+            if block is not None and block in self._evictable:
+                self._evictable.move_to_end(block)
 
     def reset_cache(self) -> None:
         """Forget all cached blocks, on host and device: their content is unknown. Blocks of sequences stay theirs."""
@@ -154,6 +214,9 @@ class BlockManager:
             assert sequence.num_computed_tokens <= len(blocks) * self.block_size, f"{sequence.id} has keys without blocks"
             assert sequence.num_hashed_blocks <= len(blocks)
             owned.update(blocks)
+            if received := sequence.received:
+                assert sequence.num_computed_tokens < received.start * self.block_size, f"{sequence.id} has met its blocks"
+                assert received.stop * self.block_size < len(sequence.tokens), f"{sequence.id} received its last token"
             writable = blocks[sequence.num_computed_tokens // self.block_size :]
             assert all(self._references[block] == 1 for block in writable), f"{sequence.id} could write a shared block"
             assert all(self._hashes[block] is None for block in writable), f"{sequence.id} could write a cached block"

@@ -49,6 +49,10 @@ class HostBlocks:
         """Whether a block can be restored, and should be."""
         return self.is_worthwhile and hash in self._cached
 
+    def find(self, hash: bytes) -> int | None:
+        """The place of a block, for a read before the next step."""
+        return self._cached.get(hash)
+
     def pin(self, hashes: Iterable[bytes]) -> None:
         """Keep these blocks until the pending transfers are taken."""
         self._pinned.update(hashes)

@@ -78,6 +78,11 @@ def _rank(sequence: Sequence) -> tuple[bool, float, float, str]:
     return (not sequence.preemptions, -sequence.weight, sequence.arrival, sequence.id)
 
 
+def _has_prefilled(parent: Sequence, added: Seq[Sequence]) -> bool:
+    """Whether it has tokens, and has not just been `added` with them."""
+    return parent.output_length > 0 and parent not in added
+
+
 class Scheduler:
     """Sequences in, batches out. Not thread-safe; one batch at a time.
 
@@ -156,8 +161,8 @@ class Scheduler:
             max_tokens = sequence.sampling.max_tokens or self.max_model_len
             sequence.max_length = min(sequence.prompt_length + max_tokens, self.max_model_len)
             parent = sequence.parent
-            if parent is not None and (self._sequences.get(parent.id) is not parent or parent.output_length):
-                parent = None  # it has finished, or has prefilled the prompt already
+            if parent is not None and (self._sequences.get(parent.id) is not parent or _has_prefilled(parent, sequences)):
+                parent = None
             self._waiting.add(sequence, parent=parent)
         for sequence in sequences:
             if sequence.output_length and (reason := sequence.end_reason(sequence.tokens[-1])) is not None:
@@ -187,7 +192,7 @@ class Scheduler:
             if builder.token_budget <= 0:
                 break
             if sequence.num_pending_tokens > 1 and self._check_resident(builder, sequence.adapter):
-                builder.add_chunk(sequence, self.config.max_chunk)
+                builder.add_chunk(sequence, self._max_chunk(sequence))
         self._resume_preempted(builder)
         self._admit_waiting(builder)
         self._batch = builder.build()
@@ -212,7 +217,10 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.state is not running:
                 continue  # cancelled in mid-step
-            computed = sequence.num_computed_tokens = chunk.start + chunk.count
+            sequence.num_computed_tokens = chunk.start + chunk.count
+            if sequence.received:
+                self.block_manager.skip_received(sequence)
+            computed = sequence.num_computed_tokens
             if computed >= (sequence.num_hashed_blocks + 1) * block_size:
                 self.block_manager.cache_full_blocks(sequence)
             if token is None:
@@ -409,5 +417,12 @@ class Scheduler:
         if sequence.adapter:
             self._running_adapters[sequence.adapter] += 1
         insort(self._running, sequence, key=_rank)
-        builder.add_chunk(sequence, self.config.max_chunk)
+        builder.add_chunk(sequence, self._max_chunk(sequence))
         return True
+
+    def _max_chunk(self, sequence: Sequence) -> int:
+        """Most tokens of its next chunk, which ends where the received blocks begin."""
+        most, received = min(self.config.max_chunk, sequence.chunk_limit), sequence.received
+        if not received:
+            return most
+        return min(most, received.start * self.block_manager.block_size - sequence.num_computed_tokens)

@@ -182,6 +182,10 @@ class Sequence:
     """Prompt tokens found in the prefix cache; None until admitted."""
     block_hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
     """Hashes of its full blocks, computed on demand by the block manager."""
+    received: range = field(init=False, default=range(0), repr=False)
+    """Blocks ahead of the computed tokens that another engine has sent: indices in the block table."""
+    chunk_limit: int = field(init=False, default=1 << 40, repr=False)
+    """Most tokens of its next chunk, at least 1. Set while other blocks of it are fetched (`block_fetches`)."""
     num_hashed_blocks: int = field(init=False, default=0, repr=False)
     """Leading blocks that the prefix cache knows. Maintained by the block manager."""
 
@@ -231,7 +235,6 @@ class Sequence:
             self.tokens.extend(delivered)
         except (TypeError, OverflowError) as error:
             raise OutOfRange(f"resume: {error}", field="resume", expected="token ids") from None
-        self.parent = None  # it shares the prompt's blocks by the prefix cache
 
     def check(self, *, vocab_size: int, max_length: int) -> None:
         """Raise `OutOfRange` for tokens outside the vocabulary, `ContextTooLong` if `max_length` is exceeded."""
