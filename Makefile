@@ -144,7 +144,7 @@ SEED ?= 1
 delays: $(DEV)  ## the tests with random delays in threads, others with each SEED, about 35 minutes on 2 cores (tests/delays.py)
 	SYMBIOSIS_DELAYS_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.delays -n 4 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
-cluster: $(DEV)  ## kill processes of a cluster, with Ray and without, about an hour on 2 cores
+cluster: $(DEV)  ## a live cluster: killed processes, cut links, moved requests, stores, Ray; more than an hour on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/app/cluster tests/cli/test_cluster.py
 	$(BIN)/python -m benchmarks.cluster_kills
 

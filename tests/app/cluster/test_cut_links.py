@@ -15,7 +15,7 @@ from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress
 from tests.app.cluster.running_cluster import RunningCluster
 from tests.app.cluster.tcp_proxy import TcpProxy
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class ProxiedClient(ClusterClient):

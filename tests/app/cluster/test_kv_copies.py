@@ -16,7 +16,7 @@ from symbiosis.serving.scheduling.sequence import Sampling
 from tests.app.cluster.running_cluster import RunningCluster
 from tests.lora import ALL_LINEAR, with_random_lora
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT, TOKENS, CUT = 2500, 60, 20
 SAMPLINGS = [
     Sampling(temperature=0, max_tokens=TOKENS, ignore_eos=True),

@@ -16,7 +16,7 @@ from symbiosis.serving.engine_messages import Finished, GenerateRequest, Token
 from symbiosis.serving.scheduling.sequence import Sampling
 from tests.app.cluster.running_cluster import ADMIN, KEYS, RunningCluster
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 MAX_RUNNING = 4
 
 

@@ -22,7 +22,7 @@ from tests.app.cluster.running_cluster import ADMIN, KEYS, RunningCluster, engin
 from tests.app.cluster.test_cluster import complete, save_lora, upload
 from tests.store.conftest import make_bucket, s3_server  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 400
 SECRET = "a secret of this test"
 
