@@ -248,6 +248,7 @@ def test_an_engine_next_to_busy_processes_is_measured(tmp_path):
     assert {found["0"]["ratio"] for found in record["tokens_per_s_by_busy_processes"].values()} == {1.0}
 
 
+@pytest.mark.slow
 def test_copies_of_kv_blocks_are_measured(tmp_path):
     figures = kv_copies.main(["--cpu", "--tiny", "--out", str(tmp_path)])
     assert (tmp_path / "kv-copies-tiny.json").is_file()
