@@ -8,6 +8,7 @@ clients ask again, which is counted.
 
     python -m benchmarks.cluster_kills                   # 100 kills, 20 to 30 minutes on 2 cores
     python -m benchmarks.cluster_kills --tiny --kills 3  # to try it: a tiny model
+    python -m benchmarks.cluster_kills --device cuda --mps --engines 2 --kills 20  # two engines on one GPU
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.gpu import mps_daemon
 from benchmarks.results import FOLDER, save
 
 NEW = 24
 ADAPTERS = 8
 SHARES = {"engine": 0.5, "node": 0.15, "director": 0.2, "worker": 0.15}
 _PROMPT = "The following is a short story about a ship:"
+_START = {"cpu": {"dtype": "float32", "threads": 1}, "cuda": {"dtype": "float32", "device": "cuda", "cache_gb": 4.0}}
+"""How engines start on a device."""
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -125,13 +129,15 @@ class Clients:
 class Node:
     """`symbiosis cluster join` with its engines. A context manager."""
 
-    def __init__(self, director: str, secret: str, model: str | None, engines: int, folder: Path) -> None:
+    def __init__(self, director: str, secret: str, engine: dict[str, Any], engines: int, folder: Path) -> None:
         file = folder / "node-secret"
         file.touch(mode=0o600)
         file.write_text(secret)
         command = [sys.executable, "-m", "symbiosis", "cluster", "join", director, "--secret-file", str(file)]
-        command += ["--engines", str(engines), "--dtype", "float32", "--threads", "1", "--no-training"]
-        command += ["--adapter-gb", "0.2", "--adapter-host-gb", "0.2", *(["--model", model] if model else [])]
+        command += ["--engines", str(engines), "--no-training"]
+        for name, value in engine.items():
+            if name != "training" and value:
+                command += [f"--{name.replace('_', '-')}", str(value)]
         self._command = command
         self._start()
 
@@ -164,7 +170,9 @@ def _is_cut(error: Exception) -> bool:
     return any(word in text for word in ("connection", "remoteprotocol", "readerror", "peer closed", "incomplete"))
 
 
-def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False, seed: int = 0) -> dict[str, Any]:
+def run(
+    kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False, device: str = "cpu", seed: int = 0
+) -> dict[str, Any]:
     from symbiosis.app.cluster.cluster_host import ClusterHost
     from symbiosis.app.cluster.engine_launcher import EngineProcesses
 
@@ -172,14 +180,7 @@ def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         source = _tiny_model(folder) if tiny else None
-        engine = {
-            "model": source,
-            "dtype": "float32",
-            "threads": 1,
-            "adapter_gb": 0.2,
-            "adapter_host_gb": 0.2,
-            "training": False,
-        }
+        engine = {"model": source, "adapter_gb": 0.2, "adapter_host_gb": 0.2, "training": False, **_START[device]}
         adapters = write_adapters(source, folder / "adapters")
         with (
             ClusterHost(
@@ -190,7 +191,7 @@ def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False
                 workers=2,
                 adapters=adapters,
             ) as host,
-            Node(host.director.messages.removeprefix("tcp://"), host.secret, source, engines // 2, folder) as node,
+            Node(host.director.messages.removeprefix("tcp://"), host.secret, engine, engines // 2, folder) as node,
         ):
             closing, failure = threading.Event(), list[Exception]()
 
@@ -239,6 +240,7 @@ def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False
     gaps = sorted(clients.gaps)
     figures = {
         "script": "cluster_kills",
+        "device": device,
         "engines": engines,
         "streams": streams,
         "kills": dict(done),
@@ -248,7 +250,7 @@ def run(kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False
         "num_different": len(clients.different),
         "longest_gap_s": {"p50": statistics.median(gaps), "p99": gaps[int(0.99 * (len(gaps) - 1))], "max": gaps[-1]},
     }
-    save("cluster-kills", str(__doc__).splitlines()[0], figures, out)
+    save("cluster-kills" if device == "cpu" else f"cluster-kills-{device}", str(__doc__).splitlines()[0], figures, out)
     console.print(figures)
     return figures
 
@@ -273,10 +275,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, two engines, eight streams")
+    parser.add_argument("--device", choices=list(_START), default="cpu")
+    parser.add_argument("--mps", action="store_true", help="under CUDA MPS")
     parser.add_argument("--out", type=Path, default=FOLDER)
     chosen = parser.parse_args(arguments)
     engines, streams = (2, 8) if chosen.tiny else (chosen.engines, chosen.streams)
-    run(chosen.kills, engines, streams, chosen.out, tiny=chosen.tiny)
+    with mps_daemon(chosen.mps):
+        run(chosen.kills, engines, streams, chosen.out, tiny=chosen.tiny, device=chosen.device)
 
 
 if __name__ == "__main__":

@@ -380,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for name in ("engine_killed", "node_lost", "scale_in", "rolling_restart"):
                     record[name] = getattr(scenarios, name)()
                     console.print(name, record[name])
-    name = "cluster-live" if chosen.shape == DEFAULT else f"cluster-live-{chosen.shape}"
+    name = "-".join(["cluster-live", *([chosen.shape] if chosen.shape != DEFAULT else []), *([chosen.only] if chosen.only else [])])
     console.print(save(name, QUESTION, {"script": "cluster_live", "shape": chosen.shape, **record}, chosen.out))
 
 
@@ -396,7 +396,7 @@ def make_model(shape: str, folder: Path) -> tuple[str, int]:
     from benchmarks.http_load.vocabulary import save_tokenizer
     from benchmarks.shapes import random_model
 
-    model = random_model(shape, "cpu")
+    model = random_model(shape, "cpu").bfloat16()  # as models for GPUs are stored
     model.save_pretrained(folder / shape)
     save_tokenizer(model.config.vocab_size, folder / shape)
     return str(folder / shape), model.config.vocab_size

@@ -14,7 +14,7 @@ from symbiosis.director.members import EngineFacts, Member, Members
 from symbiosis.director.placement import Placement
 from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress
 
-_FACTS = EngineFacts(
+FACTS = EngineFacts(
     slots=4,
     kv_tokens=1000,
     max_running=8,
@@ -39,8 +39,8 @@ class Cluster:
         self.members.on_joined = self.placement.add_engine
         self.members.on_lost = lambda member: self.placement.drop_engine(member, expected=self.expected)
 
-    def join(self, name: str) -> Member:
-        member = Member(name, EngineAddress("", ""), _FACTS, cast(Any, None))
+    def join(self, name: str, facts: EngineFacts = FACTS) -> Member:
+        member = Member(name, EngineAddress("", ""), facts, cast(Any, None))
         self.members.by_name[name] = member
         self.members.on_joined(member)
         self.members.by_number[member.number] = member

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from symbiosis.director.placement import Placement
 from symbiosis.errors import BadMessage
 from symbiosis.server.engines.prompt_blocks import BLOCK_TOKENS, hash_blocks
-from tests.director.test_joined_engines import Cluster
+from tests.director.test_joined_engines import FACTS, Cluster
 
 PROMPT = list(range(3 * BLOCK_TOKENS))
 
@@ -83,6 +84,18 @@ def test_a_request_stays_where_all_engines_are_full(cluster):
         await placement.progress("1:0", {"preempted": numbers})
         assert cluster.moves == []
         placement.policy.state.check_integrity()
+
+    asyncio.run(run())
+
+
+def test_an_engine_of_unknown_speed_takes_all_that_it_has_room_for(tmp_path):
+    cluster = Cluster(tmp_path, 1)
+    cluster.join("a", replace(FACTS, kv_tokens=10**7, max_running=1000))
+
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(place(cluster.placement, prompt=4000) for _ in range(1000)))
+        assert len(cluster.placement.policy.state.engines[0].requests) == 1000
 
     asyncio.run(run())
 

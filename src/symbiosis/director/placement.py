@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -27,9 +28,14 @@ _IMBALANCE = 0.25
 _MAX_NAMES = 4096
 _MIX = 0x9E3779B97F4A7C15
 _UNKNOWN = StepCost(fixed_s=0.01, row_s=1e-4, context_s=0.0, prefill_s=1e-6, attention_s=0.0, start_s=20.0, kv_tokens=1)
-"""Without a profile: requests count, not their seconds."""
+"""Without a profile. Its seconds mean nothing: see `_config_without_profile`."""
 Move = Callable[[str, int], None]
 """Tells a peer that one of its requests has to leave its engine."""
+
+
+def _config_without_profile(config: PolicyConfig) -> PolicyConfig:
+    """Requests count, not their seconds: no engine is closed because of the work that it has taken."""
+    return replace(config, owner_imbalance=_IMBALANCE, max_pending_prefill_s=math.inf, max_ahead_s=math.inf)
 
 
 class Placement:
@@ -46,8 +52,8 @@ class Placement:
         engines: int,
     ) -> None:
         """`cost` None: unknown, and requests count instead of seconds. `engines` are being started."""
-        imbalance = _IMBALANCE if cost is None else config.owner_imbalance
-        self._config = replace(config, block_tokens=BLOCK_TOKENS, owner_imbalance=imbalance)
+        config = config if cost is not None else _config_without_profile(config)
+        self._config = replace(config, block_tokens=BLOCK_TOKENS)
         self._cost, self._starting = cost, engines
         self._move = move
         self._members, self._adapters = members, adapters
