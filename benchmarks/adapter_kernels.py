@@ -228,6 +228,7 @@ class Attention:
 
         from symbiosis.kernels import paged_attention
         from symbiosis.kernels.attention_batch import AttentionBatch
+        from symbiosis.kernels.block_tables import BlockTables
         from symbiosis.kernels.tiles import Span
 
         self.kernels, self.scale = paged_attention, width**-0.5
@@ -244,7 +245,8 @@ class Attention:
         self.layers = 2 if bench.tiny else max(2, min(8, -(-MIN_BYTES // self.bytes)))
         self.memory = torch.randn(self.layers, 2, sum(needed) * self.block_size, key_heads, width, **options)
         self.q = torch.randn(len(lengths), heads, width, **options)
-        self.batch = AttentionBatch(rows=len(lengths), max_blocks=max(needed), block_size=self.block_size, device=bench.device)
+        tables = BlockTables(len(lengths), max(needed), self.block_size, bench.device)
+        self.batch = AttentionBatch(rows=len(lengths), tables=tables)
         self.batch.fill([span.before for span in spans], [span.block_table for span in spans])
         self.use(paged_attention.plan_launch(len(lengths), key_heads, width, self.batch.longest, size))
         within = torch.arange(self.block_size)

@@ -380,7 +380,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for name in ("engine_killed", "node_lost", "scale_in", "rolling_restart"):
                     record[name] = getattr(scenarios, name)()
                     console.print(name, record[name])
-    name = "-".join(["cluster-live", *([chosen.shape] if chosen.shape != DEFAULT else []), *([chosen.only] if chosen.only else [])])
+    parts = ("cluster-live", "" if chosen.shape == DEFAULT else chosen.shape, chosen.only or "")
+    name = "-".join(part for part in parts if part)
     console.print(save(name, QUESTION, {"script": "cluster_live", "shape": chosen.shape, **record}, chosen.out))
 
 

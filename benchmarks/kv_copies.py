@@ -101,6 +101,7 @@ def serve(shape: str, device: str, tokens: int, pipe: Connection) -> None:
     """An engine; it copies what the pipe says."""
     import torch
 
+    from symbiosis.models.fuse_projections import fuse_projections
     from symbiosis.serving.engine_core import EngineCore
     from symbiosis.serving.engine_service import EngineService
     from symbiosis.transport.engine_ipc import ClusterKey, EngineAddress, EngineListener
@@ -109,7 +110,9 @@ def serve(shape: str, device: str, tokens: int, pipe: Connection) -> None:
         torch.set_num_threads(1)
     key = ClusterKey.of(SECRET)
     listener = EngineListener(host="127.0.0.1", clients=key)
-    core = EngineCore(random_model(shape, device), pages=tokens // BLOCK_SIZE, page_size=BLOCK_SIZE)
+    model = random_model(shape, device)
+    fuse_projections(model)
+    core = EngineCore(model, pages=tokens // BLOCK_SIZE, page_size=BLOCK_SIZE)
     service = EngineService(core, listener, "a model")
     copy_alone = CopyAlone(service, core, listener)
     pipe.send((service.address.to_json(), core.block_memory.block_bytes / BLOCK_SIZE))

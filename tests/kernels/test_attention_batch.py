@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from symbiosis.kernels.attention_batch import AttentionBatch
+from symbiosis.kernels.block_tables import BlockTables
 from symbiosis.kernels.tiles import Span
 
 BLOCK_SIZE, ROWS, DECODES, PREFILLS, MAX_BLOCKS = 4, 160, 5, 4, 24
 
 
-def make(decodes=DECODES):
-    return AttentionBatch(
-        rows=ROWS, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE, device="cpu", decodes=decodes, prefills=PREFILLS
-    )
+def make(decodes=DECODES, tables=None):
+    tables = tables or BlockTables(DECODES + PREFILLS, MAX_BLOCKS, BLOCK_SIZE, "cpu")
+    return AttentionBatch(rows=ROWS, tables=tables, decodes=decodes, prefills=PREFILLS)
 
 
 def slots_by_hand(spans):
@@ -76,6 +76,21 @@ def test_a_block_table_that_has_grown_is_copied_again():
     batch.fill_spans([Span(0, 3, 6, table)])
     assert batch.block_table_BP[DECODES, :3].tolist() == [7, 8, 9]
     assert batch.slots_R[:3].tolist() == [34, 35, 36]
+
+
+def test_batches_of_other_sizes_share_tables():
+    tables = BlockTables(8, MAX_BLOCKS, BLOCK_SIZE, "cpu")
+    batches = make(tables=tables, decodes=0), make(tables=tables, decodes=3)
+    lists = [[10 * b + block for block in range(3)] for b in range(4)]
+    for turn in range(3):
+        for batch in batches:
+            prefills = lists[turn : turn + 2]
+            for table in lists:
+                table.append(turn)
+            batch.fill_spans([Span(9 * n, 9, 0, table) for n, table in enumerate(prefills)])
+            for line, table in enumerate(prefills, batch.num_decodes):
+                assert batch.block_table_BP[line, : len(table)].tolist() == table
+                assert batch.slots_R[9 * (line - batch.num_decodes) + 8] == table[2] * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("counts", [[1] * (DECODES + 1), [2] * (PREFILLS + 1)])

@@ -13,6 +13,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 pytest.importorskip("triton")
 
 from symbiosis.kernels.attention_batch import AttentionBatch
+from symbiosis.kernels.block_tables import BlockTables
 from symbiosis.kernels.paged_attention import attend, plan_launch, reference, store
 from symbiosis.kernels.tiles import Span
 
@@ -109,7 +110,7 @@ def test_chunked_prefill(sizes):
 @pytest.mark.parametrize("splits", [1, 4])
 def test_rows_of_no_sequence_are_zeros_and_a_batch_is_filled_again_in_place(splits):
     torch.manual_seed(0)
-    batch = AttentionBatch(rows=5, max_blocks=8, block_size=BLOCK_SIZE, device=DEVICE)
+    batch = AttentionBatch(rows=5, tables=BlockTables(5, 8, BLOCK_SIZE, DEVICE))
     addresses = [part.data_ptr() for part in (batch.spans_3B, batch.slots_R, batch.block_table_BP)]
     for sizes in ([(40, 1), (100, 1)], [], [(3, 1), (16, 1), (99, 1), (0, 1), (31, 1)], [(127, 1)]):
         spans, used, _ = spans_of(sizes)
@@ -155,7 +156,7 @@ def test_rows_without_a_slot_are_not_stored():
 def test_a_graph_serves_other_sequences_when_replayed(splits):
     torch.manual_seed(0)
     dtype = torch.bfloat16
-    batch = AttentionBatch(rows=4, max_blocks=16, block_size=BLOCK_SIZE, device=DEVICE)
+    batch = AttentionBatch(rows=4, tables=BlockTables(4, 16, BLOCK_SIZE, DEVICE))
     memory = memory_of(80 * BLOCK_SIZE, 2, 128, dtype)
     q, k, v = (torch.randn(4, h, 128, device=DEVICE, dtype=dtype) for h in (8, 2, 2))
     chosen = replace(plan_launch(4, 2, 128, batch.longest, 2), splits=splits)
@@ -193,7 +194,7 @@ BATCHES = (
 
 
 def mixed_batch():
-    batch = AttentionBatch(rows=128, max_blocks=9, block_size=BLOCK_SIZE, device=DEVICE, decodes=3, prefills=4)
+    batch = AttentionBatch(rows=128, tables=BlockTables(128, 9, BLOCK_SIZE, DEVICE), decodes=3, prefills=4)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     return (
         batch,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from symbiosis.kernels.block_tables import BlockTables
 from symbiosis.kernels.tiles import Segment, Span, Tiles
 
 PREFILL_TILE = 64
@@ -29,20 +30,12 @@ class AttentionBatch:
     replace them in place between replays of a CUDA graph.
     """
 
-    def __init__(
-        self,
-        *,
-        rows: int,
-        max_blocks: int,
-        block_size: int,
-        device: torch.device | str,
-        decodes: int | None = None,
-        prefills: int = 0,
-    ) -> None:
-        """`decodes` is `rows` by default."""
+    def __init__(self, *, rows: int, tables: BlockTables, decodes: int | None = None, prefills: int = 0) -> None:
+        """`decodes` is `rows` by default. Batches share tables if each is used before another one is filled."""
         decodes = rows if decodes is None else decodes
         sequences = decodes + prefills
-        self.block_size, self.longest = block_size, max_blocks * block_size
+        assert sequences <= len(tables), (sequences, len(tables))
+        self._tables, device = tables, tables.device_BP.device
         shapes = ((3, sequences), (rows,))
         # each part starts at a multiple of 16 bytes: kernels are compiled for that
         sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes]
@@ -50,11 +43,7 @@ class AttentionBatch:
         self._device = self._host.to(device)
         self.spans_3B, self.slots_R = _cut(self._device, shapes, sizes)
         self._spans, self._slots = (part.numpy() for part in _cut(self._host, shapes, sizes))
-        self._block_table = np.zeros((sequences, max_blocks), dtype=np.int32)
-        self.block_table_BP = torch.zeros(sequences, max_blocks, dtype=torch.int32, device=device)
-        self._block_tables: list[Sequence[int]] = [()] * sequences
-        """The lists in the table, each with its length then: they only grow, or are replaced by other lists."""
-        self._num_blocks = [0] * sequences
+        self.num_sequences = sequences
         self.num_decodes = decodes
         """The first `num_decodes` sequences have one row each, or none."""
         self.tiles: Tiles | None = None
@@ -67,8 +56,8 @@ class AttentionBatch:
         """Exactly as large as these spans need, of one or more rows each."""
         ordered = sorted(spans, key=lambda span: span.count > 1)
         rows = max((span.start + span.count for span in spans), default=0)
-        max_blocks = max((len(span.block_table) for span in spans), default=0)
-        batch = cls(rows=rows, max_blocks=max(1, max_blocks), block_size=block_size, device=device, decodes=len(spans))
+        tables = BlockTables.of([span.block_table for span in ordered], block_size, device)
+        batch = cls(rows=rows, tables=tables, decodes=len(spans))
         batch.num_decodes = sum(span.count == 1 for span in spans)
         prefills = [Segment(b, span.start, span.count) for b, span in enumerate(ordered) if span.count > 1]
         if prefills:
@@ -78,20 +67,33 @@ class AttentionBatch:
         batch._set(ordered)
         return batch
 
+    @property
+    def block_table_BP(self) -> Tensor:
+        return self._tables.device_BP
+
+    @property
+    def block_size(self) -> int:
+        return self._tables.block_size
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+        return self._tables.longest
+
     def fill(self, before: Sequence[int], block_tables: Sequence[Sequence[int]]) -> None:
         """Write the next batch, in the order of the current stream: sequence b is row b. The output of other rows is zero.
 
         `before` are the tokens of each that are in the KV cache already. Only what has changed in block tables is copied.
         """
         count = len(before)
-        if count > len(self._num_blocks):
-            raise ValueError(f"{count} sequences do not fit: expected at most {len(self._num_blocks)}, of one row each")
-        self._update_tables(range(count), block_tables)
+        if count > self.num_sequences:
+            raise ValueError(f"{count} sequences do not fit: expected at most {self.num_sequences}, of one row each")
+        self._tables.update(range(count), block_tables)
         self._spans[0] = np.arange(self._spans.shape[1])
         self._spans[1, :count], self._spans[1, count:] = 1, 0
         self._spans[2, :count], self._spans[2, count:] = before, 0
         block, offset = np.divmod(self._spans[2, :count], self.block_size)
-        self._slots[:count] = self._block_table[np.arange(count), block] * self.block_size + offset
+        self._slots[:count] = self._tables.host_BP[np.arange(count), block] * self.block_size + offset
         self._slots[count:] = -1
         self._copy()
 
@@ -100,50 +102,20 @@ class AttentionBatch:
         assert self.tiles is not None, "no prefills"
         first, decodes = self.num_decodes, [span for span in spans if span.count == 1]
         prefills = [span for span in spans if span.count > 1]
-        if len(decodes) > first or first + len(prefills) > len(self._num_blocks):
-            expected = f"expected at most {first} of one row and {len(self._num_blocks) - first} of several"
+        if len(decodes) > first or first + len(prefills) > self.num_sequences:
+            expected = f"expected at most {first} of one row and {self.num_sequences - first} of several"
             raise ValueError(f"{len(decodes)} + {len(prefills)} spans do not fit: {expected}")
         lines, ordered = [*range(len(decodes)), *range(first, first + len(prefills))], [*decodes, *prefills]
-        self._update_tables(lines, [span.block_table for span in ordered])
+        self._tables.update(lines, [span.block_table for span in ordered])
         self._spans[:] = ((0,), (-1,), (0,))  # no row at all: row 0 belongs to another sequence
-        write_spans(ordered, lines, self._block_table, self.block_size, self._spans, self._slots)
+        write_spans(ordered, lines, self._tables.host_BP, self.block_size, self._spans, self._slots)
         self._copy()
         self.tiles.fill([Segment(first + b, span.start, span.count) for b, span in enumerate(prefills)])
-
-    def _update_tables(self, sequences: Sequence[int], block_tables: Sequence[Sequence[int]]) -> None:
-        places: list[int] = []  # in the flat table
-        blocks: list[int] = []
-        known, lengths, width = self._block_tables, self._num_blocks, self._block_table.shape[1]
-        for b, table in zip(sequences, block_tables, strict=True):
-            start, end = lengths[b], len(table)
-            if table is not known[b]:
-                start, known[b] = 0, table
-            if start != end:
-                assert end <= width, (end, width)
-                places += range(b * width + start, b * width + end)
-                blocks += table[start:]
-                lengths[b] = end
-        if blocks:
-            try:
-                self._change_tables(places, blocks)
-            except BaseException:  # what the device has is unknown
-                self._block_tables[:], self._num_blocks[:] = [()] * len(known), [0] * len(known)
-                raise
-
-    def _change_tables(self, places: list[int], blocks: list[int]) -> None:
-        changes_2N = torch.from_numpy(np.array((places, blocks)))
-        self._block_table.reshape(-1)[changes_2N[0].numpy()] = changes_2N[1].numpy()
-        if self._device.is_cuda:
-            changes_2N = changes_2N.pin_memory().to(self._device.device, non_blocking=True)
-        self.block_table_BP.view(-1).index_copy_(0, changes_2N[0], changes_2N[1].int())
 
     def _set(self, spans: Sequence[Span]) -> None:
         if not spans:
             return
-        for b, span in enumerate(spans):
-            self._block_table[b, : len(span.block_table)] = span.block_table
-        self.block_table_BP.copy_(_pinned(torch.from_numpy(self._block_table), self._device), non_blocking=True)
-        write_spans(spans, range(len(spans)), self._block_table, self.block_size, self._spans, self._slots)
+        write_spans(spans, range(len(spans)), self._tables.host_BP, self.block_size, self._spans, self._slots)
         self._copy()
 
     def _copy(self) -> None:

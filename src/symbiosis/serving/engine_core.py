@@ -40,7 +40,7 @@ from symbiosis.transport.engine_ipc import EngineAddress
 
 _log = logging.getLogger("symbiosis")
 _MAX_ADAPTERS = 64  # in one batch
-_MAX_GRAPH_BLOCKS = 512  # longer sequences run without CUDA graphs, which hold whole block tables
+_MAX_GRAPH_BLOCKS = 1 << 14  # longer sequences run without CUDA graphs: block tables of 100 MB
 _UNNAMED = ""  # name of an adapter while its request is queued
 _SCHEDULER_SETTINGS = sorted({each.name for each in fields(SchedulerConfig)} - {"vocab_size", "max_length", "max_adapters"})
 _VIRTUAL_TOKEN = 0  # placeholder: the adapter supplies its embedding, or its keys and values

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.gpu.graph_cache import GraphCache
 from symbiosis.kernels.attention_batch import AttentionBatch
+from symbiosis.kernels.block_tables import BlockTables
 from symbiosis.kernels.tiles import Tiles
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.lora.lora_weights import AdapterSegment
@@ -49,6 +50,7 @@ class DecodeGraphs:
     ) -> None:
         self._model, self._kv_cache, self._adapters, self._max_blocks = model, kv_cache, adapters, max_blocks
         self._capture = capture
+        self._tables = BlockTables(_SIZES[-1], max_blocks, kv_cache.block_size, model.device)
         self._graphs: GraphCache[tuple[int, int, int], _Graph] = GraphCache(
             _MAX_GRAPHS
         )  # by rows, largest rank and rows of a tile
@@ -102,7 +104,7 @@ class DecodeGraphs:
 
         device = self._model.device
         ids_1B = torch.zeros(1, size, dtype=torch.int64, device=device)
-        attention = AttentionBatch(rows=size, max_blocks=self._max_blocks, block_size=self._kv_cache.block_size, device=device)
+        attention = AttentionBatch(rows=size, tables=self._tables)
         attention.fill([], [])
         tiles = Tiles(max_tiles(size, tile), tile, device, reach=size) if tile else None
 

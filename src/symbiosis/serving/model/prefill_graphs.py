@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.gpu.graph_cache import GraphCache
 from symbiosis.kernels.attention_batch import AttentionBatch
+from symbiosis.kernels.block_tables import BlockTables
 from symbiosis.kernels.tiles import Tiles
 from symbiosis.serving.lora.batch_adapters import ActiveAdapters
 from symbiosis.serving.model.model_input import ModelInput
@@ -101,6 +102,7 @@ class PrefillGraphs:
     ) -> None:
         self._model, self._kv_cache, self._adapters, self._max_blocks = model, kv_cache, adapters, max_blocks
         self._capture = capture
+        self._tables = BlockTables(2 * _SEQUENCES[-1], max_blocks, kv_cache.block_size, model.device)
         self._graphs: GraphCache[GraphSize, _Graph] = GraphCache(_MAX_GRAPHS, _MIN_USES)
         self._logits: dict[int, Tensor] = {}
         """Results, by the number of sequences they hold. Graphs share them."""
@@ -141,9 +143,7 @@ class PrefillGraphs:
         numbers = torch.zeros(2 * rows + sequences, dtype=torch.int64, device=device)
         attention = AttentionBatch(
             rows=rows,
-            max_blocks=self._max_blocks,
-            block_size=self._kv_cache.block_size,
-            device=device,
+            tables=self._tables,
             decodes=sequences if decodes else 0,
             prefills=sequences,
         )
