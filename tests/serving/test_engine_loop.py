@@ -108,6 +108,22 @@ def test_a_cancel_finishes_a_request_or_one_of_its_completions(loop):
     assert ends(loop.inbox.wait("a", ends=2)["a"]) == [FinishReason.CANCELLED, FinishReason.CANCELLED]
 
 
+def test_operations_without_end_do_not_stop_the_steps(loop):
+    over = threading.Event()
+
+    def again() -> None:
+        if not over.is_set():
+            loop.call(again)
+
+    for _ in range(3):
+        loop.call(again)
+    try:
+        loop.submit(GenerateRequest(id="a", prompt=[1, 2, 3], sampling=SAMPLING))
+        assert ends(loop.inbox.wait("a")["a"]) == [FinishReason.LENGTH]
+    finally:
+        over.set()
+
+
 def test_a_failed_step_fails_its_completions_and_the_loop_continues(loop):
     loop.submit(GenerateRequest(id="bad", prompt=[1, POISON], sampling=SAMPLING))
     (_, end) = loop.inbox.wait("bad")["bad"]

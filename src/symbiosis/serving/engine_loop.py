@@ -149,11 +149,10 @@ class EngineLoop:
             self._close_all()
 
     def _run_operations(self) -> bool:
-        """Run the operations in the inbox; waits for one if the core is idle. False: the loop was closed."""
+        """Run the operations that are in the inbox; waits for one if the core is idle. False: the loop was closed."""
+        count = self._inbox.qsize()  # not those that come meanwhile: there may always be more
         while True:
-            try:
-                operation = self._inbox.get(block=False)
-            except Empty:
+            if not count:
                 self._send()  # the events of all of them at once: their receiver competes for the interpreter lock
                 is_idle = self._core.is_idle()
                 if not is_idle and not self._is_stalled:
@@ -162,6 +161,10 @@ class EngineLoop:
                     operation = self._inbox.get(timeout=None if is_idle else _STALL_S)
                 except Empty:
                     return True
+                count = self._inbox.qsize()
+            else:
+                operation = self._inbox.get()
+                count -= 1
             self._is_stalled = False  # the operation may have changed what can be computed
             if operation is None:
                 return False

@@ -108,7 +108,9 @@ class BlockMemory:
             before.synchronize()
 
     def _numbers(self, blocks: Sequence[int]) -> Tensor:
-        return torch.tensor(blocks, device=self._cache_L2NSKD.device)
+        """Without waiting for the device, which computes a step."""
+        is_cuda = self._cache_L2NSKD.is_cuda
+        return torch.tensor(blocks, pin_memory=is_cuda).to(self._cache_L2NSKD.device, non_blocking=True)
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
