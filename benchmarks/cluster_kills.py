@@ -7,8 +7,8 @@ are replaced. Every completion must equal that of an undisturbed run before. A k
 clients ask again, which is counted.
 
     python -m benchmarks.cluster_kills                   # 100 kills, 20 to 30 minutes on 2 cores
-    python -m benchmarks.cluster_kills --tiny --kills 3  # to try it: a tiny model
-    python -m benchmarks.cluster_kills --device cuda --mps --engines 2 --kills 20  # two engines on one GPU
+    python -m benchmarks.cluster_kills tiny --kills 3    # to try it: a tiny model
+    python -m benchmarks.cluster_kills 1b --kills 20     # two engines on one GPU under MPS, random weights
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.cluster_live import DEFAULT, make_model
 from benchmarks.gpu import mps_daemon
 from benchmarks.results import FOLDER, save
 
@@ -37,8 +38,9 @@ NEW = 24
 ADAPTERS = 8
 SHARES = {"engine": 0.5, "node": 0.15, "director": 0.2, "worker": 0.15}
 _PROMPT = "The following is a short story about a ship:"
-_START = {"cpu": {"dtype": "float32", "threads": 1}, "cuda": {"dtype": "float32", "device": "cuda", "cache_gb": 4.0}}
-"""How engines start on a device."""
+_WORDS = " aaab aaac aaad"
+_ON_CPU: dict[str, Any] = {"dtype": "float32", "threads": 1}
+_ON_GPU: dict[str, Any] = {"dtype": "float32", "device": "cuda", "cache_gb": 4.0}
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -170,17 +172,16 @@ def _is_cut(error: Exception) -> bool:
     return any(word in text for word in ("connection", "remoteprotocol", "readerror", "peer closed", "incomplete"))
 
 
-def run(
-    kills: int, engines: int, streams: int, out: Path, *, tiny: bool = False, device: str = "cpu", seed: int = 0
-) -> dict[str, Any]:
+def run(shape: str, kills: int, engines: int, streams: int, out: Path, *, seed: int = 0) -> dict[str, Any]:
     from symbiosis.app.cluster.cluster_host import ClusterHost
     from symbiosis.app.cluster.engine_launcher import EngineProcesses
 
     console, chosen, done = Console(width=120), random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        source = _tiny_model(folder) if tiny else None
-        engine = {"model": source, "adapter_gb": 0.2, "adapter_host_gb": 0.2, "training": False, **_START[device]}
+        source = make_model(shape, folder)[0] or None
+        engine = {"model": source, "adapter_gb": 0.2, "adapter_host_gb": 0.2, "training": False}
+        engine |= _ON_GPU if shape == "1b" else _ON_CPU
         adapters = write_adapters(source, folder / "adapters")
         with (
             ClusterHost(
@@ -205,7 +206,7 @@ def run(
 
             checker = threading.Thread(target=check)
             checker.start()
-            clients = Clients(host.url, streams, " aaab aaac aaad" if tiny else _PROMPT)
+            clients = Clients(host.url, streams, _PROMPT if shape == DEFAULT else _WORDS)
             try:
                 _wait_for(host, engines, failure)
                 clients.learn()
@@ -240,7 +241,7 @@ def run(
     gaps = sorted(clients.gaps)
     figures = {
         "script": "cluster_kills",
-        "device": device,
+        "shape": shape,
         "engines": engines,
         "streams": streams,
         "kills": dict(done),
@@ -250,7 +251,7 @@ def run(
         "num_different": len(clients.different),
         "longest_gap_s": {"p50": statistics.median(gaps), "p99": gaps[int(0.99 * (len(gaps) - 1))], "max": gaps[-1]},
     }
-    save("cluster-kills" if device == "cpu" else f"cluster-kills-{device}", str(__doc__).splitlines()[0], figures, out)
+    save("cluster-kills" if shape == DEFAULT else f"cluster-kills-{shape}", str(__doc__).splitlines()[0], figures, out)
     console.print(figures)
     return figures
 
@@ -262,26 +263,18 @@ def _wait_for(host: Any, engines: int, failure: Sequence[Exception]) -> None:
         time.sleep(0.2)
 
 
-def _tiny_model(folder: Path) -> str:
-    from benchmarks.plan_memory import write_model
-
-    write_model("tiny", str(folder / "tiny"))
-    return str(folder / "tiny")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", nargs="?", choices=[DEFAULT, "tiny", "1b"], default=DEFAULT)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, two engines, eight streams")
-    parser.add_argument("--device", choices=list(_START), default="cpu")
-    parser.add_argument("--mps", action="store_true", help="under CUDA MPS")
+    parser.add_argument("--engines", type=int, help="4, or 2 of another shape than the default")
+    parser.add_argument("--streams", type=int, help="64, or 8 of the tiny shape")
     parser.add_argument("--out", type=Path, default=FOLDER)
     chosen = parser.parse_args(arguments)
-    engines, streams = (2, 8) if chosen.tiny else (chosen.engines, chosen.streams)
-    with mps_daemon(chosen.mps):
-        run(chosen.kills, engines, streams, chosen.out, tiny=chosen.tiny, device=chosen.device)
+    engines = chosen.engines or (4 if chosen.shape == DEFAULT else 2)
+    streams = chosen.streams or (8 if chosen.shape == "tiny" else 64)
+    with mps_daemon(chosen.shape == "1b"):
+        run(chosen.shape, chosen.kills, engines, streams, chosen.out)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ Move = Callable[[str, int], None]
 
 
 def _config_without_profile(config: PolicyConfig) -> PolicyConfig:
-    """Requests count, not their seconds: no engine is closed because of the work that it has taken."""
-    return replace(config, owner_imbalance=_IMBALANCE, max_pending_prefill_s=math.inf, max_ahead_s=math.inf)
+    """Requests and their KV cache count, not seconds: these close no engine to requests, and start none."""
+    scaling = replace(config.scaling, fill=math.inf)
+    return replace(config, owner_imbalance=_IMBALANCE, max_pending_prefill_s=math.inf, max_ahead_s=math.inf, scaling=scaling)
 
 
 class Placement:

@@ -182,7 +182,16 @@ def up(
         ),
     ] = None,
     store_cache_gb: StoreCacheGb = 20.0,
-    http_workers: Annotated[int, typer.Option("--http-workers", min=1, max=64, help="Processes for completions.")] = 1,
+    http_workers: Annotated[
+        int | None,
+        typer.Option(
+            "--http-workers",
+            min=1,
+            max=64,
+            show_default=False,
+            help="Processes for completions; none: 1 for engines on CPUs, up to 4 for engines on GPUs.",
+        ),
+    ] = None,
     temperature: Annotated[
         float | None, _limit("--temperature", "Of requests that name none. (default: that of the model)", hidden=True)
     ] = None,
@@ -222,7 +231,7 @@ def up(
         from symbiosis.app.cluster.engine_launcher import EngineProcesses
         from symbiosis.app.cluster.secret_file import read_or_create_secret
         from symbiosis.app.cluster.state_folder import StateFolder, default_state_folder
-        from symbiosis.app.front_door import check_http
+        from symbiosis.app.front_door import check_http, default_workers
         from symbiosis.cli.provider_folders import check_provider_folders
         from symbiosis.cluster.step_cost import read_step_cost
         from symbiosis.jobs.queue import JobLimits
@@ -268,7 +277,7 @@ def up(
                 profile=None if profile is None else str(profile),
                 temperature=temperature,
                 adapters=adapters,
-                workers=http_workers,
+                workers=default_workers(device) if http_workers is None else http_workers,
                 requests=RequestLimits(at_once=tenant_requests, per_minute=tenant_rate),
                 launcher=launch,
                 keys=keys,
