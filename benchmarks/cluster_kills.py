@@ -8,7 +8,7 @@ clients ask again, which is counted.
 
     python -m benchmarks.cluster_kills                   # 100 kills, 20 to 30 minutes on 2 cores
     python -m benchmarks.cluster_kills tiny --kills 3    # to try it: a tiny model
-    python -m benchmarks.cluster_kills 1b --kills 20     # two engines on one GPU under MPS, random weights
+    python -m benchmarks.cluster_kills 1b --device cuda --kills 20  # two engines on one GPU under MPS, random weights
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ADAPTERS = 8
 SHARES = {"engine": 0.5, "node": 0.15, "director": 0.2, "worker": 0.15}
 _PROMPT = "The following is a short story about a ship:"
 _WORDS = " aaab aaac aaad"
-_ON_CPU: dict[str, Any] = {"dtype": "float32", "threads": 1}
-_ON_GPU: dict[str, Any] = {"dtype": "float32", "device": "cuda", "cache_gb": 4.0}
+_DEVICES: dict[str, dict[str, Any]] = {"cpu": {"threads": 1}, "cuda": {"device": "cuda", "cache_gb": 4.0}}
+"""How engines start there."""
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -172,7 +172,7 @@ def _is_cut(error: Exception) -> bool:
     return any(word in text for word in ("connection", "remoteprotocol", "readerror", "peer closed", "incomplete"))
 
 
-def run(shape: str, kills: int, engines: int, streams: int, out: Path, *, seed: int = 0) -> dict[str, Any]:
+def run(shape: str, device: str, kills: int, engines: int, streams: int, out: Path, *, seed: int = 0) -> dict[str, Any]:
     from symbiosis.app.cluster.cluster_host import ClusterHost
     from symbiosis.app.cluster.engine_launcher import EngineProcesses
 
@@ -180,8 +180,8 @@ def run(shape: str, kills: int, engines: int, streams: int, out: Path, *, seed: 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         source = make_model(shape, folder)[0] or None
-        engine = {"model": source, "adapter_gb": 0.2, "adapter_host_gb": 0.2, "training": False}
-        engine |= _ON_GPU if shape == "1b" else _ON_CPU
+        engine = {"model": source, "dtype": "float32", "adapter_gb": 0.2, "adapter_host_gb": 0.2, "training": False}
+        engine |= _DEVICES[device]
         adapters = write_adapters(source, folder / "adapters")
         with (
             ClusterHost(
@@ -242,6 +242,7 @@ def run(shape: str, kills: int, engines: int, streams: int, out: Path, *, seed: 
     figures = {
         "script": "cluster_kills",
         "shape": shape,
+        "device": device,
         "engines": engines,
         "streams": streams,
         "kills": dict(done),
@@ -251,7 +252,8 @@ def run(shape: str, kills: int, engines: int, streams: int, out: Path, *, seed: 
         "num_different": len(clients.different),
         "longest_gap_s": {"p50": statistics.median(gaps), "p99": gaps[int(0.99 * (len(gaps) - 1))], "max": gaps[-1]},
     }
-    save("cluster-kills" if shape == DEFAULT else f"cluster-kills-{shape}", str(__doc__).splitlines()[0], figures, out)
+    parts = ("cluster-kills", "" if shape == DEFAULT else shape, "" if device == "cpu" else device)
+    save("-".join(part for part in parts if part), str(__doc__).splitlines()[0], figures, out)
     console.print(figures)
     return figures
 
@@ -269,12 +271,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--engines", type=int, help="4, or 2 of another shape than the default")
     parser.add_argument("--streams", type=int, help="64, or 8 of the tiny shape")
+    parser.add_argument("--device", choices=list(_DEVICES), default="cpu", help="cuda: under MPS")
     parser.add_argument("--out", type=Path, default=FOLDER)
     chosen = parser.parse_args(arguments)
     engines = chosen.engines or (4 if chosen.shape == DEFAULT else 2)
     streams = chosen.streams or (8 if chosen.shape == "tiny" else 64)
-    with mps_daemon(chosen.shape == "1b"):
-        run(chosen.shape, chosen.kills, engines, streams, chosen.out)
+    with mps_daemon(chosen.device == "cuda"):
+        run(chosen.shape, chosen.device, chosen.kills, engines, streams, chosen.out)
 
 
 if __name__ == "__main__":

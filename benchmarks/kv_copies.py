@@ -210,6 +210,7 @@ class SlowLink:
 async def measure(
     engines: Sequence[RunningEngine],
     lengths: Sequence[int],
+    warm_up: Sequence[int],
     vocabulary: int,
     repetitions: int,
     link: str,
@@ -228,8 +229,8 @@ async def measure(
     def prompt_of(length: int) -> list[int]:
         return [rng.randrange(vocabulary) for _ in range(length)]
 
-    for repetition in range(2):  # kernels, graphs, and the rates that the target measures
-        prompt = prompt_of(lengths[repetition % len(lengths)])
+    for length in warm_up:
+        prompt = prompt_of(length)
         await source.ask(prompt)
         await target.ask(prompt, source.address)
     for length in lengths:
@@ -290,7 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 engine.start()
         vocabulary = SHAPES[shape].config["vocab_size"]
         repetitions = 1 if chosen.tiny else chosen.repetitions
-        rows = asyncio.run(measure(engines, lengths, vocabulary, repetitions, link, mbit_per_s * 1e6 / 8, console))
+        warm_up = lengths[:2] if is_cpu else 4 * lengths  # rates that the target measures; CUDA graphs of several sizes
+        rows = asyncio.run(measure(engines, lengths, warm_up, vocabulary, repetitions, link, mbit_per_s * 1e6 / 8, console))
     finally:
         for engine in engines:
             engine.close()

@@ -25,6 +25,7 @@ from symbiosis.transport.engine_ipc import EngineAddress
 
 _MAX_FETCHES = 4  # at a time: each may have a window of bytes in host memory
 _START_S = 0.01
+_WORTHWHILE = 0.85
 _MIN_ROWS = 32  # a smaller step measures the reading of the weights
 _FIRST_TOKENS = 128  # of a chunk, until rates are known
 _SHORT_S = 0.02  # a chunk is not halved below
@@ -180,12 +181,12 @@ class BlockFetches:
         return self._compute.seconds_per_row(""), token_bytes / _COPY_BYTES_PER_S if copy_s is None else copy_s
 
     def _is_worthwhile(self, tokens: int) -> bool:
-        """Whether a block comes before all are computed."""
+        """Whether all are there clearly sooner than if they are computed: a fetch costs both engines some time."""
         compute_s, copy_s = self._seconds_per_token()
         if not tokens or compute_s is None:
             return tokens > _FIRST_TOKENS or (tokens > 0 and not self.start_s)
         move = meet_in_the_middle(tokens, compute_s=compute_s, copy_s=copy_s, start_s=self.start_s)
-        return move.copied >= self._block_manager.block_size
+        return move.seconds <= _WORTHWHILE * tokens * compute_s
 
     def _limit(self, tokens: int, silence_s: float) -> int:
         """Most tokens of the next chunk: whole blocks of those that would be computed until the two meet."""
