@@ -204,9 +204,9 @@ def run(shape: str, device: str, kills: int, engines: int, streams: int, out: Pa
                         failure.append(error)
                         return
 
+            clients = Clients(host.url, streams, _PROMPT if shape == DEFAULT else _WORDS)
             checker = threading.Thread(target=check)
             checker.start()
-            clients = Clients(host.url, streams, _PROMPT if shape == DEFAULT else _WORDS)
             try:
                 _wait_for(host, engines, failure)
                 clients.learn()

@@ -94,14 +94,18 @@ class JoinedEngines:
             store = self._link.ask("store")["url"]
             if store is not None:
                 check_store(store, secret, store_cache_gb)
+            prefix = f"{socket.gethostname().partition('.')[0][:60]}-engine"
+            config = {**engine, "host": host, "secret": secret, "director": director.to_json()}
+            config |= {"store": store, "store_cache_gb": store_cache_gb}
+            self.launcher = EngineProcesses(config, prefix)
+            try:
+                self.launcher.keep(engines, ())
+            except BaseException:  # a signal, too
+                self.launcher.close()
+                raise
         except BaseException:
             self._link.close()
             raise
-        prefix = f"{socket.gethostname().partition('.')[0][:60]}-engine"
-        config = {**engine, "host": host, "secret": secret, "director": director.to_json()}
-        config |= {"store": store, "store_cache_gb": store_cache_gb}
-        self.launcher = EngineProcesses(config, prefix)
-        self.launcher.keep(engines, ())
 
     def check(self) -> int:
         """How many engines still run here. Raises `EngineLost` if the cluster does not take them, or if they keep dying."""
