@@ -119,11 +119,14 @@ gpubench:  ## the GPU part of docs/benchmarks.md, with the packages of the machi
 	for shape in 1b qwen4b; do for mode in "" --burst --open; do PYTHONPATH=src $(PYTHON) -m benchmarks.http_load $$shape $$mode || exit 1; done; done
 	PYTHONPATH=src $(PYTHON) -m benchmarks.http_load 1b --open --lengths azure_conv --adapters 32
 	PYTHONPATH=src $(PYTHON) -m benchmarks.http_load 1b --soak 540
+	PYTHONPATH=src $(PYTHON) -m benchmarks.cluster_live 1b --mps
+	PYTHONPATH=src $(PYTHON) -m benchmarks.cluster_replay 1b --engines 1
+	PYTHONPATH=src $(PYTHON) -m benchmarks.cluster_kills 1b --device cuda --kills 20
 
 plots: $(DEV)  ## plots of the results of gpubench, on any machine
 	$(BIN)/python -m benchmarks.plots
 
-bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 100 minutes on 2 cores, as root
+bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 2 hours on 2 cores, as root
 	$(BIN)/python -m benchmarks.policies
 	$(BIN)/python -m benchmarks.independence
 	$(BIN)/python -m benchmarks.memory
@@ -138,6 +141,8 @@ bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 100 minutes on 2 c
 	$(BIN)/python -m benchmarks.http_load default --cpu
 	$(BIN)/python -m benchmarks.kv_copies --cpu
 	$(BIN)/python -m benchmarks.adapter_loads $(if $(RAY_PYTHON),--ray-python $(RAY_PYTHON))
+	$(BIN)/python -m benchmarks.cluster_live
+	$(BIN)/python -m benchmarks.cluster_replay
 	$(BIN)/python -m benchmarks.cluster_simulation $(if $(TRACES),--traces $(TRACES),decisions)
 
 SEED ?= 1

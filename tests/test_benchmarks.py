@@ -13,6 +13,9 @@ from benchmarks import (
     adapter_kernels,
     adapter_loads,
     busy_cores,
+    cluster_kills,
+    cluster_live,
+    cluster_replay,
     cluster_simulation,
     colocation,
     decode_attention,
@@ -254,6 +257,30 @@ def test_copies_of_kv_blocks_are_measured(tmp_path):
     assert (tmp_path / "kv-copies-tiny.json").is_file()
     assert [row["tokens"] for row in figures["rows"]] == [256, 512]
     assert all(row["ratio"] > 0 and row["seconds"]["copy"] > 0 for row in figures["rows"])
+
+
+@pytest.mark.slow
+def test_a_cluster_is_compared_with_one_server_and_survives_what_the_benchmark_does(tmp_path):
+    cluster_live.main(["tiny", "--cpu", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "cluster-live-tiny.json").read_text())
+    assert record["front_door"]["cluster of one"]["ratio"] > 0
+    for name in ("engine_killed", "node_lost", "scale_in", "rolling_restart"):
+        assert (record[name]["interrupted"], record[name]["differ"]) == (0, 0), name
+
+
+@pytest.mark.slow
+def test_the_simulator_is_compared_with_a_live_cluster(tmp_path):
+    cluster_replay.main(["tiny", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "cluster-replay-tiny.json").read_text())
+    assert all(ratio > 0 for ratio in record["simulated_of_live"].values())
+
+
+@pytest.mark.slow
+def test_kills_in_a_cluster_change_no_token(tmp_path):
+    cluster_kills.main(["tiny", "--kills", "3", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "cluster-kills-tiny.json").read_text())
+    assert sum(record["kills"].values()) == 3
+    assert record["num_different"] == 0
 
 
 @pytest.mark.slow

@@ -282,11 +282,10 @@ def freeze_director_while_an_engine_dies(served: RunningCluster) -> None:
 @pytest.mark.parametrize(
     "faults",
     [
-        (kill_engine, kill_director, kill_engine),
-        (freeze_engine_until_it_is_lost, freeze_engine_for_a_moment),
-        (freeze_director, freeze_director_while_an_engine_dies),
+        pytest.param((kill_engine, kill_director, kill_engine), id="kills"),
+        pytest.param((freeze_engine_until_it_is_lost, freeze_engine_for_a_moment), id="frozen-engines", marks=pytest.mark.slow),
+        pytest.param((freeze_director, freeze_director_while_an_engine_dies), id="frozen-director", marks=pytest.mark.slow),
     ],
-    ids=["kills", "frozen-engines", "frozen-director"],
 )
 def test_streams_survive_faults_of_engines_and_of_the_director(served, tmp_path, faults):
     save_lora(served.model, tmp_path / "one", seed=3)
