@@ -79,7 +79,11 @@ def soak(chosen: Any, bench_plan: Any) -> dict[str, Any]:
         plan = replace(plan, streams=chosen.streams[0])
     keys = {f"t{number}": f"key-{number}" for number in range(plan.tenants)} | {LIMITED: f"key-{LIMITED}"}
     limits = RequestLimits(per_minute=plan.per_minute)
-    longest = replace(bench_plan, new=max(bench_plan.new, plan.slow_new))
+    needed = plan.streams * (bench_plan.prompt + bench_plan.new) + round(SLOW * plan.streams) * plan.slow_new
+    # with less KV cache the others would wait for the long answers
+    longest = replace(
+        bench_plan, new=max(bench_plan.new, plan.slow_new), cache_tokens=max(bench_plan.cache_tokens, 3 * needed // 2)
+    )
     served = served_model(chosen, longest, plan.streams, keys=keys, requests=limits)
     console = Console(width=160)
     phases = [Phase(name=name, seconds=share * chosen.soak) for name, share in PHASES.items()]
