@@ -29,7 +29,7 @@ def fine_tuned(model: LlamaForCausalLM, layers: range, seed: int = 1) -> LlamaFo
     with torch.no_grad():
         for layer in layers:
             for weight in made.model.layers[layer].parameters():
-                weight += 0.01 * torch.randn_like(weight)
+                weight.add_(0.01 * torch.randn_like(weight))
     return made
 
 

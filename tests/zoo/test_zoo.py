@@ -42,7 +42,7 @@ def assert_equal(found, expected) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: make_model(),
+        make_model,
         lambda: make_model(tie_word_embeddings=True),
         lambda: make_model().to(torch.bfloat16),
         lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=64, n_positions=64)).eval(),
@@ -70,7 +70,7 @@ def test_equal_blocks_are_stored_once(zoo, save, base):
     usage = zoo.usage()
     assert (usage.models, usage.blocks) == (3, 14)
     assert usage.bytes == first.new_bytes + second.new_bytes
-    assert usage.bytes_as_copies == sum(each.bytes for each in zoo.manifests())
+    assert usage.bytes_as_copies == sum(each.size for each in zoo.manifests())
     shared = zoo.users("tuned")
     assert sorted(map(len, shared.values())) == [0] * 4 + [2] * 6
 
@@ -206,8 +206,25 @@ def test_a_folder_with_other_files_is_no_zoo(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "name": "other", "chain": []}', '{"format": 1, "name": "base", "chain": [["x", 0, "..", 1]]}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 1, "name": "other", "chain": []}',
+        '{"format": 1, "name": "base", "chain": [["x", 0, "..", 1]]}',
+    ],
+)
 def test_a_broken_manifest_is_one_line(zoo, tmp_path, content):
     (tmp_path / "zoo" / "models" / "base.json").write_text(content)
     with pytest.raises(BadZoo, match="the manifest of base cannot be read"):
         zoo.manifests()
+
+
+def test_what_is_no_gguf_file_is_one_line(zoo, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(NotAdmitted, match=r"model\.gguf cannot be converted"):
+        zoo.add("model", tmp_path / "model.gguf")
+    assert zoo.names() == []
+    assert not list((tmp_path / "zoo" / "scratch").iterdir())

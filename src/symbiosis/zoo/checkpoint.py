@@ -54,11 +54,13 @@ class Checkpoint:
             return sorted(names)
         if (self._folder / _WHOLE).is_file():
             return [_WHOLE]
-        raise NotAdmitted(f"{self._folder.name} has no {_WHOLE}: expected a folder as `save_pretrained` writes it, or a GGUF file")
+        raise NotAdmitted(
+            f"{self._folder.name} has no {_WHOLE}: expected a folder as `save_pretrained` writes it, or a GGUF file"
+        )
 
     def _open(self, name: str) -> None:
         try:
-            file = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))  # type: ignore[no-untyped-call]
+            file = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise NotAdmitted(f"{name} of {self._folder.name} cannot be read: {error}") from None
         for tensor in file.keys():  # noqa: SIM118 - it is no dict

@@ -11,12 +11,13 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from symbiosis.zoo.errors import BadZoo, ZooFull
-from symbiosis.zoo.manifest import Object
+from symbiosis.zoo.manifest import StoredObject
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PIECE_BYTES = 1 << 22
@@ -32,14 +33,14 @@ class ObjectFolder:
         self._objects.mkdir(parents=True, exist_ok=True)
         self._scratch.mkdir(exist_ok=True)
 
-    def path(self, object: Object) -> Path:
+    def path(self, object: StoredObject) -> Path:
         return self._objects / object.sha256[:2] / object.sha256
 
-    def has(self, object: Object) -> bool:
+    def has(self, object: StoredObject) -> bool:
         path = self.path(object)
-        return path.is_file() and path.stat().st_size == object.bytes
+        return path.is_file() and path.stat().st_size == object.size
 
-    def put(self, content: bytes | Path) -> Object:
+    def put(self, content: bytes | Path) -> StoredObject:
         """Store the content of a file, or these bytes, unless they are there. Raises `ZooFull`."""
         found = describe(content)
         if self.has(found):
@@ -81,7 +82,7 @@ class ObjectFolder:
         finally:
             scratch.unlink(missing_ok=True)
 
-    def verify(self, objects: Collection[Object], progress: Callable[[int], None] = lambda size: None) -> dict[str, str]:
+    def verify(self, objects: Collection[StoredObject], progress: Callable[[int], None] = lambda size: None) -> dict[str, str]:
         """What is wrong, by hash: objects that are missing, or whose content is not that of their name."""
         wrong: dict[str, str] = {}
         for each in {each.sha256: each for each in objects}.values():
@@ -90,30 +91,32 @@ class ObjectFolder:
                 wrong[each.sha256] = "is missing"
             elif describe(path) != each:
                 wrong[each.sha256] = "was changed"
-            progress(each.bytes)
+            progress(each.size)
         return wrong
 
-    def keep_only(self, objects: Collection[Object]) -> tuple[int, int]:
+    def keep_only(self, objects: Collection[StoredObject]) -> tuple[int, int]:
         """Remove all others, and what killed processes left: how many, and their bytes."""
         kept = {each.sha256 for each in objects}
         count = size = 0
-        for path in [*self._objects.glob("*/*"), *self._scratch.iterdir()]:
-            if path.parent == self._scratch or path.name not in kept:
+        for path in [*self._objects.glob("*/*"), *self._scratch.rglob("*")]:
+            if path.is_file() and (self._scratch in path.parents or path.name not in kept):
                 size += path.stat().st_size
                 count += 1
                 path.unlink()
+        for folder in self._scratch.iterdir():
+            shutil.rmtree(folder)
         for folder in self._objects.iterdir():
             with contextlib.suppress(OSError):
                 folder.rmdir()  # those that are empty
         return count, size
 
 
-def describe(content: bytes | Path) -> Object:
+def describe(content: bytes | Path) -> StoredObject:
     digest, size = hashlib.sha256(), 0
     for piece in _pieces(content):
         digest.update(piece)
         size += len(piece)
-    return Object(digest.hexdigest(), size)
+    return StoredObject(digest.hexdigest(), size)
 
 
 def _pieces(content: bytes | Path) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,9 +24,10 @@ import safetensors.torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from symbiosis.models.gguf import convert_gguf
 from symbiosis.zoo.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, CONFIG, Checkpoint, is_adapter, read_json
 from symbiosis.zoo.errors import BadZoo, NotAdmitted, UnknownZooModel
-from symbiosis.zoo.manifest import FORMAT, NAME, ChainBlock, Manifest, Object
+from symbiosis.zoo.manifest import FORMAT, NAME, ChainBlock, ModelManifest, StoredObject
 from symbiosis.zoo.object_folder import ObjectFolder, sync_folder
 from symbiosis.zoo.partition import name_in_model, partition
 
@@ -43,13 +44,13 @@ def _ignore(what: str, done: int, total: int) -> None:
 class Added:
     """What a new model takes."""
 
-    manifest: Manifest
+    manifest: ModelManifest
     new_blocks: int
     new_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ZooUsage:
     """What the models of a zoo take together."""
 
     models: int
@@ -102,7 +103,7 @@ class Zoo:
     def names(self) -> list[str]:
         return sorted(path.stem for path in self._models.glob("*.json"))
 
-    def manifest(self, name: str) -> Manifest:
+    def manifest(self, name: str) -> ModelManifest:
         """Raises `UnknownZooModel` or `BadZoo`."""
         try:
             if NAME.fullmatch(name) is None:
@@ -111,16 +112,16 @@ class Zoo:
         except FileNotFoundError:
             known = ", ".join(self.names()[:5]) or "none yet"
             raise UnknownZooModel(f"the zoo has no model {name!r:.80}: there are {known}") from None
-        return Manifest.decode(raw, name)
+        return ModelManifest.decode(raw, name)
 
-    def manifests(self) -> list[Manifest]:
+    def manifests(self) -> list[ModelManifest]:
         return [self.manifest(name) for name in self.names()]
 
-    def usage(self) -> Usage:
+    def usage(self) -> ZooUsage:
         manifests = self.manifests()
-        objects = {each.sha256: each.bytes for manifest in manifests for each in manifest.objects}
+        objects = {each.sha256: each.size for manifest in manifests for each in manifest.objects}
         blocks = {block.object.sha256 for manifest in manifests for block in manifest.chain}
-        return Usage(len(manifests), len(blocks), sum(objects.values()), sum(each.bytes for each in manifests))
+        return ZooUsage(len(manifests), len(blocks), sum(objects.values()), sum(each.size for each in manifests))
 
     def users(self, name: str) -> dict[str, list[str]]:
         """The other models that share each block of a model, by hash."""
@@ -135,7 +136,7 @@ class Zoo:
     # Changes
 
     def add(self, name: str, source: Path, *, base: str | None = None, progress: Progress = _ignore) -> Added:
-        """Add a checkpoint, or a PEFT adapter on the model `base` of the zoo. Raises `NotAdmitted`, and nothing is changed."""
+        """Add a checkpoint, a GGUF file, or a PEFT adapter on the model `base`. Raises `NotAdmitted`, and changes nothing."""
         if NAME.fullmatch(name) is None:
             raise NotAdmitted(f"{name!r:.80} is no name of a model: expected letters, digits, dots, dashes, at most 100")
         with self._locked():
@@ -146,16 +147,18 @@ class Zoo:
                 manifest = self._put_adapter(name, source, base)
             elif base is not None:
                 raise NotAdmitted(f"{source.name} is no PEFT adapter: a base is for adapters")
+            elif source.suffix == ".gguf":
+                manifest = self._put_gguf(name, source, progress)
             else:
                 manifest = self._put_checkpoint(name, source, progress)
             now = datetime.now(UTC).isoformat(timespec="seconds")
             manifest = replace(manifest, provenance={"source": source.name, "added": now, **manifest.provenance})
             self._objects.write_file(self._models / f"{name}.json", manifest.encode())
-        new = {each.sha256: each.bytes for each in manifest.objects if each.sha256 not in known}
+        new = {each.sha256: each.size for each in manifest.objects if each.sha256 not in known}
         blocks = {block.object.sha256 for block in manifest.chain}
         return Added(manifest, len(blocks & new.keys()), sum(new.values()))
 
-    def _put_checkpoint(self, name: str, source: Path, progress: Progress) -> Manifest:
+    def _put_checkpoint(self, name: str, source: Path, progress: Progress) -> ModelManifest:
         with Checkpoint(source) as checkpoint:
             self._check_family(checkpoint, source)
             blocks = partition(checkpoint.names)
@@ -166,9 +169,19 @@ class Zoo:
                 chain.append(ChainBlock(place, self._objects.put(safetensors.torch.save(tensors))))
                 progress(str(place), done + 1, len(blocks))
             files = {each: self._objects.put(path) for each, path in checkpoint.other_files.items()}
-        return Manifest(name=name, chain=tuple(chain), files=files)
+        return ModelManifest(name=name, chain=tuple(chain), files=files)
 
-    def _put_adapter(self, name: str, source: Path, base: str | None) -> Manifest:
+    def _put_gguf(self, name: str, source: Path, progress: Progress) -> ModelManifest:
+        """As the plain weights that it stands for."""
+        with tempfile.TemporaryDirectory(dir=self._root / "scratch") as place:
+            progress("converting", 0, 1)
+            try:
+                convert_gguf(source, Path(place) / "model")
+            except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+                raise NotAdmitted(f"{source.name} cannot be converted: {_first_line(error)}") from None
+            return self._put_checkpoint(name, Path(place) / "model", progress)
+
+    def _put_adapter(self, name: str, source: Path, base: str | None) -> ModelManifest:
         if base is None:
             raise NotAdmitted(f"{source.name} is a PEFT adapter: name the model of the zoo that it was made for, with --base")
         of_base = self.manifest(base)
@@ -176,7 +189,9 @@ class Zoo:
             raise NotAdmitted(f"{base} has an adapter itself: an adapter is added to a model without one")
         read_json(source / ADAPTER_CONFIG)
         if not (source / ADAPTER_TENSORS).is_file():
-            raise NotAdmitted(f"{source.name} has no {ADAPTER_TENSORS}: expected a folder as PEFT's `save_pretrained` writes it")
+            raise NotAdmitted(
+                f"{source.name} has no {ADAPTER_TENSORS}: expected a folder as PEFT's `save_pretrained` writes it"
+            )
         adapter = {each: self._objects.put(source / each) for each in (ADAPTER_CONFIG, ADAPTER_TENSORS)}
         return replace(of_base, name=name, adapter=adapter, provenance={"base": base})
 
@@ -195,7 +210,7 @@ class Zoo:
             stored = manifest.files.get(file)
             if stored is not None and _tokens(checkpoint.other_files[file], file) != _tokens(self._path(stored), file):
                 raise NotAdmitted(
-                    f"{source.name} has another tokenizer than the models of this zoo ({file} differs): expected the same tokens"
+                    f"{source.name} has another tokenizer than the models of this zoo ({file} differs): expected equal tokens"
                 )
 
     def _check_complete(self, source: Path) -> None:
@@ -205,7 +220,7 @@ class Zoo:
                 source, device_map="meta", output_loading_info=True, trust_remote_code=False, local_files_only=True
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise NotAdmitted(f"{source.name} cannot be loaded as a causal language model: {first_line(error)}") from None
+            raise NotAdmitted(f"{source.name} cannot be loaded as a causal language model: {_first_line(error)}") from None
         wrong = [("has no tensor", info["missing_keys"]), ("has a tensor of another shape,", info["mismatched_keys"])]
         wrong.append(("has a tensor that its architecture does not have,", info["unexpected_keys"]))
         for what, names in wrong:
@@ -230,7 +245,7 @@ class Zoo:
         """What is wrong, a line each: all content is hashed again."""
         manifests = self.manifests()
         objects = {each.sha256: each for manifest in manifests for each in manifest.objects}
-        total, done = sum(each.bytes for each in objects.values()), 0
+        total, done = sum(each.size for each in objects.values()), 0
 
         def count(size: int) -> None:
             nonlocal done
@@ -247,13 +262,13 @@ class Zoo:
 
     # Use
 
-    def _path(self, object: Object) -> Path:
+    def _path(self, object: StoredObject) -> Path:
         path = self._objects.path(object)
         if not path.is_file():
             raise BadZoo(f"an object of the zoo is missing ({object.sha256[:12]}): `symbiosis zoo verify` says of which models")
         return path
 
-    def tensors(self, manifest: Manifest) -> dict[str, Tensor]:
+    def tensors(self, manifest: ModelManifest) -> dict[str, Tensor]:
         """All tensors of a chain, by the names of the model. Those of equal blocks of other models are other objects."""
         found: dict[str, Tensor] = {}
         for block in manifest.chain:
@@ -280,5 +295,5 @@ def _tokens(path: Path, file: str) -> Any:
     return (model.get("vocab"), found.get("added_tokens")) if isinstance(model, dict) else found
 
 
-def first_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")[:200] or type(error).__name__

@@ -44,9 +44,7 @@ def _progress(title: str) -> Iterator[Report]:
         yield lambda what, done, total: bars.update(task, description=f"{title}: {what}", completed=done, total=total)
 
 
-@app.command(
-    epilog="Examples: symbiosis zoo add ./zoo ./my-fine-tune   symbiosis zoo add ./zoo ./my-lora --base my-fine-tune --name pirate"
-)
+@app.command(epilog="Examples: symbiosis zoo add ./zoo ./my-fine-tune   symbiosis zoo add ./zoo ./my-lora --base my-fine-tune")
 def add(
     folder: Folder,
     source: Annotated[
@@ -64,7 +62,7 @@ def add(
     zoo, name = _open(folder, create=True), name or source.resolve().stem
     with _progress(f"Adding {name}") as report:
         added = zoo.add(name, source, base=base, progress=report)
-    whole = added.manifest.bytes
+    whole = added.manifest.size
     typer.echo(
         f"{name}: {added.new_blocks} of {len(added.manifest.chain)} blocks are new, {added.new_bytes / 1e6:,.1f} MB instead of "
         f"{whole / 1e6:,.1f}"
@@ -88,7 +86,7 @@ def list_models(folder: Folder) -> None:
                 "model": escape(manifest.name),
                 "blocks": str(len(manifest.chain)),
                 "shared": str(sum(bool(users[block.object.sha256]) for block in manifest.chain)),
-                "MB": f"{manifest.bytes / 1e6:,.1f}",
+                "MB": f"{manifest.size / 1e6:,.1f}",
                 "adapter of": escape(manifest.provenance.get("base", "")),
                 "added": escape(manifest.provenance.get("added", "")),
             }
@@ -120,7 +118,7 @@ def show(folder: Folder, name: Name) -> None:
             cells = {
                 "block": str(block.place),
                 "hash": block.object.sha256[:12],
-                "MB": f"{block.object.bytes / 1e6:,.2f}",
+                "MB": f"{block.object.size / 1e6:,.2f}",
                 "shared with": escape(", ".join(others[:3])) + more,
             }
             table.add_row(*(cells[column] for column in columns))
