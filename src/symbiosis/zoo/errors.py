@@ -1,0 +1,21 @@
+"""Errors of a zoo of models."""
+
+from __future__ import annotations
+
+from symbiosis.errors import SymbiosisError
+
+
+class BadZoo(SymbiosisError, code="bad_zoo"):
+    """The folder is no zoo, or something in it is missing or was changed."""
+
+
+class UnknownZooModel(SymbiosisError, code="unknown_zoo_model"):
+    """The zoo has no model of this name."""
+
+
+class NotAdmitted(SymbiosisError, code="not_admitted"):
+    """The model cannot be added to this zoo: another family or tokenizer, a missing tensor, a name in use."""
+
+
+class ZooFull(BadZoo, code="zoo_full"):
+    """The disk of the zoo has no space left: nothing was added."""

@@ -1,0 +1,94 @@
+"""The manifest of a model in a zoo: the chain of its blocks, its other files, and where it came from."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+
+from symbiosis.zoo.errors import BadZoo
+from symbiosis.zoo.partition import BlockKind, BlockPlace
+
+FORMAT = 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+MAX_LAYERS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A file of the zoo, by the hash of its content."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChainBlock:
+    """A block at its place in the chain of a model."""
+
+    place: BlockPlace
+    object: StoredObject
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelManifest:
+    name: str
+    chain: tuple[ChainBlock, ...]
+    files: dict[str, StoredObject]
+    """Config and tokenizer, by name."""
+    adapter: dict[str, StoredObject] = field(default_factory=dict)
+    """The files of a PEFT adapter on the chain, if it has one."""
+    provenance: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def objects(self) -> list[StoredObject]:
+        """All, in the order of the chain; an object may be there several times."""
+        return [each.object for each in self.chain] + [*self.files.values(), *self.adapter.values()]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole model, as a copy of its own."""
+        return sum(each.size for each in self.objects)
+
+    def encode(self) -> bytes:
+        chain = [[str(each.place.kind), each.place.layer, each.object.sha256, each.object.size] for each in self.chain]
+        files, adapter = ({name: asdict(each) for name, each in part.items()} for part in (self.files, self.adapter))
+        content = {"format": FORMAT, "name": self.name, "chain": chain, "files": files, "adapter": adapter}
+        return json.dumps({**content, "provenance": self.provenance}, indent=1).encode()
+
+    @staticmethod
+    def decode(raw: bytes, name: str) -> ModelManifest:
+        """Raises `BadZoo`."""
+        try:
+            found = json.loads(raw)
+            if found["format"] != FORMAT or found["name"] != name:
+                raise ValueError
+            chain = tuple(
+                ChainBlock(BlockPlace(BlockKind(kind), _count(layer, MAX_LAYERS)), _object(sha256, size))
+                for kind, layer, sha256, size in found["chain"]
+            )
+            files, adapter = (_files(found[part]) for part in ("files", "adapter"))
+            provenance = {str(key)[:100]: str(value)[:1000] for key, value in found["provenance"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise BadZoo(f"the manifest of {name} cannot be read: expected one that `symbiosis zoo add` wrote") from None
+        return ModelManifest(name=name, chain=chain, files=files, adapter=adapter, provenance=provenance)
+
+
+def _files(found: dict[str, dict[str, object]]) -> dict[str, StoredObject]:
+    if any(_FILE.fullmatch(name) is None for name in found):
+        raise ValueError
+    return {name: _object(each["sha256"], each["size"]) for name, each in found.items()}
+
+
+def _object(sha256: object, size: object) -> StoredObject:
+    if not isinstance(sha256, str) or _SHA256.fullmatch(sha256) is None:
+        raise ValueError
+    return StoredObject(sha256, _count(size, 1 << 50))
+
+
+def _count(value: object, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError
+    return value
