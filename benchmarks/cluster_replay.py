@@ -33,9 +33,10 @@ from benchmarks.http_load import lengths
 from benchmarks.http_load.client import LoadClient, Report
 from benchmarks.http_load.workload import Request, Workload
 from benchmarks.results import save
+from symbiosis.cluster.policies.objective import Objective
 from symbiosis.cluster.policies.policy import ClusterPolicy, PolicyConfig
 from symbiosis.cluster.policies.scaling import ScalingConfig
-from symbiosis.cluster.simulation.report import Objective, make_report
+from symbiosis.cluster.simulation.report import make_report
 from symbiosis.cluster.simulation.simulator import Simulator
 from symbiosis.cluster.simulation.trace import Trace
 from symbiosis.cluster.step_cost import StepCost, read_step_cost

@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from symbiosis.cluster.policies.objective import Objective
 from symbiosis.director.director import Director, DirectorConfig
 from symbiosis.errors import SymbiosisError
 
@@ -24,7 +25,8 @@ async def _run(values: dict[str, Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     loop.add_reader(sys.stdin.fileno(), stopped.set)  # it closes when the parent has ended
-    director = Director(DirectorConfig(**{**values, "state": Path(values["state"])}))
+    objective = Objective(**values.pop("objective", {}))
+    director = Director(DirectorConfig(**{**values, "state": Path(values["state"]), "objective": objective}))
     print(json.dumps(director.address.to_json()), flush=True)
     try:
         await director.run(stopped)

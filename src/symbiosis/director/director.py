@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.cluster.policies.job_placement import JobConfig
+from symbiosis.cluster.policies.objective import Objective
 from symbiosis.cluster.policies.policy import PolicyConfig
 from symbiosis.cluster.policies.scaling import ScalingConfig
 from symbiosis.cluster.step_cost import read_step_cost
@@ -56,6 +57,8 @@ class DirectorConfig:
     """None: as many as at the start."""
     profile: str | None = None
     """Of the engines (`symbiosis profile`), for the policy; None: their speed is unknown."""
+    objective: Objective = Objective()  # noqa: RUF009 - frozen
+    """Counts with a profile only."""
     hung_s: float = 60.0
     """An engine that was lost and has not joined again after so long is killed, if its process is still there, and replaced."""
     at_once: int | None = None
@@ -73,7 +76,8 @@ class Director:
         self._config = config
         key, most = ClusterKey.of(config.secret), config.max_engines or config.engines
         cost = None if config.profile is None else read_step_cost(config.profile)
-        policy = PolicyConfig(scale=True, scaling=ScalingConfig(min_engines=config.engines, max_engines=most))
+        scaling = ScalingConfig(min_engines=config.engines, max_engines=most)
+        policy = PolicyConfig(scale=True, scaling=scaling).aimed_at(config.objective)
         config.state.mkdir(parents=True, exist_ok=True)
         listener = EngineListener(host=config.host, port=config.port, clients=key, keys=ClusterKey.of_director(config.secret))
         self.rpc = RpcServer(listener)

@@ -146,6 +146,27 @@ def test_a_request_that_ends_while_it_waits_for_an_engine_leaves_the_director(tm
     director.close()
 
 
+def test_requests_wait_for_a_busy_engine_longer_than_for_a_missing_one(tmp_path):
+    busy = RunningCluster(tmp_path, 1, max_running=1)
+    patience_s, sampling = 0.1, Sampling(temperature=0, max_tokens=200, ignore_eos=True)
+
+    async def ask() -> None:
+        client = busy.link(patience_s=patience_s)
+        await client.start()
+        await busy.wait_for_engines(client)
+        started = time.monotonic()
+        prompts = [GenerateRequest(prompt=[3 + number], sampling=sampling) for number in range(8)]
+        outcomes = await asyncio.gather(*(generate(client, request) for request in prompts))
+        assert all(ends == ["length"] for _, ends in outcomes)
+        assert time.monotonic() - started > patience_s
+        await client.close()
+
+    try:
+        asyncio.run(ask())
+    finally:
+        busy.close()
+
+
 def test_another_key_is_not_served(served):
     async def ask() -> None:
         client = served.link("a stranger's secret", patience_s=1.0)

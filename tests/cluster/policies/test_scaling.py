@@ -103,7 +103,7 @@ def test_the_objective_bounds_the_utilization():
     config = ScalingConfig(max_utilization=0.9, tpot_s=0.08)
     assert allowed_utilization(config, 0.02) == 0.75
     assert allowed_utilization(config, 0.001) == 0.9
-    assert allowed_utilization(config, 1.0) == 0.1
+    assert allowed_utilization(config, 1.0) == 0.5
 
 
 @pytest.mark.parametrize(("rate", "mean_s"), [(20, 0.05), (50, 0.2), (10, 0.5)])

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symbiosis.cluster.policies.cluster_state import ClusterRequest
+from symbiosis.cluster.policies.objective import Objective
 from symbiosis.cluster.policies.placement import PLACEMENTS
 from symbiosis.cluster.policies.policy import ClusterPolicy, PolicyConfig
 from symbiosis.cluster.policies.replica_sets import ReplicaConfig
 from symbiosis.cluster.policies.scaling import ScalingConfig
 from symbiosis.cluster.simulation.baselines import RayServe, RayServeConfig
 from symbiosis.cluster.simulation.experiment import make_policy, parse_synthetic, run_experiment
-from symbiosis.cluster.simulation.report import Objective, make_report
+from symbiosis.cluster.simulation.report import make_report
 from symbiosis.cluster.simulation.simulator import Simulator
 from symbiosis.cluster.simulation.trace import Trace, poisson_trace
 from symbiosis.cluster.step_cost import PROFILES, StepCost

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from symbiosis.app.cluster.director_process import DirectorProcess
 from symbiosis.app.cluster.engine_launcher import EngineLauncher, EngineProcesses
 from symbiosis.app.cluster_store import check_store, store_config
 from symbiosis.app.front_door import FrontDoor
+from symbiosis.cluster.policies.objective import Objective
 from symbiosis.errors import EngineLost, SymbiosisError
 from symbiosis.server.adapter_store import AdapterStore
 from symbiosis.server.engines.director_link import DirectorLink
@@ -55,6 +56,7 @@ class ClusterHost:
         secret: str | None = None,
         state: Path,
         profile: str | None = None,
+        objective: Objective = Objective(),  # noqa: B008 - frozen
         temperature: float | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         workers: int = 1,
@@ -87,6 +89,7 @@ class ClusterHost:
                     "engines": engines,
                     "max_engines": max_engines,
                     "profile": profile,
+                    "objective": asdict(objective),
                     "at_once": requests.at_once,
                     "per_minute": requests.per_minute,
                     "has_keys": self._door.has_keys,

@@ -126,6 +126,12 @@ def up(
             help="Step times of an engine (`symbiosis profile`), for the policy.",
         ),
     ] = None,
+    ttft: Annotated[
+        float, typer.Option("--ttft", metavar="SECONDS", min=0.001, help="Objective for the first token, with --profile.")
+    ] = 2.0,
+    tpot: Annotated[
+        float, typer.Option("--tpot", metavar="SECONDS", min=0.001, help="Objective for each later token, with --profile.")
+    ] = 0.1,
     ray_address: Annotated[
         str | None,
         typer.Option(
@@ -233,6 +239,7 @@ def up(
         from symbiosis.app.cluster.state_folder import StateFolder, default_state_folder
         from symbiosis.app.front_door import check_http, default_workers
         from symbiosis.cli.provider_folders import check_provider_folders
+        from symbiosis.cluster.policies.objective import Objective
         from symbiosis.cluster.step_cost import read_step_cost
         from symbiosis.jobs.queue import JobLimits
         from symbiosis.models import blob_store
@@ -275,6 +282,7 @@ def up(
                 secret=secret,
                 state=state,
                 profile=None if profile is None else str(profile),
+                objective=Objective(ttft_s=ttft, tpot_s=tpot),
                 temperature=temperature,
                 adapters=adapters,
                 workers=default_workers(device) if http_workers is None else http_workers,

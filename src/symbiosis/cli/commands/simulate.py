@@ -51,9 +51,9 @@ def simulate(
         int, typer.Option(min=0, max=1_000_000, help="Adapters of a trace without tenants; 0: the base model only.")
     ] = 0,
     zipf: Annotated[float, typer.Option(min=0, max=10, help="Popularity of these adapters.")] = 1.5,
-    ttft: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Objective for the first token (TTFT).")] = 2.0,
+    ttft: Annotated[float, typer.Option(metavar="SECONDS", min=0.001, help="Objective for the first token (TTFT).")] = 2.0,
     tpot: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="Objective for each later token, in the mean (TPOT).")
+        float, typer.Option(metavar="SECONDS", min=0.001, help="Objective for each later token, in the mean (TPOT).")
     ] = 0.1,
     fail_every: Annotated[
         float | None, typer.Option(metavar="SECONDS", min=1, show_default=False, help="Lose the fullest engine as often.")
@@ -69,8 +69,8 @@ def simulate(
     """
     from symbiosis.cli.loss_plot import check_plot_file
     from symbiosis.cli.views.simulation_view import plot_reports, print_reports
+    from symbiosis.cluster.policies.objective import Objective
     from symbiosis.cluster.simulation.experiment import parse_synthetic, run_experiment
-    from symbiosis.cluster.simulation.report import Objective
     from symbiosis.cluster.simulation.trace import read_trace
     from symbiosis.cluster.step_cost import read_step_cost
 

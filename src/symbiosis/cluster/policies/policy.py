@@ -8,13 +8,14 @@ thread and no I/O.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
 from symbiosis.cluster.policies.cluster_state import LEVELS, ClusterRequest, ClusterState, EngineState, EngineStatus, members
 from symbiosis.cluster.policies.kv_coordination import KvDirectory
 from symbiosis.cluster.policies.migration import MigrationConfig, choose_drains, leaving, lost
+from symbiosis.cluster.policies.objective import Objective
 from symbiosis.cluster.policies.placement import LeastLoaded, make_placement
 from symbiosis.cluster.policies.replica_sets import ReplicaConfig, ReplicaSet, ReplicaSets
 from symbiosis.cluster.policies.scaling import ScalingConfig, WorkScaling, allowed_utilization, change_of_engines
@@ -59,6 +60,11 @@ class PolicyConfig:
     scaling: ScalingConfig = ScalingConfig()  # noqa: RUF009 - frozen
     migration: MigrationConfig = MigrationConfig()  # noqa: RUF009 - frozen
     tenant_weights: tuple[tuple[str, float], ...] = ()
+
+    def aimed_at(self, objective: Objective) -> PolicyConfig:
+        """For this objective, with room for noise. The defaults are for the default one."""
+        scaling = replace(self.scaling, tpot_s=objective.tpot_s / 1.25, wait_s=objective.ttft_s / 2)
+        return replace(self, timely_s=0.75 * objective.ttft_s, scaling=scaling)
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ class ScalingConfig:
     """Most work on average, as a share of what an engine may take (`max_utilization`)."""
     max_utilization: float = 0.9
     """Most seconds of work per second that an engine may take, whatever the objective allows."""
+    min_utilization: float = 0.5
+    """What it may take in any case: steps of an engine that is too slow for the objective take twice their fixed time."""
     tpot_s: float = 0.08
     """Objective for the mean time of a token, with room for noise."""
     kv_share: float = 0.85
@@ -139,8 +141,11 @@ class WorkScaling:
 
 
 def allowed_utilization(config: ScalingConfig, fixed_s: float) -> float:
-    """Work per second at which steps of `fixed_s` and that work take no longer than the objective for a token."""
-    return max(0.1, min(config.max_utilization, 1 - fixed_s / config.tpot_s))
+    """Work per second at which steps of `fixed_s` and that work take no longer than the objective for a token.
+
+    Less than `min_utilization` would leave engines idle while requests wait, for an objective that they cannot meet.
+    """
+    return max(config.min_utilization, min(config.max_utilization, 1 - fixed_s / config.tpot_s))
 
 
 def margin_for_bursts(work: float, variance: float, *, wait_s: float, late_share: float) -> float:

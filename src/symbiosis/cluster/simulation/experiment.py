@@ -6,11 +6,12 @@ import math
 import time
 from dataclasses import replace
 
+from symbiosis.cluster.policies.objective import Objective
 from symbiosis.cluster.policies.placement import PLACEMENTS
 from symbiosis.cluster.policies.policy import ClusterControl, ClusterPolicy, PolicyConfig
 from symbiosis.cluster.policies.scaling import ScalingConfig, allowed_utilization
 from symbiosis.cluster.simulation.baselines import RayServe, RayServeConfig
-from symbiosis.cluster.simulation.report import Objective, SimulationReport, make_report
+from symbiosis.cluster.simulation.report import SimulationReport, make_report
 from symbiosis.cluster.simulation.simulator import Simulator
 from symbiosis.cluster.simulation.trace import Trace, poisson_trace
 from symbiosis.cluster.step_cost import StepCost
@@ -52,14 +53,14 @@ def make_policy(
     return RayServe(settings, cost, block_tokens=block_tokens, seed=seed)
 
 
-def first_engines(trace: Trace, cost: StepCost, most_engines: int) -> int:
+def first_engines(trace: Trace, cost: StepCost, most_engines: int, scaling: ScalingConfig) -> int:
     """Engines for the first minutes of a trace, the same for every policy that scales."""
     window, work = min(_FIRST_S, trace.duration or 1.0), 0.0
     for at, prompt, output in zip(trace.arrivals, trace.prompts, trace.outputs, strict=True):
         if at > window:
             break
         work += cost.prompt_s(prompt) + cost.completion_s(prompt, output)
-    utilization = allowed_utilization(ScalingConfig(), cost.fixed_s)
+    utilization = allowed_utilization(scaling, cost.fixed_s)
     return max(1, min(most_engines, math.ceil(1.2 * work / window / utilization)))
 
 
@@ -74,12 +75,13 @@ def run_experiment(
     seed: int = 0,
     config: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen
 ) -> SimulationReport:
-    """Simulate a policy on a trace. `fail_every_s`: an engine is lost as often."""
+    """Simulate a policy, aimed at the objective, on a trace. `fail_every_s`: an engine is lost as often."""
     if not len(trace):
         raise BadTrace(f"{trace.name} has no requests")
+    config = config.aimed_at(objective)
     policy = make_policy(name, cost, most_engines=most_engines, block_tokens=trace.block_tokens, seed=seed, config=config)
     fixed = name.startswith("static:")
-    engines = round(float(name.partition(":")[2])) if fixed else first_engines(trace, cost, most_engines)
+    engines = round(float(name.partition(":")[2])) if fixed else first_engines(trace, cost, most_engines, config.scaling)
     failures = []
     if fail_every_s:
         failures = [at * fail_every_s for at in range(1, int(trace.duration / fail_every_s) + 1)]

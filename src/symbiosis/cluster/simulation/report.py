@@ -7,17 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from symbiosis.cluster.policies.objective import Objective
 from symbiosis.cluster.simulation.simulator import SimulationResult, Timeline
 from symbiosis.cluster.step_cost import StepCost
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Objective:
-    """What a request is promised."""
-
-    ttft_s: float = 2.0
-    tpot_s: float = 0.1
-    """Mean seconds per token after the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,10 @@ class ClusterClient:
     """One per HTTP process, with the interface `Engine`."""
 
     def __init__(self, director: EngineAddress, key: ClusterKey, *, patience_s: float = 30.0) -> None:
-        """Requests wait for an engine, and operations for the director, for `patience_s`: then they fail with `EngineLost`."""
+        """Without an engine or a director, requests and operations fail with `EngineLost` after `patience_s`.
+
+        Requests wait for busy engines without a limit of their own.
+        """
         self._key, self._patience_s = key, patience_s
         self._link = DirectorLink(director, key, self._follow)
         self._engines: dict[str, EngineClient] = {}
@@ -201,9 +204,9 @@ class ClusterClient:
             if before.client.is_alive():
                 left = before.engine
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._patience_s) as patience:
                 while True:
-                    name, number, owner = await self._choose(request, number, unreachable)
+                    name, number, owner = await self._choose(request, number, unreachable, patience)
                     try:
                         engine = await self._find(name)
                         source = self._addresses.get(left or owner) if name != (left or owner) else None
@@ -223,16 +226,18 @@ class ClusterClient:
             self._finish(number, 0)
             raise
 
-    async def _choose(self, request: GenerateRequest, moved: int, unreachable: Collection[str]) -> tuple[str, int, str]:
+    async def _choose(
+        self, request: GenerateRequest, moved: int, unreachable: Collection[str], patience: asyncio.Timeout
+    ) -> tuple[str, int, str]:
         """The name of an engine, the number of the placement, and an engine that has more of the prompt, or nothing.
 
-        `unreachable` engines are chosen if there is no other.
+        `unreachable` engines are chosen if there is no other. `patience` begins again while engines are there.
         """
         while True:
             client = self._link.client
             if client is not None and client.is_alive():
                 with suppress(EngineLost):
-                    return await self._ask_director(client, request, moved, unreachable)
+                    return await self._ask_director(client, request, moved, unreachable, patience)
                 if client.is_alive():
                     raise EngineLost("no engine of the cluster is there: try again in a moment")
             known = self._known(request)
@@ -249,7 +254,7 @@ class ClusterClient:
         return [name for name in alive if name in used]
 
     async def _ask_director(
-        self, client: RpcClient, request: GenerateRequest, moved: int, unreachable: Collection[str]
+        self, client: RpcClient, request: GenerateRequest, moved: int, unreachable: Collection[str], patience: asyncio.Timeout
     ) -> tuple[str, int, str]:
         generated = 0 if request.resume is None else max(len(each or ()) for each in request.resume)
         body = {
@@ -265,13 +270,24 @@ class ClusterClient:
         inbox = Inbox()
         id = await client.open(body, inbox)
         try:
-            reply = result_of(await inbox.take())
+            while (events := await self._wait_for(inbox)) is None:
+                if self.is_alive():  # engines are busy, and the director has the request in its queue
+                    patience.reschedule(asyncio.get_running_loop().time() + self._patience_s)
+            reply = result_of(events)
         except asyncio.CancelledError:
             await asyncio.shield(client.send({"op": "withdraw", "id": "0", "of": id}))
             raise
         finally:
             client.forget(id)
         return reply["engine"], reply["placement"], reply["source"] or ""
+
+    async def _wait_for(self, inbox: Inbox) -> list[Any] | None:
+        """The events of an inbox, or None after some time without one."""
+        try:
+            async with asyncio.timeout(min(_KNOWN_S, self._patience_s / 2)):
+                return await inbox.take()
+        except TimeoutError:
+            return None
 
     async def _find(self, name: str) -> EngineClient:
         """Raises `EngineLost`."""
