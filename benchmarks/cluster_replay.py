@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -114,6 +114,12 @@ def make_trace(replay: Replay, cost: StepCost, engines: int, load: float) -> Tra
     )
 
 
+def suited_objective(trace: Trace, cost: StepCost) -> Objective:
+    """That of a GPU, or one that these engines can meet: far beyond what they can do, policies only choose who is late."""
+    mean = sum(trace.prompts) // len(trace)
+    return Objective(ttft_s=max(2.0, 8 * cost.first_token_s(mean)), tpot_s=max(0.1, 3 * cost.fixed_s))
+
+
 def replay_live(cluster: Cluster, trace: Trace, vocabulary: int) -> dict[str, float]:
     random = Random(1)
     requests = [
@@ -174,11 +180,11 @@ def _times(report: Report) -> dict[str, float]:
     return found
 
 
-def simulate(trace: Trace, cost: StepCost, engines: int, most: int) -> dict[str, float]:
+def simulate(trace: Trace, cost: StepCost, objective: Objective, engines: int, most: int) -> dict[str, float]:
     scaling = ScalingConfig(min_engines=engines, max_engines=most)
-    policy = ClusterPolicy(PolicyConfig(scale=True, scaling=scaling), cost)
+    policy = ClusterPolicy(PolicyConfig(scale=True, scaling=scaling).aimed_at(objective), cost)
     result = Simulator(trace, policy, cost, engines=engines, most_engines=most).run()
-    report = make_report("symbiosis", result, cost, Objective(), 0.0)
+    report = make_report("symbiosis", result, cost, objective, 0.0)
     tpot = [seconds for seconds, new in zip(result.tpot_s, trace.outputs, strict=True) if new > 1]
     found = {name: float(getattr(report, name)) for name in ("ttft_p50_s", "ttft_p99_s")}
     found |= {f"tpot_p{share}_s": float(np.quantile(tpot, share / 100)) for share in (50, 99)}
@@ -204,17 +210,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(f"{len(trace)} requests in {trace.duration:.0f} s")
         profile = Path(place) / "profile.json"
         profile.write_text(json.dumps({"step_cost": cost.to_json()}))
-        plan, more = Plan(engines=chosen.engines), {"profile": str(profile), "max_engines": most}
+        objective = suited_objective(trace, cost)
+        plan = Plan(engines=chosen.engines)
+        more: dict[str, Any] = {"profile": str(profile), "max_engines": most, "objective": objective}
         with Cluster(model, plan, engine, Path(place) / "state", **more) as cluster:
             live = replay_live(cluster, trace, vocabulary)
         limits = read_step_cost(str(profile))
-        simulated = simulate(trace, limits, chosen.engines, most)
+        simulated = simulate(trace, limits, objective, chosen.engines, most)
     ratios = {name: simulated[name] / live[name] for name in FIGURES}
     for name in FIGURES:
         console.print(f"{name}: live {live[name]:.4g}, simulated {simulated[name]:.4g}, ratio {ratios[name]:.3f}")
     name = "cluster-replay" if chosen.shape == "default" else f"cluster-replay-{chosen.shape}"
     record = {"engines": chosen.engines, "most": most, "threads": chosen.threads if on_cpu else None, "load": chosen.load}
-    record |= {"requests": len(trace), "seconds": trace.duration, "step_cost": cost.to_json(), "median_error": error}
+    record |= {
+        "objective": asdict(objective),
+        "requests": len(trace),
+        "seconds": trace.duration,
+        "step_cost": cost.to_json(),
+        "median_error": error,
+    }
     record |= {"live": live, "simulated": simulated, "simulated_of_live": ratios}
     console.print(save(name, QUESTION, {"script": "cluster_replay", "shape": chosen.shape, **record}, chosen.out))
 
