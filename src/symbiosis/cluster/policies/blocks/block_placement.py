@@ -69,117 +69,129 @@ class TrafficCounter:
 
 
 @dataclass(frozen=True, slots=True)
-class ProvisionedBlock:
-    """One instance to place."""
+class PlacedBlock:
+    """One instance."""
 
     block: str
+    device: int
     load: float
-    """Share of one device's time, if the cluster were exactly full."""
+    """Share of the device's time, if the cluster were exactly full."""
 
 
-def expected_load(catalog: BlockCatalog, prompt: float, output: float) -> dict[str, float]:
-    """Seconds of each block for a mean request of the mix."""
-    total = sum(each.weight for each in catalog.applications.values()) or 1.0
-    found = dict.fromkeys(catalog.blocks, 0.0)
-    for application in catalog.applications.values():
-        for block in application.own.blocks:
-            cost = catalog.blocks[block]
-            row_s = cost.fixed_s / _BATCH + cost.row_s + cost.context_s * (prompt + output / 2)
-            found[block] += application.weight / total * (cost.prompt_s(round(prompt)) + output * row_s)
-    return found
-
-
-def provision(catalog: BlockCatalog, devices: int, prompt: float, output: float) -> list[ProvisionedBlock]:
-    """As many instances of each block as its share of the load asks for, at least one. Blocks of allowed chains only."""
-    loads = expected_load(catalog, prompt, output)
-    per_device = sum(loads.values()) / devices
-    wanted = dict.fromkeys(catalog.used, 0)
-    for application in catalog.applications.values():
-        for chain in application.allowed:
-            wanted.update(dict.fromkeys(chain.blocks, 0))
-    made = []
-    for block in wanted:
-        count = max(1, min(devices, round(loads[block] / per_device)))
-        made += [ProvisionedBlock(block, loads[block] / per_device / count)] * count
-    return made
+def request_s(catalog: BlockCatalog, block: str, prompt: float, output: float) -> float:
+    """Seconds that a block takes for one request, in batches of usual size."""
+    cost = catalog.blocks[block]
+    row_s = cost.fixed_s / _BATCH + cost.row_s + cost.context_s * (prompt + output / 2)
+    return cost.prompt_s(round(prompt)) + output * row_s
 
 
 @dataclass(slots=True)
 class _Planned:
+    number: int
     free: int
-    budget: int
-    load: float = 0.0
-    blocks: list[str] = field(default_factory=list)
+    loads: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def load(self) -> float:
+        return sum(self.loads.values())
 
 
-def place(
-    items: Sequence[ProvisionedBlock],
+def place_by_locality(
+    catalog: BlockCatalog, topology: BlockTopology, traffic: TrafficCounter, *, prompt: float, output: float
+) -> list[PlacedBlock]:
+    """As many copies of each chain as its share of the load asks for, each on one device if there is room.
+
+    A chain goes where most of its blocks are already: there they run one batch for both chains. One without room is cut at
+    the pair of blocks with the least traffic, and its parts go to one server. `prompt`, `output`: mean lengths. Raises
+    `DoesNotFit`.
+    """
+    seconds: Counter[tuple[str, ...]] = Counter()
+    for application in catalog.applications.values():
+        chain = application.own.blocks
+        each_s = sum(request_s(catalog, block, prompt, output) for block in chain)
+        seconds[chain] += application.weight * each_s  # type: ignore[assignment]
+    per_device = sum(seconds.values()) / topology.num_devices or 1.0
+    parts: list[tuple[float, tuple[str, ...]]] = []
+    for chain, whole_s in seconds.items():
+        count = max(1, min(topology.num_devices, round(whole_s / per_device)))
+        parts += [(whole_s / per_device / count, chain)] * count
+    devices = [_Planned(number, topology.memory_bytes) for number in range(topology.num_devices)]
+    for load, chain in sorted(parts, key=lambda part: (-part[0], part[1])):
+        total_s = sum(request_s(catalog, block, prompt, output) for block in chain) or 1.0
+        shares = {block: load * request_s(catalog, block, prompt, output) / total_s for block in chain}
+        _place_part(chain, shares, catalog, topology, traffic, devices, None)
+    _place_equivalents(catalog, devices)
+    return [PlacedBlock(block, each.number, load) for each in devices for block, load in each.loads.items()]
+
+
+def _place_part(
+    blocks: tuple[str, ...],
+    shares: dict[str, float],
     catalog: BlockCatalog,
     topology: BlockTopology,
-    rule: PlacementRule,
     traffic: TrafficCounter,
-) -> list[tuple[str, int]]:
-    """A device for each instance. Raises `DoesNotFit`."""
-    memory = topology.memory_bytes
-    devices = [_Planned(memory, round(_WEIGHTS * memory)) for _ in range(topology.num_devices)]
-    copies = Counter(item.block for item in items)
-    placed: list[tuple[str, int]] = []
-    left = sorted(items, key=lambda item: (-catalog.blocks[item.block].weight_bytes, item.block))
-    while left:
-        if rule is PlacementRule.FRAGMENTATION:
-            item = left.pop(0)
-            choices = _open_devices(item, catalog, devices)
-            device = min(choices, key=lambda each: (devices[each].budget, devices[each].load, each))
-        else:
-            item, device = _most_local(left, catalog, topology, devices, copies, traffic)
-            left.remove(item)
-        size = catalog.blocks[item.block].weight_bytes
-        found = devices[device]
-        found.free, found.budget, found.load = found.free - size, found.budget - size, found.load + item.load
-        found.blocks.append(item.block)
-        placed.append((item.block, device))
-    return placed
-
-
-def _open_devices(item: ProvisionedBlock, catalog: BlockCatalog, devices: Sequence[_Planned]) -> list[int]:
-    """Where an instance may go: room, no other instance of the block, and no more load than the bound, if there is such a one."""
-    size = catalog.blocks[item.block].weight_bytes
-    fits = [number for number, each in enumerate(devices) if each.free >= size and item.block not in each.blocks]
-    if not fits:
-        raise DoesNotFit(
-            f"no device has {size / 1e9:.1f} GB for the block {item.block}: expected more devices or fewer applications"
-        )
-    roomy = [number for number in fits if devices[number].budget >= size] or fits
-    light = [number for number in roomy if devices[number].load + item.load <= _FULL or not devices[number].blocks]
-    return light or [min(roomy, key=lambda each: (devices[each].load, each))]
-
-
-def _most_local(
-    left: Sequence[ProvisionedBlock],
-    catalog: BlockCatalog,
-    topology: BlockTopology,
     devices: Sequence[_Planned],
-    copies: Counter[str],
-    traffic: TrafficCounter,
-) -> tuple[ProvisionedBlock, int]:
-    """The instance and device with the most traffic between them; first of all the heaviest, on the emptiest server."""
-    best: tuple[tuple[float, ...], ProvisionedBlock, int] | None = None
-    for item in {each.block: each for each in left}.values():
-        partners = [
-            (other, traffic.between(item.block, other) / copies[other])
-            for other in traffic.blocks
-            if other in copies and traffic.between(item.block, other) > 0
-        ]
-        own = traffic.total(item.block) / copies[item.block]
-        for number in _open_devices(item, catalog, devices):
-            here = Counter(devices[number].blocks)
-            near = Counter(
-                block for other, each in enumerate(devices) if topology.is_local(number, other) for block in each.blocks
-            )
-            wanted = sum(share * near[other] for other, share in partners) - own * near[item.block]
-            same = sum(share * here[other] for other, share in partners)
-            score = (min(max(0.0, wanted), own) + 0.25 * min(same, own), own * item.load, -devices[number].load, -float(number))
-            if best is None or score > best[0]:
-                best = score, item, number
-    assert best is not None
-    return best[1], best[2]
+    server: int | None,
+) -> int:
+    """On one device, or cut in two; the server. With `server`, there if possible."""
+    load = sum(shares[block] for block in blocks)
+    reserve = round((1 - _WEIGHTS) * topology.memory_bytes)
+
+    def size(device: _Planned) -> int:
+        return sum(catalog.blocks[block].weight_bytes for block in blocks if block not in device.loads)
+
+    fits = [each for each in devices if size(each) <= each.free - reserve]
+    if not fits and len(blocks) == 1:
+        fits = [each for each in devices if size(each) <= each.free]
+        if not fits:
+            gigabytes = catalog.blocks[blocks[0]].weight_bytes / 1e9
+            raise DoesNotFit(f"no device has {gigabytes:.1f} GB for {blocks[0]}: expected more devices or fewer applications")
+    if not fits:
+        cut = min(range(1, len(blocks)), key=lambda at: (traffic.between(blocks[at - 1], blocks[at]), abs(at - len(blocks) / 2)))
+        found = _place_part(blocks[:cut], shares, catalog, topology, traffic, devices, server)
+        return _place_part(blocks[cut:], shares, catalog, topology, traffic, devices, found)
+
+    def order(device: _Planned) -> tuple[bool, bool, float, float, int]:
+        is_far = server is not None and topology.server_of[device.number] != server
+        shared = sum(shares[block] for block in blocks if block in device.loads)
+        return device.load + load > _FULL, is_far, -shared, device.load, device.number
+
+    open_devices = [each for each in fits if each.load + load <= _FULL]
+    chosen = min(open_devices, key=order) if open_devices else min(fits, key=lambda each: (each.load, each.number))
+    chosen.free -= size(chosen)
+    for block in blocks:
+        chosen.loads[block] = chosen.loads.get(block, 0.0) + shares[block]
+    return topology.server_of[chosen.number]
+
+
+def _place_equivalents(catalog: BlockCatalog, devices: Sequence[_Planned]) -> None:
+    """Blocks that only equivalent chains have, such as stitches: on the devices of the block that follows."""
+    for application in catalog.applications.values():
+        for chain in application.allowed[1:]:
+            for block, follower in reversed(list(zip(chain.blocks, [*chain.blocks[1:], chain.blocks[0]], strict=True))):
+                if any(block in each.loads for each in devices if block in catalog.used):
+                    continue
+                size = catalog.blocks[block].weight_bytes
+                for each in devices:
+                    if follower in each.loads and block not in each.loads and size <= each.free:
+                        each.loads[block] = 0.0
+                        each.free -= size
+
+
+def place_by_fragments(
+    instances: Sequence[PlacedBlock], catalog: BlockCatalog, topology: BlockTopology
+) -> list[PlacedBlock]:
+    """The same instances, the largest first, each where it leaves the least memory free. Raises `DoesNotFit`."""
+    devices = [_Planned(number, topology.memory_bytes) for number in range(topology.num_devices)]
+    reserve = round((1 - _WEIGHTS) * topology.memory_bytes)
+    for item in sorted(instances, key=lambda each: (-catalog.blocks[each.block].weight_bytes, each.block, -each.load)):
+        size = catalog.blocks[item.block].weight_bytes
+        fits = [each for each in devices if each.free >= size and item.block not in each.loads]
+        if not fits:
+            raise DoesNotFit(f"no device has {size / 1e9:.1f} GB for {item.block}: expected more devices or fewer applications")
+        roomy = [each for each in fits if each.free - reserve >= size] or fits
+        light = [each for each in roomy if each.load + item.load <= _FULL] or [min(roomy, key=lambda each: each.load)]
+        chosen = min(light, key=lambda each: (each.free, each.load, each.number))
+        chosen.free -= size
+        chosen.loads[item.block] = item.load
+    return [PlacedBlock(block, each.number, load) for each in devices for block, load in each.loads.items()]

@@ -46,6 +46,8 @@ class ChainRequest:
     is_prefill: bool = True
     recomputed: int = 0
     """Tokens to compute again at the next block, beside the row itself."""
+    has_lost_kv: bool = False
+    """A block of its chain lacks them: it computes its chain again from the first block."""
     epoch: int = 0
     """Preemptions so far."""
 
@@ -108,6 +110,11 @@ class BlockQueue:
     def waits_since(self) -> float:
         """Since when the next request waits. The queue must not be empty."""
         return self._returning[0][0] if self._returning else self._fresh[0][1]
+
+    @property
+    def depth(self) -> int:
+        """Position of the next request in its chain. The queue must not be empty."""
+        return (self._returning[0][1] if self._returning else self._fresh[0][2]).position
 
     def take(self, *, is_mixed: bool) -> BlockBatch:
         """The next batch. Without `is_mixed`, it has rows of one application: that of the first request."""

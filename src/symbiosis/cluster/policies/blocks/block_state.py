@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -30,6 +31,10 @@ class BlockInstance:
     kv_tokens: int = 0
     """Reserved."""
     used_at: float = 0.0
+    applications: Counter[str] = field(default_factory=Counter)
+    """Of its requests."""
+    batch_s: float = 0.0
+    """Of each further application in a batch, or of its own batch."""
 
     @property
     def cycle_s(self) -> float:
@@ -37,7 +42,24 @@ class BlockInstance:
         if not self.requests:
             return 0.0
         cost = self.cost
-        return cost.fixed_s + cost.row_s * len(self.requests) + cost.context_s * self.kv_tokens + self.queue.prefill_s
+        shared_s = cost.fixed_s + self.batch_s * (len(self.applications) - 1)
+        return shared_s + cost.row_s * len(self.requests) + cost.context_s * self.kv_tokens + self.queue.prefill_s
+
+    def compute_s(self, request: ChainRequest) -> float:
+        """T_compute of a request's first pass, beside those that are here."""
+        more_s = self.batch_s if self.applications and request.application.name not in self.applications else 0.0
+        return self.cost.prompt_s(request.tokens) + (more_s if self.applications else self.cost.fixed_s)
+
+    def take(self, request: ChainRequest) -> None:
+        self.requests[request.number] = request
+        self.applications[request.application.name] += 1
+
+    def leave(self, request: ChainRequest) -> None:
+        del self.requests[request.number]
+        name = request.application.name
+        self.applications[name] -= 1
+        if not self.applications[name]:
+            del self.applications[name]
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +80,14 @@ class BlockDevice:
     def queue_s(self, now: float) -> float:
         """T_queue of a request that arrives now."""
         return max(0.0, self.busy_until - now) + sum(each.cycle_s for each in self.instances.values())
+
+    def next_instance(self, now: float) -> BlockInstance | None:
+        """Whose batch runs next: the deepest in its chain, then the one that waits longest.
+
+        Passes end before others begin, so requests meet again at the first block of a chain, and run as one batch from there.
+        """
+        waiting = [each for each in self.instances.values() if len(each.queue) and each.ready_at <= now]
+        return min(waiting, key=lambda each: (-each.queue.depth, each.queue.waits_since, each.block), default=None)
 
 
 class BlockCluster:
@@ -86,7 +116,8 @@ class BlockCluster:
         cost, found = self.catalog.blocks[block], self.devices[device]
         assert block not in found.instances
         queue = BlockQueue(cost, self._batches, self.catalog.adapter_share)
-        made = BlockInstance(block, cost, device, queue, ready_at, used_at=ready_at)
+        further = self.catalog.adapter_share if self.catalog.is_mixed else 1.0
+        made = BlockInstance(block, cost, device, queue, ready_at, used_at=ready_at, batch_s=further * cost.fixed_s)
         found.instances[block] = made
         found.weight_bytes += cost.weight_bytes
         self._by_block.setdefault(block, []).append(made)
@@ -125,7 +156,7 @@ class BlockCluster:
         request.devices.append(instance.device)
         request.held.append(0)
         request.kv_ready.append(kv_ready)
-        instance.requests[request.number] = request
+        instance.take(request)
         self.grow(request, request.position)
 
     def grow(self, request: ChainRequest, position: int) -> None:
@@ -143,7 +174,7 @@ class BlockCluster:
         held = self._release_at(request, position)
         request.devices[position], request.held[position] = target.device, held
         request.kv_ready[position] = kv_ready
-        target.requests[request.number] = request
+        target.take(request)
         target.kv_tokens += held
         self.devices[target.device].kv_bytes += held * target.cost.kv_bytes
 
@@ -156,7 +187,7 @@ class BlockCluster:
 
     def _release_at(self, request: ChainRequest, position: int) -> int:
         instance, held = self.instance(request, position), request.held[position]
-        del instance.requests[request.number]
+        instance.leave(request)
         instance.kv_tokens -= held
         self.devices[instance.device].kv_bytes -= held * instance.cost.kv_bytes
         return held

@@ -69,9 +69,9 @@ class BlockDispatcher:
             return self._return_hop(request, source, now)
         return self._first_hop(request, source, now)
 
-    def can_admit(self, request: ChainRequest) -> bool:
-        """Whether some allowed chain has room for the whole request, block by block."""
-        return any(all(self._has_room(block, request) for block in chain.blocks) for chain in self._chains(request))
+    def can_admit(self, request: ChainRequest, now: float) -> bool:
+        """Whether some allowed chain has room for the whole prompt, block by block."""
+        return any(all(self._has_room(block, request, now) for block in chain.blocks) for chain in self._chains(request))
 
     def victim(self, device: int, request: ChainRequest) -> ChainRequest | None:
         """The youngest request on a device, if it is younger than `request`."""
@@ -155,18 +155,19 @@ class BlockDispatcher:
             is_far = 0 if source is None or hop.device == source else 2 - topology.is_local(source, hop.device)
             return is_far, hop.latency_s, hop.device
 
-        return min((each for each in found if each.latency_s <= least + self.config.near_s), key=order, default=None)
+        most = least * self.config.behind + self.config.near_s if source is not None else least
+        return min((each for each in found if each.latency_s <= most), key=order, default=None)
 
     def _candidates(self, block: str, request: ChainRequest, source: int | None, now: float) -> Iterator[Hop]:
-        cluster, cost = self._cluster, self._cluster.catalog.blocks[block]
-        compute_s, size = cost.prompt_s(request.tokens), self._size(request, source)
+        cluster = self._cluster
+        size = self._size(request, source)
         for instance in cluster.instances_of(block):
             if not self._fits(instance, request):
                 continue
             device = instance.device
             transfer_s = 0.0 if source is None else cluster.topology.transfer_s(source, device, size)
             load_s = max(0.0, instance.ready_at - now)
-            latency_s = cluster.devices[device].queue_s(now) + compute_s + transfer_s + max(0.0, load_s - transfer_s)
+            latency_s = cluster.devices[device].queue_s(now) + instance.compute_s(request) + transfer_s + max(0.0, load_s - transfer_s)
             yield Hop(block, device, latency_s, transfer_s, size, instance)
 
     def _loads(self, block: str, request: ChainRequest, source: int | None, now: float) -> Iterator[Hop]:
@@ -196,9 +197,10 @@ class BlockDispatcher:
         needed = self._cluster.kv_bytes(instance.cost, request.tokens + 1)
         return needed <= self._cluster.devices[instance.device].free_bytes
 
-    def _has_room(self, block: str, request: ChainRequest) -> bool:
-        found = self._cluster.instances_of(block)
-        return not found or any(self._fits(each, request) for each in found)
+    def _has_room(self, block: str, request: ChainRequest, now: float) -> bool:
+        if any(self._fits(each, request) for each in self._cluster.instances_of(block)):
+            return True
+        return next(self._loads(block, request, None, now), None) is not None
 
 
 def swap_s(loaded: int, evicted: int, topology: BlockTopology) -> float:
