@@ -41,9 +41,9 @@ class BlockCost:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            kind: type | Any = int if each.name in _COUNTS else int | float
-            if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or value < 0:
+            value: Any = getattr(self, each.name)
+            is_number = isinstance(value, int) or (isinstance(value, float) and each.name not in _COUNTS)
+            if isinstance(value, bool) or not is_number or not math.isfinite(value) or value < 0:
                 raise BadProfile(f"{each.name} of a block is {value!r:.40}, expected a number that is not negative")
 
     def __add__(self, other: BlockCost) -> BlockCost:

@@ -14,8 +14,8 @@ from symbiosis.cluster.policies.blocks.catalog import Application, MeasuredChain
 class BatchConfig:
     """Limits of the batches of one block. Each block has its own size: that of its `stretch`."""
 
-    max_rows: int = 256
-    """Decode rows and prompts."""
+    max_rows: int = 32
+    """Decode rows and prompts: the batch of Punica, and of BlockLLM's measurements."""
     stretch: float = 8.0
     """A batch takes at most so many times the block's fixed time, or one request: larger ones save less than an eighth."""
 

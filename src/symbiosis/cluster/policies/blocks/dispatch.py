@@ -69,6 +69,18 @@ class BlockDispatcher:
             return self._return_hop(request, source, now)
         return self._first_hop(request, source, now)
 
+    def can_stay(self, request: ChainRequest, device: int, now: float) -> bool:
+        """Whether `next_hop` is the device where the request is, with nothing to reserve or to wait for: the usual case."""
+        position = request.position
+        return (
+            position < len(request.devices)
+            and request.devices[position] == device
+            and request.held[position] > request.prompt + request.generated
+            and request.kv_ready[position] <= now
+            and not request.has_lost_kv
+            and self.config.kv_rule is not KvRule.LEAST_BUSY
+        )
+
     def can_admit(self, request: ChainRequest, now: float) -> bool:
         """Whether some allowed chain has room for the whole prompt, block by block."""
         return any(all(self._has_room(block, request, now) for block in chain.blocks) for chain in self._chains(request))
@@ -130,11 +142,13 @@ class BlockDispatcher:
     def _first_hop(self, request: ChainRequest, source: int | None, now: float) -> Hop | None:
         position = request.position
         options: dict[str, bool] = {}  # blocks, and whether the best chain has them
+        rests: dict[str, Sequence[str]] = {}
         for chain in self._chains(request):
             options.setdefault(chain.blocks[position], not options)
+            rests.setdefault(chain.blocks[position], chain.blocks[position + 1 :])
         best: dict[bool, Hop] = {}
         for block, is_own in options.items():
-            hop = self._best_of(block, request, source, now)
+            hop = self._best_of(block, rests[block], request, source, now)
             if hop is not None and (is_own not in best or hop.latency_s < best[is_own].latency_s):
                 best[is_own] = hop
         own, other = best.get(True), best.get(False)
@@ -142,8 +156,10 @@ class BlockDispatcher:
             return other
         return own
 
-    def _best_of(self, block: str, request: ChainRequest, source: int | None, now: float) -> Hop | None:
-        found = list(self._candidates(block, request, source, now))
+    def _best_of(
+        self, block: str, rest: Sequence[str], request: ChainRequest, source: int | None, now: float
+    ) -> Hop | None:
+        found = list(self._candidates(block, rest, request, source, now))
         least = min((each.latency_s for each in found), default=float("inf"))
         swap_s = self._cluster.catalog.blocks[block].weight_bytes / self._cluster.topology.load_bytes_s
         if swap_s < least:
@@ -155,10 +171,11 @@ class BlockDispatcher:
             is_far = 0 if source is None or hop.device == source else 2 - topology.is_local(source, hop.device)
             return is_far, hop.latency_s, hop.device
 
-        most = least * self.config.behind + self.config.near_s if source is not None else least
-        return min((each for each in found if each.latency_s <= most), key=order, default=None)
+        return min((each for each in found if each.latency_s <= least + self.config.near_s), key=order, default=None)
 
-    def _candidates(self, block: str, request: ChainRequest, source: int | None, now: float) -> Iterator[Hop]:
+    def _candidates(
+        self, block: str, rest: Sequence[str], request: ChainRequest, source: int | None, now: float
+    ) -> Iterator[Hop]:
         cluster = self._cluster
         size = self._size(request, source)
         for instance in cluster.instances_of(block):
@@ -167,8 +184,26 @@ class BlockDispatcher:
             device = instance.device
             transfer_s = 0.0 if source is None else cluster.topology.transfer_s(source, device, size)
             load_s = max(0.0, instance.ready_at - now)
-            latency_s = cluster.devices[device].queue_s(now) + instance.compute_s(request) + transfer_s + max(0.0, load_s - transfer_s)
+            # passes end before others begin: a request that stays waits for its own block only
+            queue_s = instance.cycle_s if device == source else cluster.devices[device].queue_s(now)
+            latency_s = queue_s + instance.compute_s(request) + transfer_s + max(0.0, load_s - transfer_s)
+            latency_s += self._rest_s(rest, device, now)
             yield Hop(block, device, latency_s, transfer_s, size, instance)
+
+    def _rest_s(self, rest: Sequence[str], device: int, now: float) -> float:
+        """T_queue and latency of the links of a chain's other blocks: nothing while they are on the same device."""
+        cluster, total_s = self._cluster, 0.0
+        for block in rest:
+            if block in cluster.devices[device].instances:
+                continue
+            ways = [
+                (cluster.devices[each.device].queue_s(now) + cluster.topology.transfer_s(device, each.device, 0), each.device)
+                for each in cluster.instances_of(block)
+            ]
+            if ways:
+                more_s, device = min(ways)
+                total_s += more_s
+        return total_s
 
     def _loads(self, block: str, request: ChainRequest, source: int | None, now: float) -> Iterator[Hop]:
         """Devices that could load the block, and what T_load would be."""

@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from functools import partial
 
 from symbiosis.cluster.policies.blocks.block_policy import BlockPolicyConfig, provision_cluster
 from symbiosis.cluster.policies.blocks.block_queue import ChainRequest
@@ -18,12 +18,6 @@ from symbiosis.cluster.policies.blocks.topology import BlockTopology
 from symbiosis.cluster.simulation.trace import Trace
 
 _TICK_S = 1.0
-
-
-class _Event(IntEnum):
-    DONE = 0
-    HOP = 1
-    LOADED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,7 @@ class BlockSimulator:
         self._trace, self._catalog, self._topology, self._config = trace, catalog, topology, config
         self._dispatcher = BlockDispatcher(self.cluster, config.dispatch)
         self._watch = watch
-        self._events: list[tuple[float, int, _Event, object]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self.now = 0.0
         self._link_free = [0.0] * len(topology.servers)
@@ -116,8 +110,8 @@ class BlockSimulator:
             arrival = arrivals[number] if number < count else float("inf")
             at = min(arrival, next_tick)
             if self._events and self._events[0][0] <= at:
-                self.now, _, kind, payload = heapq.heappop(self._events)
-                self._handle(kind, payload)
+                self.now, _, action = heapq.heappop(self._events)
+                action()
             elif arrival <= next_tick:
                 self.now = arrival
                 self._arrive(number)
@@ -130,20 +124,9 @@ class BlockSimulator:
         self.result.end_s = self.now
         return self.result
 
-    def _push(self, at: float, kind: _Event, payload: object) -> None:
+    def _push(self, at: float, action: Callable[[], None]) -> None:
         self._order += 1
-        heapq.heappush(self._events, (at, self._order, kind, payload))
-
-    def _handle(self, kind: _Event, payload: object) -> None:
-        if kind is _Event.DONE:
-            device, instance, batch = payload  # type: ignore[misc]
-            self._finish_batch(device, instance, batch)
-        elif kind is _Event.HOP:
-            self._receive(payload)  # type: ignore[arg-type]
-        else:
-            assert isinstance(payload, BlockInstance)
-            self._balance(payload)
-            self._start(self.cluster.devices[payload.device])
+        heapq.heappush(self._events, (at, self._order, action))
 
     # Requests come and go
 
@@ -210,9 +193,18 @@ class BlockSimulator:
         groups: dict[tuple[int, str, bool], list[tuple[ChainRequest, int]]] = {}
         arrives: dict[tuple[int, str, bool], float] = {}
         sizes: Counter[tuple[int, str, bool]] = Counter()
+        pairs: Counter[tuple[str, str]] = Counter()
+        can_stay = self._dispatcher.can_stay
         for request, epoch in [(each, each.epoch) for each in requests]:
             if request.epoch != epoch:
                 continue  # preempted for one before it
+            position = request.position
+            if source is not None and can_stay(request, source, self.now):
+                block = request.blocks[position]
+                self.cluster.devices[source].instances[block].queue.add(request, self.now)
+                if position:
+                    pairs[request.blocks[position - 1], block] += 1
+                continue
             if request.has_lost_kv:
                 request.position, request.is_prefill, request.has_lost_kv = 0, True, False
             hop = self._next_hop(request, source)
@@ -223,11 +215,13 @@ class BlockSimulator:
                 continue
             far = source is not None and source != hop.device
             if source is not None and request.position:
-                self.traffic.add(request.blocks[request.position - 1], hop.block)
+                pairs[request.blocks[request.position - 1], hop.block] += 1
             key = (hop.device, hop.block, far)
             groups.setdefault(key, []).append((request, epoch))
             arrives[key] = max(arrives.get(key, self.now), at)
             sizes[key] += hop.size if far else 0
+        for (before, after), count in pairs.items():
+            self.traffic.add(before, after, count)
         for key, group in groups.items():
             device, block, far = key
             at = arrives[key]
@@ -246,7 +240,7 @@ class BlockSimulator:
                 if device != source:
                     self._start(self.cluster.devices[device])
             else:
-                self._push(at, _Event.HOP, (instance, group))
+                self._push(at, partial(self._receive, instance, group))
 
     def _next_hop(self, request: ChainRequest, source: int | None) -> Hop | None:
         """None: it was preempted, since no device has room."""
@@ -309,8 +303,7 @@ class BlockSimulator:
         self._link_free[server] = start + size / topology.net_bytes_s
         return self._link_free[server] + topology.net_s
 
-    def _receive(self, payload: tuple[BlockInstance, list[tuple[ChainRequest, int]]]) -> None:
-        instance, group = payload
+    def _receive(self, instance: BlockInstance, group: Sequence[tuple[ChainRequest, int]]) -> None:
         moved = []
         for request, epoch in group:
             if request.epoch != epoch:
@@ -339,10 +332,10 @@ class BlockSimulator:
         self.result.busy_s += seconds
         self.result.batches += 1
         self.result.rows += len(batch.requests)
-        payload = (device, instance, [(each, each.epoch) for each in batch.requests])
-        self._push(device.busy_until, _Event.DONE, payload)
+        entries = [(each, each.epoch) for each in batch.requests]
+        self._push(device.busy_until, partial(self._finish_batch, device, instance, entries))
 
-    def _finish_batch(self, device: BlockDevice, instance: BlockInstance, batch: list[tuple[ChainRequest, int]]) -> None:
+    def _finish_batch(self, device: BlockDevice, instance: BlockInstance, batch: Sequence[tuple[ChainRequest, int]]) -> None:
         self._running[device.number] = None
         instance.used_at = self.now
         going, ended = [], False
@@ -386,8 +379,12 @@ class BlockSimulator:
             self.cluster.remove_instance(each)
         made = self.cluster.add_instance(block, device, self.now + load_s)
         self.result.loads += 1
-        self._push(made.ready_at, _Event.LOADED, made)
+        self._push(made.ready_at, partial(self._finish_load, made))
         return made
+
+    def _finish_load(self, instance: BlockInstance) -> None:
+        self._balance(instance)
+        self._start(self.cluster.devices[instance.device])
 
     def _balance(self, target: BlockInstance) -> None:
         """A new instance takes over requests of the fullest one of its block, with their keys and values."""
@@ -404,7 +401,7 @@ class BlockSimulator:
             ready = self._move(request, position, target, request.tokens if can_copy else 0)
             request.has_lost_kv = not can_copy
             if waits and can_copy:
-                self._push(ready, _Event.HOP, (target, [(request, request.epoch)]))
+                self._push(ready, partial(self._receive, target, [(request, request.epoch)]))
             elif waits:
                 self._send([request], None)
 
