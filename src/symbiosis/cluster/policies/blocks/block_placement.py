@@ -138,7 +138,12 @@ def _place_part(
     reserve = round((1 - _WEIGHTS) * topology.memory_bytes)
 
     def size(device: _Planned) -> int:
-        return sum(catalog.blocks[block].weight_bytes for block in blocks if block not in device.loads)
+        present = list(device.loads)
+        return sum(
+            catalog.added_bytes(block, [*present, *blocks[:index]])
+            for index, block in enumerate(blocks)
+            if block not in device.loads
+        )
 
     fits = [each for each in devices if size(each) <= each.free - reserve]
     if not fits and len(blocks) == 1:
@@ -185,13 +190,14 @@ def place_by_fragments(
     devices = [_Planned(number, topology.memory_bytes) for number in range(topology.num_devices)]
     reserve = round((1 - _WEIGHTS) * topology.memory_bytes)
     for item in sorted(instances, key=lambda each: (-catalog.blocks[each.block].weight_bytes, each.block, -each.load)):
+        sizes = [catalog.added_bytes(item.block, each.loads) for each in devices]
         size = catalog.blocks[item.block].weight_bytes
-        fits = [each for each in devices if each.free >= size and item.block not in each.loads]
+        fits = [each for each in devices if each.free >= sizes[each.number] and item.block not in each.loads]
         if not fits:
             raise DoesNotFit(f"no device has {size / 1e9:.1f} GB for {item.block}: expected more devices or fewer applications")
-        roomy = [each for each in fits if each.free - reserve >= size] or fits
+        roomy = [each for each in fits if each.free - reserve >= sizes[each.number]] or fits
         light = [each for each in roomy if each.load + item.load <= _FULL] or [min(roomy, key=lambda each: each.load)]
         chosen = min(light, key=lambda each: (each.free, each.load, each.number))
-        chosen.free -= size
+        chosen.free -= sizes[chosen.number]
         chosen.loads[item.block] = item.load
     return [PlacedBlock(block, each.number, load) for each in devices for block, load in each.loads.items()]

@@ -74,6 +74,7 @@ class BlockQueue:
 
     def __init__(self, cost: BlockCost, config: BatchConfig, adapter_share: float = 0.0) -> None:
         self._cost, self._config, self._adapter_s = cost, config, adapter_share * cost.fixed_s
+        self.max_rows = config.max_rows
         self._returning: deque[tuple[float, ChainRequest]] = deque()
         self._fresh: list[tuple[int, float, ChainRequest]] = []
         self.prefill_s = 0.0
@@ -116,48 +117,28 @@ class BlockQueue:
         """Position of the next request in its chain. The queue must not be empty."""
         return (self._returning[0][1] if self._returning else self._fresh[0][2]).position
 
-    def take(self, *, is_mixed: bool) -> BlockBatch:
-        """The next batch. Without `is_mixed`, it has rows of one application: that of the first request."""
-        cost, most_s = self._cost, self._config.stretch * self._cost.fixed_s
-        first = self._returning[0][1] if self._returning else self._fresh[0][2]
+    def take(self) -> BlockBatch:
+        """The next batch. The queue must not be empty."""
+        cost, most_s, most_rows = self._cost, self._config.stretch * self._cost.fixed_s, self._config.max_rows
         taken: list[ChainRequest] = []
         adapters: set[str] = set()
         seconds = cost.fixed_s
-
-        def fits(request: ChainRequest) -> bool:
-            nonlocal seconds
+        while self._returning or self._fresh:
+            request = self._returning[0][1] if self._returning else self._fresh[0][2]
             more = self.work_s(request)
-            if request.application.has_adapter and request.application.name not in adapters:
-                more += self._adapter_s
-            if taken and (seconds + more > most_s or len(taken) >= self._config.max_rows):
-                return False
-            if request.application.has_adapter:
-                adapters.add(request.application.name)
+            application = request.application
+            if application.has_adapter and application.name not in adapters:
+                more += self._adapter_s if adapters else 0.0
+                adapters.add(application.name)
+            if taken and (seconds + more > most_s or len(taken) >= most_rows):
+                break
+            if self._returning:
+                self._returning.popleft()
+            else:
+                heapq.heappop(self._fresh)
+                self.prefill_s -= cost.prompt_s(request.tokens)
             seconds += more
             taken.append(request)
-            return True
-
-        left: list[tuple[float, ChainRequest]] = []
-        while self._returning:
-            entry = self._returning.popleft()
-            if not is_mixed and entry[1].application is not first.application:
-                left.append(entry)
-            elif not fits(entry[1]):
-                left.append(entry)
-                break
-        self._returning.extendleft(reversed(left))
-        kept: list[tuple[int, float, ChainRequest]] = []
-        while self._fresh:
-            found = heapq.heappop(self._fresh)
-            if not is_mixed and found[2].application is not first.application:
-                kept.append(found)
-            elif fits(found[2]):
-                self.prefill_s -= cost.prompt_s(found[2].tokens)
-            else:
-                kept.append(found)
-                break
-        for found in kept:
-            heapq.heappush(self._fresh, found)
         if not self._fresh:
             self.prefill_s = 0.0
         return BlockBatch(taken, seconds)

@@ -81,12 +81,12 @@ def _target(
     """The device with the shortest queue; of equal ones that whose server has most traffic with the block."""
     topology, cost = cluster.topology, instance.cost
     most_s = cluster.devices[instance.device].queue_s(now) / config.gain
-    needed = cost.weight_bytes + instance.kv_tokens * cost.kv_bytes // 2
     best: tuple[tuple[float, float, int], ScaleOut] | None = None
     for device in cluster.devices:
         if device.number in taken or instance.block in device.instances or device.queue_s(now) > most_s:
             continue
-        evicted = cluster.evictable(device.number, needed, now)
+        loaded = cluster.catalog.added_bytes(instance.block, device.instances)
+        evicted = cluster.evictable(device.number, loaded + instance.kv_tokens * cost.kv_bytes // 2, now)
         if evicted is None:
             continue
         near = sum(
@@ -94,7 +94,7 @@ def _target(
             for each in cluster.instances
             if topology.is_local(each.device, device.number)
         )
-        load_s = swap_s(cost.weight_bytes, sum(each.cost.weight_bytes for each in evicted), topology)
+        load_s = swap_s(loaded, sum(each.cost.weight_bytes for each in evicted), topology)
         order = (round(device.queue_s(now), 2), -near, device.number)
         if best is None or order < best[0]:
             best = order, ScaleOut(instance, device.number, load_s, evicted)

@@ -24,17 +24,17 @@ class BlockInstance:
     cost: BlockCost
     device: int
     queue: BlockQueue
-    ready_at: float = 0.0
+    ready_at: float
     """When its weights are loaded."""
+    used_at: float
+    adapter_s: float
+    """Of each further application in a batch."""
     requests: dict[int, ChainRequest] = field(default_factory=dict)
     """By number: those whose keys and values are here, and those that wait for their first pass."""
     kv_tokens: int = 0
     """Reserved."""
-    used_at: float = 0.0
     applications: Counter[str] = field(default_factory=Counter)
     """Of its requests."""
-    batch_s: float = 0.0
-    """Of each further application in a batch, or of its own batch."""
 
     @property
     def cycle_s(self) -> float:
@@ -42,12 +42,13 @@ class BlockInstance:
         if not self.requests:
             return 0.0
         cost = self.cost
-        shared_s = cost.fixed_s + self.batch_s * (len(self.applications) - 1)
+        batches = -(-len(self.requests) // self.queue.max_rows)
+        shared_s = cost.fixed_s * batches + self.adapter_s * (len(self.applications) - 1)
         return shared_s + cost.row_s * len(self.requests) + cost.context_s * self.kv_tokens + self.queue.prefill_s
 
     def compute_s(self, request: ChainRequest) -> float:
         """T_compute of a request's first pass, beside those that are here."""
-        more_s = self.batch_s if self.applications and request.application.name not in self.applications else 0.0
+        more_s = self.adapter_s if request.application.name not in self.applications else 0.0
         return self.cost.prompt_s(request.tokens) + (more_s if self.applications else self.cost.fixed_s)
 
     def take(self, request: ChainRequest) -> None:
@@ -116,10 +117,9 @@ class BlockCluster:
         cost, found = self.catalog.blocks[block], self.devices[device]
         assert block not in found.instances
         queue = BlockQueue(cost, self._batches, self.catalog.adapter_share)
-        further = self.catalog.adapter_share if self.catalog.is_mixed else 1.0
-        made = BlockInstance(block, cost, device, queue, ready_at, used_at=ready_at, batch_s=further * cost.fixed_s)
+        made = BlockInstance(block, cost, device, queue, ready_at, ready_at, self.catalog.adapter_share * cost.fixed_s)
+        found.weight_bytes += self.catalog.added_bytes(block, found.instances)
         found.instances[block] = made
-        found.weight_bytes += cost.weight_bytes
         self._by_block.setdefault(block, []).append(made)
         return made
 
@@ -127,19 +127,20 @@ class BlockCluster:
         assert not instance.requests
         device = self.devices[instance.device]
         del device.instances[instance.block]
-        device.weight_bytes -= instance.cost.weight_bytes
+        device.weight_bytes -= self.catalog.added_bytes(instance.block, device.instances)
         self._by_block[instance.block].remove(instance)
 
     def evictable(self, device: int, size: int, now: float) -> list[BlockInstance] | None:
         """Idle instances to remove so that `size` bytes are free, the longest idle first; None if that is not enough."""
         found, chosen = self.devices[device], list[BlockInstance]()
-        free = found.free_bytes
+        free, left = found.free_bytes, list(found.instances)
         for each in sorted(found.instances.values(), key=lambda each: (each.used_at, each.block)):
             if free >= size:
                 break
             if not each.requests and each.ready_at <= now:
                 chosen.append(each)
-                free += each.cost.weight_bytes
+                left.remove(each.block)
+                free += self.catalog.added_bytes(each.block, left)
         return chosen if free >= size else None
 
     # Keys and values
@@ -200,7 +201,8 @@ class BlockCluster:
     def check_integrity(self, requests: Iterable[ChainRequest] = ()) -> None:
         """Sums are those of their parts, and no device has more than its memory. `requests`: all that are under way."""
         for device in self.devices:
-            weights = sum(each.cost.weight_bytes for each in device.instances.values())
+            names = list(device.instances)
+            weights = sum(self.catalog.added_bytes(block, names[:index]) for index, block in enumerate(names))
             kv = sum(each.kv_tokens * each.cost.kv_bytes for each in device.instances.values())
             assert (weights, kv) == (device.weight_bytes, device.kv_bytes), device.number
             assert device.free_bytes >= 0, (device.number, device.free_bytes)

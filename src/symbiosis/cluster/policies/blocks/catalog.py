@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from symbiosis.cluster.policies.blocks.block_cost import BlockCost
@@ -42,7 +41,11 @@ class Application:
 
 
 class BlockCatalog:
-    """Blocks and applications. With `is_mixed`, one batch may have rows of several applications."""
+    """Blocks and applications. Requests of all applications of a block run in one batch.
+
+    `weights` names the weights of a block, if it shares them with another one: they are on a device once, and each of the two
+    has its own batches.
+    """
 
     def __init__(
         self,
@@ -50,13 +53,13 @@ class BlockCatalog:
         applications: Iterable[Application],
         *,
         adapter_share: float = 0.0,
-        is_mixed: bool = True,
+        weights: Mapping[str, str] | None = None,
     ) -> None:
         """Raises `ValueError` for a chain with an unknown block, or an own chain that loses."""
         self.blocks = blocks
         self.applications = {each.name: each for each in applications}
         self.adapter_share = adapter_share
-        self.is_mixed = is_mixed
+        self._weights = weights or {}
         for application in self.applications.values():
             unknown = {block for chain in application.chains for block in chain.blocks} - blocks.keys()
             if unknown:
@@ -64,17 +67,13 @@ class BlockCatalog:
             if application.own.loss:
                 raise ValueError(f"the own chain of {application.name} loses {application.own.loss}, expected 0")
 
-    @property
-    def weight_bytes(self) -> int:
-        """Of all blocks, each once."""
-        return sum(self.blocks[name].weight_bytes for name in self.used)
+    def added_bytes(self, block: str, present: Iterable[str]) -> int:
+        """Bytes of weights that a block adds on a device with other blocks."""
+        name = self._weights.get(block, block)
+        shared = any(self._weights.get(each, each) == name for each in present if each != block)
+        return 0 if shared else self.blocks[block].weight_bytes
 
     @property
     def used(self) -> list[str]:
         """Blocks that some own chain has, in the order of chains."""
         return list(dict.fromkeys(block for each in self.applications.values() for block in each.own.blocks))
-
-    @property
-    def sharing(self) -> Counter[str]:
-        """How many applications have a block in their own chain."""
-        return Counter(block for each in self.applications.values() for block in each.own.blocks)

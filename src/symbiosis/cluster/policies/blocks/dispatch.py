@@ -31,8 +31,8 @@ class DispatchConfig:
     kv_rule: KvRule = KvRule.OWNER_FIRST
     is_adaptive: bool = True
     """Whether equivalent chains may serve the tenants that allow them."""
-    behind: float = 1.5
-    """An equivalent block serves if the own one takes so many times as long."""
+    behind: float = 2.0
+    """An instance is behind if a request takes so many times as long there as on an idle device."""
     near_s: float = 0.005
     """Candidates within so many seconds of the best count as equal: the nearest one serves."""
 
@@ -152,17 +152,21 @@ class BlockDispatcher:
             if hop is not None and (is_own not in best or hop.latency_s < best[is_own].latency_s):
                 best[is_own] = hop
         own, other = best.get(True), best.get(False)
-        if own is None or (other is not None and other.latency_s * self.config.behind < own.latency_s):
-            return other
-        return own
+        if own is None or other is None:
+            return own or other
+        return other if other.latency_s < own.latency_s and self._is_behind(own, request) else own
+
+    def _is_behind(self, hop: Hop, request: ChainRequest) -> bool:
+        costs = [self._cluster.catalog.blocks[block] for block in request.chains[0].blocks[request.position :]]
+        idle_s = sum(cost.fixed_s + cost.prompt_s(request.tokens) for cost in costs)
+        return hop.latency_s > self.config.behind * idle_s
 
     def _best_of(
         self, block: str, rest: Sequence[str], request: ChainRequest, source: int | None, now: float
     ) -> Hop | None:
         found = list(self._candidates(block, rest, request, source, now))
         least = min((each.latency_s for each in found), default=float("inf"))
-        swap_s = self._cluster.catalog.blocks[block].weight_bytes / self._cluster.topology.load_bytes_s
-        if swap_s < least:
+        if self._cluster.catalog.blocks[block].weight_bytes / self._cluster.topology.load_bytes_s < least:
             found += self._loads(block, request, source, now)
             least = min((each.latency_s for each in found), default=least)
         topology = self._cluster.topology
@@ -208,12 +212,13 @@ class BlockDispatcher:
     def _loads(self, block: str, request: ChainRequest, source: int | None, now: float) -> Iterator[Hop]:
         """Devices that could load the block, and what T_load would be."""
         cluster, cost, topology = self._cluster, self._cluster.catalog.blocks[block], self._cluster.topology
-        size, needed = self._size(request, source), cost.weight_bytes + cluster.kv_bytes(cost, request.tokens + 1)
+        size, kv_bytes = self._size(request, source), cluster.kv_bytes(cost, request.tokens + 1)
         for device in cluster.devices:
-            if block in device.instances or (evicted := cluster.evictable(device.number, needed, now)) is None:
+            loaded = cluster.catalog.added_bytes(block, device.instances)
+            if block in device.instances or (evicted := cluster.evictable(device.number, loaded + kv_bytes, now)) is None:
                 continue
             transfer_s = 0.0 if source is None else topology.transfer_s(source, device.number, size)
-            load_s = swap_s(cost.weight_bytes, sum(each.cost.weight_bytes for each in evicted), topology)
+            load_s = swap_s(loaded, sum(each.cost.weight_bytes for each in evicted), topology)
             queue_s = device.queue_s(now)
             shown_s = load_s if queue_s > 0 else max(load_s - transfer_s, 0.0)
             latency_s = queue_s + cost.fixed_s + cost.prompt_s(request.tokens) + transfer_s + shown_s

@@ -66,6 +66,7 @@ def make_catalog(
 ) -> BlockCatalog:
     """The blocks of a system. `max_loss`: what each tenant allows an equivalent chain to lose; only blocks have such chains."""
     blocks: dict[str, BlockCost] = {}
+    weights: dict[str, str] = {}
     made = []
     for each in applications:
         model = profile.models[each.foundation]
@@ -75,14 +76,15 @@ def make_catalog(
             chains = [MeasuredChain(tuple(name for name, _ in names))]
             chains += _equivalent_chains(each, applications, profile, blocks) if max_loss > 0 else []
         else:
-            is_own = system is BlockSystem.PER_MODEL or each.kind == FULL
+            is_own = each.kind == FULL or system is not BlockSystem.MULTI_ADAPTER
             name = each.name if is_own else each.foundation
             blocks[name] = model.whole
+            if each.kind != FULL and system is BlockSystem.PARAMETER_SHARING:
+                weights[name] = each.foundation
             chains = [MeasuredChain((name,))]
         has_adapter = each.kind != FULL and system in (BlockSystem.BLOCKS, BlockSystem.MULTI_ADAPTER)
         made.append(Application(each.name, tuple(chains), each.weight, max_loss, has_adapter))
-    is_mixed = system is not BlockSystem.PARAMETER_SHARING
-    return BlockCatalog(blocks, made, adapter_share=profile.adapter_share, is_mixed=is_mixed)
+    return BlockCatalog(blocks, made, adapter_share=profile.adapter_share, weights=weights)
 
 
 def _cuts(foundation: str, applications: list[ZooApplication], model: ModelCost) -> list[int]:

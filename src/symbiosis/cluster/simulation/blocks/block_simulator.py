@@ -325,7 +325,7 @@ class BlockSimulator:
         instance = follows or device.next_instance(self.now)
         if instance is None:
             return
-        batch = instance.queue.take(is_mixed=self._catalog.is_mixed)
+        batch = instance.queue.take()
         seconds = batch.seconds + (0.0 if follows else self._topology.run_s)
         self._running[device.number] = instance
         device.busy_until = self.now + seconds
