@@ -120,8 +120,13 @@ def place_by_locality(
         total_s = sum(request_s(catalog, block, prompt, output) for block in chain) or 1.0
         shares = {block: load * request_s(catalog, block, prompt, output) / total_s for block in chain}
         _place_part(chain, shares, catalog, topology, traffic, devices, None)
-    _place_equivalents(catalog, devices)
+    _place_equivalents(catalog, devices, _reserve(topology))
     return [PlacedBlock(block, each.number, load) for each in devices for block, load in each.loads.items()]
+
+
+def _reserve(topology: BlockTopology) -> int:
+    """Bytes of each device that are kept for keys and values."""
+    return round((1 - _WEIGHTS) * topology.memory_bytes)
 
 
 def _place_part(
@@ -135,7 +140,7 @@ def _place_part(
 ) -> int:
     """On one device, or cut in two; the server. With `server`, there if possible."""
     load = sum(shares[block] for block in blocks)
-    reserve = round((1 - _WEIGHTS) * topology.memory_bytes)
+    reserve = _reserve(topology)
 
     def size(device: _Planned) -> int:
         present = list(device.loads)
@@ -169,18 +174,17 @@ def _place_part(
     return topology.server_of[chosen.number]
 
 
-def _place_equivalents(catalog: BlockCatalog, devices: Sequence[_Planned]) -> None:
-    """Blocks that only equivalent chains have, such as stitches: on the devices of the block that follows."""
+def _place_equivalents(catalog: BlockCatalog, devices: Sequence[_Planned], reserve: int) -> None:
+    """Chains that may serve instead of an application's own one: beside it, where memory allows, and somewhere in any case."""
     for application in catalog.applications.values():
-        for chain in application.allowed[1:]:
-            for block, follower in reversed(list(zip(chain.blocks, [*chain.blocks[1:], chain.blocks[0]], strict=True))):
-                if any(block in each.loads for each in devices if block in catalog.used):
-                    continue
-                size = catalog.blocks[block].weight_bytes
-                for each in devices:
-                    if follower in each.loads and block not in each.loads and size <= each.free:
-                        each.loads[block] = 0.0
-                        each.free -= size
+        for block in dict.fromkeys(block for chain in application.allowed[1:] for block in chain.blocks):
+            size = catalog.blocks[block].weight_bytes
+            for each in devices:
+                is_beside = application.own.blocks[0] in each.loads and each.free - size >= reserve
+                is_first = not any(block in other.loads for other in devices) and each is devices[-1]
+                if block not in each.loads and (is_beside or is_first) and each.free >= size:
+                    each.loads[block] = 0.0
+                    each.free -= size
 
 
 def place_by_fragments(
@@ -188,7 +192,7 @@ def place_by_fragments(
 ) -> list[PlacedBlock]:
     """The same instances, the largest first, each where it leaves the least memory free. Raises `DoesNotFit`."""
     devices = [_Planned(number, topology.memory_bytes) for number in range(topology.num_devices)]
-    reserve = round((1 - _WEIGHTS) * topology.memory_bytes)
+    reserve = _reserve(topology)
     for item in sorted(instances, key=lambda each: (-catalog.blocks[each.block].weight_bytes, each.block, -each.load)):
         sizes = [catalog.added_bytes(item.block, each.loads) for each in devices]
         size = catalog.blocks[item.block].weight_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from symbiosis.cluster.policies.blocks.block_cost import BlockCost
@@ -130,14 +130,20 @@ class BlockCluster:
         device.weight_bytes -= self.catalog.added_bytes(instance.block, device.instances)
         self._by_block[instance.block].remove(instance)
 
-    def evictable(self, device: int, size: int, now: float) -> list[BlockInstance] | None:
-        """Idle instances to remove so that `size` bytes are free, the longest idle first; None if that is not enough."""
+    def evictable(
+        self, device: int, size: int, now: float, *, keep: Sequence[str] = ()
+    ) -> list[BlockInstance] | None:
+        """Idle instances to remove so that `size` bytes are free, the longest idle first; None if that is not enough.
+
+        The last instance of a block stays, and the blocks to `keep`.
+        """
         found, chosen = self.devices[device], list[BlockInstance]()
         free, left = found.free_bytes, list(found.instances)
         for each in sorted(found.instances.values(), key=lambda each: (each.used_at, each.block)):
             if free >= size:
                 break
-            if not each.requests and each.ready_at <= now:
+            is_last = len(self._by_block[each.block]) == 1
+            if not each.requests and each.ready_at <= now and not is_last and each.block not in keep:
                 chosen.append(each)
                 left.remove(each.block)
                 free += self.catalog.added_bytes(each.block, left)

@@ -165,10 +165,9 @@ class BlockDispatcher:
         self, block: str, rest: Sequence[str], request: ChainRequest, source: int | None, now: float
     ) -> Hop | None:
         found = list(self._candidates(block, rest, request, source, now))
-        least = min((each.latency_s for each in found), default=float("inf"))
-        if self._cluster.catalog.blocks[block].weight_bytes / self._cluster.topology.load_bytes_s < least:
-            found += self._loads(block, request, source, now)
-            least = min((each.latency_s for each in found), default=least)
+        if not found:
+            found += self._loads(block, rest, request, source, now)
+        least = min((each.latency_s for each in found), default=0.0)
         topology = self._cluster.topology
 
         def order(hop: Hop) -> tuple[int, float, int]:
@@ -209,7 +208,9 @@ class BlockDispatcher:
                 total_s += more_s
         return total_s
 
-    def _loads(self, block: str, request: ChainRequest, source: int | None, now: float) -> Iterator[Hop]:
+    def _loads(
+        self, block: str, rest: Sequence[str], request: ChainRequest, source: int | None, now: float
+    ) -> Iterator[Hop]:
         """Devices that could load the block, and what T_load would be."""
         cluster, cost, topology = self._cluster, self._cluster.catalog.blocks[block], self._cluster.topology
         size, kv_bytes = self._size(request, source), cluster.kv_bytes(cost, request.tokens + 1)
@@ -222,6 +223,7 @@ class BlockDispatcher:
             queue_s = device.queue_s(now)
             shown_s = load_s if queue_s > 0 else max(load_s - transfer_s, 0.0)
             latency_s = queue_s + cost.fixed_s + cost.prompt_s(request.tokens) + transfer_s + shown_s
+            latency_s += self._rest_s(rest, device.number, now)
             yield Hop(block, device.number, latency_s, transfer_s, size, None, load_s, evicted)
 
     def _size(self, request: ChainRequest, source: int | None) -> int:
@@ -240,7 +242,7 @@ class BlockDispatcher:
     def _has_room(self, block: str, request: ChainRequest, now: float) -> bool:
         if any(self._fits(each, request) for each in self._cluster.instances_of(block)):
             return True
-        return next(self._loads(block, request, None, now), None) is not None
+        return next(self._loads(block, (), request, None, now), None) is not None
 
 
 def swap_s(loaded: int, evicted: int, topology: BlockTopology) -> float:

@@ -10,7 +10,7 @@ from functools import partial
 
 from symbiosis.cluster.policies.blocks.block_policy import BlockPolicyConfig, provision_cluster
 from symbiosis.cluster.policies.blocks.block_queue import ChainRequest
-from symbiosis.cluster.policies.blocks.block_scaling import choose_scale_outs, requests_to_move
+from symbiosis.cluster.policies.blocks.block_scaling import ScaleOut, choose_scale_outs, requests_to_move
 from symbiosis.cluster.policies.blocks.block_state import BlockDevice, BlockInstance
 from symbiosis.cluster.policies.blocks.catalog import BlockCatalog
 from symbiosis.cluster.policies.blocks.dispatch import BlockDispatcher, Hop, KvRule
@@ -379,36 +379,38 @@ class BlockSimulator:
             self.cluster.remove_instance(each)
         made = self.cluster.add_instance(block, device, self.now + load_s)
         self.result.loads += 1
-        self._push(made.ready_at, partial(self._finish_load, made))
+        self._push(made.ready_at, partial(self._start, self.cluster.devices[device]))
         return made
 
-    def _finish_load(self, instance: BlockInstance) -> None:
-        self._balance(instance)
-        self._start(self.cluster.devices[instance.device])
+    def _scale(self, plan: ScaleOut) -> None:
+        for each in plan.evicted:
+            self.cluster.remove_instance(each)
+        for block in plan.missing:
+            self._load(block, plan.target, plan.load_s, ())
+        self._push(self.now + plan.load_s, partial(self._balance, plan))
+        self.result.scale_outs += 1
 
-    def _balance(self, target: BlockInstance) -> None:
-        """A new instance takes over requests of the fullest one of its block, with their keys and values."""
-        others = [each for each in self.cluster.instances_of(target.block) if each is not target]
-        source = max(others, key=lambda each: (len(each.requests), -each.device), default=None)
-        if source is None:
-            return
-        can_copy = self._config.dispatch.kv_rule is not KvRule.RECOMPUTE
-        for request in requests_to_move(self.cluster, source, target):
-            position = request.blocks.index(source.block)
-            waits = request.position == position and request in source.queue
+    def _balance(self, plan: ScaleOut) -> None:
+        """Requests go to the new instances, with their keys and values."""
+        target, can_copy = self.cluster.devices[plan.target], self._config.dispatch.kv_rule is not KvRule.RECOMPUTE
+        for request, positions in requests_to_move(self.cluster, plan):
+            at = request.position
+            waits = at in positions and request in self.cluster.instance(request, at).queue
             if waits:
-                source.queue.remove(request)
-            ready = self._move(request, position, target, request.tokens if can_copy else 0)
+                self.cluster.instance(request, at).queue.remove(request)
+            ready = self.now
+            for position in positions:
+                instance = target.instances[request.blocks[position]]
+                ready = max(ready, self._move(request, position, instance, request.tokens if can_copy else 0))
             request.has_lost_kv = not can_copy
             if waits and can_copy:
-                self._push(ready, partial(self._receive, target, [(request, request.epoch)]))
+                self._push(ready, partial(self._receive, target.instances[request.blocks[at]], [(request, request.epoch)]))
             elif waits:
                 self._send([request], None)
 
     def _tick(self) -> None:
         for found in choose_scale_outs(self.cluster, self.traffic, self._config.scaling, self.now):
-            self._load(found.instance.block, found.device, found.load_s, found.evicted)
-            self.result.scale_outs += 1
+            self._scale(found)
         if self._parked:
             self._admit()
         timeline = self.result.timeline
