@@ -32,7 +32,7 @@ from symbiosis.cluster.policies.blocks.block_placement import PlacementRule
 from symbiosis.cluster.policies.blocks.block_policy import BlockPolicyConfig
 from symbiosis.cluster.policies.blocks.dispatch import DispatchConfig, KvRule
 from symbiosis.cluster.policies.blocks.topology import BlockTopology
-from symbiosis.cluster.simulation.blocks.applications import FULL, BlockSystem, make_applications
+from symbiosis.cluster.simulation.blocks.applications import FULL, BlockSystem, ZooApplication, make_applications
 from symbiosis.cluster.simulation.blocks.block_experiment import BlockWorkload, make_workload, run_blocks, workload_of
 from symbiosis.cluster.simulation.blocks.block_report import BlockReport
 from symbiosis.cluster.simulation.trace import Trace, read_trace
@@ -115,9 +115,7 @@ SYSTEMS = {str(system): system_case(system) for system in BlockSystem} | {
 
 def paper_workloads(count: int, sizes: Sizes) -> list[BlockWorkload]:
     return [
-        make_workload(
-            count, PROFILE, requests=sizes.requests, duration_s=sizes.duration_s, prompt=300, output=200, seed=seed
-        )
+        make_workload(count, PROFILE, requests=sizes.requests, duration_s=sizes.duration_s, prompt=300, output=200, seed=seed)
         for seed in range(sizes.seeds)
     ]
 
@@ -179,29 +177,35 @@ def kv_rules(sizes: Sizes, folder: Path, console: Console) -> dict[str, Any]:
     return figures
 
 
-def surge_workload(sizes: Sizes, factor: float, seed: int) -> BlockWorkload:
-    """20 applications. The adapters of the largest model get `factor` times its capacity, the others half of theirs.
-
-    Capacity of a model: its devices, as its share of the expected load, with batches of 16.
-    """
-    known = make_applications(20, PROFILE, seed)
-    largest, generator = list(PROFILE.models)[-1], np.random.default_rng((seed, 3))
-    whole = {name: model.whole for name, model in PROFILE.models.items()}
-    request_s = {
-        name: cost.prompt_s(300) + 100 * (cost.fixed_s / 16 + cost.row_s + cost.context_s * 350) for name, cost in whole.items()
-    }
-    total_s = sum(each.weight * request_s[each.foundation] for each in known)
-    rows = []
+def overloaded(known: Sequence[ZooApplication], rates: dict[str, float], seconds: float, seed: int) -> BlockWorkload:
+    """Poisson arrivals at a rate for each application."""
+    generator, rows = np.random.default_rng((seed, 3)), []
     for each in known:
-        devices = 12 * each.weight * request_s[each.foundation] / total_s
-        share = factor if each.foundation == largest and each.kind != FULL else 0.5
-        count = generator.poisson(share * devices / request_s[each.foundation] * sizes.busy_s)
-        for at in generator.uniform(0, sizes.busy_s, count).tolist():
+        for at in generator.uniform(0, seconds, generator.poisson(rates.get(each.name, 0.0) * seconds)).tolist():
             prompt = int(np.clip(generator.lognormal(np.log(300) - 0.32, 0.8), 1, 768))
             rows.append((at, prompt, min(int(generator.geometric(1 / 100)), 1024 - prompt), each.name))
     rows.sort()
     arrivals, prompts, outputs, names = (list(column) for column in zip(*rows, strict=True))
-    return BlockWorkload(known, Trace(f"{len(rows)} requests, surge of {factor:g}", arrivals, prompts, outputs, names))
+    return BlockWorkload(list(known), Trace(f"{len(rows)} requests", arrivals, prompts, outputs, names))
+
+
+def surge_workload(sizes: Sizes, factor: float, seed: int, console: Console) -> BlockWorkload:
+    """20 applications: those of the largest model's adapters get `factor` times their capacity, the others half of theirs.
+
+    Capacity is measured: a flood of requests for one model's adapters, by their own chains.
+    """
+    known = make_applications(20, PROFILE, seed)
+    rates: dict[str, float] = {}
+    for model in PROFILE.models:
+        own = [each for each in known if each.foundation == model and each.kind != FULL]
+        weight, count = sum(each.weight for each in own), sizes.busy_requests / 6
+        flood = overloaded(known, {each.name: each.weight / weight * count for each in own}, 1.0, seed)
+        report = adaptive_cases()["own chains"](flood, "flood")
+        served = report.requests / (flood.trace.arrivals[-1] + report.latency_p95_s)  # the last ones run alone
+        console.print(f"{model}: {served:.1f} requests/s")
+        share = factor if model == list(PROFILE.models)[-1] else 0.5
+        rates |= {each.name: share * served * each.weight / weight for each in own}
+    return overloaded(known, rates, sizes.busy_s, seed)
 
 
 def adaptive_cases() -> dict[str, Callable[[BlockWorkload, str], BlockReport]]:
@@ -217,7 +221,7 @@ def overload(sizes: Sizes, folder: Path, console: Console) -> dict[str, Any]:
     """Adaptive serving: the largest model at 1.5 times its capacity, and all applications alike above theirs."""
     seeds, figures = range(min(3, sizes.seeds)), {}
     pair = {"adaptive against own chains": ("adaptive", "own chains")}
-    surges = [surge_workload(replace(sizes, busy_s=2 * sizes.busy_s), 1.5, seed) for seed in seeds]
+    surges = [surge_workload(replace(sizes, busy_s=2 * sizes.busy_s), 1.5, seed, console) for seed in seeds]
     even = [
         make_workload(20, PROFILE, requests=sizes.busy_requests, duration_s=sizes.busy_s / 2, prompt=300, output=100, seed=seed)
         for seed in seeds

@@ -104,9 +104,7 @@ def _timed(model: PreTrainedModel, device: torch.device) -> Iterator[_BlockTimer
 
 
 @torch.inference_mode()
-def time_blocks(
-    model: PreTrainedModel, plan: TimingPlan, progress: Callable[[str], None] = lambda text: None
-) -> ModelTiming:
+def time_blocks(model: PreTrainedModel, plan: TimingPlan, progress: Callable[[str], None] = lambda text: None) -> ModelTiming:
     """Measure a model on the device where it is."""
     device = next(model.parameters()).device
     longest = int(getattr(model.config, "max_position_embeddings", 1 << 30))
@@ -152,9 +150,7 @@ def _kv_bytes(cache: DynamicCache, tokens: int, layers: int) -> int:
     return size // tokens // layers
 
 
-def _median(
-    timer: _BlockTimer, repetitions: int, layers: int, run: Callable[[], None]
-) -> tuple[dict[BlockKind, float], float]:
+def _median(timer: _BlockTimer, repetitions: int, layers: int, run: Callable[[], None]) -> tuple[dict[BlockKind, float], float]:
     """The medians of each kind of block, for one layer, and of the whole."""
     found: dict[BlockKind, list[float]] = defaultdict(list)
     totals = []

@@ -31,9 +31,7 @@ def make_trace(*requests: tuple[float, int, int, str]) -> Trace:
 
 
 def workload(count: int = 10, requests: int = 80, duration_s: float = 2.0, output: float = 30, seed: int = 3):
-    return make_workload(
-        count, PROFILE, requests=requests, duration_s=duration_s, prompt=200, output=output, seed=seed
-    )
+    return make_workload(count, PROFILE, requests=requests, duration_s=duration_s, prompt=200, output=output, seed=seed)
 
 
 def run_watched(work, system=BlockSystem.BLOCKS, topology=BlockTopology(), config=BlockPolicyConfig(), max_loss=0.0):  # noqa: B008

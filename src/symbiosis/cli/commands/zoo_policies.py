@@ -139,9 +139,7 @@ def simulate(
     )
     config = BlockPolicyConfig(dispatch=DispatchConfig(kv_rule=KvRule(kv)), placement=PlacementRule(placement))
     if trace is None:
-        workload = make_workload(
-            applications, costs, requests=requests, duration_s=duration, prompt=300, output=200, seed=seed
-        )
+        workload = make_workload(applications, costs, requests=requests, duration_s=duration, prompt=300, output=200, seed=seed)
     else:
         until = math.inf if end is None else end * 3600
         found = read_trace(trace, lengths=lengths, rate_scale=rate_scale, begin_s=begin * 3600, end_s=until, seed=seed)

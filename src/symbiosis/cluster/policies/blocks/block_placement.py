@@ -157,7 +157,9 @@ def _place_part(
             gigabytes = catalog.blocks[blocks[0]].weight_bytes / 1e9
             raise DoesNotFit(f"no device has {gigabytes:.1f} GB for {blocks[0]}: expected more devices or fewer applications")
     if not fits:
-        cut = min(range(1, len(blocks)), key=lambda at: (traffic.between(blocks[at - 1], blocks[at]), abs(at - len(blocks) / 2)))
+        cut = min(
+            range(1, len(blocks)), key=lambda at: (traffic.between(blocks[at - 1], blocks[at]), abs(at - len(blocks) / 2))
+        )
         found = _place_part(blocks[:cut], shares, catalog, topology, traffic, devices, server)
         return _place_part(blocks[cut:], shares, catalog, topology, traffic, devices, found)
 
@@ -187,9 +189,7 @@ def _place_equivalents(catalog: BlockCatalog, devices: Sequence[_Planned], reser
                     each.free -= size
 
 
-def place_by_fragments(
-    instances: Sequence[PlacedBlock], catalog: BlockCatalog, topology: BlockTopology
-) -> list[PlacedBlock]:
+def place_by_fragments(instances: Sequence[PlacedBlock], catalog: BlockCatalog, topology: BlockTopology) -> list[PlacedBlock]:
     """The same instances, the largest first, each where it leaves the least memory free. Raises `DoesNotFit`."""
     devices = [_Planned(number, topology.memory_bytes) for number in range(topology.num_devices)]
     reserve = _reserve(topology)

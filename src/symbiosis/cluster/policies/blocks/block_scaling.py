@@ -43,9 +43,7 @@ def queue_share(device: BlockDevice) -> float:
     return device.kv_bytes / max(1, device.memory_bytes - device.weight_bytes)
 
 
-def choose_scale_outs(
-    cluster: BlockCluster, traffic: TrafficCounter, config: BlockScalingConfig, now: float
-) -> list[ScaleOut]:
+def choose_scale_outs(cluster: BlockCluster, traffic: TrafficCounter, config: BlockScalingConfig, now: float) -> list[ScaleOut]:
     """The heaviest devices first. A block that is being loaded somewhere does not scale again yet."""
     heavy = [device for device in cluster.devices if queue_share(device) > config.queue_share]
     chosen: list[ScaleOut] = []
@@ -96,9 +94,7 @@ def _target(
             continue
         missing = tuple(block for block in blocks if block not in device.instances)
         present = list(device.instances)
-        loaded = sum(
-            cluster.catalog.added_bytes(block, [*present, *missing[:index]]) for index, block in enumerate(missing)
-        )
+        loaded = sum(cluster.catalog.added_bytes(block, [*present, *missing[:index]]) for index, block in enumerate(missing))
         evicted = cluster.evictable(device.number, loaded + needed, now, keep=blocks)
         if evicted is None:
             continue

@@ -130,9 +130,7 @@ class BlockCluster:
         device.weight_bytes -= self.catalog.added_bytes(instance.block, device.instances)
         self._by_block[instance.block].remove(instance)
 
-    def evictable(
-        self, device: int, size: int, now: float, *, keep: Sequence[str] = ()
-    ) -> list[BlockInstance] | None:
+    def evictable(self, device: int, size: int, now: float, *, keep: Sequence[str] = ()) -> list[BlockInstance] | None:
         """Idle instances to remove so that `size` bytes are free, the longest idle first; None if that is not enough.
 
         The last instance of a block stays, and the blocks to `keep`.

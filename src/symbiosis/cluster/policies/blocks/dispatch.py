@@ -31,9 +31,9 @@ class DispatchConfig:
     kv_rule: KvRule = KvRule.OWNER_FIRST
     is_adaptive: bool = True
     """Whether equivalent chains may serve the tenants that allow them."""
-    behind: float = 2.0
+    behind: float = 1.5
     """An instance is behind if a request takes so many times as long there as on an idle device."""
-    near_s: float = 0.005
+    near_s: float = 0.002
     """Candidates within so many seconds of the best count as equal: the nearest one serves."""
 
 
@@ -116,9 +116,7 @@ class BlockDispatcher:
         ]
         return min(others, key=lambda each: (each.latency_s, each.device), default=None)
 
-    def _moved(
-        self, request: ChainRequest, owner: BlockInstance, target: BlockInstance, at: int, size: int, now: float
-    ) -> Hop:
+    def _moved(self, request: ChainRequest, owner: BlockInstance, target: BlockInstance, at: int, size: int, now: float) -> Hop:
         topology, rule = self._cluster.topology, self.config.kv_rule
         move = plan_kv_move(
             owner.cost,
@@ -161,9 +159,7 @@ class BlockDispatcher:
         idle_s = sum(cost.fixed_s + cost.prompt_s(request.tokens) for cost in costs)
         return hop.latency_s > self.config.behind * idle_s
 
-    def _best_of(
-        self, block: str, rest: Sequence[str], request: ChainRequest, source: int | None, now: float
-    ) -> Hop | None:
+    def _best_of(self, block: str, rest: Sequence[str], request: ChainRequest, source: int | None, now: float) -> Hop | None:
         found = list(self._candidates(block, rest, request, source, now))
         if not found:
             found += self._loads(block, rest, request, source, now)
@@ -208,9 +204,7 @@ class BlockDispatcher:
                 total_s += more_s
         return total_s
 
-    def _loads(
-        self, block: str, rest: Sequence[str], request: ChainRequest, source: int | None, now: float
-    ) -> Iterator[Hop]:
+    def _loads(self, block: str, rest: Sequence[str], request: ChainRequest, source: int | None, now: float) -> Iterator[Hop]:
         """Devices that could load the block, and what T_load would be."""
         cluster, cost, topology = self._cluster, self._cluster.catalog.blocks[block], self._cluster.topology
         size, kv_bytes = self._size(request, source), cluster.kv_bytes(cost, request.tokens + 1)

@@ -96,9 +96,7 @@ def _cuts(foundation: str, applications: list[ZooApplication], model: ModelCost)
     return sorted(found)
 
 
-def _segments(
-    each: ZooApplication, applications: list[ZooApplication], model: ModelCost
-) -> Iterator[tuple[str, BlockCost]]:
+def _segments(each: ZooApplication, applications: list[ZooApplication], model: ModelCost) -> Iterator[tuple[str, BlockCost]]:
     """The chain of an application. Its own consecutive layers are one block."""
     first, last = (round(part * model.layers) for part in each.shared)
     if first:
