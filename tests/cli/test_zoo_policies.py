@@ -67,7 +67,8 @@ def test_a_profile_of_real_blocks_drives_the_simulator(tiny_zoo, tmp_path):
     out = tmp_path / "blocks.json"
     result = run_here("zoo", "profile", tiny_zoo, "--quick", "--out", out)
     assert result.exit_code == 0, result.output
-    assert "base: 4 layers" in result.stdout and "wide: 4 layers" in result.stdout
+    assert "base: 4 layers" in result.stdout
+    assert "wide: 4 layers" in result.stdout
     content = json.loads(out.read_text())
     models = content["block_profile"]["models"]
     assert list(models) == ["base", "wide"]  # `tuned` has the shape of `base`

@@ -141,7 +141,8 @@ def test_a_request_that_fits_no_device_is_rejected():
     topology = BlockTopology(servers=(1,), memory_bytes=2 * GB)
     trace = make_trace((0.0, 900, 10, "one"), (0.0, 20, 10, "one"))
     run = BlockSimulator(trace, catalog, topology, BlockPolicyConfig()).run()
-    assert run.rejected == 1 and [each.number for each in run.served] == [1]
+    assert run.rejected == 1
+    assert [each.number for each in run.served] == [1]
     with pytest.raises(DoesNotFit):
         BlockSimulator(trace, catalog, BlockTopology(servers=(1,), memory_bytes=GB // 2), BlockPolicyConfig())
 
@@ -190,7 +191,7 @@ def test_a_profile_is_read_back_and_a_bad_one_is_one_line(tmp_path):
         path.write_text(content)
         with pytest.raises(BadProfile):
             read_block_profile(str(path))
-    with pytest.raises(BadProfile, match="no such file|No such file"):
+    with pytest.raises(BadProfile, match="No such file"):
         read_block_profile("missing.json")
     with pytest.raises(BadProfile, match="fixed_s"):
         BlockCost(fixed_s=-1.0)

@@ -55,9 +55,11 @@ def test_an_owner_without_memory_gives_the_request_away():
     request.generated = 40  # needs a further page
     cluster.devices[0].kv_bytes = cluster.devices[0].memory_bytes - cluster.devices[0].weight_bytes
     hop = dispatcher(cluster).next_hop(request, 0, 0.0)
-    assert hop.device == 1 and hop.move is not None
+    assert hop.device == 1
+    assert hop.move is not None
     again = dispatcher(cluster, kv_rule=KvRule.RECOMPUTE).next_hop(request, 0, 0.0)
-    assert again.move.restarts and again.move.copied == 0
+    assert again.move.restarts
+    assert again.move.copied == 0
 
 
 def test_a_block_without_an_instance_is_loaded_where_idle_ones_make_room():
@@ -113,7 +115,8 @@ def test_a_request_stays_in_the_chain_that_it_began():
     blocks = {name: make_block() for name in ("a", "b", "s", "t")}
     cluster = make_small_cluster(blocks, [application], [("a", 0), ("s", 1), ("b", 2), ("t", 3)])
     request = make_request(0, application)
-    assert stitched in request.chains and len(request.chains) == 2
+    assert stitched in request.chains
+    assert len(request.chains) == 2
     cluster.devices[0].busy_until = 1.0
     hop = dispatcher(cluster).next_hop(request, None, 0.0)
     assert hop.block == "s"

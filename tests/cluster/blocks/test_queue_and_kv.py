@@ -19,7 +19,8 @@ def test_returning_requests_come_first_then_prompts_by_arrival():
     for request in (late, early, back):
         queue.add(request, 0.0)
     assert queue.take().requests == [back, early, late]
-    assert len(queue) == 0 and queue.prefill_s == 0.0
+    assert len(queue) == 0
+    assert queue.prefill_s == 0.0
 
 
 def test_a_batch_ends_where_rows_cost_more_than_the_block_itself():
@@ -29,7 +30,8 @@ def test_a_batch_ends_where_rows_cost_more_than_the_block_itself():
     batch = queue.take()
     assert len(batch.requests) == 3
     assert batch.seconds == pytest.approx(0.04)
-    assert len(queue) == 7 and queue.prefill_s == pytest.approx(0.07)
+    assert len(queue) == 7
+    assert queue.prefill_s == pytest.approx(0.07)
     light = BlockQueue(make_block(fixed_s=0.1), BatchConfig(stretch=4.0))
     for number in range(40):
         light.add(make_request(number, ONE), 0.0)
@@ -65,7 +67,8 @@ def test_a_removed_request_waits_no_more():
     queue.remove(requests[0])
     queue.remove(requests[2])
     queue.remove(requests[2])
-    assert requests[0] not in queue and requests[1] in queue
+    assert requests[0] not in queue
+    assert requests[1] in queue
     assert queue.take().requests == [requests[1]]
 
 
@@ -89,7 +92,8 @@ def test_copies_and_computed_tokens_meet():
     assert move.seconds == pytest.approx(0.05, rel=0.01)
     assert plan_kv_move(block, 1000, 0.0, 1e10, can_compute=False).seconds == pytest.approx(0.1)
     quick = plan_kv_move(make_block(prefill_s=1e-9, kv_bytes=1_000_000), 1000, 1e-3, 1e9, can_compute=True)
-    assert quick.copied == 0 and quick.seconds < 1e-3
+    assert quick.copied == 0
+    assert quick.seconds < 1e-3
     long = plan_kv_move(make_block(attention_s=1e-7, kv_bytes=1_000_000), 1000, 0.0, 1e10, can_compute=True)
     assert 0 < long.computed < 500
     assert plan_kv_move(block, 1000, 0.0, 1e10, can_compute=True, can_copy=False).restarts
@@ -104,7 +108,8 @@ def test_sums_of_the_state_hold_while_requests_come_move_and_go():
     cluster.grow(requests[0], 0)
     cluster.move(requests[1], 1, cluster.devices[1].instances["b"], 3.0)
     cluster.check_integrity(requests)
-    assert requests[1].devices == [1, 1] and requests[1].kv_ready[1] == 3.0
+    assert requests[1].devices == [1, 1]
+    assert requests[1].kv_ready[1] == 3.0
     for request in requests:
         cluster.release(request)
     cluster.check_integrity()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from symbiosis.cluster.policies.blocks.block_placement import (
     PlacementRule,
@@ -20,9 +20,9 @@ from symbiosis.cluster.policies.blocks.topology import BlockTopology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockPolicyConfig:
-    dispatch: DispatchConfig = DispatchConfig()
-    batches: BatchConfig = BatchConfig()
-    scaling: BlockScalingConfig = BlockScalingConfig()
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    batches: BatchConfig = field(default_factory=BatchConfig)
+    scaling: BlockScalingConfig = field(default_factory=BlockScalingConfig)
     placement: PlacementRule = PlacementRule.LOCALITY
 
 

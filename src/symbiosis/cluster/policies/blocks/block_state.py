@@ -38,7 +38,7 @@ class BlockInstance:
 
     @property
     def cycle_s(self) -> float:
-        """Seconds to serve all its requests once: prompts that wait, and the next row of each other one, which returns first."""
+        """Seconds to serve all its requests once: prompts that wait, and the next row of each other one."""
         if not self.requests:
             return 0.0
         cost = self.cost
@@ -211,7 +211,8 @@ class BlockCluster:
             assert (weights, kv) == (device.weight_bytes, device.kv_bytes), device.number
             assert device.free_bytes >= 0, (device.number, device.free_bytes)
             for block, instance in device.instances.items():
-                assert instance.block == block and instance.device == device.number
+                assert instance.block == block
+                assert instance.device == device.number
                 assert instance in self._by_block[block]
                 held = sum(
                     each.held[position]

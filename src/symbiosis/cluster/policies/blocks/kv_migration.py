@@ -34,10 +34,7 @@ def plan_kv_move(
         return KvMove(0, tokens, latency_s + tokens * token_s)
     # prompt_s(n) = latency + (tokens - n) * token_s, with prompt_s(n) = p n + a n² / 2
     half, linear, constant = cost.attention_s / 2, cost.prefill_s + token_s, latency_s + tokens * token_s
-    if half > 0:
-        met = (math.sqrt(linear * linear + 4 * half * constant) - linear) / (2 * half)
-    else:
-        met = constant / linear
+    met = (math.sqrt(linear * linear + 4 * half * constant) - linear) / (2 * half) if half else constant / linear
     computed = min(tokens, math.floor(met))
     copy_s = latency_s + (tokens - computed) * token_s if computed < tokens else 0.0
     return KvMove(computed, tokens - computed, max(cost.prompt_s(computed), copy_s))

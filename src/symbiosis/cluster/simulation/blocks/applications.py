@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 import numpy as np
 
@@ -102,7 +103,7 @@ def _segments(each: ZooApplication, applications: list[ZooApplication], model: M
     if first:
         yield f"{each.name}/0-{first}", model.segment(0, first)
     cuts = [cut for cut in _cuts(each.foundation, applications, model) if first <= cut <= last]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         yield f"{each.foundation}/{start}-{stop}", model.segment(start, stop)
     if last < model.layers:
         yield f"{each.name}/{last}-{model.layers}", model.segment(last, model.layers)
