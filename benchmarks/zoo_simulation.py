@@ -198,7 +198,7 @@ def surge_workload(sizes: Sizes, factor: float, seed: int) -> BlockWorkload:
     Capacity is that of the devices with the first block of a chain, shared by load, with batches as large as allowed.
     """
     known = make_applications(20, PROFILE, seed)
-    catalog = make_catalog(BlockSystem.BLOCKS, known, PROFILE, max_loss=MAX_LOSS)
+    catalog = make_catalog(BlockSystem.BLOCKS, known, PROFILE)
     cluster, _ = provision_cluster(catalog, BlockTopology(), BlockPolicyConfig(), prompt=300, output=100)
     rates: dict[str, float] = {}
     for chain in {each.own.blocks for each in catalog.applications.values()}:

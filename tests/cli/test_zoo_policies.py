@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from symbiosis.zoo.zoo import Zoo
 from tests.cli.test_main import fails, run_here
 from tests.zoo.conftest import fine_tuned, make_model
 
@@ -55,11 +56,12 @@ def test_what_is_wrong_is_one_line(tmp_path):
 
 
 @pytest.fixture
-def tiny_zoo(zoo, save, tmp_path):
-    base = make_model()
-    zoo.add("base", save(base, "base"))
-    zoo.add("tuned", save(fine_tuned(base, range(3, 4)), "tuned"))
-    zoo.add("wide", save(make_model(hidden_size=64, intermediate_size=96), "wide"))
+def tiny_zoo(tmp_path):
+    base, zoo = make_model(), Zoo(tmp_path / "zoo", create=True)
+    models = {"base": base, "tuned": fine_tuned(base, range(3, 4)), "wide": make_model(hidden_size=64, intermediate_size=96)}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        zoo.add(name, tmp_path / name)
     return tmp_path / "zoo"
 
 

@@ -55,13 +55,18 @@ class _BlockTimer:
     """Hooks on the modules of blocks. Times add up from one `reset` to the next."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._is_cuda = device.type == "cuda"
         self.seconds: dict[BlockKind, float] = defaultdict(float)
         self._started: dict[BlockKind, float] = {}
         self._handles = []
         for module, kind in _modules(model):
             self._handles.append(module.register_forward_pre_hook(lambda _module, _inputs, kind=kind: self._begin(kind)))
             self._handles.append(module.register_forward_hook(lambda _module, _inputs, _output, kind=kind: self._end(kind)))
+
+    def _wait(self) -> None:
+        """For what the device still computes."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
 
     def _begin(self, kind: BlockKind) -> None:
         self._wait()
@@ -146,7 +151,7 @@ def time_blocks(model: PreTrainedModel, plan: TimingPlan, progress: Callable[[st
 
 
 def _kv_bytes(cache: DynamicCache, tokens: int, layers: int) -> int:
-    size = sum(each.numel() * each.element_size() for layer in cache.layers for each in (layer.keys, layer.values))
+    size: int = sum(each.numel() * each.element_size() for layer in cache.layers for each in (layer.keys, layer.values))
     return size // tokens // layers
 
 

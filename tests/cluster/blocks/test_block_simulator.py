@@ -94,8 +94,8 @@ def test_every_request_ends_once_in_every_system(system, topology):
 @pytest.mark.parametrize("rule", list(KvRule))
 def test_every_request_ends_once_without_memory_for_all(rule):
     work = workload(requests=150, duration_s=0.5, output=100)
-    small = BlockTopology(servers=(1, 1), memory_bytes=round(36.5 * GB))
-    config = BlockPolicyConfig(dispatch=DispatchConfig(kv_rule=rule), scaling=BlockScalingConfig(queue_share=0.05))
+    small = BlockTopology(servers=(1, 1), memory_bytes=27 * GB)
+    config = BlockPolicyConfig(dispatch=DispatchConfig(kv_rule=rule), scaling=BlockScalingConfig(queue_share=0.2))
     only = [each for each in work.applications if each.foundation != "13b"]
     names = [each.name for each in only]
     trace = replace_names(work.trace, names)

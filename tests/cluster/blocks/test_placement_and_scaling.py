@@ -13,6 +13,7 @@ from symbiosis.cluster.policies.blocks.block_placement import (
 from symbiosis.cluster.policies.blocks.block_queue import BatchConfig
 from symbiosis.cluster.policies.blocks.block_scaling import (
     BlockScalingConfig,
+    ScaleOut,
     choose_scale_outs,
     queue_share,
     requests_to_move,
@@ -128,21 +129,22 @@ def scaling_cluster(requests: int = 40) -> BlockCluster:
 
 def test_an_instance_with_a_long_queue_gets_a_second_one_and_gives_it_half_of_its_requests():
     cluster = scaling_cluster()
-    assert queue_share(cluster, cluster.devices[0].instances["a"]) > 0.5
+    assert queue_share(cluster.devices[0]) == pytest.approx(40 * 128 / 9000)
     (found,) = choose_scale_outs(cluster, TrafficCounter(), BlockScalingConfig(), 0.0)
-    assert found.device == 1
+    assert (found.blocks, found.source, found.target, found.missing) == (("a",), 0, 1, ("a",))
     assert found.load_s == pytest.approx(1 * GB / 12.5e9)
     target = cluster.add_instance("a", 1, found.load_s)
     assert not choose_scale_outs(cluster, TrafficCounter(), BlockScalingConfig(), 0.0)  # one is on its way
-    moved = requests_to_move(cluster, cluster.devices[0].instances["a"], target)
-    assert [each.number for each in moved] == list(range(39, 19, -1))
-    for request in moved:
+    moved = requests_to_move(cluster, found)
+    assert [(each.number, positions) for each, positions in moved] == [(number, [0]) for number in range(39, 19, -1)]
+    for request, _ in moved:
         cluster.move(request, 0, target, 1.0)
     cluster.check_integrity()
+    assert not requests_to_move(cluster, found)  # both have as many
 
 
 def test_nothing_scales_below_the_bound_or_without_a_better_device():
-    assert not choose_scale_outs(scaling_cluster(5), TrafficCounter(), BlockScalingConfig(), 0.0)
+    assert not choose_scale_outs(scaling_cluster(30), TrafficCounter(), BlockScalingConfig(), 0.0)
     cluster = scaling_cluster()
     cluster.devices[1].busy_until = 100.0
     assert not choose_scale_outs(cluster, TrafficCounter(), BlockScalingConfig(), 0.0)
@@ -152,5 +154,6 @@ def test_a_request_on_its_first_pass_does_not_move():
     cluster = scaling_cluster(2)
     first = make_request(9, ONE)
     cluster.assign(first, cluster.devices[0].instances["a"])
-    target = cluster.add_instance("a", 1, 0.0)
-    assert first not in requests_to_move(cluster, cluster.devices[0].instances["a"], target)
+    cluster.add_instance("a", 1, 0.0)
+    plan = ScaleOut(("a",), 0, 1, (), 0.0, ())
+    assert [each.number for each, _ in requests_to_move(cluster, plan)] == [1]
