@@ -177,14 +177,14 @@ def _place_part(
 
 
 def _place_equivalents(catalog: BlockCatalog, devices: Sequence[_Planned], reserve: int) -> None:
-    """Chains that may serve instead of an application's own one: beside it, where memory allows, and somewhere in any case."""
+    """Chains that may serve instead of an application's own one: on its devices, where memory allows, and somewhere in any case."""
     for application in catalog.applications.values():
         for block in dict.fromkeys(block for chain in application.allowed[1:] for block in chain.blocks):
             size = catalog.blocks[block].weight_bytes
             for each in devices:
-                is_beside = application.own.blocks[0] in each.loads and each.free - size >= reserve
+                is_near = application.own.blocks[0] in each.loads and each.free - size >= reserve
                 is_first = not any(block in other.loads for other in devices) and each is devices[-1]
-                if block not in each.loads and (is_beside or is_first) and each.free >= size:
+                if block not in each.loads and (is_near or is_first) and each.free >= size:
                     each.loads[block] = 0.0
                     each.free -= size
 

@@ -45,7 +45,7 @@ class ChainRequest:
     """When keys and values that moved are there."""
     is_prefill: bool = True
     recomputed: int = 0
-    """Tokens to compute again at the next block, beside the row itself."""
+    """Tokens to compute again at the next block, besides the row itself."""
     has_lost_kv: bool = False
     """A block of its chain lacks them: it computes its chain again from the first block."""
     epoch: int = 0

@@ -47,7 +47,7 @@ class BlockInstance:
         return shared_s + cost.row_s * len(self.requests) + cost.context_s * self.kv_tokens + self.queue.prefill_s
 
     def compute_s(self, request: ChainRequest) -> float:
-        """T_compute of a request's first pass, beside those that are here."""
+        """T_compute of a request's first pass, among those that are here."""
         more_s = self.adapter_s if request.application.name not in self.applications else 0.0
         return self.cost.prompt_s(request.tokens) + (more_s if self.applications else self.cost.fixed_s)
 
