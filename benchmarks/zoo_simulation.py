@@ -249,7 +249,7 @@ def recorded(traces: Path, sizes: Sizes, folder: Path, console: Console) -> dict
     for seed in range(min(3, sizes.seeds)):
         begin = (9 * 24 + 10 + seed) * 3600.0
         trace = read_trace(
-            rates, lengths=traces / "azure_conv.csv.gz", rate_scale=0.5, begin_s=begin, end_s=begin + 60, seed=seed
+            rates, lengths=traces / "azure_conv.csv.gz", rate_scale=0.2, begin_s=begin, end_s=begin + 40, seed=seed
         )
         workloads.append(workload_of(trace, 20, PROFILE, seed=seed))
     found = run_all(workloads, SYSTEMS, console)

@@ -177,7 +177,7 @@ def _place_part(
 
 
 def _place_equivalents(catalog: BlockCatalog, devices: Sequence[_Planned], reserve: int) -> None:
-    """Chains that may serve instead of an application's own one: on its devices, where memory allows, and somewhere in any case."""
+    """Chains that may serve instead of the own one: on its devices, where memory allows, and somewhere in any case."""
     for application in catalog.applications.values():
         for block in dict.fromkeys(block for chain in application.allowed[1:] for block in chain.blocks):
             size = catalog.blocks[block].weight_bytes
