@@ -65,9 +65,9 @@ class Sizes:
     applications: tuple[int, ...] = (20, 30)
     requests: int = 400
     duration_s: float = 20.0
-    busy_requests: int = 3000
-    busy_s: float = 12.0
-    surge_s: float = 40.0
+    busy_requests: int = 2000
+    busy_s: float = 8.0
+    surge_s: float = 25.0
 
 
 TINY = Sizes(seeds=1, applications=(10,), requests=40, duration_s=2.0, busy_requests=150, busy_s=0.5, surge_s=1.0)
@@ -164,7 +164,7 @@ def applications(count: int, sizes: Sizes, folder: Path, console: Console) -> di
 
 
 def kv_rules(sizes: Sizes, folder: Path, console: Console) -> dict[str, Any]:
-    """Who goes on with a request: in a cluster that is busy enough for requests to move."""
+    """Who goes on with a request, and all systems: in a cluster that is busy enough for requests to move."""
     workloads = [
         make_workload(20, PROFILE, requests=sizes.busy_requests, duration_s=sizes.busy_s, prompt=300, output=100, seed=seed)
         for seed in range(min(3, sizes.seeds))
@@ -173,8 +173,11 @@ def kv_rules(sizes: Sizes, folder: Path, console: Console) -> dict[str, Any]:
         str(rule): system_case(BlockSystem.BLOCKS, config=BlockPolicyConfig(dispatch=DispatchConfig(kv_rule=rule)))
         for rule in KvRule
     }
+    whole = (BlockSystem.PER_MODEL, BlockSystem.PARAMETER_SHARING, BlockSystem.MULTI_ADAPTER)
+    cases |= {str(system): system_case(system) for system in whole}
     found = run_all(workloads, cases, console)
     pairs = {f"{rule} against owner-first": (str(rule), "owner-first") for rule in (KvRule.RECOMPUTE, KvRule.LEAST_BUSY)}
+    pairs |= {f"blocks against {system}, busy": ("owner-first", str(system)) for system in whole}
     figures = summarise(found, pairs, console)
     save("zoo-simulation-kv", QUESTION, {"script": "zoo_simulation", "paper": PAPER, **figures}, folder)
     return figures

@@ -128,7 +128,7 @@ def time_blocks(model: PreTrainedModel, plan: TimingPlan, progress: Callable[[st
             progress(f"a prompt of {prompt} tokens")
 
             def prefill(prompt: int = prompt) -> None:
-                model(input_ids=draw(1, prompt), use_cache=False)
+                model(input_ids=draw(1, prompt), use_cache=False, logits_to_keep=1)
 
             seconds, total_s = _median(timer, plan.repetitions, layers, prefill)
             batches.append(TimedBatch(0, 0, prompt, prompt * prompt / 2, seconds, total_s))
