@@ -7,7 +7,7 @@ completions around 200, 1,024 at most), which fine-tunes there are and what they
 minutes for a request; ours take seconds, so its 20 minutes are 20 seconds: the median latency of per-model provisioning is then
 about the same share of the trace (17 % there).
 
-Every system has the same costs, devices, memory, batches, dispatch and scaling. Settings were chosen on seeds 100 to 102.
+Every system has the same costs, devices, memory, batches, dispatch and scaling. Settings were chosen on seeds 100 and 101.
 
     python -m benchmarks.zoo_simulation                         # all cases but the trace, about 4 minutes
     python -m benchmarks.zoo_simulation --traces FOLDER trace   # ServeGen's rates x Azure's conversations
