@@ -144,6 +144,7 @@ bench: $(DEV)  ## the benchmarks of docs/benchmarks.md, about 2 hours on 2 cores
 	$(BIN)/python -m benchmarks.cluster_live
 	$(BIN)/python -m benchmarks.cluster_replay
 	$(BIN)/python -m benchmarks.cluster_simulation $(if $(TRACES),--traces $(TRACES),decisions)
+	$(BIN)/python -m benchmarks.zoo_simulation $(if $(TRACES),--traces $(TRACES) 20 30 kv overload trace)
 
 SEED ?= 1
 delays: $(DEV)  ## the tests with random delays in threads, others with each SEED, about 35 minutes on 2 cores (tests/delays.py)

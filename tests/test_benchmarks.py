@@ -46,6 +46,7 @@ from benchmarks import (
     small_and_large,
     token_draw,
     wire_compression,
+    zoo_simulation,
 )
 from benchmarks.http_load import benchmark as http_load
 from benchmarks.results import compared
@@ -183,6 +184,16 @@ def test_the_simulation_of_a_cluster_is_compared_with_its_baselines(tmp_path):
     assert all(hours > 0 for hours in record["gpu_hours"].values())
     assert (tmp_path / "cluster-simulation-tiny.png").is_file()
     assert json.loads((tmp_path / "cluster-decisions-tiny.json").read_text())["decisions"] == 50
+
+
+def test_zoos_are_simulated_and_compared(tmp_path):
+    zoo_simulation.main(["--tiny", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "zoo-simulation-10.json").read_text())
+    assert set(found["changes"]) >= set(zoo_simulation.AGAINST)
+    assert {run["requests"] for runs in found["runs"].values() for run in runs} == {40}
+    assert (tmp_path / "zoo-simulation-10.png").is_file()
+    for name in ("kv", "overload"):
+        assert (tmp_path / f"zoo-simulation-{name}.json").is_file()
 
 
 def test_adapter_loads_are_counted_and_can_be_plotted(tmp_path):

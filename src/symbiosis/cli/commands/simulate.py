@@ -27,7 +27,7 @@ _POLICY = (
 )
 _EPILOG = (
     "Example: symbiosis simulate --trace ramp:rate=40,duration=900 --adapters 32 --gpus 16 --policy symbiosis "
-    "--policy ray-serve:16 --plot cluster.png"
+    "--policy ray-serve:16 --plot cluster.png. Many fine-tunes that share blocks: symbiosis zoo simulate"
 )
 
 

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from symbiosis.cli.commands import zoo_policies
 from symbiosis.cli.tables import print_fitting
 
 if TYPE_CHECKING:
@@ -154,3 +155,7 @@ def verify(folder: Folder) -> None:
     if wrong:
         raise typer.Exit(1)
     typer.echo(f"{len(zoo.names())} models are as they were added")
+
+
+app.command(epilog=zoo_policies.PROFILE_EPILOG)(zoo_policies.profile)
+app.command(epilog=zoo_policies.SIMULATE_EPILOG)(zoo_policies.simulate)
