@@ -65,12 +65,16 @@ def module_path(model: nn.Module, piece: Piece) -> str:
     path = f"{next(name for name, module in model.named_modules() if module is layers)}.{piece.layer}"
     if piece.kind is PieceKind.LAYER:
         return path
-    layer = layers[piece.layer]
+    return f"{path}.{module_name(layers[piece.layer], piece)}"
+
+
+def module_name(layer: nn.Module, piece: Piece) -> str:
+    """Of a block's module within its decoder layer. Raises `NoSurrogate`."""
     names = _ATTENTION if piece.kind is PieceKind.ATTENTION else _FFN
     name = next((name for name in names if isinstance(getattr(layer, name, None), nn.Module)), None)
     if name is None:
         raise NoSurrogate(f"{type(layer).__name__} has no {piece.kind}: expected a child named {' or '.join(names)}")
-    return f"{path}.{name}"
+    return name
 
 
 def replace_module(model: nn.Module, path: str, module: nn.Module) -> nn.Module:

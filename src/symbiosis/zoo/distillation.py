@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.zoo.activations import Activations, added
-from symbiosis.zoo.block_modules import Piece, PieceKind
-from symbiosis.zoo.pruning import head_shapes, is_prunable_attention, is_prunable_ffn, prune_attention, prune_ffn
+from symbiosis.zoo.block_modules import Piece, PieceKind, module_name
 from symbiosis.zoo.errors import NoSurrogate
+from symbiosis.zoo.pruning import (
+    head_shapes,
+    is_prunable_attention,
+    is_prunable_ffn,
+    prune_attention,
+    prune_ffn,
+    smaller_copy,
+)
 
 # S = sequences, T = tokens of each, R = rows, C = inputs of the last layer, D = model width
 Report = Callable[[str, int, int], None]
@@ -38,49 +45,48 @@ class Training:
     seed: int = 0
 
 
-def pruned(piece: Piece, module: nn.Module, known: Activations, keep: float) -> nn.Module:
+def parts_of(piece: Piece) -> tuple[Piece, ...]:
+    """The pieces whose activations `prune` needs."""
+    if piece.kind is not PieceKind.LAYER:
+        return (piece,)
+    return Piece(PieceKind.ATTENTION, piece.layer), Piece(PieceKind.FFN, piece.layer), piece
+
+
+def prune(piece: Piece, module: nn.Module, known: Mapping[Piece, Activations], keep: float) -> nn.Module:
     """A smaller module, its last layers fitted to what the true one returns. Raises `NoSurrogate`."""
     if piece.kind is PieceKind.FFN:
-        return _pruned_ffn(piece, module, known, keep)
+        return _prune_ffn(piece, module, known[piece], keep)
     if piece.kind is PieceKind.ATTENTION:
-        return _pruned_attention(piece, module, known, keep)
-    return _pruned_layer(piece, module, known, keep)
+        return _prune_attention(piece, module, known[piece], keep)
+    tensors = {name: tensor.detach() for name, tensor in module.named_parameters()}
+    for part in parts_of(piece)[:-1]:
+        name = module_name(module, part)
+        small = prune(part, module.get_submodule(name), known, keep)
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{name}.")}
+        tensors |= {f"{name}.{key}": tensor.detach() for key, tensor in small.named_parameters()}
+    made = smaller_copy(module, tensors)
+    ffn: Any = made.get_submodule(module_name(made, Piece(PieceKind.FFN, piece.layer)))
+    _fit(made, ffn.down_proj, piece, known[piece])  # it makes up for what the attention has lost
+    return made
 
 
-def _pruned_ffn(piece: Piece, module: Any, known: Activations, keep: float) -> nn.Module:
+def _prune_ffn(piece: Piece, module: Any, known: Activations, keep: float) -> nn.Module:
     if not is_prunable_ffn(module):
         raise NoSurrogate(f"{piece} is a {type(module).__name__}: expected linear layers gate_proj, up_proj and down_proj")
-    small = prune_ffn(module, _inputs_of(module, module.down_proj, piece, known), keep)
+    small: Any = prune_ffn(module, _inputs_of(module, module.down_proj, piece, known), keep)
     _fit(small, small.down_proj, piece, known)
-    return small
+    return small  # type: ignore[no-any-return]
 
 
-def _pruned_attention(piece: Piece, module: Any, known: Activations, keep: float) -> nn.Module:
+def _prune_attention(piece: Piece, module: Any, known: Activations, keep: float) -> nn.Module:
     if not is_prunable_attention(module):
         raise NoSurrogate(f"{piece} is a {type(module).__name__}: expected linear layers q_proj, k_proj, v_proj and o_proj")
-    activations_RC = _inputs_of(module, module.o_proj, piece, known)
     shapes = head_shapes(module, keep)
     if not shapes:
         raise NoSurrogate(f"keep={keep:g} leaves no head of {piece}: expected a share that leaves some")
-    best: tuple[float, nn.Module] | None = None
-    for shape in shapes:
-        small = prune_attention(module, activations_RC, shape)
-        error = _fit(small, small.o_proj, piece, known)
-        if best is None or error < best[0]:
-            best = error, small
-    assert best is not None
-    return best[1]
-
-
-def _pruned_layer(piece: Piece, module: Any, known: Activations, keep: float) -> nn.Module:
-    """Its attention first, then its FFN, which also makes up for what the attention has lost."""
-    from symbiosis.zoo.activations import record  # noqa: F401 - recorded by the caller
-
-    raise NotImplementedError
-
-
-def _rows(known: Activations) -> Tensor:
-    return known.outputs_STD.flatten(0, 1)
+    activations_RC = _inputs_of(module, module.o_proj, piece, known)
+    candidates: list[Any] = [prune_attention(module, activations_RC, shape) for shape in shapes]
+    return min(candidates, key=lambda small: _fit(small, small.o_proj, piece, known))  # type: ignore[no-any-return]
 
 
 def _inputs_of(module: nn.Module, last: nn.Module, piece: Piece, known: Activations) -> Tensor:
@@ -96,10 +102,18 @@ def _inputs_of(module: nn.Module, last: nn.Module, piece: Piece, known: Activati
     return torch.cat(found)
 
 
+def _outputs_of(module: nn.Module, piece: Piece, known: Activations) -> Tensor:
+    starts = range(0, len(known.inputs_STD), known.batch)
+    parts = [added(piece, module, known.inputs_STD[start : start + known.batch], known.arguments) for start in starts]
+    return torch.cat(parts).flatten(0, 1)
+
+
 @torch.no_grad()
 def _fit(small: Any, last: nn.Linear, piece: Piece, known: Activations) -> float:
     """Least squares of the last layer, with its bias; returns the relative error that is left."""
     x_RC, y_RD = _inputs_of(small, last, piece, known), known.outputs_STD.flatten(0, 1)
+    if piece.kind is PieceKind.LAYER:  # the rest of the layer adds to the stream too
+        y_RD = y_RD - (_outputs_of(small, piece, known) - last(x_RC))
     weight_R = known.stream_ST.flatten().square().reciprocal()[:, None]
     ones = torch.ones(len(x_RC), 1, dtype=x_RC.dtype, device=x_RC.device)
     x_RC = torch.cat([x_RC, ones], 1)
