@@ -35,27 +35,26 @@ class ChainDifference:
 @torch.no_grad()
 def compare_chains(
     model: nn.Module,
-    piece: Piece,
-    surrogates: Sequence[nn.Module],
+    surrogates: Sequence[tuple[Piece, nn.Module]],
     ids_ST: Tensor,
     *,
     batch: int = 2,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[ChainDifference]:
-    """Each surrogate in the place of the piece, on text that it was not made with."""
-    path, sums = module_path(model, piece), torch.zeros(len(surrogates), 3, dtype=torch.double)
+    """Each surrogate alone in the place of its piece, on text that it was not made with."""
+    paths, sums = [module_path(model, piece) for piece, _ in surrogates], torch.zeros(len(surrogates), 3, dtype=torch.double)
     true_loss = 0.0
     for start in range(0, len(ids_ST), batch):
         ids = ids_ST[start : start + batch]
         true = _logits(model, ids)
         shares, top = true.softmax(-1), true.argmax(-1)
         true_loss += _loss(true, ids)
-        for number, surrogate in enumerate(surrogates):
-            before = replace_module(model, path, surrogate)
+        for number, (_, surrogate) in enumerate(surrogates):
+            before = replace_module(model, paths[number], surrogate)
             try:
                 logits = _logits(model, ids)
             finally:
-                replace_module(model, path, before)
+                replace_module(model, paths[number], before)
             same = float((logits.argmax(-1) == top).double().sum())
             loss = _loss(logits, ids)
             cosine = float(torch.cosine_similarity(logits.softmax(-1), shares, dim=-1).double().sum())

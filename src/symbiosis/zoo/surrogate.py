@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class SurrogateReport:
     trained: ChainDifference
     cosine: float
     """Of its outputs with the block's, on the held-out text."""
+    errors: list[float]
+    """Of each tenth of the training."""
     times: dict[int, dict[str, float]]
     """By rows (`time_shares`)."""
 
@@ -59,37 +61,50 @@ class SurrogateReport:
         return {**whole, **chain, **held_out, **{f"time_{rows}": each["ratio"] for rows, each in self.times.items()}}
 
 
-def make_surrogate(
+@dataclass(frozen=True, slots=True)
+class MadeSurrogate:
+    module: nn.Module
+    report: SurrogateReport
+
+
+def make_surrogates(
     model: PreTrainedModel,
-    piece: Piece,
+    pieces: Sequence[Piece],
     ids_ST: Tensor,
     held_out_ST: Tensor,
     *,
     keep: float = 0.5,
     training: Training | None = None,
     report: Report = lambda what, done, total: None,
-) -> tuple[nn.Module, SurrogateReport]:
-    """A surrogate of one piece of a model. The model is as it was. Raises `NoSurrogate`."""
+) -> dict[Piece, MadeSurrogate]:
+    """A surrogate of each of these pieces of one layer. The model is as it was. Raises `NoSurrogate`."""
     check_keep(keep)
-    training, true = training or Training(), model.get_submodule(module_path(model, piece))
-    known = record(model, parts_of(piece), ids_ST, progress=lambda done, total: report("recording", done, total))
-    report("pruning", 0, 1)
-    pruned = prune(piece, true, known, keep)
+    assert len({piece.layer for piece in pieces}) == 1, "pieces of one layer"
+    training, trues = training or Training(), {piece: model.get_submodule(module_path(model, piece)) for piece in pieces}
+    parts = {part: None for piece in pieces for part in parts_of(piece)}
+    known = record(model, list(parts), ids_ST, progress=lambda done, total: report("recording", done, total))
     report("measuring what matters", 0, 1)
     chosen = ids_ST[:: max(1, len(ids_ST) // _SENSITIVITY_SEQUENCES)][:_SENSITIVITY_SEQUENCES]
-    sensitivity = output_sensitivity(model, piece.layer, chosen)
-    small = smaller_copy(pruned, {name: tensor.detach() for name, tensor in pruned.named_parameters()})
-    train(piece, small, known[piece], training, sensitivity, report)
-    before, after = compare_chains(
-        model, piece, [pruned, small], held_out_ST, progress=lambda done, total: report("comparing", done, total)
-    )
+    sensitivity = output_sensitivity(model, pieces[0].layer, chosen)
+    pruned, small, errors = {}, {}, {}
+    for piece, true in trues.items():
+        report(f"pruning {piece}", 0, 1)
+        pruned[piece] = prune(piece, true, known, keep)
+        small[piece] = smaller_copy(pruned[piece], {name: tensor.detach() for name, tensor in pruned[piece].named_parameters()})
+        errors[piece] = train(piece, small[piece], known[piece], training, sensitivity, report)
+    candidates = [*pruned.items(), *small.items()]
+    found = compare_chains(model, candidates, held_out_ST, progress=lambda done, total: report("comparing", done, total))
     count = min(len(held_out_ST), _BATCH)
-    cosine = output_cosine(piece, small, record(model, [piece], held_out_ST[:count], batch=count)[piece])
-    sizes = [sum(p.numel() for p in module.parameters()) for module in (small, true)]
-    return small, SurrogateReport(
-        keep=keep, parameters=sizes[0] / sizes[1], tokens=ids_ST.numel(), pruned=before, trained=after, cosine=cosine,
-        times=time_shares(model, piece, true, small),
-    )  # fmt: skip
+    held_out = record(model, pieces, held_out_ST[:count], batch=count)
+    made = {}
+    for number, (piece, true) in enumerate(trues.items()):
+        sizes = [sum(p.numel() for p in module.parameters()) for module in (small[piece], true)]
+        made[piece] = MadeSurrogate(small[piece], SurrogateReport(
+            keep=keep, parameters=sizes[0] / sizes[1], tokens=ids_ST.numel(), pruned=found[number],
+            trained=found[number + len(trues)], cosine=output_cosine(piece, small[piece], held_out[piece]),
+            errors=errors[piece], times=time_shares(model, piece, true, small[piece]),
+        ))  # fmt: skip
+    return made
 
 
 def check_keep(keep: float) -> None:
@@ -139,10 +154,10 @@ def load_tokenizer(zoo: Zoo, name: str) -> Any:
             raise NoSurrogate(f"{name} has no tokenizer in this zoo: expected one, to read the text with") from None
 
 
-def store_surrogate(zoo: Zoo, name: str, piece: Piece, module: nn.Module, report: SurrogateReport) -> StoredSurrogate:
+def store_surrogate(zoo: Zoo, name: str, piece: Piece, made: MadeSurrogate) -> StoredSurrogate:
     """Keep a surrogate with a model of a zoo, in the place of an earlier one of that piece."""
-    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in module.named_parameters()}
-    return zoo.add_surrogate(name, str(piece), safetensors.torch.save(tensors), piece.places, report.figures)
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in made.module.named_parameters()}
+    return zoo.add_surrogate(name, str(piece), safetensors.torch.save(tensors), piece.places, made.report.figures)
 
 
 def load_surrogate(zoo: Zoo, name: str, piece: Piece | str) -> nn.Module:
@@ -160,8 +175,3 @@ def load_surrogate(zoo: Zoo, name: str, piece: Piece | str) -> nn.Module:
         return smaller_copy(skeleton.get_submodule(module_path(skeleton, piece)), safetensors.torch.load(zoo.read(stored.object)))
     except (KeyError, ValueError, RuntimeError, safetensors.SafetensorError):
         raise BadZoo(f"the surrogate of {piece} of {name} does not fit the model: was the zoo changed?") from None
-
-
-def describe(report: SurrogateReport) -> dict[str, Any]:
-    """For JSON."""
-    return asdict(report)

@@ -149,7 +149,7 @@ def surrogate(
         from symbiosis.models.device_dtype import resolve_device
         from symbiosis.zoo.block_modules import Piece, module_path
         from symbiosis.zoo.distillation import Training
-        from symbiosis.zoo.surrogate import check_keep, load_tokenizer, make_surrogate, read_text, store_surrogate, tokenize
+        from symbiosis.zoo.surrogate import check_keep, load_tokenizer, make_surrogates, read_text, store_surrogate, tokenize
 
         piece, place = Piece.parse(block), resolve_device(device)
         check_keep(keep)
@@ -157,11 +157,10 @@ def surrogate(
         module_path(model, piece)
         used, held_out = (ids.to(place) for ids in tokenize(tokenizer, content, tokens))
     with _progress(f"Surrogate of {piece}") as report:
-        made, found = make_surrogate(
-            model, piece, used, held_out, keep=keep, training=Training(seconds=seconds), report=report
-        )
-    store_surrogate(zoo, name, piece, made, found)
-    show_surrogates({str(piece): found.figures})
+        training = Training(seconds=seconds)
+        made = make_surrogates(model, [piece], used, held_out, keep=keep, training=training, report=report)[piece]
+    store_surrogate(zoo, name, piece, made)
+    show_surrogates({str(piece): made.report.figures})
 
 
 @app.command(epilog="Example: symbiosis zoo remove ./zoo my-fine-tune")
