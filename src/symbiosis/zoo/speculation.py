@@ -55,7 +55,7 @@ class Speculation:
     """
 
     def __init__(
-        self, piece: Piece, surrogate: nn.Module, *, mode: str = "exact", window: int = 8, min_cosine: float = 0.95
+        self, piece: Piece, surrogate: nn.Module, *, mode: str = "exact", window: int = 3, min_cosine: float = 0.95
     ) -> None:
         if mode not in MODES:
             raise CannotSpeculate(f"mode={mode!r:.60}: expected one of {', '.join(MODES)}")
