@@ -1,11 +1,13 @@
 """What does speculation gain where one block of a model is on another host?
 
-A tenant has the whole model but one block, which an executor on another host computes. The hosts are network namespaces, with a
-link of 10 Gbit/s and a round trip of 5, 20 or 50 ms between them. Compared in turns, in one process and over the same link: plain
-generation, exact speculation with a surrogate of the block, the paper's cosine rule (approximate), and transformers' assisted
-generation with the surrogate chain. Each process has one thread of torch. Cases: an FFN (one round trip for a token) and a whole
-layer (two) of the default model, whose local part takes tens of milliseconds for a token on a CPU; and of a small model with
-random weights, whose local part takes about as long as the link, as that of a large model on a GPU does.
+A tenant has the whole model but one block, which an executor on another host computes. The hosts are network namespaces. The
+link between them has 10 Gbit/s and a round trip of 5, 20 or 50 ms. Compared in turns, in one process and over the same link:
+plain generation, exact speculation with a surrogate of the block, the paper's cosine rule (approximate), and transformers'
+assisted generation with the surrogate chain. Each process has one thread of torch.
+
+Cases: an FFN (one round trip for a token) and a whole layer (two) of the default model, whose local part takes tens of
+milliseconds for a token on a CPU; and of a small model with random weights, whose local part takes about as long as the link, as
+that of a large model on a GPU does.
 
     python -m benchmarks.zoo_surrogates     # first: makes the surrogates of the default model
     python -m benchmarks.zoo_speculation    # about 6 minutes on 2 cores, as root
@@ -119,7 +121,9 @@ class Tenant:
             training = Training(seconds=15.0, epochs=2 if self.plan.tiny else 200)
             surrogate = make_surrogates(self.model, [piece], ids[:16], ids[16:], training=training)[piece].module
         self.connected = symbiosis.connect_blocks(self.model, [block], self.address, token=TOKEN)
-        self.speculations = {mode: Speculation(piece, surrogate, mode=mode, window=self.plan.window) for mode in ("exact", "cosine")}
+        self.speculations = {
+            mode: Speculation(piece, surrogate, mode=mode, window=self.plan.window) for mode in ("exact", "cosine")
+        }
         self.assistant = surrogate_chain(self.model, piece, surrogate)
         for mode in MODES:
             self.generate(mode, 0, 6)
@@ -170,7 +174,12 @@ def differing(found: list[int], expected: list[int]) -> int:
 def run_case(tenant: Child, plan: Plan, conditions: Conditions, prompts: int) -> dict[str, Any]:
     """All modes in turns, the first of them another one for each prompt."""
     seconds: dict[str, list[float]] = {mode: [] for mode in ("local", *MODES)}
-    found: dict[str, Any] = {"same_tokens": 0, "cosine_differing_tokens": 0, "tokens": 0, "reports": {"exact": [], "cosine": []}}
+    found: dict[str, Any] = {
+        "same_tokens": 0,
+        "cosine_differing_tokens": 0,
+        "tokens": 0,
+        "reports": {"exact": [], "cosine": []},
+    }
     trips = {mode: 0 for mode in MODES}
     for prompt in range(prompts):
         texts = {}
@@ -187,7 +196,10 @@ def run_case(tenant: Child, plan: Plan, conditions: Conditions, prompts: int) ->
         found["cosine_differing_tokens"] += differing(texts["cosine"], texts["plain"])
     sampled = [tenant("generate", mode, 0, plan.new_tokens, True)["tokens"] for mode in ("plain", "exact")]
     found["same_sampled_tokens"] = plan.new_tokens - differing(*sampled)
-    drafts = {mode: [sum(each[key] for each in reports) for key in ("drafts", "accepted")] for mode, reports in found["reports"].items()}
+    drafts = {
+        mode: [sum(each[key] for each in reports) for key in ("drafts", "accepted")]
+        for mode, reports in found["reports"].items()
+    }
     return {
         **asdict(conditions), **found, "seconds": seconds,
         "tokens_per_s": {mode: plan.new_tokens / statistics.median(values) for mode, values in seconds.items()},
@@ -212,7 +224,11 @@ def run(plan: Plan, folder: Path = FOLDER, zoo: Path = ZOO) -> dict[str, Any]:
                     for number, round_trip_ms in enumerate(plan.round_trips_ms):
                         conditions = Conditions(round_trip_ms=round_trip_ms, gbit_per_s=plan.gbit_per_s)
                         link.set(conditions)
-                        cell = {"model": name, "block": block, **run_case(tenant, plan, conditions, max(1, plan.prompts - number))}
+                        cell = {
+                            "model": name,
+                            "block": block,
+                            **run_case(tenant, plan, conditions, max(1, plan.prompts - number)),
+                        }
                         figures["runs"].append(cell)
                         show(cell)
                         path = save("zoo_speculation", QUESTION, figures, folder)
@@ -237,7 +253,12 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     figure, axes = plot.subplots(figsize=(7, 4))
     for name, block in dict.fromkeys((each["model"], each["block"]) for each in figures["runs"]):
         cells = [each for each in figures["runs"] if (each["model"], each["block"]) == (name, block)]
-        axes.plot([each["round_trip_ms"] for each in cells], [each["speedup"]["exact"] for each in cells], "o-", label=f"{name}, {block}")
+        axes.plot(
+            [each["round_trip_ms"] for each in cells],
+            [each["speedup"]["exact"] for each in cells],
+            "o-",
+            label=f"{name}, {block}",
+        )
     axes.axhline(1.2, color="#9aa0a6", linewidth=1)
     axes.set_xlabel("round trip, ms")
     axes.set_ylabel("tokens/s of exact speculation, plain = 1")

@@ -122,10 +122,7 @@ def token_ids(zoo: Any, plan: Plan, written: dict[str, str]) -> dict[str, Any]:
     counts, found = {"used": plan.tokens, "held out": plan.held_out}, {}
     for name, count in counts.items():
         text = written[name]
-        if plan.tiny:
-            ids = torch.tensor(list(text.encode()))
-        else:
-            ids = torch.tensor(load_tokenizer(zoo, MODEL)(text)["input_ids"])
+        ids = torch.tensor(list(text.encode()) if plan.tiny else load_tokenizer(zoo, MODEL)(text)["input_ids"])
         assert len(ids) >= count, "enough text"
         found[name] = ids[:count].view(-1, min(_LENGTH, count // 8))
     return found
@@ -148,7 +145,13 @@ def run(plan: Plan, folder: Path = FOLDER, zoo_folder: Path = ZOO, budget_s: flo
     import torch
 
     started, path = time.monotonic(), folder / "zoo_surrogates.json"
-    figures: dict[str, Any] = {"script": "zoo_surrogates", "plan": asdict(plan), "paper": PAPER, "surrogates": {}, "seconds": {}}
+    figures: dict[str, Any] = {
+        "script": "zoo_surrogates",
+        "plan": asdict(plan),
+        "paper": PAPER,
+        "surrogates": {},
+        "seconds": {},
+    }
     if path.is_file() and (before := json.loads(path.read_text()))["plan"] == json.loads(json.dumps(asdict(plan))):
         figures |= {"surrogates": before["surrogates"], "seconds": before["seconds"]}
     torch.set_num_threads(plan.threads)

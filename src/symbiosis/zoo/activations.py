@@ -37,7 +37,7 @@ def added(piece: Piece, module: nn.Module, inputs: Tensor, arguments: dict[str, 
     return output - inputs if piece.kind is PieceKind.LAYER else output
 
 
-class _LastLayer(Exception):  # noqa: N818 - it is no error: it ends a pass after the last layer of interest
+class _LastLayer(Exception):
     pass
 
 
@@ -51,7 +51,8 @@ def record(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[Piece, Activations]:
     """Of these pieces on these tokens. The number of sequences is a multiple of `batch`."""
-    assert len(ids_ST) % batch == 0 and len(ids_ST) > 0
+    assert len(ids_ST) % batch == 0
+    assert len(ids_ST) > 0
     layers, found = decoder_layers(model), {piece: _Recorder(piece) for piece in pieces}
     last = max(piece.layer for piece in pieces)
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from torch import Tensor, nn
 
-from symbiosis.zoo.errors import NoSurrogate
+from symbiosis.zoo.errors import UnknownBlock
 from symbiosis.zoo.partition import BlockKind, BlockPlace
 
 _ATTENTION, _FFN = ("self_attn", "attn", "attention", "self_attention"), ("mlp", "feed_forward", "ffn")
@@ -31,10 +31,12 @@ class Piece:
 
     @staticmethod
     def parse(name: str) -> Piece:
-        """Of `ffn 12`, `attention 12` or `layer 12`. Raises `NoSurrogate`."""
+        """Of `ffn 12`, `attention 12` or `layer 12`. Raises `UnknownBlock`."""
         found = _NAME.fullmatch(name)
         if found is None or found["kind"] not in list(PieceKind):
-            raise NoSurrogate(f"{name!r:.60} is no block: expected 'ffn N', 'attention N' or 'layer N' with the number of a layer")
+            raise UnknownBlock(
+                f"{name!r:.60} is no block: expected 'ffn N', 'attention N' or 'layer N' with the number of a layer"
+            )
         return Piece(PieceKind(found["kind"]), int(found["layer"]))
 
     @property
@@ -48,20 +50,20 @@ class Piece:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Raises `NoSurrogate`."""
+    """Raises `UnknownBlock`."""
     config = getattr(model, "config", None)
     count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None) if config is not None else None
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise NoSurrogate(f"{type(model).__name__} has no list of decoder layers: expected a decoder as transformers has them")
+    raise UnknownBlock(f"{type(model).__name__} has no list of decoder layers: expected a decoder as transformers has them")
 
 
 def module_path(model: nn.Module, piece: Piece) -> str:
-    """Of the module that computes the piece. Raises `NoSurrogate`."""
+    """Of the module that computes the piece. Raises `UnknownBlock`."""
     layers = decoder_layers(model)
     if piece.layer >= len(layers):
-        raise NoSurrogate(f"the model has no layer {piece.layer}: expected 0 to {len(layers) - 1}")
+        raise UnknownBlock(f"the model has no layer {piece.layer}: expected 0 to {len(layers) - 1}")
     path = f"{next(name for name, module in model.named_modules() if module is layers)}.{piece.layer}"
     if piece.kind is PieceKind.LAYER:
         return path
@@ -69,11 +71,11 @@ def module_path(model: nn.Module, piece: Piece) -> str:
 
 
 def module_name(layer: nn.Module, piece: Piece) -> str:
-    """Of a block's module within its decoder layer. Raises `NoSurrogate`."""
+    """Of a block's module within its decoder layer. Raises `UnknownBlock`."""
     names = _ATTENTION if piece.kind is PieceKind.ATTENTION else _FFN
     name = next((name for name in names if isinstance(getattr(layer, name, None), nn.Module)), None)
     if name is None:
-        raise NoSurrogate(f"{type(layer).__name__} has no {piece.kind}: expected a child named {' or '.join(names)}")
+        raise UnknownBlock(f"{type(layer).__name__} has no {piece.kind}: expected a child named {' or '.join(names)}")
     return name
 
 

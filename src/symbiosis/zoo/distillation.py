@@ -134,7 +134,7 @@ def train(
     sensitivity_DD: Tensor | None = None,
     report: Report = lambda what, done, total: None,
 ) -> list[float]:
-    """Train all weights of the small block; returns the mean error of each tenth of the steps, in shares of the block's output."""
+    """Train all weights of the small block; returns the mean error of each tenth of the steps, as a share of the output."""
     generator = torch.Generator().manual_seed(training.seed)
     metric = None
     width = known.outputs_STD.shape[-1]
@@ -143,7 +143,6 @@ def train(
         metric = torch.linalg.cholesky(
             (share * sensitivity_DD + (1 - share) * torch.eye(width, device=sensitivity_DD.device)).double()
         ).to(known.outputs_STD.dtype)
-    shape = known.outputs_STD.shape
     by_row = piece.kind is PieceKind.FFN
     if by_row:
         inputs, outputs, norms = (t.flatten(0, 1) for t in (known.inputs_STD, known.outputs_STD, known.stream_ST))

@@ -21,8 +21,12 @@ class ZooFull(BadZoo, code="zoo_full"):
     """The disk of the zoo has no space left: nothing was added."""
 
 
+class UnknownBlock(SymbiosisError, code="unknown_block"):
+    """The model has no block of this name."""
+
+
 class NoSurrogate(SymbiosisError, code="no_surrogate"):
-    """A block cannot have this surrogate, or has none: unknown block, another architecture, nothing left to keep, no text."""
+    """A block cannot have this surrogate, or has none: another architecture, nothing left to keep, no text."""
 
 
 class CannotSpeculate(SymbiosisError, code="cannot_speculate"):

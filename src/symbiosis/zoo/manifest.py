@@ -90,9 +90,7 @@ class ModelManifest:
             surrogates = {str(key)[:100]: _surrogate(each) for key, each in found.get("surrogates", {}).items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise BadZoo(f"the manifest of {name} cannot be read: expected one that `symbiosis zoo add` wrote") from None
-        return ModelManifest(
-            name=name, chain=chain, files=files, adapter=adapter, provenance=provenance, surrogates=surrogates
-        )
+        return ModelManifest(name=name, chain=chain, files=files, adapter=adapter, provenance=provenance, surrogates=surrogates)
 
 
 def _files(found: dict[str, dict[str, object]]) -> dict[str, StoredObject]:

@@ -1,4 +1,4 @@
-"""Structured pruning of a block: fewer channels of an MLP, fewer heads of an attention. What remains is a smaller dense block."""
+"""Structured pruning of a block: fewer channels of an MLP, fewer heads of an attention. A smaller dense block remains."""
 
 from __future__ import annotations
 
@@ -114,5 +114,7 @@ def _count_kept(whole: int, keep: float, what: str) -> int:
     if count >= 8:
         count -= count % 8  # kernels of matrix products like multiples
     if not 0 < count < whole:
-        raise NoSurrogate(f"keep={keep:g} of {whole} {what} leaves {max(count, 0)}: expected a share that leaves some, but not all")
+        raise NoSurrogate(
+            f"keep={keep:g} of {whole} {what} leaves {max(count, 0)}: expected a share that leaves some, but not all"
+        )
     return count

@@ -1,12 +1,11 @@
 """A slow block while a model generates: its surrogate's outputs stand in for those that have not arrived yet.
 
-Each row is sent to the true block when it is first seen, and computed there in a thread of its own while the model goes on. A row
-of a later pass, at the same position, has the true output if that has arrived.
+Each row is sent to the true block when it is first seen, and computed there in a thread of its own while the model goes on. A
+row of a later pass, at the same position, has the true output if that has arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -50,7 +49,7 @@ class SpeculatedBlock(nn.Module):
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def begin_pass(self, start: int) -> None:
-        """The next pass has rows from this position on. Until the first call passes are prefills: they use true outputs only."""
+        """The next pass has rows from this position on. Passes before the first call are prefills, with true outputs only."""
         self._start = start
 
     def cosine(self, position: int) -> float | None:
@@ -118,21 +117,21 @@ class SpeculatedBlock(nn.Module):
     def _with_true_cache(self, named: dict[str, Any]) -> dict[str, Any]:
         return {**named, _CACHE: self._true_cache} if named.get(_CACHE) is not None else named
 
-    def _last_row(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """A call of the true block with the last row alone."""
-        alone: dict[str, Any] = {}
-        for name, value in named.items():
-            if name in ("hidden_states", "position_ids") and isinstance(value, Tensor):
-                value = value[:, -1:]
-            elif name == "cache_position" and isinstance(value, Tensor):
-                value = value[-1:]
-            elif name == "attention_mask" and isinstance(value, Tensor) and value.dim() == 4:
-                value = value[:, :, -1:]
-            elif name == "position_embeddings":
-                value = tuple(each[:, -1:] for each in value)
-            alone[name] = value
-        return self.true, tuple(each[:, -1:] if isinstance(each, Tensor) else each for each in args), self._with_true_cache(alone)
+    def _last_row(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the true block with the last row alone."""
+        first = tuple(each[:, -1:] if isinstance(each, Tensor) else each for each in args)
+        return first, self._with_true_cache({name: _last_row_of(name, value) for name, value in named.items()})
 
     @torch.no_grad()
-    def _compute(self, block: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-        return first_tensor(block(*args, **named))[:, 0].clone()
+    def _compute(self, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+        return first_tensor(self.true(*args, **named))[:, 0].clone()
+
+
+def _last_row_of(name: str, value: Any) -> Any:
+    if name == "position_embeddings":
+        return tuple(each[:, -1:] for each in value)
+    if not isinstance(value, Tensor):
+        return value
+    if name == "attention_mask":
+        return value[:, :, -1:] if value.dim() == 4 else value
+    return value[-1:] if name == "cache_position" else value[:, -1:]

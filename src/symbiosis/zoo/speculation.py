@@ -6,10 +6,10 @@ A pass computes all rows whose true output was missing in the pass before, and o
 yield tokens; the surrogate's output stands in for the others, and yields a draft of the next token. So while answers take less
 time than a pass, each pass has two rows, yields a token, and waits for nothing.
 
-`exact` compares tokens: a draft is kept if the true output leads to the same token. Greedy tokens are those of plain generation,
-within the rounding of a pass of several rows. Sampled tokens too, with the same seed: the draft and the token of a position are
-drawn with the same noise. `cosine` keeps what the surrogate led to if its output has a cosine of 0.95 with the true one: it
-computes each row once, and its answers are approximate.
+`exact` compares tokens: a draft is kept if the true output leads to the same token. Greedy tokens are those of plain
+generation, within the rounding of a pass of several rows. Sampled tokens too, with the same seed: the draft and the token of a
+position are drawn with the same noise. `cosine` keeps what the surrogate led to if its output has a cosine of 0.95 with the
+true one: it computes each row once, and its answers are approximate.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SpeculationReport:
     rows: int = 0
     """Of all passes."""
     drafts: int = 0
-    """Tokens that a surrogate's output led to and that were judged."""
+    """Tokens that a surrogate's output led to and that were judged: by the token itself, or by the cosine."""
     accepted: int = 0
     cosines: list[float] = field(default_factory=list)
     """In the mode `cosine`: of each surrogate's output that was judged."""
@@ -122,7 +122,7 @@ class Speculation:
 def _check_cache(cache: Any) -> None:
     layers = getattr(cache, "layers", None)
     if not layers or any(not layer.is_croppable or getattr(layer, "is_sliding", False) for layer in layers):
-        raise CannotSpeculate(f"speculation does not support a {type(cache).__name__} of this kind: expected a plain dynamic cache")
+        raise CannotSpeculate(f"speculation does not support this {type(cache).__name__}: expected a plain dynamic cache")
 
 
 @contextmanager
@@ -205,7 +205,13 @@ class _Loop:
         self, speculation: Speculation, step: _Step, draw: _Draw, stopping: StoppingCriteriaList, streamer: Any
     ) -> None:
         self._mode, self._window, self._min_cosine = speculation.mode, speculation.window, speculation.min_cosine
-        self._report, self._step, self._draw, self._stopping, self._streamer = speculation.report, step, draw, stopping, streamer
+        self._report, self._step, self._draw, self._stopping, self._streamer = (
+            speculation.report,
+            step,
+            draw,
+            stopping,
+            streamer,
+        )
 
     def run(self, sequence: Tensor, first_logits: Tensor) -> Tensor:
         self._sequence, self._is_done = sequence, False
@@ -228,11 +234,12 @@ class _Loop:
                 self._confirm(token)
                 block.forget(settled + row)
                 is_draft = row + 1 < len(rows)
-                self._report.drafts += is_draft
-                if is_draft and rows[row + 1] == token and not self._is_done:
-                    self._report.accepted += 1
+                is_right = is_draft and rows[row + 1] == token
+                if self._mode == "exact":
+                    self._report.drafts += is_draft
+                    self._report.accepted += is_right
+                if is_right and not self._is_done:
                     continue
-                self._report.accepted += is_draft and rows[row + 1] == token
                 rows, settled = [token], settled + row + 1
                 block.drop(settled)
                 break

@@ -172,6 +172,8 @@ def load_surrogate(zoo: Zoo, name: str, piece: Piece | str) -> nn.Module:
     config._attn_implementation = config._attn_implementation or "sdpa"
     skeleton = build_meta_model(config)
     try:
-        return smaller_copy(skeleton.get_submodule(module_path(skeleton, piece)), safetensors.torch.load(zoo.read(stored.object)))
+        return smaller_copy(
+            skeleton.get_submodule(module_path(skeleton, piece)), safetensors.torch.load(zoo.read(stored.object))
+        )
     except (KeyError, ValueError, RuntimeError, safetensors.SafetensorError):
         raise BadZoo(f"the surrogate of {piece} of {name} does not fit the model: was the zoo changed?") from None
